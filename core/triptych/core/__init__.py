@@ -1,0 +1,1 @@
+"""Vocabulary that every part of Triptych shares: config, layouts, handles, messages, errors."""

@@ -1,0 +1,240 @@
+"""Settings of every component: frozen dataclasses, one owner per value, units in names."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PAGE_ALIGN_BYTES, page_format
+from triptych.core.schema import SchemaError, build
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+def require(ok: bool, name: str, value: object, expected: str) -> None:
+    """Raise ``ConfigError`` naming the field, the value and what was expected."""
+    if not ok:
+        raise ConfigError(f"{name}={value!r}: expected {expected}")
+
+
+def cache_dir() -> Path:
+    """Where models and compiled kernels are kept: ``TRIPTYCH_CACHE_DIR`` or ``~/.cache/triptych``."""
+    return Path(os.environ.get("TRIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "triptych")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model is served, and in what precision it computes."""
+
+    name: str = "smollm2-135m-instruct"
+    """A known name, a directory in Hugging Face's form, a ``.gguf`` file, or a hub name."""
+
+    served_name: str = ""
+    """What clients call it; empty: the last part of ``name``."""
+
+    dtype: DType = "bfloat16"
+    """Type of weights and activations."""
+
+    max_context_tokens: int | Literal["auto"] = "auto"
+    """Longest prompt plus answer, in tokens; ``auto``: what the model was trained for."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "model.name", self.name, "a name or a path")
+        tokens = self.max_context_tokens
+        require(tokens == "auto" or tokens > 1, "model.max_context_tokens", tokens, "'auto' or > 1")
+
+    @property
+    def public_name(self) -> str:
+        return self.served_name or Path(self.name).stem.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """How many copies of a stage run, and what each copy gets."""
+
+    num_replicas: int = 1
+    """Copies of the stage, each an actor of its own."""
+
+    num_cpus: float = 0.0
+    """CPUs that Ray sets aside per copy; 0 lets the stages of a small machine share its cores."""
+
+    num_gpus: float = 0.0
+    """GPUs that Ray gives each copy; 0 runs the stage on the CPU."""
+
+    threads: int | Literal["auto"] = "auto"
+    """Compute threads per copy; ``auto``: this machine's cores, shared among its busy stages."""
+
+    def __post_init__(self) -> None:
+        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")
+        require(self.num_cpus >= 0, "num_cpus", self.num_cpus, ">= 0")
+        require(self.num_gpus >= 0, "num_gpus", self.num_gpus, ">= 0")
+        require(self.threads == "auto" or self.threads >= 1, "threads", self.threads, "'auto', >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """The stage that reads prompts."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    chunk_tokens: int = 512
+    """Prompt tokens of one step; longer prompts take several steps."""
+
+    def __post_init__(self) -> None:
+        require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, ">= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorConfig:
+    """The stage that turns raw pages into compressed ones."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    policy: str = "uniform:k8v4"
+    """What becomes of each token: ``uniform:<format>`` stores all of them in one format."""
+
+    recent_window_tokens: int = 64
+    """Newest tokens that stay in 16 bits; older ones take the policy's format."""
+
+    def __post_init__(self) -> None:
+        window = self.recent_window_tokens
+        require(window >= 0, "compressor.recent_window_tokens", window, ">= 0")
+        kind, _, form = self.policy.partition(":")
+        require(kind == "uniform", "compressor.policy", self.policy, "'uniform:<format>'")
+        page_format(form)
+
+    @property
+    def format_name(self) -> str:
+        return self.policy.partition(":")[2].lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """The stage that writes answers."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    max_batch_requests: int = 32
+    """Requests that one copy decodes at once."""
+
+    def __post_init__(self) -> None:
+        count = self.max_batch_requests
+        require(count >= 1, "decode.max_batch_requests", count, ">= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Shape and budget of the pages of one device."""
+
+    capacity_bytes: int = GIB
+    """Page memory, taken in full at start-up, in bytes."""
+
+    page_bytes: int | Literal["auto"] = "auto"
+    """Bytes of one page; ``auto``: 32 tokens of K8V4 fill it exactly (3,584 at head_dim 64)."""
+
+    lease_ttl_s: float = 10.0
+    """Seconds without a heartbeat after which a worker's pages are taken back."""
+
+    extent_pages: int = 1024
+    """Pages that a worker asks for at once; it allocates inside them without asking."""
+
+    def __post_init__(self) -> None:
+        require(self.capacity_bytes > 0, "pool.capacity_bytes", self.capacity_bytes, "> 0")
+        page = self.page_bytes
+        fits = page == "auto" or (page > 0 and page % PAGE_ALIGN_BYTES == 0)
+        require(fits, "pool.page_bytes", page, f"'auto' or a multiple of {PAGE_ALIGN_BYTES}")
+        require(self.lease_ttl_s > 0, "pool.lease_ttl_s", self.lease_ttl_s, "> 0")
+        require(self.extent_pages >= 1, "pool.extent_pages", self.extent_pages, ">= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What runs next, where, and whether at all."""
+
+    batch_policy: str = "greedy_by_memory"
+    """How waiting requests are chosen: ``greedy_by_memory``, or ``fifo`` as the baseline."""
+
+    patience_s: float = 5.0
+    """Seconds after which a waiting request can no longer be overtaken."""
+
+    max_queued_requests: int = 256
+    """Requests that may wait; one more is answered with 429."""
+
+    prefill_batch_tokens: int = 2048
+    """Prompt tokens that are sent to one prefill worker at once."""
+
+    def __post_init__(self) -> None:
+        require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
+        require(self.max_queued_requests >= 1, "router.max_queued_requests", self.max_queued_requests, ">= 1")
+        require(self.prefill_batch_tokens >= 1, "router.prefill_batch_tokens", self.prefill_batch_tokens, ">= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressConfig:
+    """The HTTP side."""
+
+    num_replicas: int = 1
+    """Copies of the HTTP ingress."""
+
+    max_body_bytes: int = 4 * MIB
+    """Largest request body; a larger one is answered with 413."""
+
+    max_choices: int = 8
+    """Largest ``n`` of one request."""
+
+    request_timeout_s: float = 600.0
+    """Seconds after which a request is given up."""
+
+    def __post_init__(self) -> None:
+        require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")
+        require(self.max_body_bytes >= 1024, "ingress.max_body_bytes", self.max_body_bytes, ">= 1024")
+        require(self.max_choices >= 1, "ingress.max_choices", self.max_choices, ">= 1")
+        require(self.request_timeout_s > 0, "ingress.request_timeout_s", self.request_timeout_s, "> 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppConfig:
+    """Everything under ``args:`` of ``config.yaml``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+
+    topology: Literal["disaggregated", "colocated"] = "disaggregated"
+    """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process."""
+
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    """The prefill stage."""
+
+    compressor: CompressorConfig = field(default_factory=CompressorConfig)
+    """The compressor stage."""
+
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """The decode stage."""
+
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """The page pool."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """The router."""
+
+    ingress: IngressConfig = field(default_factory=IngressConfig)
+    """The HTTP ingress."""
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, object]) -> Self:
+        """Build from parsed YAML.
+
+        Raises: ConfigError naming the key, the value and what was expected
+        """
+        try:
+            return build(cls, data)
+        except SchemaError as error:
+            raise ConfigError(str(error)) from error

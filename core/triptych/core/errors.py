@@ -1,0 +1,177 @@
+"""The tree of errors: each says its HTTP status and whether a retry can help."""
+
+from typing import ClassVar
+
+
+class TriptychError(Exception):
+    """Base class: catch this to catch anything we raise deliberately.
+
+    Subclasses pass their arguments straight to ``super().__init__`` so that they
+    survive pickling between Ray actors, and build the sentence in ``__str__``.
+    """
+
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+    kind: ClassVar[str] = "server_error"
+    """OpenAI's ``error.type``."""
+    code: ClassVar[str | None] = "internal_error"
+    """OpenAI's ``error.code``."""
+
+
+class ConfigError(TriptychError, ValueError):
+    """A configuration value is missing, misspelt or out of range."""
+
+
+class ModelError(TriptychError):
+    """A model cannot be found, fetched, read or run."""
+
+
+class MessageError(TriptychError):
+    """A frame from a peer is not a message that we know: it is refused, never guessed at."""
+
+
+# ------------------------------------------------------------------ the page pool
+
+
+class PoolError(TriptychError):
+    """Base class of the page pool's errors."""
+
+
+class PoolExhausted(PoolError):
+    """The pool has fewer free pages than the caller needs; retry after backing off."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "overloaded"
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(wanted, free)
+        self.wanted, self.free = wanted, free
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wanted} pages wanted, {self.free} free: "
+            "raise pool.capacity_bytes or lower max_tokens"
+        )
+
+
+class StaleHandle(PoolError):
+    """The handle outlived its lease: the pages were freed, or handed to somebody else."""
+
+    def __init__(self, lease: int, reason: str) -> None:
+        super().__init__(lease, reason)
+        self.lease, self.reason = lease, reason
+
+    def __str__(self) -> str:
+        return f"lease {self.lease}: {self.reason}"
+
+
+class NotHeld(PoolError):
+    """A worker named pages that it does not hold; nothing was changed."""
+
+    def __init__(self, worker: str, pages: int) -> None:
+        super().__init__(worker, pages)
+        self.worker, self.pages = worker, pages
+
+    def __str__(self) -> str:
+        return f"worker {self.worker!r} does not hold {self.pages} of the pages it named"
+
+
+class PoolUnavailable(PoolError):
+    """The pool process does not answer: it is starting, restarting or gone."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "overloaded"
+
+
+# ------------------------------------------------------------------ requests
+
+
+class RequestError(TriptychError):
+    """The request itself is wrong; sending it again changes nothing."""
+
+    http_status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message, self.param = message, param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that this server does not serve."""
+
+    http_status = 404
+    code = "model_not_found"
+
+
+class PromptTooLong(RequestError):
+    """Prompt and answer together exceed the model's context, or the memory of the server."""
+
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(RequestError):
+    """The body of the HTTP request is larger than the server takes."""
+
+    http_status = 413
+    code = "request_too_large"
+
+
+class QueueFull(TriptychError):
+    """The waiting line is full; come back after ``retry_after_s`` seconds."""
+
+    http_status = 429
+    retryable = True
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
+        super().__init__(waiting, limit, retry_after_s)
+        self.waiting, self.limit, self.retry_after_s = waiting, limit, retry_after_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.waiting} requests wait and the limit is {self.limit}: "
+            f"retry in {self.retry_after_s:.0f} s"
+        )
+
+
+class StageLost(TriptychError):
+    """A worker died with this request's state; the request may be sent again."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "worker_lost"
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def __str__(self) -> str:
+        return f"the {self.stage} worker died while it held this request: send it again"
+
+
+class Overloaded(TriptychError):
+    """No worker of a stage is there to take the request."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "overloaded"
+
+
+class Cancelled(TriptychError):
+    """The client went away or asked to stop."""
+
+    http_status = 499
+    kind = "cancelled"
+    code = "cancelled"

@@ -1,0 +1,55 @@
+"""Claims on pages that pass between processes instead of the bytes themselves."""
+
+from dataclasses import dataclass
+from typing import NewType
+
+LeaseId = NewType("LeaseId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to a lease's pages: a later ``generation`` makes an earlier claim stale.
+
+    The pool counts ``generation`` up each time the lease changes hands, and never uses a
+    lease id twice, so a claim that was kept too long is an error, not a wrong answer.
+    """
+
+    arena: str
+    """Which arena the pages lie in, unique per pool process and start."""
+
+    lease: LeaseId
+    """The lease that holds them."""
+
+    generation: int
+    """How often the lease had changed hands when this claim was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Pages of one format of one request, for all its head rows.
+
+    Head rows come in the order (layer, KV head); the pages of a row are consecutive.
+    """
+
+    format: str
+    """Name of the page format."""
+
+    tokens: bytes
+    """Tokens per head row: int32, little endian, one per (layer, KV head)."""
+
+    pages: bytes
+    """Page ids, packed by ``triptych.kvpool.runs.pack``."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVHandle:
+    """All stored keys and values of one request: what one stage passes to the next."""
+
+    claim: Claim
+    """The right to use the pages."""
+
+    runs: tuple[PageRun, ...]
+    """The pages by format, oldest tokens first; the last run holds the recent window."""
+
+    tokens: int
+    """Tokens of the sequence that were read so far, dropped ones included."""

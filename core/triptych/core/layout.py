@@ -1,0 +1,152 @@
+"""Byte arithmetic of the unified page: which format holds how many tokens, and where they lie.
+
+All pages of a pool have the same size in bytes; the format decides how many tokens fit.
+Source: DiffKV and LeanKV (unified pages with six segments).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from triptych.core.errors import ConfigError
+
+KeyOrder = Literal["token", "channel"]
+"""``token``: keys lie as [tokens, channel bytes]; ``channel``: as [channel bytes, tokens]."""
+
+ALIGN_BYTES = 16
+PAGE_ALIGN_BYTES = 256
+METADATA_BYTES = 4
+"""One fp16 scale and one fp16 zero per quantization group."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """Precision of the keys and values of a page: ``K8V4`` has 8-bit keys and 4-bit values."""
+
+    name: str
+    key_bits: int
+    value_bits: int
+    key_groups: int = 1
+    value_groups: int = 1
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.key_bits < 16
+
+    def token_bytes(self, head_dim: int) -> int:
+        """Bytes of one token of one KV head in all six segments, padding aside."""
+        return sum(self.segment_token_bytes(head_dim))
+
+    def read_bytes(self, head_dim: int) -> int:
+        """Bytes of one token of one KV head that attention reads (segments 1 to 4)."""
+        return sum(self.segment_token_bytes(head_dim)[:4])
+
+    def segment_token_bytes(self, head_dim: int) -> tuple[int, int, int, int, int, int]:
+        """Bytes that one token takes in each of the six segments."""
+        metadata = METADATA_BYTES if self.is_quantized else 0
+        return (
+            head_dim * self.key_bits // 8,
+            metadata * self.key_groups,
+            head_dim * self.value_bits // 8,
+            metadata * self.value_groups,
+            4,  # score, float32
+            4,  # position, int32
+        )
+
+
+FORMATS: dict[str, PageFormat] = {
+    form.name: form
+    for form in (
+        PageFormat("fp16", 16, 16),
+        PageFormat("k8v8", 8, 8),
+        PageFormat("k8v4", 8, 4),
+        PageFormat("k4v4", 4, 4),
+        PageFormat("k4v2", 4, 2),
+    )
+}
+
+
+def page_format(name: str) -> PageFormat:
+    """Look a format up by its name, such as ``k8v4``."""
+    try:
+        return FORMATS[name.lower()]
+    except KeyError:
+        raise ConfigError(f"no page format {name!r} (have {sorted(FORMATS)})") from None
+
+
+def align(count: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is not below ``count``."""
+    return -(-count // step) * step
+
+
+def default_page_bytes(head_dim: int) -> int:
+    """Page size in which 32 tokens of K8V4 fill every byte (3,584 at head_dim 64)."""
+    return align(32 * FORMATS["k8v4"].token_bytes(head_dim), PAGE_ALIGN_BYTES)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where the six segments of a page of one format lie.
+
+    Segments, in order: key codes, key metadata, value codes, value metadata, scores
+    (float32), positions (int32). Each starts at a multiple of 16 bytes. Metadata is
+    ``[tokens, groups, 2]`` fp16: scale and zero. 16-bit formats have no metadata and
+    keep their keys token by token whatever ``key_order`` says.
+
+    >>> PageLayout(FORMATS["k8v4"], head_dim=64, page_bytes=3584).tokens
+    32
+    """
+
+    format: PageFormat
+    head_dim: int
+    page_bytes: int
+    key_order: KeyOrder = "channel"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(
+                f"page_bytes={self.page_bytes}: too small for one {self.format.name} token of "
+                f"head_dim {self.head_dim}; use at least {self._used(1)} bytes"
+            )
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one KV head in one page."""
+        count = self.page_bytes // self.format.token_bytes(self.head_dim)
+        while count > 0 and self._used(count) > self.page_bytes:
+            count -= 1
+        return count
+
+    @cached_property
+    def offsets(self) -> tuple[int, int, int, int, int, int]:
+        """Byte offset of each segment inside the page."""
+        ends = self._ends(self.tokens)
+        return (0, *ends[:5])
+
+    def pages(self, tokens: int) -> int:
+        """Pages that ``tokens`` tokens of one KV head take."""
+        return -(-tokens // self.tokens)
+
+    def _ends(self, tokens: int) -> tuple[int, int, int, int, int, int]:
+        end, ends = 0, list[int]()
+        for per_token in self.format.segment_token_bytes(self.head_dim):
+            end = align(end + tokens * per_token, ALIGN_BYTES)
+            ends.append(end)
+        return (ends[0], ends[1], ends[2], ends[3], ends[4], ends[5])
+
+    def _used(self, tokens: int) -> int:
+        return self._ends(tokens)[5]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What of a model decides the shape of its pages."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def head_rows(self) -> int:
+        """One head row is one (layer, KV head) of one request."""
+        return self.layers * self.kv_heads

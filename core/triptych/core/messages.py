@@ -1,0 +1,321 @@
+"""What crosses a process: frozen dataclasses, msgpack on the wire, every field checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import msgpack
+
+from triptych.core.errors import MessageError
+from triptych.core.handles import KVHandle
+from triptych.core.schema import SchemaError, build
+
+WIRE_VERSION = 1
+MAX_FRAME_BYTES = 64 << 20
+
+Message = Any
+"""An instance of a class decorated with ``@message``."""
+
+_KINDS: dict[str, type] = {}
+C = TypeVar("C", bound=type)
+
+
+def message(cls: C) -> C:
+    """Register a dataclass as a message; its class name is its tag on the wire."""
+    _KINDS[cls.__name__] = cls
+    return cls
+
+
+def pack(messages: Sequence[Message]) -> bytes:
+    """Encode messages into one frame: ``[version, [tag, fields], ...]``."""
+    frame = [WIRE_VERSION, *([type(item).__name__, _plain(item)] for item in messages)]
+    return cast("bytes", msgpack.packb(frame))
+
+
+def unpack(frame: bytes) -> list[Message]:
+    """Decode a frame, trusting nothing in it.
+
+    Raises: MessageError for a wrong version, an unknown tag, a missing, unknown or
+        ill-typed field, or bytes that are not msgpack
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MessageError(f"frame of {len(frame)} bytes: the limit is {MAX_FRAME_BYTES}")
+    try:
+        body = msgpack.unpackb(frame, strict_map_key=True, raw=False)
+    except Exception as error:  # msgpack raises several unrelated types
+        raise MessageError(f"not a msgpack frame: {error}") from error
+    if not isinstance(body, list) or not body or body[0] != WIRE_VERSION:
+        raise MessageError(f"expected a frame of wire version {WIRE_VERSION}")
+    return [_revive(item) for item in cast("list[object]", body)[1:]]
+
+
+def _revive(item: object) -> Message:
+    if not (isinstance(item, list) and len(cast("list[object]", item)) == 2):
+        raise MessageError("expected [tag, fields]")
+    tag, data = cast("list[object]", item)
+    kind = _KINDS.get(tag) if isinstance(tag, str) else None
+    if kind is None:
+        raise MessageError(f"unknown message {tag!r}")
+    try:
+        return build(kind, data, cast("str", tag))
+    except (SchemaError, ValueError) as error:
+        raise MessageError(str(error)) from error
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in cast("list[object]", value)]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in cast("dict[Any, object]", value).items()}
+    return value
+
+
+# ------------------------------------------------------------------ the request
+
+FinishReason = Literal["stop", "length"]
+Stage = Literal["prefill", "compress", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn from the logits, and when the answer ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens seen in prompt or answer (multiplies negative ones)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer already has."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the answer."""
+    seed: int = 0
+    """Same seed, same prompt, same settings: same answer, whatever shares the batch."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and what is added to its logit."""
+    max_tokens: int = 16
+    """Tokens of the answer at most."""
+    min_tokens: int = 0
+    """End-of-sequence and stop ids are not drawn before this many tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    include_stop: bool = False
+    """Keep the stop text in the answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, beside the model's own."""
+    logprobs: int = -1
+    """Alternatives per token to report; 0: the drawn token's only; -1: none."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate. A client's request with ``n`` choices becomes ``n`` of these."""
+
+    id: str
+    """Ours, unique; never the client's."""
+    prompt: tuple[int, ...]
+    """Token ids of the prompt."""
+    sampling: Sampling
+    """How to continue it."""
+    reply_to: str
+    """Address of the mailbox that gets the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token's log probability and the most likely alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionReport:
+    """What compression did to one request."""
+
+    policy: str
+    """The policy, such as ``uniform:k8v4``."""
+    raw_bytes: int
+    """Bytes of the raw 16-bit keys and values."""
+    stored_bytes: int
+    """Bytes of the pages that hold them now."""
+
+
+# ------------------------------------------------------------------ tokens to the ingress
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """New tokens of one request, sent by the stage that drew them straight to the ingress."""
+
+    request: str
+    index: int
+    """How many tokens of the answer came before these."""
+    tokens: tuple[int, ...]
+    text: str
+    """Text that these tokens settle; text that may still become a stop string is held back."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    stop: str | int | None = None
+    """The stop text or token id that ended the answer."""
+    compression: CompressionReport | None = None
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request ends here with an error; OpenAI's fields."""
+
+    request: str
+    message: str
+    kind: str
+    code: str | None
+    status: int
+    retry_after_s: float | None = None
+
+
+# ------------------------------------------------------------------ ingress and router
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Ingress to router: take this request. The answer is tokens, or ``Failed``."""
+
+    request: Request
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Forget these requests and free what they hold. Ingress to router, router to workers."""
+
+    requests: tuple[str, ...]
+
+
+# ------------------------------------------------------------------ router and workers
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker or an ingress introduces itself; sent again after the router was restarted."""
+
+    name: str
+    """Unique name of the process, new at each start."""
+    address: str
+    """Where its mailbox listens."""
+    stages: tuple[Stage, ...] = ()
+    """What it can do; empty for an ingress."""
+    max_requests: int = 0
+    """Requests that it holds at once (decode)."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Router to prefill worker: read these prompts."""
+
+    requests: tuple[Request, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """Prefill worker to router: the prompt is read and the first token drawn."""
+
+    request: str
+    first_token: int
+    handle: KVHandle | None
+    """The raw pages; none if the answer ended with the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressItem:
+    request: str
+    handle: KVHandle
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compress:
+    """Router to compressor: plan, and later encode, these requests."""
+
+    items: tuple[CompressItem, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Compressor to router: exactly this many pages will hold the request."""
+
+    request: str
+    pages: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encode:
+    """Router to compressor: decode workers were chosen, encode into this arena."""
+
+    requests: tuple[str, ...]
+    arena: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """Compressor to router: the pages are written and committed."""
+
+    request: str
+    handle: KVHandle
+    report: CompressionReport
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Router to decode worker: continue this request from its pages."""
+
+    request: Request
+    first_token: int
+    handle: KVHandle
+    report: CompressionReport
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Worker to router: the request left this worker and holds nothing here any more."""
+
+    request: str
+    tokens: int
+    """Tokens of the answer."""
+    error: Failed | None = None
+    """Why it ended early; the router tells the client."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Worker to router, at least twice a second: what it holds and what is free."""
+
+    name: str
+    running: int
+    waiting: int
+    pages_held: int
+    busy_s: float
+    """Seconds of compute since the worker started."""

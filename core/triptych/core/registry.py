@@ -1,0 +1,45 @@
+"""Plug-in lookup: a literal table per kind, plus entry points of third parties."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from triptych.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """Names to factories for one kind of plug-in, such as ``batch_policies``.
+
+    Third parties add names with entry points in the group ``triptych.<kind>``; they
+    cannot replace a built-in. Loading imports the object and has no other effect.
+    """
+
+    kind: str
+    builtin: Mapping[str, str]
+
+    @cached_property
+    def _found(self) -> dict[str, EntryPoint]:
+        group = f"triptych.{self.kind}"
+        ours = {name: EntryPoint(name, target, group) for name, target in self.builtin.items()}
+        return {point.name: point for point in entry_points(group=group)} | ours
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._found)
+
+    def check(self, name: str) -> None:
+        """Raise ``ConfigError`` if there is no such plug-in."""
+        if name not in self._found:
+            near = get_close_matches(name, self._found, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{self.kind}: no plug-in {name!r}{hint} (have {self.names})")
+
+    def load(self, name: str) -> T:
+        self.check(name)
+        return self._found[name].load()

@@ -1,0 +1,144 @@
+"""Plain data in, frozen dataclass out: strict, with errors that name the field.
+
+One builder serves the configuration file and the messages between processes, so that
+neither an unknown key nor a wrong type passes silently anywhere.
+"""
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class SchemaError(ValueError):
+    """A value does not fit its field. The caller turns this into its own error."""
+
+
+@lru_cache(maxsize=256)
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def build(cls: type[T], data: object, path: str = "") -> T:
+    """Make a ``cls`` from a mapping, checking every key and type.
+
+    Raises: SchemaError naming the dotted path, the value and what was expected
+    """
+    if not isinstance(data, Mapping):
+        raise SchemaError(f"{path or cls.__name__}={data!r}: expected a mapping")
+    given = cast("Mapping[object, object]", data)
+    known = {field.name: field for field in fields(cast("Any", cls)) if field.init}
+    for key in given:
+        if key not in known:
+            raise SchemaError(_unknown_key(str(key), list(known), path))
+    hints = _hints(cls)
+    values = {
+        name: convert(hints[name], given[name], _join(path, name)) for name in known if name in given
+    }
+    for name, field in known.items():
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if name not in values and not has_default:
+            raise SchemaError(f"{_join(path, name)}: missing")
+    return cls(**values)
+
+
+def convert(hint: Any, value: object, path: str) -> Any:
+    """Check one value against a type hint; the only conversion is int to float."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(hint, value, path)
+    if origin is Literal:
+        return _one_of(get_args(hint), value, path)
+    if origin in (tuple, list):
+        return _convert_sequence(hint, value, path)
+    if origin in (dict, Mapping):
+        return _convert_mapping(hint, value, path)
+    if is_dataclass(hint):
+        return value if isinstance(value, cast("type", hint)) else build(cast("type", hint), value, path)
+    return _convert_scalar(hint, value, path)
+
+
+def _convert_scalar(hint: Any, value: object, path: str) -> Any:
+    if hint is Any or hint is object:
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    wanted = type(None) if hint is None else hint
+    supertype = getattr(wanted, "__supertype__", wanted)  # NewType
+    if type(value) is not supertype:
+        raise SchemaError(f"{path}={_show(value)}: expected {_name(hint)}")
+    return value
+
+
+def _convert_union(hint: Any, value: object, path: str) -> Any:
+    reasons = list[str]()
+    for option in get_args(hint):
+        try:
+            return convert(option, value, path)
+        except SchemaError as error:
+            reasons.append(str(error))
+    if isinstance(value, Mapping):
+        raise SchemaError(reasons[0])
+    names = " or ".join(_name(option) for option in get_args(hint))
+    raise SchemaError(f"{path}={_show(value)}: expected {names}")
+
+
+def _convert_sequence(hint: Any, value: object, path: str) -> Any:
+    if not isinstance(value, list | tuple):
+        raise SchemaError(f"{path}={_show(value)}: expected a list")
+    items = cast("list[object]", value)
+    args = get_args(hint)
+    if get_origin(hint) is tuple and args[-1] is not Ellipsis:
+        if len(args) != len(items):
+            raise SchemaError(f"{path}: expected {len(args)} values, not {len(items)}")
+        return tuple(
+            convert(arg, item, f"{path}[{i}]")
+            for i, (arg, item) in enumerate(zip(args, items, strict=True))
+        )
+    made = [convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(items)]
+    return tuple(made) if get_origin(hint) is tuple else made
+
+
+def _convert_mapping(hint: Any, value: object, path: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise SchemaError(f"{path}={_show(value)}: expected a mapping")
+    key_hint, item_hint = get_args(hint)
+    items = cast("Mapping[object, object]", value).items()
+    return {
+        convert(key_hint, key, f"{path} key"): convert(item_hint, item, f"{path}[{key!r}]")
+        for key, item in items
+    }
+
+
+def _one_of(options: tuple[object, ...], value: object, path: str) -> object:
+    if value in options:
+        return value
+    near = get_close_matches(str(value), [str(o) for o in options], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    names = " or ".join(repr(o) for o in options)
+    raise SchemaError(f"{path}={_show(value)}: expected {names}{hint}")
+
+
+def _unknown_key(key: str, known: list[str], path: str) -> str:
+    near = get_close_matches(key, known, n=1)
+    hint = f"; did you mean {_join(path, near[0])!r}?" if near else ""
+    return f"{_join(path, key)}: unknown key{hint} (known: {', '.join(sorted(known))})"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(repr(o) for o in get_args(hint))
+    return getattr(hint, "__name__", str(hint))
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

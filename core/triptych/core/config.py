@@ -73,7 +73,9 @@ class ActorConfig:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")
         require(self.num_cpus >= 0, "num_cpus", self.num_cpus, ">= 0")
         require(self.num_gpus >= 0, "num_gpus", self.num_gpus, ">= 0")
-        require(self.threads == "auto" or self.threads >= 1, "threads", self.threads, "'auto', >= 1")
+        require(
+            self.threads == "auto" or self.threads >= 1, "threads", self.threads, "'auto', >= 1"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +175,18 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
-        require(self.max_queued_requests >= 1, "router.max_queued_requests", self.max_queued_requests, ">= 1")
-        require(self.prefill_batch_tokens >= 1, "router.prefill_batch_tokens", self.prefill_batch_tokens, ">= 1")
+        require(
+            self.max_queued_requests >= 1,
+            "router.max_queued_requests",
+            self.max_queued_requests,
+            ">= 1",
+        )
+        require(
+            self.prefill_batch_tokens >= 1,
+            "router.prefill_batch_tokens",
+            self.prefill_batch_tokens,
+            ">= 1",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +207,13 @@ class IngressConfig:
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")
-        require(self.max_body_bytes >= 1024, "ingress.max_body_bytes", self.max_body_bytes, ">= 1024")
+        require(
+            self.max_body_bytes >= 1024, "ingress.max_body_bytes", self.max_body_bytes, ">= 1024"
+        )
         require(self.max_choices >= 1, "ingress.max_choices", self.max_choices, ">= 1")
-        require(self.request_timeout_s > 0, "ingress.request_timeout_s", self.request_timeout_s, "> 0")
+        require(
+            self.request_timeout_s > 0, "ingress.request_timeout_s", self.request_timeout_s, "> 0"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,28 @@ class NotHeld(PoolError):
         return f"worker {self.worker!r} does not hold {self.pages} of the pages it named"
 
 
+class NotRegistered(PoolError):
+    """The pool does not know this worker, so the worker holds nothing: it must connect again.
+
+    Its heartbeat stopped for longer than the lease, or the pool was started anew.
+    """
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "worker_lost"
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(worker)
+        self.worker = worker
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.worker!r} is not registered with the pool: its lease ran out, or the "
+            "pool was started anew; its pages were taken back, connect again"
+        )
+
+
 class PoolUnavailable(PoolError):
     """The pool process does not answer: it is starting, restarting or gone."""
 
@@ -123,6 +145,37 @@ class BodyTooLarge(RequestError):
 
     http_status = 413
     code = "request_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    """The URL or the headers of the HTTP request are larger than the server takes."""
+
+    http_status = 431
+    code = "request_too_large"
+
+
+class BodyTooSlow(RequestError):
+    """The body of the HTTP request did not arrive in time."""
+
+    http_status = 408
+    kind = "timeout_error"
+    code = "timeout"
+
+
+class Unsupported(RequestError):
+    """The request is sound, but asks for something that this server cannot do yet."""
+
+    http_status = 501
+    kind = "not_implemented"
+    code = None
+
+
+class DeadlineExceeded(TriptychError):
+    """The request took longer than the server allows and was given up."""
+
+    http_status = 504
+    kind = "timeout_error"
+    code = "timeout"
 
 
 class QueueFull(TriptychError):
@@ -175,3 +228,10 @@ class Cancelled(TriptychError):
     http_status = 499
     kind = "cancelled"
     code = "cancelled"
+
+
+# ------------------------------------------------------------------ the command line
+
+
+class BenchmarkError(TriptychError):
+    """The server under test cannot be reached, or answers no request of the benchmark."""

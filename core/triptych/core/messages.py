@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgpack
 
-from triptych.core.errors import MessageError
+from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.schema import SchemaError, build
 
@@ -18,6 +18,18 @@ Message = Any
 
 _KINDS: dict[str, type] = {}
 C = TypeVar("C", bound=type)
+
+
+ROUTER = "router"
+"""The address of the router, wherever it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What a state machine wants delivered; the shell around it knows how."""
+
+    to: str
+    message: Message
 
 
 def message(cls: C) -> C:
@@ -187,6 +199,18 @@ class Failed:
     retry_after_s: float | None = None
 
 
+def failed(request: str, error: TriptychError) -> Failed:
+    """The last word on a request that ends with ``error``."""
+    return Failed(
+        request=request,
+        message=str(error),
+        kind=error.kind,
+        code=error.code,
+        status=error.http_status,
+        retry_after_s=getattr(error, "retry_after_s", None),
+    )
+
+
 # ------------------------------------------------------------------ ingress and router
 
 
@@ -222,6 +246,8 @@ class Hello:
     """What it can do; empty for an ingress."""
     max_requests: int = 0
     """Requests that it holds at once (decode)."""
+    arena: str = ""
+    """The arena of its device, where it stores pages; empty: there is only one."""
 
 
 @message

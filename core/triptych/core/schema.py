@@ -37,7 +37,9 @@ def build(cls: type[T], data: object, path: str = "") -> T:
             raise SchemaError(_unknown_key(str(key), list(known), path))
     hints = _hints(cls)
     values = {
-        name: convert(hints[name], given[name], _join(path, name)) for name in known if name in given
+        name: convert(hints[name], given[name], _join(path, name))
+        for name in known
+        if name in given
     }
     for name, field in known.items():
         has_default = field.default is not MISSING or field.default_factory is not MISSING
@@ -58,7 +60,11 @@ def convert(hint: Any, value: object, path: str) -> Any:
     if origin in (dict, Mapping):
         return _convert_mapping(hint, value, path)
     if is_dataclass(hint):
-        return value if isinstance(value, cast("type", hint)) else build(cast("type", hint), value, path)
+        return (
+            value
+            if isinstance(value, cast("type", hint))
+            else build(cast("type", hint), value, path)
+        )
     return _convert_scalar(hint, value, path)
 
 

@@ -1,1 +1,32 @@
+"""Tensor maths on pages: formats, codecs and attention; reference and fast versions.
 
+An operation is an ``Op``: calling it runs the version for the device of its tensors, and
+``op.on("reference")`` is the readable definition.
+"""
+
+from typing import Any
+
+from triptych.kernels.codec import load_tokens, store_tokens, transcode
+from triptych.kernels.decode import decode_attention
+from triptych.kernels.op import Op
+from triptych.kernels.pages import Past, Section
+from triptych.kernels.prefill import prefill_attention, significance_of
+
+__all__ = [
+    "OPS",
+    "Op",
+    "Past",
+    "Section",
+    "decode_attention",
+    "load_tokens",
+    "prefill_attention",
+    "significance_of",
+    "store_tokens",
+    "transcode",
+]
+
+OPS: dict[str, Op[..., Any]] = {
+    op.name: op
+    for op in (store_tokens, transcode, load_tokens, prefill_attention, decode_attention)
+}
+"""Every operation by name; tests and benchmarks iterate over this."""

@@ -1,1 +1,16 @@
+"""What runs next, where, and whether at all: pure policies over snapshots, exact bookings."""
 
+from triptych.router.coordinator import Coordinator, Patience
+from triptych.router.estimate import ByteModel, RequestBytes
+from triptych.router.plugins import BATCH_POLICIES
+from triptych.router.snapshot import Explanation, RouterSnapshot
+
+__all__ = [
+    "BATCH_POLICIES",
+    "ByteModel",
+    "Coordinator",
+    "Explanation",
+    "Patience",
+    "RequestBytes",
+    "RouterSnapshot",
+]

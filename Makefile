@@ -1,0 +1,74 @@
+# Needs Python 3.11 or newer and make. Every target first builds .venv from requirements.lock.
+PYTHON ?= python3
+CONFIG ?= config.yaml
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
+PARTS := core kernels kvpool router workers deployments cli
+SLOW  := slow or integration or e2e or gpu
+
+# Ray sends nothing home unless it is asked to.
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve check test bench lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(READY) ## build the environment and install the git hooks
+	@echo "==> git hooks"
+	@! git rev-parse --git-dir >/dev/null 2>&1 || $(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push >/dev/null
+
+serve: $(READY) ## fetch the model if it is missing, and serve config.yaml
+	@exec $(BIN)/triptych serve $(CONFIG)
+
+check: $(READY) ## format, lint, types, architecture, unit tests
+	@echo "==> ruff"
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@echo "==> pyright"
+	@$(BIN)/pyright
+	@echo "==> import-linter"
+	@$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@echo "==> architecture and unit tests, examples in docstrings"
+	@$(BIN)/pytest -q --doctest-modules tests/arch tests/unit $(PARTS) -m "not ($(SLOW))"
+
+test: $(READY) ## the slower tests: integration and end to end, with the real model
+	@echo "==> model"
+	@$(BIN)/triptych model fetch
+	@echo "==> slow, integration and end-to-end tests"
+	@$(BIN)/pytest -q tests -m "$(SLOW)"
+
+bench: $(READY) ## measure attention and serving into benchmarks/results (an hour on two cores)
+	@echo "==> the kernels that are measured are right"
+	@$(BIN)/pytest -q tests/unit/kernels
+	@echo "==> attention"
+	@$(BIN)/triptych bench attention --json benchmarks/results/attention.json
+	@echo "==> serving, in turns with transformers"
+	@$(BIN)/python benchmarks/serve.py
+
+lock: ## resolve the ranges of pyproject.toml anew and pin what came out
+	@echo "==> resolving into .venv-lock"
+	@$(PYTHON) -m venv --clear .venv-lock
+	@.venv-lock/bin/python -m pip install -q "pip>=25.1"
+	@.venv-lock/bin/python -m pip install -q hatchling editables . --group dev
+	@sed '/^#/!d' requirements.lock > .venv-lock/lock
+	@.venv-lock/bin/python -m pip freeze --all | grep -vE '^(#|pip==|triptych)' | sed 's/+cpu$$//' >> .venv-lock/lock
+	@mv .venv-lock/lock requirements.lock
+	@rm -rf .venv-lock
+
+clean: ## remove the environment and every cache
+	@rm -rf $(VENV) .venv-lock build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The build tools are in the lock too, so that installing the project itself needs no network.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Triptych needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	@echo "==> building $(VENV) from requirements.lock (takes minutes, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@

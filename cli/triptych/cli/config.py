@@ -1,0 +1,84 @@
+"""``triptych config``: what can be set under ``args:`` of the Serve config file."""
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from itertools import pairwise
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import typer
+from rich.markup import escape
+
+from triptych.cli.output import JsonFlag, console
+from triptych.core import config as settings
+
+app = typer.Typer(help="Explain the configuration.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of the configuration."""
+
+    key: str
+    """Dotted path below ``args:``."""
+    type: str
+    default: object
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.default!r}  ({self.type})"
+
+
+@app.callback()
+def group() -> None:
+    """Explain the configuration."""
+
+
+@app.command()
+def explain(as_json: JsonFlag = False) -> None:
+    """List every setting with its default, its type and what it means."""
+    found = list(all_settings(settings.AppConfig))
+    if as_json:
+        typer.echo(json.dumps([asdict(setting) for setting in found], indent=2))
+        return
+    for setting in found:
+        console.print(f"[bold]{setting.key}[/bold]: {escape(str(setting))}")
+        console.print(f"    {setting.meaning}", markup=False, soft_wrap=True)
+
+
+def all_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
+    """Walk a config dataclass and those nested in it, in the order of the source."""
+    hints, meanings = get_type_hints(cls), field_docstrings(cls)
+    for field in fields(cast("Any", cls)):
+        hint, key = hints[field.name], prefix + field.name
+        if is_dataclass(hint):
+            yield from all_settings(cast("type", hint), f"{key}.")
+        else:
+            yield Setting(key, _type_name(hint), _default(field), meanings.get(field.name, ""))
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, on one line."""
+    body = cast("ast.ClassDef", ast.parse(inspect.getsource(cls).strip()).body[0]).body
+    found = dict[str, str]()
+    for field, below in pairwise(body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[field.target.id] = " ".join(str(below.value.value).replace("``", "`").split())
+    return found
+
+
+def _default(field: "Field[Any]") -> object:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(repr(option) for option in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_type_name(option) for option in get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -1,0 +1,1 @@
+"""Load generator for any OpenAI-compatible server: workloads, streaming client, statistics."""

@@ -1,0 +1,161 @@
+"""One benchmark of one server: warm up, then a row of figures for every level of load."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from triptych.cli.loadgen.client import open_client
+from triptych.cli.loadgen.processes import FindProcesses, Usage, watch
+from triptych.cli.loadgen.run import Run, calibrate, closed_loop, open_loop
+from triptych.cli.loadgen.sample import Sample
+from triptych.cli.loadgen.stats import Figures, Slo, error_counts, summarize
+from triptych.cli.loadgen.workload import Workload
+from triptych.core.errors import BenchmarkError
+
+OPEN_LOOP_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """How hard to press: a number of requests under way, or an arrival rate."""
+
+    requests: int
+    concurrency: int | None = None
+    rate_per_s: float | None = None
+
+    @property
+    def connections(self) -> int:
+        return self.concurrency or OPEN_LOOP_CONNECTIONS
+
+    def __str__(self) -> str:
+        return f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:g}/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBenchmark:
+    """What to send to which server."""
+
+    url: str
+    workload: Workload
+    levels: tuple[Level, ...]
+    warmup_requests: int = 2
+    slo: Slo = field(default_factory=Slo)
+    server: FindProcesses | None = None
+    """Finds the server's processes, to report what they cost."""
+
+    timeout_s: float = 600.0
+    api_key: str | None = None
+
+    def open_client(self, connections: int) -> httpx.AsyncClient:
+        return open_client(self.url, connections, self.timeout_s, self.api_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one level gave."""
+
+    level: Level
+    figures: Figures
+    errors: dict[str, int]
+
+    def as_json(self) -> dict[str, object]:
+        """One flat mapping, in the names of vLLM's result files."""
+        return {
+            "max_concurrency": self.level.concurrency,
+            "request_rate": self.level.rate_per_s,
+            "num_prompts": self.level.requests,
+            **self.figures,
+            "errors": self.errors,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The prompts as they were sent, and a row per level."""
+
+    workload: Workload
+    rows: list[Row]
+
+
+OnLevel = Callable[[Level], Callable[[Sample], None]]
+"""Told of every level as it starts; gives what is told of every request as it ends."""
+
+
+async def measure(benchmark: ServeBenchmark, on_level: OnLevel) -> Results:
+    """Run every level in turn. No prompt is sent twice.
+
+    Raises: BenchmarkError if the server cannot be reached or does not answer
+    """
+    workload, rows, sent = await _prepare(benchmark), list[Row](), benchmark.warmup_requests
+    for level in benchmark.levels:
+        on_done = on_level(level)
+        indices = range(sent, sent := sent + level.requests)
+        async with benchmark.open_client(level.connections) as client, _watch(benchmark) as usage:
+            run = await _run(client, workload, level, indices, on_done)
+        cost = usage.figures() if usage else {}
+        figures = summarize(run, benchmark.slo) | cost
+        rows.append(Row(level, figures, error_counts(run.samples)))
+    return Results(workload, rows)
+
+
+async def served_model(url: str, api_key: str | None) -> str:
+    """The first model that the server lists.
+
+    Raises: BenchmarkError if it lists none
+    """
+    async with open_client(url, 1, 30.0, api_key) as client:
+        try:
+            answer = (await client.get("/v1/models")).raise_for_status().json()
+            return str(answer["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise BenchmarkError(f"{url}/v1/models: {error!r}: say --model") from error
+
+
+async def _prepare(benchmark: ServeBenchmark) -> Workload:
+    async with benchmark.open_client(1) as client:
+        workload = await calibrate(client, benchmark.workload)
+        indices = range(benchmark.warmup_requests)
+        run = await closed_loop(client, workload, indices, 1, lambda _: None)
+    for error in error_counts(run.samples):
+        raise BenchmarkError(f"{benchmark.url}: the warm-up failed: {error}")
+    return workload
+
+
+async def _run(
+    client: httpx.AsyncClient,
+    workload: Workload,
+    level: Level,
+    indices: range,
+    on_done: Callable[[Sample], None],
+) -> Run:
+    if level.rate_per_s is not None:
+        return await open_loop(client, workload, indices, level.rate_per_s, on_done)
+    return await closed_loop(client, workload, indices, level.concurrency or 1, on_done)
+
+
+@asynccontextmanager
+async def _watch(benchmark: ServeBenchmark) -> AsyncGenerator[Usage | None]:
+    if benchmark.server is None:
+        yield None
+        return
+    async with watch(benchmark.server) as usage:
+        yield usage
+
+
+def levels_of(
+    concurrencies: list[int], rates: list[float], requests: int | None
+) -> tuple[Level, ...]:
+    """Levels in the order given; without ``requests``, enough for steady figures.
+
+    >>> [level.requests for level in levels_of([1, 4, 16], [], None)]
+    [10, 12, 32]
+    """
+
+    def enough(step: int) -> int:
+        return requests or -(-max(10, 2 * step) // step) * step
+
+    closed = [Level(requests=enough(count), concurrency=count) for count in concurrencies]
+    opened = [Level(requests=enough(30), rate_per_s=rate) for rate in rates]
+    return (*closed, *opened)

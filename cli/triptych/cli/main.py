@@ -1,0 +1,51 @@
+"""The ``triptych`` command: puts the groups together, and turns errors into exit codes."""
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from triptych.cli import bench, config, model, pool
+from triptych.cli.output import notes
+from triptych.cli.serve import serve
+from triptych.cli.validate import validate
+from triptych.core.errors import ConfigError, TriptychError
+
+app = typer.Typer(
+    help="Serve large language models in three stages: prefill, compress, decode.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(serve)
+app.command()(validate)
+app.add_typer(model.app, name="model")
+app.add_typer(bench.app, name="bench")
+app.add_typer(pool.app, name="pool")
+app.add_typer(config.app, name="config")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"triptych {version('triptych')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serve large language models in three stages: prefill, compress, decode."""
+
+
+def main() -> None:
+    """Run the command: exit code 0 is success, 1 a failure, 2 a wrong argument or setting."""
+    try:
+        app()
+    except TriptychError as error:
+        notes.print(f"triptych: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,0 +1,85 @@
+"""``triptych model``: get models, and see which are here."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
+
+from triptych.cli.output import JsonFlag, console, make_table, notes, show
+from triptych.core.config import ModelConfig
+
+app = typer.Typer(help="Fetch and list models.", no_args_is_help=True)
+
+Name = Annotated[
+    str, typer.Argument(help="A known name, a directory, a .gguf file, or a hub name.")
+]
+DEFAULT = ModelConfig().name
+
+
+@app.command()
+def fetch(
+    name: Name = DEFAULT,
+    verify: Annotated[bool, typer.Option(help="Check hashes of a model that is here.")] = False,
+) -> None:
+    """Get a model ready to be served; instant and offline if it already is."""
+    console.print(str(fetch_with_progress(name, verify=verify)), soft_wrap=True)
+
+
+@app.command()
+def path(name: Name = DEFAULT) -> None:
+    """Print the directory of a model that is on this machine."""
+    from triptych.workers.models import resolve
+
+    console.print(str(resolve(name, allow_download=False)), soft_wrap=True)
+
+
+@app.command("list")
+def list_models(as_json: JsonFlag = False) -> None:
+    """List the models known by name."""
+    from triptych.core.errors import ModelError
+    from triptych.workers.models import resolve
+    from triptych.workers.models.catalogue import KNOWN_MODELS
+
+    rows = list[dict[str, object]]()
+    for known in KNOWN_MODELS.values():
+        try:
+            place = str(resolve(known.name, allow_download=False))
+        except ModelError:
+            place = None
+        rows.append({"name": known.name, "download_bytes": known.wheel_bytes, "path": place})
+    columns = ("name", "download MB", "on this machine")
+    lines = [(row["name"], int(str(row["download_bytes"])) / 1e6, row["path"]) for row in rows]
+    show(rows, make_table(columns, lines), as_json=as_json)
+
+
+def fetch_with_progress(name: str, *, verify: bool = False) -> Path:
+    """Fetch a model, with a bar per stage of the work on a terminal."""
+    from triptych.workers.models import fetch as fetch_model
+
+    bars = Progress(
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=notes,
+        disable=not notes.is_terminal,
+    )
+    tasks = dict[str, TaskID]()
+
+    def report(stage: str, done_bytes: int, total_bytes: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage)
+            if not notes.is_terminal:
+                notes.print(f"{name}: {stage} ({total_bytes / 1e6:.0f} MB)")
+        bars.update(tasks[stage], completed=done_bytes, total=total_bytes)
+
+    with bars:
+        return fetch_model(name, report, verify=verify)

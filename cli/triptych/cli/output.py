@@ -1,0 +1,61 @@
+"""How every command shows its result: a table for people, JSON for programs."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+PIPE_WIDTH = 160
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+"""Standard output; rich leaves colours out when it is no terminal."""
+
+notes = Console(stderr=True, highlight=False)
+"""Standard error: progress, hints and errors, so that output stays clean for a pipe."""
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def show(data: object, table: Table, *, as_json: bool) -> None:
+    """Print ``data`` as JSON, or ``table``."""
+    if as_json:
+        typer.echo(json.dumps(data, indent=2))
+    else:
+        console.print(table)
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
+    """A plain table; columns after the first are right-aligned if they hold numbers."""
+    table = Table(title=title or None, box=None, title_justify="left", header_style="bold")
+    content = [list(row) for row in rows]
+    for at, name in enumerate(columns):
+        numeric = at > 0 and all(_is_numeric(row[at]) for row in content)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in content:
+        table.add_row(*(_text(value) for value in row))
+    return table
+
+
+def write_json(data: object, path: Path) -> None:
+    """Write a result file whole, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _is_numeric(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

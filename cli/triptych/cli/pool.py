@@ -1,0 +1,94 @@
+"""``triptych pool``: look into the page pool of a running server."""
+
+import os
+import socket
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from triptych.cli.output import JsonFlag, make_table, show
+from triptych.core.errors import ConfigError
+from triptych.kvpool.ledger import Ledger
+from triptych.kvpool.remote import RemotePool
+from triptych.kvpool.wire import FrameChannel
+
+app = typer.Typer(help="Look into the page pool of a running server.", no_args_is_help=True)
+
+TIMEOUT_S = 5.0
+
+
+@app.callback()
+def group() -> None:
+    """Look into the page pool of a running server."""
+
+
+@app.command()
+def stat(
+    address: Annotated[
+        str | None,
+        typer.Option(help="unix:/path/of.sock; without it, the one pool that this user runs."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show who holds how many pages. Exit code 1 if the books do not add up."""
+    ledger = read_ledger(address or find_pool())
+    show(_as_data(ledger), _as_table(ledger), as_json=as_json)
+    if ledger.free_pages + ledger.held_pages != ledger.pages:
+        raise typer.Exit(1)
+
+
+def read_ledger(address: str) -> Ledger:
+    """Ask a pool for its books.
+
+    Raises: PoolUnavailable if it does not answer
+    """
+    remote = RemotePool(FrameChannel(address), TIMEOUT_S)
+    try:
+        return remote.stat()
+    finally:
+        remote.close()
+
+
+def find_pool() -> str:
+    """The address of the only pool of this user on this machine.
+
+    Raises: ConfigError if there is none, or more than one
+    """
+    base = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
+    sockets = [path for path in sorted(base.glob("app-*/pool.sock")) if _listens(path)]
+    if len(sockets) != 1:
+        found = ", ".join(f"unix:{path}" for path in sockets) or "none"
+        raise ConfigError(f"--address: cannot tell which pool is meant (found: {found})")
+    return f"unix:{sockets[0]}"
+
+
+def _listens(path: Path) -> bool:
+    """False for what a killed server left behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _as_data(ledger: Ledger) -> dict[str, object]:
+    return {
+        **asdict(ledger),
+        "held_pages": ledger.held_pages,
+        "held_bytes": ledger.held_bytes,
+    }
+
+
+def _as_table(ledger: Ledger) -> Table:
+    used = ledger.held_bytes / 2**20
+    rows: list[tuple[object, ...]] = [
+        (line.name, line.requests, line.request_pages, line.extent_pages, line.silent_s)
+        for line in ledger.workers
+    ]
+    rows.append(("(free)", None, ledger.free_pages, None, None))
+    title = (
+        f"{ledger.arena}: {ledger.pages} pages of {ledger.page_bytes} bytes, {used:.1f} MiB held, "
+        f"{ledger.reclaimed_pages_total} taken back from lost workers"
+    )
+    return make_table(("worker", "requests", "pages", "stock", "silent s"), rows, title)

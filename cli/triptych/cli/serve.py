@@ -1,0 +1,27 @@
+"""``triptych serve``: fetch what is missing, then become ``serve run``."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from triptych.cli.model import fetch_with_progress
+from triptych.cli.output import notes
+from triptych.cli.servefile import default_serve_file, read_serve_file
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(help="A Ray Serve config file; without one, the defaults on 127.0.0.1:8000."),
+]
+
+
+def serve(config: ConfigFile = None) -> None:
+    """Serve a config file: check it, fetch its model, and hand over to Ray Serve."""
+    path = config or default_serve_file()
+    for app in read_serve_file(path):
+        fetch_with_progress(app.config.model.name)
+    notes.print(f"==> serve run {path}", soft_wrap=True)
+    command = str(Path(sys.executable).with_name("serve"))
+    os.execv(command, [command, "run", str(path)])

@@ -1,0 +1,70 @@
+"""Reading a Ray Serve config file for what in it is ours."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from triptych.core.config import AppConfig, cache_dir
+from triptych.core.errors import ConfigError
+
+IMPORT_PATH = "triptych.deployments.app:build_app"
+
+DEFAULT: dict[str, object] = {
+    "proxy_location": "HeadOnly",
+    "http_options": {"host": "127.0.0.1", "port": 8000},
+    "applications": [{"name": "triptych", "route_prefix": "/", "import_path": IMPORT_PATH}],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedApp:
+    """One application of the file that Triptych builds."""
+
+    name: str
+    route_prefix: str
+    config: AppConfig
+
+
+def read_serve_file(path: Path) -> list[ServedApp]:
+    """Parse the file and check the ``args`` of every application of ours.
+
+    Raises: ConfigError naming the file, the key, the value and what was expected
+    """
+    try:
+        body: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    applications = (
+        cast("dict[str, Any]", body).get("applications") if isinstance(body, dict) else None
+    )
+    if not isinstance(applications, list):
+        raise ConfigError(f"{path}: no list 'applications': this is not a Ray Serve config file")
+    ours = [_read_app(path, item) for item in cast("list[Any]", applications) if _is_ours(item)]
+    if not ours:
+        raise ConfigError(f"{path}: no application has import_path {IMPORT_PATH}")
+    return ours
+
+
+def default_serve_file() -> Path:
+    """Write a config file with every default, for a user who has none."""
+    path = cache_dir() / "serve.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(DEFAULT, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _is_ours(item: Any) -> bool:
+    return isinstance(item, dict) and cast("dict[str, Any]", item).get("import_path") == IMPORT_PATH
+
+
+def _read_app(path: Path, item: dict[str, Any]) -> ServedApp:
+    args: object = item.get("args") or {}
+    if not isinstance(args, dict):
+        raise ConfigError(f"{path}: args={args!r}: expected a mapping")
+    try:
+        config = AppConfig.from_mapping(cast("dict[str, object]", args))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return ServedApp(str(item.get("name", "default")), str(item.get("route_prefix", "/")), config)

@@ -1,0 +1,99 @@
+"""``triptych validate``: find what is wrong with a config file before anything starts."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from triptych.cli.output import JsonFlag, console, make_table
+from triptych.cli.servefile import ServedApp, read_serve_file
+from triptych.core.config import ActorConfig, AppConfig
+
+ConfigPath = Annotated[Path, typer.Argument(help="A Ray Serve config file.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one application of a config file would start."""
+
+    name: str
+    route_prefix: str
+    model: str
+    topology: str
+    actors: dict[str, dict[str, object]]
+    pages: dict[str, int] | None
+    """None while the model is not on this machine, so that its shape is unknown."""
+
+
+def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
+    """Check a config file and print what it would start. Exit code 2 if it is wrong."""
+    apps = read_serve_file(config)
+    facts = [_facts(app) for app in apps]
+    if as_json:
+        typer.echo(json.dumps([asdict(fact) for fact in facts], indent=2))
+        return
+    columns = ("actor", "copies", "CPUs each", "GPUs each", "threads")
+    for fact in facts:
+        rows = [(actor, *counts.values()) for actor, counts in fact.actors.items()]
+        title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
+        console.print(make_table(columns, rows, title))
+        console.print(_in_words(fact.pages), markup=False)
+
+
+def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
+    """The actors that this configuration starts, and what each copy is given."""
+    small = ActorConfig()
+    stages = {
+        "prefill": config.prefill.actor,
+        "compressor": config.compressor.actor,
+        "decode": config.decode.actor,
+    }
+    if config.topology == "colocated":
+        stages = {"worker (all stages)": config.decode.actor}
+    front = ActorConfig(num_replicas=config.ingress.num_replicas)
+    actors = {"ingress": front, "router": small, "pool": small, **stages}
+    return {name: asdict(actor) for name, actor in actors.items()}
+
+
+def check_pages(config: AppConfig) -> dict[str, int] | None:
+    """Shape of the pages for the model that is served; none if it is not on this machine.
+
+    Raises: ConfigError if a page is too small for a format, or the pool for a request
+    """
+    from triptych.core.errors import ModelError
+    from triptych.core.pages import PagePlan
+    from triptych.workers.models import describe, resolve
+
+    try:
+        path = resolve(config.model.name, allow_download=False)
+    except ModelError:
+        return None
+    plan = PagePlan.of(config, describe(path).geometry)
+    return {
+        "page_bytes": plan.page_bytes,
+        "pages": config.pool.capacity_bytes // plan.page_bytes,
+        "raw_tokens_per_page": plan.raw.tokens,
+        "stored_tokens_per_page": plan.stored.tokens,
+    }
+
+
+def _in_words(pages: dict[str, int] | None) -> str:
+    if pages is None:
+        return "pages: not checked, the model is not on this machine yet"
+    return (
+        "pages: {pages} of {page_bytes} bytes; one holds {raw_tokens_per_page} raw or "
+        "{stored_tokens_per_page} stored tokens of a KV head".format_map(pages)
+    )
+
+
+def _facts(app: ServedApp) -> Facts:
+    return Facts(
+        name=app.name,
+        route_prefix=app.route_prefix,
+        model=app.config.model.public_name,
+        topology=app.config.topology,
+        actors=actors_of(app.config),
+        pages=check_pages(app.config),
+    )

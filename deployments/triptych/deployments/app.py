@@ -1,0 +1,122 @@
+"""``build_app``: what ``serve run config.yaml`` calls. Everything that can be wrong is found here,
+
+before the first actor starts.
+"""
+
+import ray
+from ray import serve
+from ray.serve.config import DeploymentActorConfig
+from ray.serve.deployment import Application
+
+from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.messages import Stage
+from triptych.core.pages import PagePlan
+from triptych.deployments.ingress import IngressShell
+from triptych.deployments.plan import AppPlan, new_run_dir
+from triptych.deployments.pool import PoolShell
+from triptych.deployments.router import RouterShell
+from triptych.deployments.worker import WorkerShell
+from triptych.router import BATCH_POLICIES
+from triptych.workers.build import actor_config, context_tokens
+from triptych.workers.models import describe, resolve
+
+STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
+UNLIMITED = 1_000_000
+"""The router queues and refuses; Serve must not do it a second time, by count."""
+
+
+def build_app(args: dict[str, object]) -> Application:
+    """Build the application from the ``args`` of the Serve config file.
+
+    Raises: ConfigError or ModelError saying what to change
+    """
+    config = AppConfig.from_mapping(args)
+    plan = make_plan(config)
+    check_gpus(config, ray.cluster_resources().get("GPU", 0.0))
+    return wire(plan)
+
+
+def make_plan(config: AppConfig) -> AppPlan:
+    """Resolve the model and check that pages, formats and budget fit it."""
+    BATCH_POLICIES.check(config.router.batch_policy)
+    path = resolve(config.model.name)
+    shape = describe(path)
+    return AppPlan(
+        config=config,
+        model_path=path,
+        pages=PagePlan.of(config, shape.geometry),
+        context_tokens=context_tokens(config, shape.context_tokens),
+        run_dir=new_run_dir(),
+    )
+
+
+def check_gpus(config: AppConfig, available: float) -> None:
+    """Raise ConfigError if the stages together ask for more GPUs than the cluster has."""
+    wanted = {stage: _gpus(actor_config(config, stage)) for stage in groups(config)}
+    if sum(wanted.values()) > available:
+        asked = ", ".join(f"{stage} {count:g}" for stage, count in wanted.items() if count)
+        raise ConfigError(
+            f"num_gpus: the stages ask for {sum(wanted.values()):g} GPUs ({asked}) and the cluster "
+            f"has {available:g}: lower num_gpus or num_replicas, or add nodes"
+        )
+
+
+def groups(config: AppConfig) -> dict[Stage, tuple[Stage, ...]]:
+    """Which stages share a deployment: each its own, or all in one named after decode."""
+    if config.topology == "colocated":
+        return {"decode": STAGES}
+    return {stage: (stage,) for stage in STAGES}
+
+
+def wire(plan: AppPlan) -> Application:
+    """Bind the deployments: workers know the router by its address, Serve by its graph."""
+    router = serve.deployment(
+        RouterShell,
+        name="Router",
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=1,
+        deployment_actors=[
+            DeploymentActorConfig(
+                name="pool",
+                actor_class=ray.remote(PoolShell),
+                init_kwargs={"plan": plan},
+                actor_options={"num_cpus": 0},
+            )
+        ],
+    ).bind(plan)
+    workers = [_stage(plan, stage, members) for stage, members in groups(plan.config).items()]
+    return serve.deployment(
+        IngressShell,
+        name="Ingress",
+        num_replicas=plan.config.ingress.num_replicas,
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=1,
+    ).bind(plan, router, *workers)
+
+
+def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Application:
+    actor = actor_config(plan.config, stage)
+    names = {"prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
+    return serve.deployment(
+        WorkerShell,
+        name=names[stage] if len(members) == 1 else "Worker",
+        num_replicas=actor.num_replicas,
+        max_ongoing_requests=UNLIMITED,
+        health_check_period_s=1,
+        ray_actor_options={
+            "num_cpus": actor.num_cpus,
+            "num_gpus": actor.num_gpus,
+            "runtime_env": {"env_vars": PASSIVE_WAITING},
+        },
+    ).bind(plan, members)
+
+
+PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for work sleep instead of spinning: the stages share the cores."""
+
+
+def _gpus(actor: ActorConfig) -> float:
+    return actor.num_gpus * actor.num_replicas

@@ -1,0 +1,229 @@
+"""OpenAI's answers, whole and in chunks, built from the tokens of each choice."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from triptych.core.messages import CompressionReport, FinishReason, TokenLogprob, Tokens
+from triptych.deployments.http.plan import Job
+from triptych.deployments.http.tokenizer import TextCodec
+
+Json = dict[str, object]
+
+UNLIKELY = -9999.0
+"""What OpenAI writes for the log probability of what cannot happen: JSON has no infinity."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """What one choice has come to so far."""
+
+    index: int
+    echo: str = ""
+    texts: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    tokens: int = 0
+    chars: int = 0
+    """Characters of the tokens whose log probabilities were reported."""
+    opened: bool = False
+    """Whether a stream has begun to tell of this choice."""
+    finish: FinishReason | None = None
+    stop: str | int | None = None
+    compression: CompressionReport | None = None
+
+    def add(self, item: Tokens) -> None:
+        """Take new tokens."""
+        self.texts.append(item.text)
+        self.logprobs += item.logprobs
+        self.tokens += len(item.tokens)
+        self.finish, self.stop = item.finish, item.stop
+        self.compression = item.compression or self.compression
+
+
+def usage(prompt_tokens: int, choices: Sequence[Choice]) -> Json:
+    """Count tokens, and say what compression did if a stage reported it."""
+    answer_tokens = sum(choice.tokens for choice in choices)
+    counts: Json = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    reports = [choice.compression for choice in choices if choice.compression]
+    if reports:
+        raw = sum(report.raw_bytes for report in reports)
+        stored = sum(report.stored_bytes for report in reports)
+        counts["compression"] = {
+            "policy": reports[0].policy,
+            "ratio": round(raw / max(stored, 1), 3),
+            "raw_bytes": raw,
+            "stored_bytes": stored,
+        }
+    return counts
+
+
+class Answer(ABC):
+    """Builds the answer to one client request. Subclasses know the shape of a choice."""
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, job: Job, codec: TextCodec) -> None:
+        self._job = job
+        self._codec = codec
+        self.choices = [
+            Choice(index=index, echo=job.echo[index] if job.echo else "")
+            for index in range(len(job.requests))
+        ]
+
+    def whole(self) -> Json:
+        """Build the answer that is not streamed."""
+        choices = [self._choice(choice) for choice in self.choices]
+        return self._frame(self.object, choices) | {"usage": self._usage()}
+
+    def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        """Build the events that tell of ``item``, which ``choice`` has taken already."""
+        for part in self._parts(choice, item):
+            chunk = self._frame(self.chunk_object, [part])
+            if self._job.continuous_usage:
+                chunk["usage"] = self._usage()
+            elif self._job.include_usage:
+                chunk["usage"] = None
+            yield chunk
+
+    def usage_chunk(self) -> Json:
+        """Build the last event of a stream whose client asked for the usage."""
+        return self._frame(self.chunk_object, []) | {"usage": self._usage()}
+
+    def _frame(self, kind: str, choices: list[Json]) -> Json:
+        job = self._job
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": job.model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> Json:
+        return usage(self._job.prompt_tokens, self.choices)
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> Json:
+        """Build the finished choice."""
+
+    @abstractmethod
+    def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        """Build what a stream says of ``choice`` for these tokens, one entry per event."""
+
+
+class ChatAnswer(Answer):
+    """``chat.completion``."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _choice(self, choice: Choice) -> Json:
+        text = "".join(choice.texts)
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop,
+        }
+
+    def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        if not choice.opened:
+            choice.opened = True
+            yield self._part(choice, {"role": "assistant", "content": ""})
+        if item.text or item.logprobs:
+            yield self._part(choice, {"content": item.text}, self._logprobs(item.logprobs))
+        if item.finish:
+            last = self._part(choice, {})
+            yield last | {"finish_reason": item.finish, "stop_reason": item.stop}
+
+    def _part(self, choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:
+        return {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+        if not logprobs:
+            return None
+        content = [
+            self._named(entry.token, entry.logprob)
+            | {"top_logprobs": [self._named(token, value) for token, value in entry.top]}
+            for entry in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> Json:
+        raw = self._codec.token_bytes(token)
+        text = raw.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class CompletionAnswer(Answer):
+    """``text_completion``."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def _choice(self, choice: Choice) -> Json:
+        text = choice.echo + "".join(choice.texts)
+        return self._part(choice, text, choice.logprobs)
+
+    def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        text = item.text if choice.opened else choice.echo + item.text
+        choice.opened = True
+        if text or item.logprobs or item.finish:
+            yield self._part(choice, text, item.logprobs)
+
+    def _part(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> Json:
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, logprobs) if logprobs else None,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop,
+        }
+
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json:
+        offsets: list[int] = []
+        for entry in logprobs:
+            offsets.append(choice.chars)
+            choice.chars += _characters(self._codec.token_bytes(entry.token))
+        tops = [
+            {self._name(token): _finite(value) for token, value in entry.top}
+            | {self._name(entry.token): _finite(entry.logprob)}
+            for entry in logprobs
+        ]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "tokens": [self._name(entry.token) for entry in logprobs],
+            "top_logprobs": tops,
+        }
+
+    def _name(self, token: int) -> str:
+        """Name a token by its text, or by its bytes (as OpenAI did) if they are no text alone."""
+        raw = self._codec.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, UNLIKELY) if math.isfinite(logprob) else UNLIKELY
+
+
+def _characters(raw: bytes) -> int:
+    """Count the characters that begin in these bytes: continuation bytes of UTF-8 do not."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)

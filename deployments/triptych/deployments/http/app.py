@@ -1,0 +1,217 @@
+"""The HTTP app: OpenAI's routes, and the ones that operators look at."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from triptych.core.config import IngressConfig
+from triptych.core.errors import RequestError, TriptychError
+from triptych.deployments.http.answers import Answer, ChatAnswer, CompletionAnswer
+from triptych.deployments.http.errors import ApiError, RequestFailed, report
+from triptych.deployments.http.interfaces import Engine, Health, ModelCard
+from triptych.deployments.http.limits import Envelope, Limits, request_id
+from triptych.deployments.http.metrics import Gauges, IngressMetrics
+from triptych.deployments.http.plan import Job, Planner
+from triptych.deployments.http.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    validate,
+)
+from triptych.deployments.http.stream import (
+    KEEP_ALIVE_S,
+    EventStream,
+    collect,
+    follow,
+    frames,
+    unless_disconnected,
+)
+from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
+from triptych.deployments.http.wire import JsonResponse, read_json
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 3.0
+"""Seconds that ``/health`` and ``/metrics`` wait for other parts."""
+
+
+async def no_gauges() -> Mapping[str, float]:
+    """The default of ``create_app``: only the ingress's own metrics are shown."""
+    return {}
+
+
+def create_app(
+    *,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model: ModelCard,
+    config: IngressConfig,
+    metrics: IngressMetrics | None = None,
+    gauges: Gauges = no_gauges,
+    keep_alive_s: float = KEEP_ALIVE_S,
+    send_request_id: bool = True,
+) -> FastAPI:
+    """Build the app that serves ``model`` through ``engine``.
+
+    ``gauges`` adds values of other parts to ``/metrics``. Turn ``send_request_id`` off
+    where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
+    """
+    codec = TextCodec(tokenizer, model.context_tokens)
+    routes = Routes(
+        engine=engine,
+        codec=codec,
+        model=model,
+        config=config,
+        metrics=metrics or IngressMetrics(),
+        gauges=gauges,
+        keep_alive_s=keep_alive_s,
+    )
+    app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
+    routes.mount(app)
+    for kind in (TriptychError, RequestFailed, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer_error)
+    app.add_middleware(Limits, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(Envelope, send_request_id=send_request_id)
+    return app
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer with OpenAI's JSON."""
+    return report(error, request_id(request.scope)).response()
+
+
+class Routes:
+    """The handlers of one app."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        codec: TextCodec,
+        model: ModelCard,
+        config: IngressConfig,
+        metrics: IngressMetrics,
+        gauges: Gauges,
+        keep_alive_s: float,
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._model = model
+        self._config = config
+        self._metrics = metrics
+        self._gauges = gauges
+        self._keep_alive_s = keep_alive_s
+        self._planner = Planner(engine=engine, codec=codec, model=model, config=config)
+
+    def mount(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"])
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self.one_model, methods=["GET"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
+
+    async def chat(self, request: Request) -> Response:
+        body = validate(ChatBody, await read_json(request))
+        job = await self._planner.chat(body)
+        return await self._answer(request, job, ChatAnswer(job, self._codec))
+
+    async def completions(self, request: Request) -> Response:
+        body = validate(CompletionBody, await read_json(request))
+        job = await self._planner.completion(body)
+        return await self._answer(request, job, CompletionAnswer(job, self._codec))
+
+    async def _answer(self, request: Request, job: Job, answer: Answer) -> Response:
+        items = follow(self._engine, job, answer, self._metrics)
+        timeout_s = self._config.request_timeout_s
+        if job.stream:
+            events = frames(items, job, answer)
+            return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
+        await unless_disconnected(request.receive, collect(items, timeout_s))
+        return JsonResponse(answer.whole())
+
+    async def models(self) -> Response:
+        return JsonResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, name: str) -> Response:
+        self._planner.check_model(name)
+        return JsonResponse(self._card())
+
+    def _card(self) -> dict[str, object]:
+        model = self._model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "triptych",
+            "root": model.root or model.name,
+            "parent": None,
+            "max_model_len": model.context_tokens,
+            "permission": [],
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        body = validate(TokenizeBody, await read_json(request))
+        self._planner.check_model(body.model)
+        tokens = await self._tokens(body)
+        answer: dict[str, object] = {
+            "count": len(tokens),
+            "max_model_len": self._model.context_tokens,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = self._codec.pieces(tokens)
+        return JsonResponse(answer)
+
+    async def _tokens(self, body: TokenizeBody) -> list[int]:
+        match body:
+            case TokenizeBody(prompt=str(prompt), messages=None):
+                self._codec.check_length(len(prompt), "prompt")
+                return await self._codec.encode(prompt, add_special_tokens=body.add_special_tokens)
+            case TokenizeBody(prompt=None, messages=list(messages)):
+                return await self._planner.encode_messages(
+                    messages, add_generation_prompt=body.add_generation_prompt
+                )
+            case _:
+                raise RequestError("give either prompt or messages", "prompt")
+
+    async def detokenize(self, request: Request) -> Response:
+        body = validate(DetokenizeBody, await read_json(request))
+        self._planner.check_model(body.model)
+        self._planner.check_token_ids(body.tokens, "tokens")
+        return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
+
+    async def health(self) -> Response:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                state = await self._engine.health()
+        except TimeoutError:
+            state = Health(ok=False, reason="the engine does not answer")
+        if state.ok:
+            return Response()
+        kind, code = "service_unavailable", "overloaded"
+        return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
+
+    async def metrics(self) -> Response:
+        gauges: Mapping[str, float] = {}
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                gauges = await self._gauges()
+        except (TimeoutError, TriptychError) as error:
+            logger.warning("metrics of other parts are missing: %s", error)
+        return Response(self._metrics.exposition(gauges), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self) -> Response:
+        return JsonResponse({"version": version("triptych")})

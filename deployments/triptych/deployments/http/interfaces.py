@@ -1,0 +1,52 @@
+"""What the HTTP side asks of the rest: an engine that answers, and the card of its model."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from triptych.core.messages import Failed, Request, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether a request sent now would be served, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What clients learn about the served model."""
+
+    name: str
+    """What clients put into ``model``."""
+    context_tokens: int
+    """Prompt plus answer, at most."""
+    created: int
+    """Unix time in seconds."""
+    root: str = ""
+    """Where the weights came from; empty: ``name``."""
+
+
+class Engine(Protocol):
+    """Turns requests into tokens, wherever the stages run."""
+
+    @property
+    def address(self) -> str:
+        """Where the stages send tokens for this ingress: ``Request.reply_to``."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens | Failed, None]:
+        """Yield the tokens of all choices of one client request as they are drawn.
+
+        Ends when each request finished or failed. Closing the generator, or cancelling
+        whoever waits for it, cancels what still runs and frees what it holds.
+
+        Raises: TriptychError if the requests cannot be taken at all (``QueueFull``, ``Overloaded``)
+        """
+        ...
+
+    async def health(self) -> Health:
+        """Say whether the stages can take a request now."""
+        ...

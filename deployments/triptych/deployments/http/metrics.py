@@ -1,0 +1,184 @@
+"""The ingress's own metrics, under the names that vLLM gave them, with our prefix."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from triptych.core.errors import TriptychError
+from triptych.core.messages import CompressionReport, Request, Tokens
+from triptych.deployments.http.errors import RequestFailed
+
+Gauges = Callable[[], Awaitable[Mapping[str, float]]]
+"""Fetches values of other parts; a key is a metric's name, with labels if it has any."""
+
+# fmt: off
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)
+TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+    0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)
+REQUEST_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0, 1920.0, 7680.0,
+)
+# fmt: on
+
+
+class IngressMetrics:
+    """Counters and histograms of one ingress, in a registry of their own.
+
+    Times are in seconds, and per choice: a client's request with ``n`` choices counts n times.
+    """
+
+    def __init__(self) -> None:
+        own = CollectorRegistry()
+        self.registry = own
+        self.first_token = Histogram(
+            "triptych_time_to_first_token_seconds",
+            "From admission to the first token.",
+            registry=own,
+            buckets=TTFT_BUCKETS,
+        )
+        self.inter_token = Histogram(
+            "triptych_inter_token_latency_seconds",
+            "Between two tokens of one answer.",
+            registry=own,
+            buckets=TOKEN_BUCKETS,
+        )
+        self.per_token = Histogram(
+            "triptych_request_time_per_output_token_seconds",
+            "Mean of one answer, without its first token.",
+            registry=own,
+            buckets=TOKEN_BUCKETS,
+        )
+        self.end_to_end = Histogram(
+            "triptych_e2e_request_latency_seconds",
+            "From admission to the last token.",
+            registry=own,
+            buckets=REQUEST_BUCKETS,
+        )
+        self.prompt_tokens = Counter(
+            "triptych_prompt_tokens", "Tokens of prompts that were answered.", registry=own
+        )
+        self.generation_tokens = Counter(
+            "triptych_generation_tokens", "Tokens of answers.", registry=own
+        )
+        self.success = Counter(
+            "triptych_request_success",
+            "Answers that ended, by reason; abort: the client went away, or time was up.",
+            ["finished_reason"],
+            registry=own,
+        )
+        self.failed = Counter(
+            "triptych_request_failed", "Answers that ended in an error.", registry=own
+        )
+        self.rejections = Counter(
+            "triptych_admission_rejections",
+            "Requests of clients that were turned away.",
+            ["reason"],
+            registry=own,
+        )
+        self.running = Gauge("triptych_num_requests_running", "Answers in progress.", registry=own)
+        self.raw_bytes = Counter(
+            "triptych_kv_raw_bytes", "Keys and values before compression.", registry=own
+        )
+        self.stored_bytes = Counter(
+            "triptych_kv_stored_bytes", "Keys and values as they were stored.", registry=own
+        )
+
+    def watch(self, requests: Sequence[Request]) -> "Watch":
+        """Follow the requests of one client request from now until the ``with`` block ends."""
+        return Watch(self, requests)
+
+    def exposition(self, gauges: Mapping[str, float]) -> bytes:
+        """Write everything in Prometheus' text format, the given gauges last."""
+        lines: list[str] = []
+        family = ""
+        for key in sorted(gauges):
+            name = key.partition("{")[0]
+            if name != family:
+                lines.append(f"# TYPE {name} gauge")
+                family = name
+            lines.append(f"{key} {float(gauges[key])}")
+        text = "".join(f"{line}\n" for line in lines)
+        return generate_latest(self.registry) + text.encode()
+
+
+class Watch:
+    """Times the choices of one client request."""
+
+    def __init__(self, metrics: IngressMetrics, requests: Sequence[Request]) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = {request.id: len(request.prompt) for request in requests}
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._tokens = dict.fromkeys(self._prompt_tokens, 0)
+        self._reports: dict[str, CompressionReport] = {}
+        self._running = set(self._prompt_tokens)
+        self._start = 0.0
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        self._metrics.running.inc(len(self._running))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._metrics.running.dec(len(self._running))
+        self._metrics.raw_bytes.inc(sum(r.raw_bytes for r in self._reports.values()))
+        self._metrics.stored_bytes.inc(sum(r.stored_bytes for r in self._reports.values()))
+        reason = _rejection(error)
+        if reason and not self._first:
+            self._metrics.rejections.labels(reason).inc()
+        elif isinstance(error, Exception):
+            self._metrics.failed.inc(len(self._running))
+        elif self._running:
+            self._metrics.success.labels("abort").inc(len(self._running))
+
+    def add(self, item: Tokens) -> None:
+        """Note tokens that arrived now."""
+        now, name, count = time.monotonic(), item.request, len(item.tokens)
+        if count and name not in self._first:
+            self._first[name] = self._last[name] = now
+            self._metrics.first_token.observe(now - self._start)
+            self._metrics.prompt_tokens.inc(self._prompt_tokens[name])
+        elif count:
+            for _ in range(count):
+                self._metrics.inter_token.observe((now - self._last[name]) / count)
+            self._last[name] = now
+        self._tokens[name] += count
+        self._metrics.generation_tokens.inc(count)
+        if item.compression:
+            self._reports[name] = item.compression
+        if item.finish and name in self._running:
+            self._running.remove(name)
+            self._finish(name, item.finish, now)
+
+    def _finish(self, name: str, reason: str, now: float) -> None:
+        self._metrics.running.dec()
+        self._metrics.success.labels(reason).inc()
+        self._metrics.end_to_end.observe(now - self._start)
+        later_tokens = self._tokens[name] - 1
+        if later_tokens > 0:
+            self._metrics.per_token.observe((now - self._first[name]) / later_tokens)
+
+
+def _rejection(error: BaseException | None) -> str | None:
+    """Name why a request was turned away, if it was."""
+    match error:
+        case RequestFailed(failed=failed) if failed.status in (429, 503):
+            return failed.code or "unavailable"
+        case TriptychError() if error.http_status in (429, 503):
+            return error.code or "unavailable"
+        case _:
+            return None

@@ -1,0 +1,225 @@
+"""From a checked body to the requests that the engine runs."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from triptych.core.config import IngressConfig
+from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
+from triptych.core.messages import Request, Sampling
+from triptych.deployments.http.interfaces import Engine, ModelCard
+from triptych.deployments.http.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from triptych.deployments.http.tokenizer import TextCodec
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
+
+SEEDS = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One client request, ready to run: a request of the engine per choice."""
+
+    id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    requests: tuple[Request, ...]
+    prompt_tokens: int
+    """Each prompt counted once, however many choices continue it."""
+    stream: bool
+    include_usage: bool
+    """Send the usage as a last event of the stream."""
+    continuous_usage: bool
+    """Send the usage so far with each event."""
+    echo: tuple[str, ...]
+    """What each choice repeats before its answer."""
+
+
+class Planner:
+    """Checks what a body asks for against the model, and tokenizes its prompts."""
+
+    def __init__(
+        self, *, engine: Engine, codec: TextCodec, model: ModelCard, config: IngressConfig
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._model = model
+        self._config = config
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: ModelNotFound"""
+        if name is not None and name != self._model.name:
+            text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
+            raise ModelNotFound(text, "model")
+
+    async def chat(self, body: ChatBody) -> Job:
+        """Raises: RequestError naming the field that cannot be served"""
+        self.check_model(body.model)
+        self._check(body)
+        _refuse_tools(body)
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        prompt = await self.encode_messages(body.messages)
+        logprobs = body.top_logprobs if body.logprobs else -1
+        return self._job("chatcmpl", body, [prompt], "messages", logprobs=logprobs)
+
+    async def completion(self, body: CompletionBody) -> Job:
+        """Raises: RequestError naming the field that cannot be served"""
+        self.check_model(body.model)
+        self._check(body)
+        if body.suffix:
+            raise RequestError("this model cannot fill in before a suffix", "suffix")
+        if body.best_of > body.n:
+            raise Unsupported("best_of larger than n", "best_of")
+        if body.echo and body.logprobs is not None:
+            raise Unsupported("logprobs of the prompt: echo together with logprobs", "logprobs")
+        prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
+        texts = await self._texts(body) if body.echo else [""] * len(prompts)
+        logprobs = -1 if body.logprobs is None else body.logprobs
+        return self._job("cmpl", body, prompts, "prompt", logprobs=logprobs, texts=texts)
+
+    async def encode_messages(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        turns = [message.for_template() for message in messages]
+        # The template's own tokens come on top, so this never refuses what fits.
+        self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
+        return await self._codec.encode_chat(turns, add_generation_prompt=add_generation_prompt)
+
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._codec.check_length(len(prompt), "prompt")
+            return await self._codec.encode(prompt)
+        self.check_token_ids(prompt, "prompt")
+        return prompt
+
+    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises: RequestError if an id is outside of the vocabulary"""
+        size = self._codec.vocab_tokens
+        if ids and max(ids) >= size:
+            raise RequestError(f"token id {max(ids)}: the vocabulary has {size} tokens", param)
+
+    async def _texts(self, body: CompletionBody) -> list[str]:
+        return [p if isinstance(p, str) else await self._codec.decode(p) for p in body.prompts]
+
+    def _check(self, body: GenerationBody) -> None:
+        if body.n > self._config.max_choices:
+            raise RequestError(f"n={body.n}: at most {self._config.max_choices} choices", "n")
+        if body.stream_options and not body.stream:
+            raise RequestError("stream_options needs stream: true", "stream_options")
+        if body.response_format and body.response_format.type != "text":
+            raise Unsupported("response_format other than text", "response_format")
+        self.check_token_ids(body.stop_token_ids, "stop_token_ids")
+
+    def _job(
+        self,
+        prefix: str,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        param: str,
+        *,
+        logprobs: int,
+        texts: Sequence[str] = ("",),
+    ) -> Job:
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
+        sampling = self._sampling(body, logprobs)
+        requests: list[Request] = []
+        for prompt in prompts:
+            limit = self._answer_tokens(body, len(prompt), param)
+            for _ in range(body.n):
+                index = len(requests)
+                request = Request(
+                    id=f"{name}-{index}",
+                    prompt=tuple(prompt),
+                    sampling=replace(sampling, max_tokens=limit, seed=(seed + index) % SEEDS),
+                    reply_to=self._engine.address,
+                )
+                requests.append(request)
+        options = body.stream_options
+        return Job(
+            id=name,
+            created=int(time.time()),
+            model=self._model.name,
+            requests=tuple(requests),
+            prompt_tokens=sum(map(len, prompts)),
+            stream=body.stream,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            echo=tuple(text for text in texts for _ in range(body.n)),
+        )
+
+    def _answer_tokens(self, body: GenerationBody, prompt_tokens: int, param: str) -> int:
+        """Say how long the answer may become.
+
+        Raises: PromptTooLong with both numbers; RequestError for an empty prompt
+        """
+        if prompt_tokens == 0:
+            raise RequestError("the prompt has no tokens", param)
+        wanted, name = body.answer_tokens
+        room = self._model.context_tokens - prompt_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            raise PromptTooLong(
+                self._too_long(prompt_tokens, wanted, param), param if room < 1 else name
+            )
+        limit = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
+        limit = limit if wanted is None else wanted
+        if body.min_tokens > limit:
+            text = f"min_tokens={body.min_tokens} is more than the answer may have: {limit}"
+            raise RequestError(text, "min_tokens")
+        return limit
+
+    def _too_long(self, prompt_tokens: int, wanted: int | None, param: str) -> str:
+        # Clients recognise an overflow by the words of the first sentence.
+        asked = (
+            f"your {param} resulted in {prompt_tokens} tokens"
+            if wanted is None
+            else f"you requested {prompt_tokens + wanted} tokens "
+            f"({prompt_tokens} in the {param}, {wanted} in the completion)"
+        )
+        return (
+            f"This model's maximum context length is {self._model.context_tokens} tokens. "
+            f"However, {asked}. Please reduce the length of the {param} or of the completion."
+        )
+
+    def _sampling(self, body: GenerationBody, logprobs: int) -> Sampling:
+        return Sampling(
+            temperature=float(body.temperature),
+            top_k=max(body.top_k, 0),
+            top_p=float(body.top_p),
+            min_p=float(body.min_p),
+            repetition_penalty=float(body.repetition_penalty),
+            presence_penalty=float(body.presence_penalty),
+            frequency_penalty=float(body.frequency_penalty),
+            logit_bias=self._logit_bias(body.logit_bias),
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
+            stop=body.stops,
+            include_stop=body.include_stop_str_in_output,
+            stop_token_ids=tuple(body.stop_token_ids),
+            logprobs=logprobs,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+
+    def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+        size = self._codec.vocab_tokens
+        for key in bias:
+            fits = key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < size
+            if not fits:
+                text = f"{key[:32]!r} is not a token id below {size}"
+                raise RequestError(text, f"logit_bias.{key[:32]}")
+        return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _refuse_tools(body: ChatBody) -> None:
+    if body.tools:
+        raise Unsupported("tools are not supported yet", "tools")
+    if body.functions:
+        raise Unsupported("functions are not supported yet", "functions")
+    for index, message in enumerate(body.messages):
+        if message.tool_calls:
+            raise Unsupported("tools are not supported yet", f"messages.{index}.tool_calls")

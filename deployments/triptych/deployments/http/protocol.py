@@ -1,0 +1,287 @@
+"""The bodies of OpenAI's requests: which fields we read, their types and their bounds."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from triptych.core.errors import RequestError
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+MAX_PROMPTS = 1024
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 128
+MAX_BIASED_TOKENS = 1024
+MAX_NAME_CHARS = 256
+MAX_INT = 2**31 - 1
+
+MAX_REPORTED_ERRORS = 10
+MAX_REPORTED_CHARS = 200
+
+
+def _well_formed(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"lone surrogate at character {error.start}") from error
+    return text
+
+
+def _small(value: object) -> object:
+    """Refuse a large mapping before each of its entries is checked and reported."""
+    entries = len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
+    if entries > MAX_BIASED_TOKENS:
+        raise ValueError(f"Mapping should have at most {MAX_BIASED_TOKENS} entries, not {entries}")
+    return cast("object", value)
+
+
+def _text_only(part: object) -> object:
+    kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"only parts of type 'text' can be read, not {kind[:32]!r}")
+    return cast("object", part)
+
+
+def _kind(value: object) -> str:
+    """Tell apart what a field that takes several types was given.
+
+    The tags begin with ``@``, so that error paths can leave them out.
+    """
+    if not isinstance(value, list):
+        return "@one"
+    first = cast("list[object]", value)[:1]
+    match first:
+        case [list()]:
+            return "@id lists"
+        case [int()]:
+            return "@ids"
+        case _:
+            return "@many"
+
+
+def _one_or_many(value: object) -> str:
+    return "@many" if isinstance(value, list) else "@one"
+
+
+Text = Annotated[str, AfterValidator(_well_formed)]
+StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Stop = Annotated[
+    Annotated[StopText, Tag("@one")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("@many")],
+    Discriminator(_one_or_many),
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("@one")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("@many")]
+    | Annotated[TokenIds, Tag("@ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("@id lists")],
+    Discriminator(_kind),
+]
+
+
+class Body(BaseModel):
+    """A JSON object: strict types, null means absent, unknown fields are let be."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        given = cast("dict[str, object]", data)
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class GenerationBody(Body):
+    """What chat and plain completions have in common."""
+
+    model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_INT)
+    max_tokens: int | None = Field(None, ge=1, le=2**63 - 1)
+    temperature: Finite = Field(1.0, ge=0, le=2)
+    top_p: Finite = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=MAX_INT)
+    min_p: Finite = Field(0.0, ge=0, le=1)
+    presence_penalty: Finite = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Finite = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Finite = Field(1.0, gt=0, le=10)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    logit_bias: Annotated[
+        dict[str, Annotated[Finite, Field(ge=-100, le=100)]], BeforeValidator(_small)
+    ] = Field(default_factory=dict[str, float])
+    stop: Stop = Field(default_factory=list[str])
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] = Field(
+        default_factory=list[int]
+    )
+    min_tokens: int = Field(0, ge=0, le=MAX_INT)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def answer_tokens(self) -> tuple[int | None, str]:
+        """The longest answer that the client wants, and the name of the field that says so."""
+        return self.max_tokens, "max_tokens"
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Annotated[Text, Tag("@one")]
+        | Annotated[
+            list[Annotated[TextPart, BeforeValidator(_text_only)]],
+            Field(max_length=MAX_PARTS),
+            Tag("@many"),
+        ],
+        Discriminator(_one_or_many),
+    ]
+    tool_calls: list[object] = Field(default_factory=list[object])
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+
+    def for_template(self) -> dict[str, str]:
+        # OpenAI's newer name for the system; no chat template knows it.
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.text}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**63 - 1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[object] = Field(default_factory=list[object])
+    functions: list[object] = Field(default_factory=list[object])
+
+    @property
+    def answer_tokens(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is None:
+            return super().answer_tokens
+        return self.max_completion_tokens, "max_completion_tokens"
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: Prompt
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    suffix: str = ""
+    best_of: int = Field(1, ge=1, le=MAX_INT)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each either a text or token ids."""
+        match self.prompt:
+            case str():
+                return [self.prompt]
+            case [int(), *_]:
+                return [self.prompt]
+            case _:
+                return cast("list[str] | list[list[int]]", self.prompt)
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a raw prompt, or messages."""
+
+    model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    tokens: TokenIds
+
+
+B = TypeVar("B", bound=Body)
+
+
+def validate(kind: type[B], data: Mapping[str, object]) -> B:
+    """Check a parsed body.
+
+    Raises: RequestError naming the first wrong field as a dotted path, with a message
+        whose size does not depend on what was sent
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        lines = [
+            f"{_dotted(fault['loc'])}: {fault['msg'][:MAX_REPORTED_CHARS]}{_given(fault['input'])}"
+            for fault in faults[:MAX_REPORTED_ERRORS]
+        ]
+        if len(faults) > MAX_REPORTED_ERRORS:
+            lines.append(f"and {len(faults) - MAX_REPORTED_ERRORS} more")
+        raise RequestError("; ".join(lines), _dotted(faults[0]["loc"])) from error
+
+
+def _dotted(path: tuple[int | str, ...]) -> str:
+    steps = [str(step)[:MAX_NAME_CHARS] for step in path if not str(step).startswith("@")]
+    return ".".join(steps)[:MAX_REPORTED_CHARS]
+
+
+def _given(value: object) -> str:
+    """Show a wrong value if it is short to show."""
+    match value:
+        case str() if value:
+            return f" (got {value[:MAX_REPORTED_CHARS]!r})"
+        case bool() | float() if not (isinstance(value, float) and math.isnan(value)):
+            return f" (got {value!r})"
+        case int() if value.bit_length() <= 128:
+            return f" (got {value})"
+        case _:
+            return ""

@@ -1,0 +1,200 @@
+"""Following an engine for one client: until it is done, too late, or the client goes away."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from triptych.core.errors import Cancelled, DeadlineExceeded, StageLost
+from triptych.core.messages import Failed, Tokens
+from triptych.deployments.http.answers import Answer, Choice
+from triptych.deployments.http.errors import RequestFailed, report
+from triptych.deployments.http.interfaces import Engine
+from triptych.deployments.http.limits import request_id
+from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.plan import Job
+from triptych.deployments.http.wire import DONE, KEEP_ALIVE, event
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 10.0
+"""Silence after which a stream gets a comment, so that proxies do not cut it."""
+
+T = TypeVar("T")
+
+
+async def follow(
+    engine: Engine, job: Job, answer: Answer, metrics: IngressMetrics
+) -> AsyncGenerator[tuple[Choice, Tokens], None]:
+    """Yield each batch of tokens with the choice that has just taken it.
+
+    Closing this closes the engine's generator, and so cancels what still runs.
+
+    Raises: RequestFailed if a stage gave one of the choices up; what the engine raises
+    """
+    choices = dict(zip((r.id for r in job.requests), answer.choices, strict=True))
+    with metrics.watch(job.requests) as watch:
+        async with aclosing(engine.generate(job.requests)) as items:
+            async for item in items:
+                if isinstance(item, Failed):
+                    raise RequestFailed(item)
+                watch.add(item)
+                choice = choices[item.request]
+                choice.add(item)
+                yield choice, item
+        if not all(choice.finish for choice in answer.choices):
+            raise StageLost("decode")
+
+
+async def collect(items: AsyncGenerator[object, None], timeout_s: float) -> None:
+    """Wait until nothing more comes.
+
+    Raises: DeadlineExceeded
+    """
+    async with deadline(timeout_s), aclosing(items):
+        async for _ in items:
+            pass
+
+
+async def frames(
+    items: AsyncGenerator[tuple[Choice, Tokens], None], job: Job, answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    """Turn tokens into server-sent events."""
+    async with aclosing(items):
+        async for choice, item in items:
+            yield b"".join(map(event, answer.chunks(choice, item)))
+    if job.include_usage:
+        yield event(answer.usage_chunk())
+
+
+@asynccontextmanager
+async def deadline(seconds: float) -> AsyncGenerator[None, None]:
+    """Raises: DeadlineExceeded if the block takes longer"""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded(f"not finished within {seconds:.0f} s") from error
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work``, and cancel it as soon as the client goes away.
+
+    Call this when the request's body was read: the next message is the disconnect.
+
+    Raises: Cancelled if the client went away; what ``work`` raises
+    """
+    task = asyncio.ensure_future(work)
+    hangup = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, hangup}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Cancelled("the client went away")
+    finally:
+        task.cancel()
+        hangup.cancel()
+        await asyncio.gather(task, hangup, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events whose status waits for the first of them.
+
+    What fails before the first event becomes an HTTP status; what fails later, an ``error``
+    event. Events that pile up while the client is slow leave in one write. If nothing
+    comes for a while the response starts with a comment, and later failures are events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        timeout_s: float,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        # Not Response.__init__, which would declare a length of zero.
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events = events
+        self._timeout_s = timeout_s
+        self._keep_alive_s = keep_alive_s
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._run(request_id(scope), send))
+        except Cancelled:
+            if not self._started:
+                raise
+            logger.info("request %s: the client went away", request_id(scope))
+
+    async def _run(self, name: str, send: Send) -> None:
+        try:
+            await self._relay(send)
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._write(send, event(report(error, name).body) + DONE, last=True)
+
+    async def _relay(self, send: Send) -> None:
+        ready: list[bytes] = []
+        wake = asyncio.Event()
+        producer = asyncio.ensure_future(self._produce(ready, wake))
+        producer.add_done_callback(lambda _: wake.set())
+        try:
+            while not producer.done():
+                woken = await _wait(wake, self._keep_alive_s)
+                wake.clear()
+                if ready and not producer.done():
+                    await self._write(send, _take(ready))
+                elif not woken:
+                    await self._write(send, KEEP_ALIVE)
+            if ready and producer.exception():
+                await self._write(send, _take(ready))
+            await producer
+            await self._write(send, _take(ready) + DONE, last=True)
+        finally:
+            producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
+
+    async def _produce(self, ready: list[bytes], wake: asyncio.Event) -> None:
+        async with deadline(self._timeout_s), aclosing(self._events) as events:
+            async for frame in events:
+                ready.append(frame)
+                wake.set()
+
+    async def _write(self, send: Send, data: bytes, *, last: bool = False) -> None:
+        if not self._started:
+            self._started = True
+            headers = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(headers)
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def _take(ready: list[bytes]) -> bytes:
+    data = b"".join(ready)
+    ready.clear()
+    return data
+
+
+async def _wait(wake: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await wake.wait()
+    except TimeoutError:
+        return False

@@ -1,0 +1,177 @@
+"""Text to token ids and back, so that what a user writes never becomes a control token."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol, TypeVar, cast
+
+from jinja2 import TemplateError
+
+from triptych.core.errors import PromptTooLong, RequestError, Unsupported
+
+INLINE_CHARS = 2048
+"""Shorter texts are tokenized on the event loop: a thread would cost more than it saves."""
+
+T = TypeVar("T")
+
+
+class AddedToken(Protocol):
+    """A token outside the trained vocabulary, such as ``<|im_end|>``."""
+
+    @property
+    def content(self) -> str: ...
+    @property
+    def special(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that the HTTP side uses; transformers' fast ones fit as they are."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+    @property
+    def chat_template(self) -> object: ...
+    def __len__(self) -> int: ...
+    def get_vocab(self) -> Mapping[str, int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> object: ...
+    def convert_ids_to_tokens(self, ids: list[int]) -> object: ...
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> object: ...
+
+
+class TextCodec:
+    """Encodes prompts and names tokens, for one model.
+
+    Text of a chat message is text: if it holds the name of a special token, that name is
+    cut after its first character by a mark, the chat template is rendered, and what stands
+    between the marks is encoded piece by piece. No piece holds the whole name, so none of
+    them yields the token; only the template's own names do. Messages without such names,
+    that is nearly all, take the ordinary way, so that their ids equal transformers'.
+    A raw prompt of ``/v1/completions`` is the client's own and may name special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._context_tokens = context_tokens
+        names = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        # A name of one character cannot be cut in two.
+        ordered = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        vocab = tokenizer.get_vocab()
+        self._widest_chars = max(map(len, vocab), default=1)
+        self._byte_level = "Ġ" in vocab
+
+    @property
+    def vocab_tokens(self) -> int:
+        return len(self._tokenizer)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encode a raw prompt."""
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await _off_loop(len(text), encode)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Render messages with the model's chat template and encode the result.
+
+        Raises: RequestError if the template refuses the messages; Unsupported if the model
+            has no template
+        """
+        if self._tokenizer.chat_template is None:
+            raise Unsupported("this model has no chat template: use /v1/completions", "messages")
+
+        def encode() -> list[int]:
+            return self._encode_chat(messages, add_generation_prompt)
+
+        return await _off_loop(sum(len(m["content"]) for m in messages), encode)
+
+    def _encode_chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+    ) -> list[int]:
+        mark = f"\ue000{secrets.token_hex(8)}\ue000"
+        marked = [{**m, "content": self._cut_special(m["content"], mark)} for m in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                marked, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            reason = f"the model's chat template refuses these messages: {error}"
+            raise RequestError(reason, "messages") from error
+        ids: list[int] = []
+        for piece in str(text).split(mark):
+            ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+    def _cut_special(self, text: str, mark: str) -> str:
+        pieces: list[str] = []
+        start = at = 0
+        while found := self._special.search(text, at):
+            # Go on one character later, not after the match: names may overlap.
+            at = found.start() + 1
+            pieces.append(text[start:at])
+            start = at
+        return mark.join([*pieces, text[start:]])
+
+    def check_length(self, chars: int, param: str) -> None:
+        """Refuse a text that cannot fit the context before any time is spent on it.
+
+        No token covers more characters than the longest entry of the vocabulary.
+
+        Raises: PromptTooLong
+        """
+        least = -(-chars // self._widest_chars)
+        if least > self._context_tokens:
+            raise PromptTooLong(
+                f"This model's maximum context length is {self._context_tokens} tokens. However, "
+                f"your prompt of {chars} characters has at least {least} tokens. "
+                "Please reduce the length of the prompt.",
+                param,
+            )
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text, special tokens included."""
+
+        def decode() -> str:
+            return cast("str", self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+        return await _off_loop(len(ids), decode)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Name tokens as the vocabulary does."""
+        names = cast("list[str | None]", self._tokenizer.convert_ids_to_tokens(list(ids)))
+        # Ids between the tokenizer's size and the model's have no name.
+        return [name or "" for name in names]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Say which bytes of the text a token stands for; they may be part of a character."""
+        return self._bytes_of(self.pieces([token])[0])
+
+    def _bytes_of(self, piece: str) -> bytes:
+        if self._byte_level:
+            try:
+                return bytes(self._byte_alphabet[char] for char in piece)
+            except KeyError:  # an added token: its name is its text
+                return piece.encode()
+        single = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+        return bytes.fromhex(single[1]) if single else piece.replace("▁", " ").encode()
+
+    @cached_property
+    def _byte_alphabet(self) -> dict[str, int]:
+        """GPT-2's printable stand-ins: bytes that print as themselves, then 256, 257, ..."""
+        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        rest = [byte for byte in range(256) if byte not in plain]
+        stand_ins = {chr(256 + index): byte for index, byte in enumerate(rest)}
+        return {chr(byte): byte for byte in plain} | stand_ins
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread if it is long, so that other streams go on meanwhile."""
+    return work() if size <= INLINE_CHARS else await asyncio.to_thread(work)

@@ -1,0 +1,59 @@
+"""How workers and ingresses keep in touch with the router, and find it again after its death."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from triptych.core.messages import Hello, Message
+from triptych.deployments.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+
+
+class RouterLink:
+    """A mailbox that introduces itself to the router, and again whenever the router is new.
+
+    ``on_router_lost`` is called each time the router dies: what it had decided is void, so
+    a worker drops its requests and an ingress fails its own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        router: str,
+        hello: Hello,
+        receive: Callable[[Message, str], None],
+        on_router_lost: Callable[[], None],
+    ) -> None:
+        self._router, self._hello, self._on_router_lost = router, hello, on_router_lost
+        self.mailbox = Mailbox(address, receive, self._lost)
+        self._retry: asyncio.Task[None] | None = None
+        self._lost_once = False
+
+    async def start(self) -> None:
+        await self.mailbox.start()
+        self._introduce()
+
+    async def stop(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        await self.mailbox.stop()
+
+    def to_router(self, message: Message) -> None:
+        self.mailbox.post(self._router, message)
+
+    def _introduce(self) -> None:
+        self.mailbox.watch(self._router)
+        self.to_router(self._hello)
+
+    def _lost(self, address: str) -> None:
+        if address != self._router:
+            return  # an ingress that died: the router tells us what to cancel
+        self._on_router_lost()
+        self._retry = asyncio.create_task(self._introduce_later())
+
+    async def _introduce_later(self) -> None:
+        await asyncio.sleep(RETRY_S)
+        self._introduce()

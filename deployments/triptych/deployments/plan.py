@@ -1,0 +1,68 @@
+"""What the builder decides once, and every actor of the application is given."""
+
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.core.config import AppConfig
+from triptych.core.pages import PagePlan
+
+
+@dataclass(frozen=True)
+class AppPlan:
+    """Settings, resolved: which model, which pages, which addresses."""
+
+    config: AppConfig
+    model_path: Path
+    pages: PagePlan
+    context_tokens: int
+    run_dir: Path
+    """Holds the application's sockets; only this user may enter it."""
+
+    @property
+    def pool_pages(self) -> int:
+        return self.config.pool.capacity_bytes // self.pages.page_bytes
+
+    @property
+    def bookable_bytes(self) -> int:
+        """Page memory that requests may book: all of it, less what workers keep in stock."""
+        workers = sum(
+            actor.num_replicas
+            for actor in (
+                self.config.prefill.actor,
+                self.config.compressor.actor,
+                self.config.decode.actor,
+            )
+        )
+        stock = 2 * self.config.pool.extent_pages * workers
+        return (self.pool_pages - stock) * self.pages.page_bytes
+
+    @property
+    def pool_address(self) -> str:
+        return self.address("pool")
+
+    @property
+    def router_address(self) -> str:
+        return self.address("router")
+
+    @property
+    def cores_board(self) -> Path:
+        """Where the stages of this machine see which of them are busy."""
+        return self.run_dir / "cores"
+
+    def address(self, name: str) -> str:
+        return f"unix:{self.run_dir / name}.sock"
+
+
+def new_name(role: str) -> str:
+    """A process name that no earlier process had."""
+    return f"{role}-{secrets.token_hex(4)}"
+
+
+def new_run_dir() -> Path:
+    """A fresh private directory; its path is short, since socket paths end at 107 bytes."""
+    base = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="app-", dir=base))

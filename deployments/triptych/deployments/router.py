@@ -1,0 +1,59 @@
+"""The router's shell: clock, mailbox and peers around the pure coordinator."""
+
+import asyncio
+import contextlib
+import time
+
+from triptych.core.messages import Hello, Message, Send
+from triptych.deployments.mailbox import Mailbox
+from triptych.deployments.plan import AppPlan
+from triptych.deployments.status import Status
+from triptych.kvpool import PoolWatcher
+from triptych.router import Coordinator
+
+TICK_S = 0.25
+
+
+class RouterShell:
+    """Feeds messages, losses and the clock to the coordinator, and posts what it answers."""
+
+    async def __init__(self, plan: AppPlan) -> None:
+        self._coordinator = Coordinator(plan.config.router, plan.pages, plan.bookable_bytes)
+        self._pool = PoolWatcher(plan.pool_address)
+        self._watched = set[str]()
+        self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
+        await self._mailbox.start()
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def status(self) -> Status:
+        """What runs where, what is booked, and why: for /health and /metrics."""
+        snapshot = self._coordinator.snapshot(time.monotonic())
+        return Status(snapshot, await asyncio.to_thread(self._pool.stat))
+
+    async def __del__(self) -> None:
+        self._ticking.cancel()
+        await self._mailbox.stop()
+
+    def check_health(self) -> None:
+        if self._ticking.done():
+            raise RuntimeError("the router's clock stopped")
+
+    def _receive(self, message: Message, sender: str) -> None:
+        if isinstance(message, Hello) and message.address not in self._watched:
+            self._watched.add(message.address)
+            self._mailbox.watch(message.address)
+        self._post(self._coordinator.on(message, sender, time.monotonic()))
+
+    def _on_lost(self, address: str) -> None:
+        self._watched.discard(address)
+        self._post(self._coordinator.lost(address, time.monotonic()))
+
+    async def _tick(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(TICK_S)
+                self._post(self._coordinator.tick(time.monotonic()))
+
+    def _post(self, sends: list[Send]) -> None:
+        for send in sends:
+            self._mailbox.post(send.to, send.message)

@@ -1,0 +1,60 @@
+"""What the router and the pool know at one moment, as /health and /metrics show it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from triptych.core.messages import Stage
+from triptych.kvpool import Ledger
+from triptych.router import RouterSnapshot
+
+STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
+
+
+@dataclass(frozen=True)
+class Status:
+    """The router's snapshot beside the pool's books."""
+
+    router: RouterSnapshot
+    pool: Ledger | None
+    """None while the pool does not answer."""
+
+    @property
+    def missing_stages(self) -> list[str]:
+        """Stages without a worker that takes requests."""
+        there = {stage for worker in self.router.workers for stage in worker.stages}
+        return [stage for stage in STAGES if stage not in there]
+
+    def gauges(self) -> Mapping[str, float]:
+        """Metrics by name and labels."""
+        return {**self._router_gauges(), **self._pool_gauges()}
+
+    def _router_gauges(self) -> dict[str, float]:
+        router = self.router
+        gauges = {
+            "triptych_router_capacity_bytes": float(router.capacity_bytes),
+            "triptych_router_booked_bytes": float(sum(router.booked_bytes.values())),
+            "triptych_router_oldest_waiting_seconds": router.oldest_waiting_s,
+        }
+        for state, count in router.requests.items():
+            gauges[f'triptych_router_requests{{state="{state}"}}'] = float(count)
+        for reason, count in router.counters.items():
+            gauges[f'triptych_router_decisions{{reason="{reason}"}}'] = float(count)
+        for stage in STAGES:
+            workers = [worker for worker in router.workers if stage in worker.stages]
+            gauges[f'triptych_workers{{stage="{stage}"}}'] = float(len(workers))
+        return gauges
+
+    def _pool_gauges(self) -> dict[str, float]:
+        if self.pool is None:
+            return {"triptych_pool_up": 0.0}
+        pool = self.pool
+        return {
+            "triptych_pool_up": 1.0,
+            "triptych_pool_pages": float(pool.pages),
+            "triptych_pool_page_bytes": float(pool.page_bytes),
+            "triptych_pool_pages_free": float(pool.free_pages),
+            "triptych_pool_pages_in_stock": float(pool.extent_pages),
+            "triptych_pool_pages_in_requests": float(pool.request_pages),
+            "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
+            "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
+        }

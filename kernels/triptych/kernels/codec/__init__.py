@@ -1,0 +1,22 @@
+"""Encode tokens into pages, re-encode them in another format, and read them back."""
+
+from triptych.kernels.codec import reference
+from triptych.kernels.op import Op
+
+store_tokens = Op(
+    name="store_tokens",
+    spec=reference.store_tokens,
+    fast={"cpu": "triptych.kernels.codec.cpu:store_tokens"},
+)
+
+transcode = Op(
+    name="transcode",
+    spec=reference.transcode,
+    fast={"cpu": "triptych.kernels.codec.cpu:transcode"},
+)
+
+load_tokens = Op(
+    name="load_tokens",
+    spec=reference.load_tokens,
+    fast={"cpu": "triptych.kernels.codec.cpu:load_tokens"},
+)

@@ -1,0 +1,144 @@
+"""The codec on the CPU: checks and addresses here, numba in ``driver``."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+from triptych.kernels.codec import driver
+from triptych.kernels.codec.vectors import COPY, NARROW, REQUANTIZE
+from triptych.kernels.compiled import team_address, team_threads
+from triptych.kernels.pages import check_arena, check_indices, is_channel_major
+
+
+def store_tokens(
+    arena: Tensor,
+    layout: PageLayout,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+) -> None:
+    """See ``reference.store_tokens``."""
+    check_arena(arena, layout)
+    check_indices(pages, rows, positions)
+    if key.dtype not in (torch.float32, torch.bfloat16) or value.dtype != key.dtype:
+        raise ConfigError(f"store_tokens: key {key.dtype}, value {value.dtype}: unsupported")
+    key, value = _dense(key), _dense(value)
+    pages, rows, positions = pages.contiguous(), rows.contiguous(), positions.contiguous()
+    scores = None if scores is None else scores.float().contiguous()
+    job = _job(
+        arena,
+        key.shape[2],
+        pages.numel(),
+        *form_words(layout),
+        key.data_ptr(),
+        value.data_ptr(),
+        key.dtype == torch.bfloat16,
+        key.shape[1],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        pages.data_ptr(),
+        rows.data_ptr(),
+        positions.data_ptr(),
+        0 if scores is None else scores.data_ptr(),
+    )
+    _run(job, driver.store.address, "store_tokens")
+
+
+def transcode(
+    arena: Tensor,
+    source_layout: PageLayout,
+    target_layout: PageLayout,
+    source_pages: Tensor,
+    source_rows: Tensor,
+    target_pages: Tensor,
+    target_rows: Tensor,
+) -> None:
+    """See ``reference.transcode``."""
+    check_arena(arena, source_layout)
+    check_arena(arena, target_layout)
+    cells = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
+    check_indices(*cells)
+    source, target = source_layout.format, target_layout.format
+    job = _job(
+        arena,
+        source_layout.head_dim,
+        cells[0].numel(),
+        *form_words(source_layout),
+        *form_words(target_layout),
+        _way(source.key_bits, source.key_groups, target.key_bits, target.key_groups),
+        _way(source.value_bits, source.value_groups, target.value_bits, target.value_groups),
+        *(item.data_ptr() for item in cells),
+    )
+    _run(job, driver.transcode.address, "transcode")
+
+
+def load_tokens(
+    arena: Tensor, layout: PageLayout, pages: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``reference.load_tokens``."""
+    check_arena(arena, layout)
+    check_indices(pages, tokens)
+    pages, tokens = pages.contiguous(), tokens.contiguous()
+    longest = int(tokens.max()) if len(tokens) else 0
+    shape = (len(tokens), longest)
+    key, value = (torch.empty(*shape, layout.head_dim) for _ in range(2))
+    positions = torch.empty(shape, dtype=torch.int32)
+    job = _job(
+        arena,
+        layout.head_dim,
+        positions.numel(),
+        *form_words(layout),
+        pages.data_ptr(),
+        pages.stride(0),
+        pages.shape[1],
+        tokens.data_ptr(),
+        longest,
+        key.data_ptr(),
+        value.data_ptr(),
+        positions.data_ptr(),
+    )
+    _run(job, driver.load.address, "load_tokens")
+    return key, value, positions
+
+
+@cache
+def form_words(layout: PageLayout) -> tuple[int, ...]:
+    """A layout as the driver's ``Form``, field by field."""
+    form, offsets = layout.format, layout.offsets
+    key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
+    key_strides = (layout.tokens, 1) if is_channel_major(layout) else (1, key_bytes)
+    keys = (offsets[0], *key_strides, offsets[1], form.key_bits, form.key_groups)
+    values = (offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups)
+    return (layout.tokens, offsets[4], offsets[5], *_coded(*keys), *_coded(*values))
+
+
+def _coded(*part: int) -> tuple[int, ...]:
+    """Without metadata in 16 bits."""
+    return (*part[:5], 0) if part[4] == 16 else part
+
+
+def _way(bits: int, groups: int, to_bits: int, to_groups: int) -> int:
+    if bits == to_bits and (bits == 16 or groups == to_groups):
+        return COPY
+    return NARROW if to_bits < bits < 16 and groups == to_groups else REQUANTIZE
+
+
+def _dense(vectors: Tensor) -> Tensor:
+    return vectors if vectors.stride(2) == 1 else vectors.contiguous()
+
+
+def _job(arena: Tensor, head_dim: int, items: int, *words: int) -> np.ndarray:
+    shared = (0, 0, items, arena.data_ptr(), *arena.shape, head_dim)
+    return np.array(shared + words, np.int64)
+
+
+def _run(job: np.ndarray, body: int, name: str) -> None:
+    if not driver.run(job, team_address(), body, team_threads()):
+        raise ConfigError(f"{name}: an index names a page or a row that the arena does not have")

@@ -1,0 +1,176 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""The codec kernels over many cells at once, in the threads of torch."""
+
+from collections import namedtuple
+
+import numpy as np
+from numba import carray
+
+from triptych.kernels.codec.vectors import PART_WORDS, decode, encode, part_of, recode
+from triptych.kernels.compiled import fetch_add, kernel, pointer, run_team, team_body
+
+Form = namedtuple("Form", "tokens scores positions keys values")
+"""A page layout: tokens per page, offsets of two segments, and where the vectors lie."""
+FORM_WORDS = 3 + 2 * PART_WORDS
+
+SHARED_WORDS = 7
+COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM = range(SHARED_WORDS)
+"""Words that every job begins with; ``COUNTER`` and ``BAD`` are 0 at first."""
+
+STORE_FORM = SHARED_WORDS
+KEY, VALUE, IS_BFLOAT, KV_HEADS, TOKEN_STRIDE, HEAD_STRIDE, VALUE_TOKEN_STRIDE = range(
+    STORE_FORM + FORM_WORDS, STORE_FORM + FORM_WORDS + 7
+)
+VALUE_HEAD_STRIDE, PAGES, ROWS, POSITIONS, SCORES = range(
+    VALUE_TOKEN_STRIDE + 1, VALUE_TOKEN_STRIDE + 6
+)
+STORE_WORDS = SCORES + 1
+
+SOURCE_FORM = SHARED_WORDS
+TARGET_FORM = SOURCE_FORM + FORM_WORDS
+KEY_WAY, VALUE_WAY, SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(
+    TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 6
+)
+TRANSCODE_WORDS = TARGET_ROWS + 1
+
+LOAD_FORM = SHARED_WORDS
+TABLE, TABLE_STRIDE, WIDTH, TOKENS, LONGEST, OUT_KEY, OUT_VALUE, OUT_POSITIONS = range(
+    LOAD_FORM + FORM_WORDS, LOAD_FORM + FORM_WORDS + 8
+)
+LOAD_WORDS = OUT_POSITIONS + 1
+
+CHUNK = 64
+"""Cells that a thread takes at a time."""
+
+
+@kernel
+def run(job, team, body, threads):
+    """Run a job in a team; False if it named a page or a row that there is not."""
+    run_team(team, body, job.ctypes.data, threads if job[ITEMS] > CHUNK else 1)
+    return job[BAD] == 0
+
+
+@kernel
+def _form(words):
+    keys, values = part_of(words[3:]), part_of(words[3 + PART_WORDS :])
+    return Form(words[0], words[1], words[2], keys, values)
+
+
+@kernel
+def _is_cell(job, form, page, row):
+    return 0 <= page < job[PAGE_COUNT] and 0 <= row < form.tokens
+
+
+@kernel
+def _word(address, index):
+    """The 32-bit word ``index`` after ``address``; scores move as bits."""
+    return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)
+
+
+@kernel
+def _read(address, offset, is_bfloat, numbers):
+    """A vector of float32 or bfloat16 numbers, ``offset`` elements after ``address``."""
+    if is_bfloat:
+        halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
+        bits = numbers.view(np.uint32)
+        for channel in range(len(numbers)):
+            bits[channel] = np.uint32(halves[channel]) << np.uint32(16)
+    else:
+        numbers[:] = carray(pointer(address + 4 * offset), len(numbers), np.float32)
+
+
+@team_body
+def store(address):
+    job = carray(pointer(address), STORE_WORDS, np.int64)
+    form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
+    cells = job[ITEMS]
+    pages = carray(pointer(job[PAGES]), cells, np.int32)
+    rows = carray(pointer(job[ROWS]), cells, np.int32)
+    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    while True:
+        start = fetch_add(address, CHUNK)
+        if start >= cells:
+            break
+        for cell in range(start, min(cells, start + CHUNK)):
+            if pages[cell] == -1:
+                continue
+            if not _is_cell(job, form, pages[cell], rows[cell]):
+                job[BAD] = 1
+                continue
+            page, row = job[ARENA] + np.int64(pages[cell]) * job[PAGE_BYTES], rows[cell]
+            token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
+            offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
+            _read(job[KEY], offset, job[IS_BFLOAT], numbers)
+            encode(numbers, form.keys, page, row, codes)
+            offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
+            _read(job[VALUE], offset, job[IS_BFLOAT], numbers)
+            encode(numbers, form.values, page, row, codes)
+            _word(page + form.positions, row)[0] = _word(job[POSITIONS], token)[0]
+            score = _word(page + form.scores, row)
+            score[0] = _word(job[SCORES], cell)[0] if job[SCORES] else 0
+
+
+@team_body
+def transcode(address):
+    job = carray(pointer(address), TRANSCODE_WORDS, np.int64)
+    source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
+    target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
+    cells = job[ITEMS]
+    source_pages = carray(pointer(job[SOURCE_PAGES]), cells, np.int32)
+    source_rows = carray(pointer(job[SOURCE_ROWS]), cells, np.int32)
+    target_pages = carray(pointer(job[TARGET_PAGES]), cells, np.int32)
+    target_rows = carray(pointer(job[TARGET_ROWS]), cells, np.int32)
+    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    while True:
+        start = fetch_add(address, CHUNK)
+        if start >= cells:
+            break
+        for cell in range(start, min(cells, start + CHUNK)):
+            old_row, new_row = source_rows[cell], target_rows[cell]
+            if not (
+                _is_cell(job, source, source_pages[cell], old_row)
+                and _is_cell(job, target, target_pages[cell], new_row)
+            ):
+                job[BAD] = 1
+                continue
+            old = job[ARENA] + np.int64(source_pages[cell]) * job[PAGE_BYTES]
+            new = job[ARENA] + np.int64(target_pages[cell]) * job[PAGE_BYTES]
+            recode(
+                job[KEY_WAY], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
+            )
+            recode(
+                job[VALUE_WAY], source.values, old, old_row, target.values, new, new_row, codes,
+                numbers,
+            )  # fmt: skip
+            _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
+            _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
+
+
+@team_body
+def load(address):
+    job = carray(pointer(address), LOAD_WORDS, np.int64)
+    form, dim, longest = _form(job[LOAD_FORM : LOAD_FORM + FORM_WORDS]), job[HEAD_DIM], job[LONGEST]
+    cells = job[ITEMS]
+    keys = carray(pointer(job[OUT_KEY]), (cells, dim), np.float32)
+    values = carray(pointer(job[OUT_VALUE]), (cells, dim), np.float32)
+    positions = carray(pointer(job[OUT_POSITIONS]), cells, np.int32)
+    codes = np.empty(dim, np.uint8)
+    while True:
+        start = fetch_add(address, CHUNK)
+        if start >= cells:
+            break
+        for cell in range(start, min(cells, start + CHUNK)):
+            line, token = cell // longest, cell % longest
+            keys[cell], values[cell], positions[cell] = 0.0, 0.0, -1
+            if token >= _word(job[TOKENS], line)[0]:
+                continue
+            entry, row = token // form.tokens, token % form.tokens
+            page_id = _word(job[TABLE], line * job[TABLE_STRIDE] + min(entry, job[WIDTH] - 1))[0]
+            if entry >= job[WIDTH] or not _is_cell(job, form, page_id, row):
+                job[BAD] = 1
+                continue
+            page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
+            decode(form.keys, page, row, codes, keys[cell])
+            decode(form.values, page, row, codes, values[cell])
+            positions[cell] = _word(page + form.positions, row)[0]

@@ -1,0 +1,93 @@
+"""The quantizer of the page formats, vector by vector, in plain torch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Vectors as a page holds them, before packing."""
+
+    codes: Tensor
+    """uint8 [n, d]; for 16-bit formats the float16 vectors themselves."""
+    metadata: Tensor
+    """float16 [n, groups, 2]: scale and zero; no groups for 16-bit formats."""
+
+
+def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
+    """Quantize each vector over its own range, asymmetrically, group by group.
+
+    Codes are computed with the *rounded* scale and zero, so that what is stored belongs
+    together. A constant group has no range: its codes are 0 and its scale is 1. Values
+    saturate at the float16 range, so metadata is always finite for finite input.
+
+    Shapes:  vectors [n, d] -> codes [n, d], metadata [n, groups, 2]
+    Promise: |decode(encode(x)) - x| <= scale / 2 + 2**-10 * max|x|, group by group
+    Source:  KIVI (asymmetric quantization); per token, head and group as in DiffKV
+    """
+    x = vectors.float().clamp(-FP16_MAX, FP16_MAX)
+    if bits == 16:
+        return Encoded(x.half(), x.new_empty(len(x), 0, 2, dtype=torch.float16))
+    top = 2**bits - 1
+    grouped = x.view(len(x), groups, -1)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale, zero = ((high - low) / top).half(), low.half()
+    usable = (scale > 0) & scale.isfinite()
+    scale = torch.where(usable, scale, 1.0)
+    steps = (grouped - zero.float()[..., None]) / scale.float()[..., None]
+    codes = torch.where(usable[..., None], steps.round().clamp(0, top), 0.0)
+    return Encoded(codes.flatten(1).to(torch.uint8), torch.stack((scale, zero), -1))
+
+
+def decode(encoded: Encoded) -> Tensor:
+    """Vectors back as float32 [n, d]: code * scale + zero."""
+    groups = encoded.metadata.shape[1]
+    if groups == 0:
+        return encoded.codes.float()
+    scale, zero = encoded.metadata.float().unbind(-1)
+    codes = encoded.codes.float().view(len(encoded.codes), groups, -1)
+    return (codes * scale[..., None] + zero[..., None]).flatten(1)
+
+
+def narrow(encoded: Encoded, bits: int, to_bits: int) -> Encoded:
+    """Drop bits of each code as if the original values had been quantized to ``to_bits``.
+
+    255 = 17 * 15 and 15 = 5 * 3, so the coarse grid is a subset of the fine one and the
+    nearest coarse code follows from the fine code alone.
+
+    Source:  DiffKV (downgrade of tokens); rounding at the midpoint is ours: its strict
+             comparison differs in up to 4.8 % of the codes
+    """
+    ratio = (2**bits - 1) // (2**to_bits - 1)
+    codes = (encoded.codes.to(torch.int16) + ratio // 2) // ratio
+    scale, zero = encoded.metadata.unbind(-1)
+    coarse = (scale.float() * ratio).half()
+    return Encoded(codes.to(torch.uint8), torch.stack((coarse, zero), -1))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [n, d] to bytes [n, d * bits / 8]: byte j holds channels j, j + q, j + 2q, ...
+
+    ``q = d * bits / 8``, lowest bits first. Unpacking thus yields contiguous blocks of
+    channels and needs no shuffle.
+    """
+    if bits >= 8:
+        return codes
+    share = 8 // bits
+    parts = codes.view(len(codes), share, -1).unbind(1)
+    packed = torch.zeros_like(parts[0])
+    for index, part in enumerate(parts):
+        packed |= part << (bits * index)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of ``pack``."""
+    if bits >= 8:
+        return packed
+    mask = 2**bits - 1
+    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=1)

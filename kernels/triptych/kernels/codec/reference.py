@@ -1,0 +1,125 @@
+"""What the codec kernels mean, cell by cell; a cell is one (page, row)."""
+
+import torch
+from torch import Tensor
+
+from triptych.core.layout import PageLayout
+from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow, pack, unpack
+from triptych.kernels.pages import segments
+
+
+def store_tokens(
+    arena: Tensor,
+    layout: PageLayout,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+) -> None:
+    """Encode tokens into given cells of pages; a page id of -1 skips the cell.
+
+    Shapes:  arena [P, page_bytes]; key, value [T, KH, d]; pages, rows [T, KH];
+             positions [T]; scores [T, KH], zeros if None
+    Dtypes:  arena uint8; key, value float32 or bfloat16; indices int32; scores float32
+    """
+    wanted = pages >= 0
+    at = pages[wanted].long(), rows[wanted].long()
+    into = segments(arena, layout)
+    form = layout.format
+    _write_keys(arena, layout, at, encode(key[wanted], form.key_bits, form.key_groups))
+    _write_values(arena, layout, at, encode(value[wanted], form.value_bits, form.value_groups))
+    into.positions[at] = positions[:, None].expand_as(pages)[wanted]
+    into.scores[at] = torch.zeros_like(wanted, dtype=torch.float32)[wanted]
+    if scores is not None:
+        into.scores[at] = scores[wanted]
+
+
+def transcode(
+    arena: Tensor,
+    source_layout: PageLayout,
+    target_layout: PageLayout,
+    source_pages: Tensor,
+    source_rows: Tensor,
+    target_pages: Tensor,
+    target_rows: Tensor,
+) -> None:
+    """Re-encode tokens from cells of one format into cells of another, score and position too.
+
+    Equal precision copies the codes; fewer bits over the same groups drop bits exactly;
+    all else decodes and quantizes again. Source and target cells must not overlap.
+
+    Shapes:  arena [P, page_bytes]; the indices [n]
+    Dtypes:  arena uint8; indices int32
+    Source:  DiffKV and LeanKV (compression after the prompt, downgrade while generating)
+    """
+    source, target = source_layout.format, target_layout.format
+    read = source_pages.long(), source_rows.long()
+    write = target_pages.long(), target_rows.long()
+    old, new = segments(arena, source_layout), segments(arena, target_layout)
+    keys = Encoded(unpack(old.keys[read], source.key_bits), old.key_metadata[read])
+    values = Encoded(unpack(old.values[read], source.value_bits), old.value_metadata[read])
+    scores, positions = old.scores[read], old.positions[read]
+    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups)
+    values = recode(values, source.value_bits, target.value_bits, target.value_groups)
+    _write_keys(arena, target_layout, write, keys)
+    _write_values(arena, target_layout, write, values)
+    new.scores[write], new.positions[write] = scores, positions
+
+
+def recode(encoded: Encoded, bits: int, to_bits: int, to_groups: int) -> Encoded:
+    """Vectors of one precision in another, by the cheapest way that loses nothing extra."""
+    same_groups = encoded.metadata.shape[1] == to_groups
+    if bits == to_bits and (bits == 16 or same_groups):
+        return encoded
+    if to_bits < bits < 16 and same_groups:
+        return narrow(encoded, bits, to_bits)
+    return encode(decode(encoded), to_bits, to_groups)
+
+
+def load_tokens(
+    arena: Tensor, layout: PageLayout, pages: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Decode whole head rows: keys, values and positions, padded to the longest row.
+
+    Beyond the end of a row keys and values are 0 and positions -1.
+
+    Shapes:  arena [P, page_bytes]; pages [R, M]; tokens [R] -> key, value [R, N, d],
+             positions [R, N], with N the largest of ``tokens``
+    Dtypes:  indices int32; key and value float32; positions int32
+    """
+    longest = int(tokens.max()) if len(tokens) else 0
+    token = torch.arange(longest, device=arena.device)
+    live = token < tokens[:, None]
+    page = pages.long()[:, token // layout.tokens].where(live, 0).flatten()
+    row = (token % layout.tokens).expand_as(live).flatten()
+    part, form = segments(arena, layout), layout.format
+    key = decode(Encoded(unpack(part.keys[page, row], form.key_bits), part.key_metadata[page, row]))
+    value = decode(
+        Encoded(unpack(part.values[page, row], form.value_bits), part.value_metadata[page, row])
+    )
+    positions = part.positions[page, row].view_as(live).where(live, -1)
+    shape = (*live.shape, layout.head_dim)
+    dead = ~live[..., None]
+    return (
+        key.view(shape).masked_fill(dead, 0.0),
+        value.view(shape).masked_fill(dead, 0.0),
+        positions,
+    )
+
+
+Cells = tuple[Tensor, Tensor]
+"""Page and row of each cell, int64 [n] each."""
+
+
+def _write_keys(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:
+    into = segments(arena, layout)
+    into.keys[at] = pack(encoded.codes, layout.format.key_bits)
+    into.key_metadata[at] = encoded.metadata
+
+
+def _write_values(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:
+    into = segments(arena, layout)
+    into.values[at] = pack(encoded.codes, layout.format.value_bits)
+    into.value_metadata[at] = encoded.metadata

@@ -1,0 +1,159 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""One vector of a page at a time: quantize, pack, unpack, narrow, as ``quantizer`` defines."""
+
+from collections import namedtuple
+
+import numpy as np
+from numba import carray
+
+from triptych.kernels.compiled import from_half, kernel, pointer, to_half
+
+FP16_MAX = np.float32(65504.0)
+
+Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups")
+"""Where the keys or the values of a page lie: offsets and strides in bytes."""
+PART_WORDS = len(Part._fields)
+
+COPY, NARROW, REQUANTIZE = range(3)
+"""How a vector gets from one precision to another."""
+
+
+@kernel
+def part_of(words):
+    return Part(words[0], words[1], words[2], words[3], words[4], words[5])
+
+
+@kernel
+def encode(numbers, part, page, row, codes):
+    """Quantize a float32 vector into row ``row`` of the page at address ``page``.
+
+    ``codes`` is room for one uint8 per channel.
+    """
+    at = page + part.codes + row * part.token_stride
+    if part.bits == 16:
+        halves = carray(pointer(at), len(numbers), np.uint16)
+        for channel in range(len(numbers)):
+            halves[channel] = to_half(_saturate(numbers[channel]))
+        return
+    width = len(numbers) // part.groups
+    for group in range(part.groups):
+        inside = slice(group * width, (group + 1) * width)
+        _quantize(numbers[inside], codes[inside], part.bits, _metadata(part, page, row, group))
+    pack(codes, part, at)
+
+
+@kernel
+def decode(part, page, row, codes, numbers):
+    """The float32 vector of row ``row`` of the page at address ``page``, into ``numbers``."""
+    at = page + part.codes + row * part.token_stride
+    if part.bits == 16:
+        halves = carray(pointer(at), len(numbers), np.uint16)
+        for channel in range(len(numbers)):
+            numbers[channel] = from_half(halves[channel])
+        return
+    unpack(part, at, codes)
+    width = len(numbers) // part.groups
+    for group in range(part.groups):
+        metadata = _metadata(part, page, row, group)
+        scale, zero = from_half(metadata[0]), from_half(metadata[1])
+        for channel in range(group * width, (group + 1) * width):
+            numbers[channel] = np.float32(codes[channel]) * scale + zero
+
+
+@kernel
+def recode(way, source, read_page, read_row, target, write_page, write_row, codes, numbers):
+    """Bring one vector from a cell of one format into a cell of another."""
+    if way == COPY:
+        _copy(source, read_page, read_row, target, write_page, write_row, len(numbers))
+    elif way == NARROW:
+        unpack(source, read_page + source.codes + read_row * source.token_stride, codes)
+        ratio = np.uint16((2**source.bits - 1) // (2**target.bits - 1))
+        for channel in range(len(codes)):
+            codes[channel] = np.uint8((np.uint16(codes[channel]) + ratio // 2) // ratio)
+        pack(codes, target, write_page + target.codes + write_row * target.token_stride)
+        for group in range(source.groups):
+            old = _metadata(source, read_page, read_row, group)
+            new = _metadata(target, write_page, write_row, group)
+            new[0] = to_half(from_half(old[0]) * np.float32(ratio))
+            new[1] = old[1]
+    else:
+        decode(source, read_page, read_row, codes, numbers)
+        encode(numbers, target, write_page, write_row, codes)
+
+
+@kernel
+def pack(codes, part, at):
+    """Codes to bytes from address ``at`` on, ``part.byte_stride`` apart."""
+    count = len(codes) * part.bits // 8
+    packed = carray(pointer(at), count * part.byte_stride, np.uint8)
+    stride = part.byte_stride
+    if part.bits == 8:
+        for index in range(count):
+            packed[index * stride] = codes[index]
+    elif part.bits == 4:
+        for index in range(count):
+            packed[index * stride] = codes[index] | (codes[count + index] << 4)
+    else:
+        for index in range(count):
+            packed[index * stride] = (
+                codes[index]
+                | (codes[count + index] << 2)
+                | (codes[2 * count + index] << 4)
+                | (codes[3 * count + index] << 6)
+            )
+
+
+@kernel
+def unpack(part, at, codes):
+    """The inverse of ``pack``."""
+    count = len(codes) * part.bits // 8
+    packed = carray(pointer(at), count * part.byte_stride, np.uint8)
+    mask = np.uint8(2**part.bits - 1)
+    for share in range(8 // part.bits):
+        shift = share * part.bits
+        for index in range(count):
+            codes[share * count + index] = (packed[index * part.byte_stride] >> shift) & mask
+
+
+@kernel
+def _copy(source, read_page, read_row, target, write_page, write_row, channels):
+    count = channels * source.bits // 8
+    read = read_page + source.codes + read_row * source.token_stride
+    write = write_page + target.codes + write_row * target.token_stride
+    old = carray(pointer(read), count * source.byte_stride, np.uint8)
+    new = carray(pointer(write), count * target.byte_stride, np.uint8)
+    for index in range(count):
+        new[index * target.byte_stride] = old[index * source.byte_stride]
+    for group in range(source.groups):
+        metadata = _metadata(target, write_page, write_row, group)
+        metadata[:] = _metadata(source, read_page, read_row, group)
+
+
+@kernel
+def _metadata(part, page, row, group):
+    """Scale and zero of one group, as bits."""
+    return carray(pointer(page + part.metadata + 4 * (row * part.groups + group)), 2, np.uint16)
+
+
+@kernel
+def _quantize(numbers, codes, bits, metadata):
+    low = high = _saturate(numbers[0])
+    for number in numbers:
+        number = _saturate(number)
+        low, high = min(low, number), max(high, number)
+    top = np.float32(2**bits - 1)
+    metadata[0], metadata[1] = to_half((high - low) / top), to_half(low)
+    scale, zero = from_half(metadata[0]), from_half(metadata[1])
+    if not (scale > 0 and np.isfinite(scale)):
+        metadata[0] = to_half(np.float32(1.0))
+        codes[:] = 0
+        return
+    for channel in range(len(numbers)):
+        step = np.rint((_saturate(numbers[channel]) - zero) / scale)
+        codes[channel] = np.uint8(min(max(step, np.float32(0.0)), top))
+
+
+@kernel
+def _saturate(number):
+    return min(max(number, -FP16_MAX), FP16_MAX)

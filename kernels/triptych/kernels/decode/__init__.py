@@ -1,0 +1,10 @@
+"""Attention of one new token per request, straight over compressed pages."""
+
+from triptych.kernels.decode import reference
+from triptych.kernels.op import Op
+
+decode_attention = Op(
+    name="decode_attention",
+    spec=reference.decode_attention,
+    fast={"cpu": "triptych.kernels.decode.cpu:decode_attention"},
+)

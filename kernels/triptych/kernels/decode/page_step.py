@@ -1,0 +1,294 @@
+# pyright: basic, reportMissingTypeStubs=false
+# llvmlite ships no types.
+"""One page of decode attention as vector code, specialised for a layout and a group size.
+
+Written as explicit vectors because the automatic vectorizer keeps neither the logits nor
+the output of a page in registers.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from triptych.core.layout import PageLayout
+from triptych.kernels.native import compile_function, vector_lanes
+from triptych.kernels.pages import is_channel_major
+from triptych.kernels.simd import FLOAT, I32, I64, POINTER, Emitter, Value, vector
+
+CACHE_LINE = 64
+HIDDEN = -1e30
+"""Logit of a key that may not be read; finite, so that no infinity meets another."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageStep:
+    """What a compiled page step is specialised for."""
+
+    layout: PageLayout
+    group: int
+    """Query heads per KV head."""
+    is_windowed: bool
+    is_capped: bool
+
+
+def state_floats(group: int, head_dim: int) -> int:
+    """Floats of one running softmax: outputs [G, d], largest logits [G], sums [G]."""
+    return group * (head_dim + 2)
+
+
+def query_floats(group: int, head_dim: int) -> int:
+    """Floats of the scaled queries [G, d] and the sum of each [G]."""
+    return group * (head_dim + 1)
+
+
+def scratch_floats(step: PageStep) -> int:
+    """Floats of logits [G, padded tokens], rescale factors [G] and zero terms [G]."""
+    return step.group * (_padded_tokens(step.layout) + 2)
+
+
+@cache
+def page_step_address(step: PageStep) -> int:
+    """Machine code of ``void(page, upcoming, live, query, state, scratch, oldest, cap)``.
+
+    Adds the first ``live`` tokens of ``page`` to a running softmax (``state``), and prefetches
+    the page ``upcoming``: pages lie anywhere, so the processor cannot foresee the next one.
+
+    page, upcoming, query, state, scratch: pointers; live: int64 >= 1; oldest: int32, the smallest
+    position that may be read; cap: float32. Logits are in powers of two: the caller scales
+    the query by log2(e), or with a cap divides it by the cap and multiplies the cap instead.
+    """
+    module = ir.Module("page_step")
+    kind = ir.FunctionType(
+        ir.VoidType(), (POINTER, POINTER, I64, POINTER, POINTER, POINTER, I32, FLOAT)
+    )
+    function = ir.Function(module, kind, "page_step")
+    function.args[5].add_attribute("noalias")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    _PageStepEmitter(builder, step, function.args).emit()
+    return compile_function(module, "page_step")
+
+
+def _padded_tokens(layout: PageLayout) -> int:
+    lanes = vector_lanes()
+    return -(-layout.tokens // lanes) * lanes
+
+
+def _blocks(units: int) -> list[tuple[int, int]]:
+    """Cut a row of ``units`` into (start, width) with widths that are powers of two."""
+    blocks: list[tuple[int, int]] = []
+    start, width = 0, vector_lanes()
+    while start < units:
+        while start + width > units:
+            width //= 2
+        blocks.append((start, width))
+        start += width
+    return blocks
+
+
+def _tiles(items: list, size: int) -> list[list]:
+    """Cut ``items`` into runs of nearly equal length, none above ``size``."""
+    count = -(-len(items) // max(1, size))
+    step = -(-len(items) // count)
+    return [items[start : start + step] for start in range(0, len(items), step)]
+
+
+class _PageStepEmitter:
+    def __init__(self, builder: ir.IRBuilder, step: PageStep, arguments: tuple) -> None:
+        self.emit_ = Emitter(builder)
+        self.build: Any = builder
+        self.step, self.layout = step, step.layout
+        self.page, self.upcoming, self.live, self.query, self.state = arguments[:5]
+        self.scratch, self.oldest, self.cap = arguments[5:]
+        self.lanes = vector_lanes()
+        self.padded = _padded_tokens(step.layout)
+        self.room = 20 if self.lanes == 16 else 10
+
+    def emit(self) -> None:
+        if is_channel_major(self.layout):
+            self._logits_by_channel()
+        else:
+            self._logits_by_token()
+        self._softmax()
+        self._weigh_values()
+        self.build.ret_void()
+
+    def _logits_by_channel(self) -> None:
+        """Dot products of [channel bytes, tokens]: a query number times a row of codes."""
+        e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
+        rows = dim * form.key_bits // 8
+        blocks = list(range(0, self.padded, self.lanes))
+        for heads in _tiles(list(range(self.step.group)), self.room):
+            for tile in _tiles(blocks, self.room // len(heads)):
+                sums = {(g, t): self._zeros(self.lanes) for g in heads for t in tile}
+                with e.loop(I64(rows)) as row:
+                    if heads[0] == tile[0] == 0:
+                        self._prefetch(row, rows)
+                    line = e.byte(self.page, self.build.mul(row, I64(self.layout.tokens)))
+                    parts = [e.widen(e.byte(line, t), form.key_bits, self.lanes) for t in tile]
+                    for share in range(8 // form.key_bits):
+                        for g in heads:
+                            near = e.byte(self.query, 4 * (g * dim + share * rows))
+                            number = e.load(self._element(near, row), FLOAT)
+                            wide = e.splat(number, self.lanes)
+                            for t, codes in zip(tile, parts, strict=True):
+                                self._add_product(sums[g, t], codes[share], wide)
+                for (g, t), slot in sums.items():
+                    e.store(self.build.load(slot), self._logit(g, t))
+
+    def _logits_by_token(self) -> None:
+        """Dot products of [tokens, channel bytes]: a row of codes times the query."""
+        e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
+        unit = 2 if form.key_bits == 16 else 1
+        units = self.layout.format.segment_token_bytes(dim)[0] // unit
+        blocks = _blocks(units)
+        widths = sorted({width for _, width in blocks})
+        with e.loop(self.live) as token:
+            self._prefetch(token, self.layout.tokens)
+            line = e.byte(self.page, self.build.mul(token, I64(units * unit)))
+            for heads in _tiles(list(range(self.step.group)), self.room // len(widths)):
+                sums = {
+                    (g, w): ir.Constant(vector(FLOAT, w), [0.0] * w) for g in heads for w in widths
+                }
+                for start, width in blocks:
+                    codes = e.widen(e.byte(line, start * unit), form.key_bits, width)
+                    for share, part in enumerate(codes):
+                        for g in heads:
+                            near = e.byte(self.query, 4 * (g * dim + share * units + start))
+                            numbers = e.load(near, vector(FLOAT, width))
+                            sums[g, width] = e.fma(part, numbers, sums[g, width])
+                for g in heads:
+                    dot = FLOAT(0.0)
+                    for width in widths:
+                        dot = self.build.fadd(dot, e.total(sums[g, width]))
+                    e.store(dot, self._element(self._logit(g, 0), token))
+
+    def _softmax(self) -> None:
+        """Turn logits into weights of value codes, and rescale the running sums."""
+        e, group, dim = self.emit_, self.step.group, self.layout.head_dim
+        starts = range(0, self.padded, self.lanes)
+        live = [self._live(start) for start in starts]
+        key_metadata = [self._metadata(1, t, mask) for t, mask in zip(starts, live, strict=True)]
+        value_metadata = [self._metadata(3, t, mask) for t, mask in zip(starts, live, strict=True)]
+        shown = [self._shown(t, mask) for t, mask in zip(starts, live, strict=True)]
+        with e.loop(I64(group)) as head:
+            row = e.byte(self.scratch, self.build.mul(head, I64(4 * self.padded)))
+            query_sum = e.load(self._element(e.byte(self.query, 4 * group * dim), head), FLOAT)
+            query_sum = e.splat(query_sum, self.lanes)
+            logits: list[Value] = []
+            for start, mask, metadata in zip(starts, shown, key_metadata, strict=True):
+                dot = e.load(e.byte(row, 4 * start), vector(FLOAT, self.lanes))
+                if metadata:
+                    dot = e.fma(metadata[0], dot, self.build.fmul(metadata[1], query_sum))
+                if self.step.is_capped:
+                    dot = self.build.fmul(e.tanh(dot), e.splat(self.cap, self.lanes))
+                logits.append(self.build.select(mask, dot, e.constant(HIDDEN, dot)))
+            peak = logits[0]
+            for logit in logits[1:]:
+                peak = e.maximum(logit, peak)
+            largest_at = self._element(e.byte(self.state, 4 * group * dim), head)
+            before = e.load(largest_at, FLOAT)
+            largest = e.maximum(e.largest(peak), before)
+            e.store(largest, largest_at)
+            rescale = e.exp2(self.build.fsub(before, largest))
+            wide = e.splat(largest, self.lanes)
+            total = zero_term = ir.Constant(vector(FLOAT, self.lanes), [0.0] * self.lanes)
+            nothing = total
+            for start, mask, logit, metadata in zip(
+                starts, shown, logits, value_metadata, strict=True
+            ):
+                weight = self.build.select(mask, e.exp2(self.build.fsub(logit, wide)), nothing)
+                total = self.build.fadd(total, weight)
+                if metadata:
+                    zero_term = e.fma(weight, metadata[1], zero_term)
+                    weight = self.build.fmul(weight, metadata[0])
+                e.store(weight, e.byte(row, 4 * start))
+            sum_at = self._element(e.byte(self.state, 4 * group * (dim + 1)), head)
+            e.store(e.fma(e.load(sum_at, FLOAT), rescale, e.total(total)), sum_at)
+            e.store(rescale, self._element(self._rescale(0), head))
+            e.store(e.total(zero_term), self._element(self._zero_term(0), head))
+
+    def _weigh_values(self) -> None:
+        """Add each value row, times its weight, to the rescaled outputs."""
+        e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
+        unit = 2 if form.value_bits == 16 else 1
+        units = form.segment_token_bytes(dim)[2] // unit
+        shares = max(1, 8 // form.value_bits)
+        for heads in _tiles(list(range(self.step.group)), self.room // shares):
+            for tile in _tiles(_blocks(units), self.room // (shares * len(heads))):
+                sums = {
+                    (g, start, share): self._rescaled(g, start + share * units, width)
+                    for g in heads
+                    for start, width in tile
+                    for share in range(shares)
+                }
+                with e.loop(self.live) as token:
+                    near = e.byte(self.page, self.layout.offsets[2])
+                    line = e.byte(near, self.build.mul(token, I64(units * unit)))
+                    for start, width in tile:
+                        codes = e.widen(e.byte(line, start * unit), form.value_bits, width)
+                        for g in heads:
+                            weight = e.load(self._element(self._logit(g, 0), token), FLOAT)
+                            wide = e.splat(weight, width)
+                            for share, part in enumerate(codes):
+                                self._add_product(sums[g, start, share], part, wide)
+                for (g, start, share), slot in sums.items():
+                    e.store(self.build.load(slot), self._output(g, start + share * units))
+
+    def _prefetch(self, index: Value, rounds: int) -> None:
+        """Ask for one part in ``rounds`` of what attention reads of the next page."""
+        e = self.emit_
+        lines = -(-self.layout.offsets[4] // (CACHE_LINE * rounds))
+        near = e.byte(self.upcoming, self.build.mul(index, I64(lines * CACHE_LINE)))
+        for line in range(lines):
+            e.prefetch(e.byte(near, line * CACHE_LINE))
+
+    def _zeros(self, lanes: int) -> Value:
+        return self.emit_.variable(ir.Constant(vector(FLOAT, lanes), [0.0] * lanes))
+
+    def _add_product(self, slot: Value, left: Value, right: Value) -> None:
+        self.build.store(self.emit_.fma(left, right, self.build.load(slot)), slot)
+
+    def _element(self, pointer: Value, index: Value) -> Value:
+        return self.build.gep(pointer, [index], source_etype=FLOAT)
+
+    def _logit(self, head: int, token: int) -> Value:
+        return self.emit_.byte(self.scratch, 4 * (head * self.padded + token))
+
+    def _rescale(self, head: int) -> Value:
+        return self.emit_.byte(self.scratch, 4 * (self.step.group * self.padded + head))
+
+    def _zero_term(self, head: int) -> Value:
+        return self.emit_.byte(self.scratch, 4 * (self.step.group * (self.padded + 1) + head))
+
+    def _output(self, head: int, channel: int) -> Value:
+        return self.emit_.byte(self.state, 4 * (head * self.layout.head_dim + channel))
+
+    def _rescaled(self, head: int, channel: int, lanes: int) -> Value:
+        e = self.emit_
+        old = e.load(self._output(head, channel), vector(FLOAT, lanes))
+        rescale = e.splat(e.load(self._rescale(head), FLOAT), lanes)
+        return e.variable(e.fma(old, rescale, e.splat(e.load(self._zero_term(head), FLOAT), lanes)))
+
+    def _live(self, start: int) -> Value:
+        kind = vector(I64, self.lanes)
+        tokens = ir.Constant(kind, [start + lane for lane in range(self.lanes)])
+        return self.build.icmp_signed("<", tokens, self.emit_.splat(self.live, self.lanes))
+
+    def _metadata(self, segment: int, start: int, live: Value) -> tuple[Value, Value] | None:
+        """Scales and zeros of a block of tokens, 0 for those that are not live."""
+        if not self.layout.format.is_quantized:
+            return None
+        e = self.emit_
+        words = e.load_live(e.byte(self.page, self.layout.offsets[segment] + 4 * start), live)
+        return e.half(words, 0), e.half(words, 16)
+
+    def _shown(self, start: int, live: Value) -> Value:
+        """Which tokens of a block the query may read."""
+        if not self.step.is_windowed:
+            return live
+        e = self.emit_
+        positions = e.load_live(e.byte(self.page, self.layout.offsets[5] + 4 * start), live)
+        recent = self.build.icmp_signed(">=", positions, e.splat(self.oldest, self.lanes))
+        return self.build.and_(live, recent)

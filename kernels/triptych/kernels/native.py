@@ -1,0 +1,49 @@
+# pyright: basic, reportMissingTypeStubs=false
+# llvmlite ships no types.
+"""Compile a module of LLVM IR for this machine and hand out addresses of its functions."""
+
+from functools import cache
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+_libraries: list[llvm.ResourceTracker] = []
+"""Compiled code lives as long as the process: functions are called by address."""
+
+
+@cache
+def _compiler() -> llvm.LLJIT:
+    return llvm.create_lljit_compiler(_target_machine())
+
+
+@cache
+def vector_lanes() -> int:
+    """Float32 lanes of the widest vector register of this machine's processor."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16
+    return 8 if features.get("avx2") else 4
+
+
+def compile_function(module: ir.Module, name: str) -> int:
+    """Optimize ``module``, link it into the process and return the address of ``name``."""
+    parsed = llvm.parse_assembly(str(module))
+    machine = _target_machine()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    builder = llvm.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(parsed, builder)
+    library = llvm.JITLibraryBuilder().add_ir(str(parsed)).export_symbol(name)
+    linked = library.link(_compiler(), f"{name}.{len(_libraries)}")
+    _libraries.append(linked)
+    return linked[name]
+
+
+def _target_machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=3,
+        jit=True,
+    )

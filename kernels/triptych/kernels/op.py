@@ -1,0 +1,67 @@
+"""One operation, several implementations: a readable reference and fast versions by device."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Op(Generic[P, R]):
+    """A kernel with its specification.
+
+    ``spec`` is the slow, readable definition; every entry of ``fast`` must agree with it.
+    Tests and benchmarks iterate over ops, not over files. Calling the op runs the fast
+    version of the device that its tensors are on; there is no silent fallback.
+    """
+
+    name: str
+    spec: Callable[P, R]
+    fast: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Device type (``"cpu"``, ``"cuda"``) to ``"module:function"``, imported on first use."""
+    loaded: dict[str, Callable[P, R]] = field(
+        default_factory=dict[str, Callable[P, R]], init=False, repr=False
+    )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.on(self._device([*args, *kwargs.values()]))(*args, **kwargs)
+
+    @property
+    def backends(self) -> list[str]:
+        return [REFERENCE, *self.fast]
+
+    def on(self, backend: str) -> Callable[P, R]:
+        """The implementation called ``backend``.
+
+        Raises:  ConfigError if there is none; names the op and what there is.
+        """
+        if backend == REFERENCE:
+            return self.spec
+        if backend not in self.loaded:
+            self.loaded[backend] = self._load(backend)
+        return self.loaded[backend]
+
+    def _load(self, backend: str) -> Callable[P, R]:
+        if backend not in self.fast:
+            raise ConfigError(
+                f"{self.name} has no {backend!r} backend (have {', '.join(self.backends)}): "
+                "move its tensors to a device that has one"
+            )
+        module, _, function = self.fast[backend].partition(":")
+        # The table in the op's own package fixes the type; tests hold it to that.
+        return cast(Callable[P, R], getattr(import_module(module), function))
+
+    def _device(self, values: Iterable[Any]) -> str:
+        for value in values:
+            if isinstance(value, Tensor):
+                return value.device.type
+        raise ConfigError(f"{self.name}: no tensor among the arguments, so no device to run on")

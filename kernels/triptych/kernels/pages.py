@@ -1,0 +1,115 @@
+"""How kernels see pages: typed views of an arena, and the page tables of a batch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Tokens of one format: the part of each request's cache that one page table names.
+
+    A request has several sections (for example high, low and recent); they follow each
+    other in any order, since attention does not depend on the order of the keys.
+    """
+
+    layout: PageLayout
+    pages: Tensor
+    """int32 [S, KH, M], any strides: page ids of each slot and KV head, oldest first."""
+    tokens: Tensor
+    """int32 [S, KH]: tokens stored; only ``ceil(tokens / layout.tokens)`` ids are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Keys and values that lie in pages already: earlier chunks, or a cached prefix."""
+
+    arena: Tensor
+    """uint8 [P, page_bytes]."""
+    layout: PageLayout
+    pages: Tensor
+    """int32 [B, KH, M]."""
+    tokens: Tensor
+    """int32 [B, KH]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The six segments of all pages of an arena, as views that share its memory."""
+
+    keys: Tensor
+    """[P, T, bytes] whatever the key order; float16 [P, T, d] for 16-bit formats."""
+    key_metadata: Tensor
+    """float16 [P, T, groups, 2]: scale and zero; no groups for 16-bit formats."""
+    values: Tensor
+    value_metadata: Tensor
+    scores: Tensor
+    """float32 [P, T]."""
+    positions: Tensor
+    """int32 [P, T]."""
+
+
+def segments(arena: Tensor, layout: PageLayout) -> Segments:
+    """View an arena's pages as if all had ``layout``.
+
+    Shapes:  arena uint8 [P, page_bytes], contiguous
+    Raises:  ConfigError if the arena's pages have another size
+    """
+    check_arena(arena, layout)
+    form, count = layout.format, layout.tokens
+    sizes = [count * size for size in form.segment_token_bytes(layout.head_dim)]
+    parts = [
+        arena[:, start : start + size] for start, size in zip(layout.offsets, sizes, strict=True)
+    ]
+    groups = (form.key_groups, form.value_groups) if form.is_quantized else (0, 0)
+    return Segments(
+        keys=_tokens_first(parts[0], layout),
+        key_metadata=_split(parts[1].view(torch.float16), count, groups[0], 2),
+        values=_split(_coded(parts[2], form.value_bits), count, -1),
+        value_metadata=_split(parts[3].view(torch.float16), count, groups[1], 2),
+        scores=parts[4].view(torch.float32),
+        positions=parts[5].view(torch.int32),
+    )
+
+
+def check_arena(arena: Tensor, layout: PageLayout) -> None:
+    """Raise ``ConfigError`` unless ``arena`` is contiguous bytes in pages of ``layout``."""
+    if arena.dtype != torch.uint8 or not arena.is_contiguous() or arena.dim() != 2:
+        raise ConfigError(f"arena {tuple(arena.shape)} {arena.dtype}: expected uint8 [P, bytes]")
+    if arena.shape[1] != layout.page_bytes:
+        raise ConfigError(
+            f"pages of the arena have {arena.shape[1]} bytes, those of the layout "
+            f"{layout.page_bytes}"
+        )
+
+
+def is_channel_major(layout: PageLayout) -> bool:
+    """Whether the keys lie as [channel bytes, tokens]: only quantized keys can."""
+    return layout.format.is_quantized and layout.key_order == "channel"
+
+
+def _tokens_first(part: Tensor, layout: PageLayout) -> Tensor:
+    part = _coded(part, layout.format.key_bits)
+    if is_channel_major(layout):
+        return _split(part, -1, layout.tokens).transpose(1, 2)
+    return _split(part, layout.tokens, -1)
+
+
+def _split(part: Tensor, *sizes: int) -> Tensor:
+    """``part`` [P, n] as [P, *sizes]."""
+    return part.view(part.shape[0], *sizes)
+
+
+def _coded(part: Tensor, bits: int) -> Tensor:
+    return part.view(torch.float16) if bits == 16 else part
+
+
+def check_indices(*tensors: Tensor) -> None:
+    """Raise ``ConfigError`` unless page ids, rows, counts and positions are int32."""
+    for tensor in tensors:
+        if tensor.dtype != torch.int32:
+            raise ConfigError(f"indices {tuple(tensor.shape)} {tensor.dtype}: expected int32")

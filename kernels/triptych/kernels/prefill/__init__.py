@@ -1,0 +1,13 @@
+"""Attention of new tokens over their own keys and those of the past, with significance."""
+
+from triptych.kernels.op import Op
+from triptych.kernels.prefill import reference
+from triptych.kernels.prefill.significance import significance_of
+
+__all__ = ["prefill_attention", "significance_of"]
+
+prefill_attention = Op(
+    name="prefill_attention",
+    spec=reference.prefill_attention,
+    fast={"cpu": "triptych.kernels.prefill.cpu:prefill_attention"},
+)

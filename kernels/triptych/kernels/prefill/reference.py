@@ -1,0 +1,121 @@
+"""What prefill attention means: one dense softmax per sequence."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from triptych.core.layout import PageLayout
+from triptych.kernels.codec.reference import load_tokens
+from triptych.kernels.pages import Past
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """All keys of one sequence, past ones first, padded in between to the longest past."""
+
+    key: Tensor
+    """[KH, P + n, d]."""
+    value: Tensor
+    positions: Tensor
+    """[KH, P + n]; -1 where a head's past is shorter than P."""
+    past: Tensor
+    """Past tokens of each head, [KH]."""
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Sequence[int],
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    past: Past | None = None,
+    significance: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a ragged batch of prompts, or of the next chunk of each.
+
+    Sequence b owns the tokens ``offsets[b]`` to ``offsets[b + 1]`` of the flat batch. Each
+    attends to the sequence's past tokens and to its new ones up to itself. New tokens take
+    the positions after the largest one of the past. ``window > 0`` hides keys that are
+    ``window`` positions old or older; ``softcap > 0`` caps logits by tanh.
+
+    ``significance`` is added to in place, so it is additive over chunks: entry [b, h, j]
+    gains the attention that the new queries of head h pay to the head's j-th key, past
+    keys first. None saves its cost.
+
+    Shapes:  query [T, H, d]; key, value [T, KH, d]; significance [B, H, N] -> [T, H, d]
+    Dtypes:  query, key, value float32 or bfloat16 alike, and the output; significance float32
+    Source:  LeanKV and DiffKV (token significance from attention); SARATHI (chunks)
+    """
+    out = torch.empty_like(query)
+    for index, (start, end) in enumerate(pairwise(offsets)):
+        if start == end:
+            continue
+        keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
+        logits = _logits(query[start:end], keys.key, scale, softcap)
+        hidden = ~visible(keys, end - start, window)
+        group = query.shape[1] // key.shape[1]
+        logits = logits.masked_fill(hidden.repeat_interleave(group, 0), float("-inf"))
+        weights = logits.softmax(-1)
+        attended = weights @ keys.value.repeat_interleave(group, 0)
+        out[start:end] = attended.transpose(0, 1).to(out.dtype)
+        if significance is not None:
+            add_sums(significance[index], weights.sum(1), keys, end - start)
+    return out
+
+
+Load = Callable[[Tensor, PageLayout, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""An implementation of ``load_tokens``."""
+
+
+def gather_keys(load: Load, key: Tensor, value: Tensor, past: Past | None, index: int) -> Keys:
+    """Past and new keys of sequence ``index`` in float32; ``load`` reads the pages.
+
+    Shapes:  key, value [n, KH, d]
+    """
+    heads = key.shape[1]
+    key, value = key.transpose(0, 1).float(), value.transpose(0, 1).float()
+    new = torch.arange(key.shape[1], dtype=torch.int32, device=key.device)
+    if past is None:
+        none = torch.zeros(heads, dtype=torch.int32, device=key.device)
+        return Keys(key, value, new.expand(heads, -1), none)
+    count = past.tokens[index]
+    old = load(past.arena, past.layout, past.pages[index], count)
+    first = int(old[2].max()) + 1 if old[2].numel() else 0
+    return Keys(
+        torch.cat((old[0], key), 1),
+        torch.cat((old[1], value), 1),
+        torch.cat((old[2], (new + first).expand(heads, -1)), 1),
+        count,
+    )
+
+
+def visible(keys: Keys, queries: int, window: int) -> Tensor:
+    """Which keys each query may read: bool [KH, n, P + n]."""
+    asked = keys.positions[:, -queries:, None]
+    known = keys.positions[:, None, :]
+    seen = (known >= 0) & (known <= asked)
+    return seen & (asked - known < window) if window > 0 else seen
+
+
+def add_sums(significance: Tensor, sums: Tensor, keys: Keys, queries: int) -> None:
+    """Add column sums [H, P + n] to ``significance`` [H, N], closing each head's gap."""
+    padded = keys.positions.shape[1] - queries
+    group = len(sums) // len(keys.past)
+    for head in range(len(sums)):
+        count = int(keys.past[head // group])
+        significance[head, :count] += sums[head, :count]
+        significance[head, count : count + queries] += sums[head, padded:]
+
+
+def _logits(query: Tensor, key: Tensor, scale: float, softcap: float) -> Tensor:
+    """Capped logits [H, n, P + n] of queries [n, H, d] and keys [KH, P + n, d]."""
+    group = query.shape[1] // key.shape[0]
+    grouped = key.repeat_interleave(group, 0)
+    logits = query.transpose(0, 1).float() @ grouped.transpose(1, 2) * scale
+    return softcap * torch.tanh(logits / softcap) if softcap > 0 else logits

@@ -1,0 +1,19 @@
+"""How much attention each key received: the number that compression policies read."""
+
+import torch
+from torch import Tensor
+
+
+def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:
+    """Turn column sums into mean attention per key, the largest over a KV head's query heads.
+
+    Key t is seen by ``tokens - t`` queries, itself included.
+
+    Shapes:  sums [..., H, N] -> [..., KH, tokens]
+    Dtypes:  float32
+    Source:  DiffKV, significance of prompt tokens (mean over later queries, maximum over the
+             group); with self-attention counted, so the last token has a mean too
+    """
+    seen_by = torch.arange(tokens, 0, -1, dtype=sums.dtype, device=sums.device)
+    heads = sums[..., :tokens].reshape(*sums.shape[:-2], num_kv_heads, -1, tokens)
+    return heads.amax(-2) / seen_by

@@ -1,0 +1,178 @@
+# pyright: basic, reportMissingTypeStubs=false
+# llvmlite ships no types.
+"""Words for writing vector code as LLVM IR: just those that attention over pages needs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+HALF, FLOAT, POINTER = ir.HalfType(), ir.FloatType(), ir.PointerType()
+Value = Any
+"""A value of LLVM IR; the library has no types to say more."""
+
+EXP2 = (  # minimax for 2**x - 1 over x in [-1/2, 1/2], highest power first; Cephes, exp2f
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)
+
+
+def vector(element: ir.Type, lanes: int) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+class Emitter:
+    """An ``IRBuilder`` that speaks in float vectors; every pointer is a byte pointer."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.build: Any = builder
+
+    def byte(self, pointer: Value, offset: Value | int) -> Value:
+        """The address ``offset`` bytes after ``pointer``."""
+        index = I64(offset) if isinstance(offset, int) else offset
+        return self.build.gep(pointer, [index], source_etype=I8)
+
+    def load(self, pointer: Value, kind: ir.Type) -> Value:
+        return self.build.load(pointer, typ=kind, align=1)
+
+    def store(self, value: Value, pointer: Value) -> None:
+        self.build.store(value, pointer, align=1)
+
+    def constant(self, number: float, like: Value) -> Value:
+        """``number`` in the type of ``like``, in all lanes."""
+        kind = like.type
+        if isinstance(kind, ir.VectorType):
+            return ir.Constant(kind, [number] * kind.count)
+        return ir.Constant(kind, number)
+
+    def splat(self, scalar: Value, lanes: int) -> Value:
+        kind = vector(scalar.type, lanes)
+        first = self.build.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
+        order = ir.Constant(vector(I32, lanes), [0] * lanes)
+        return self.build.shuffle_vector(first, ir.Constant(kind, ir.Undefined), order)
+
+    def fma(self, left: Value, right: Value, plus: Value) -> Value:
+        kinds = (left.type, left.type, left.type)
+        return self.build.call(
+            self._intrinsic("llvm.fma", left, kinds, left.type), [left, right, plus]
+        )
+
+    def maximum(self, left: Value, right: Value) -> Value:
+        """The larger one, lane by lane; ``right`` where ``left`` is NaN."""
+        return self.build.select(self.build.fcmp_ordered(">", left, right), left, right)
+
+    def total(self, values: Value) -> Value:
+        """The sum of all lanes."""
+        add = self._intrinsic("llvm.vector.reduce.fadd", values, (FLOAT, values.type))
+        return self.build.call(add, [FLOAT(0.0), values], fastmath=("reassoc",))
+
+    def largest(self, values: Value) -> Value:
+        """The largest lane; no lane may be NaN."""
+        pick = self._intrinsic("llvm.vector.reduce.fmax", values, (values.type,))
+        return self.build.call(pick, [values], fastmath=("nnan",))
+
+    def exp2(self, power: Value) -> Value:
+        """2**power within 2e-7, and at least 2**-126, for powers up to 127."""
+        low = self.maximum(power, self.constant(-126.0, power))
+        whole = self.build.call(self._intrinsic("llvm.rint", low, (low.type,), low.type), [low])
+        part = self.build.fsub(low, whole)
+        result = self.constant(EXP2[0], part)
+        for coefficient in EXP2[1:]:
+            result = self.fma(result, part, self.constant(coefficient, part))
+        kind = vector(I32, power.type.count) if isinstance(power.type, ir.VectorType) else I32
+        exponent = self.build.fptosi(whole, kind)
+        biased = self.build.add(exponent, self.constant(127, exponent))
+        bits = self.build.shl(biased, self.constant(23, biased))
+        return self.build.fmul(result, self.build.bitcast(bits, power.type))
+
+    def tanh(self, value: Value) -> Value:
+        """1 - 2 / (exp(2 value) + 1), for |value| below 40."""
+        power = self.build.fmul(value, self.constant(2.0 * 1.4426950408889634, value))
+        most = self.constant(126.0, value)
+        power = self.build.select(self.build.fcmp_ordered("<", power, most), power, most)
+        one = self.constant(1.0, value)
+        below = self.build.fadd(self.exp2(power), one)
+        return self.build.fsub(one, self.build.fdiv(self.constant(2.0, value), below))
+
+    def widen(self, pointer: Value, bits: int, lanes: int) -> list[Value]:
+        """Codes as float vectors: one per block of channels that the bytes share.
+
+        Reads ``lanes`` float16 numbers if ``bits`` is 16, else ``lanes`` bytes.
+        """
+        if bits == 16:
+            return [self.build.fpext(self.load(pointer, vector(HALF, lanes)), vector(FLOAT, lanes))]
+        whole = self.build.zext(self.load(pointer, vector(I8, lanes)), vector(I32, lanes))
+        parts: list[Value] = []
+        for shift in range(0, 8, bits):
+            part = self.build.lshr(whole, self.constant(shift, whole)) if shift else whole
+            if shift + bits < 8:
+                part = self.build.and_(part, self.constant(2**bits - 1, part))
+            parts.append(self.build.sitofp(part, vector(FLOAT, lanes)))
+        return parts
+
+    def load_live(self, pointer: Value, live: Value) -> Value:
+        """32-bit integers of the lanes that are ``live``, and 0 elsewhere, where memory may end."""
+        kind: Any = vector(I32, live.type.count)
+        name = f"llvm.masked.load.v{kind.count}i32.p0"
+        function = self._declare(name, kind, (POINTER, I32, live.type, kind))
+        return self.build.call(function, [pointer, I32(4), live, ir.Constant(kind, None)])
+
+    def half(self, words: Value, shift: int) -> Value:
+        """The float16 number at bit ``shift`` of each 32-bit word, as float32."""
+        lanes = words.type.count
+        down = self.build.lshr(words, self.constant(shift, words)) if shift else words
+        short = self.build.trunc(down, vector(I16, lanes))
+        return self.build.fpext(
+            self.build.bitcast(short, vector(HALF, lanes)), vector(FLOAT, lanes)
+        )
+
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for the cache line at ``pointer``; any address is harmless."""
+        kinds = (POINTER, I32, I32, I32)
+        function = self._declare("llvm.prefetch.p0", ir.VoidType(), kinds)
+        self.build.call(function, [pointer, I32(0), I32(3), I32(1)])
+
+    @contextmanager
+    def loop(self, count: Value) -> Iterator[Value]:
+        """Repeat the body for an index of 0 to ``count - 1``."""
+        before = self.build.block
+        head = self.build.append_basic_block("head")
+        body = self.build.append_basic_block("body")
+        after = self.build.append_basic_block("after")
+        self.build.branch(head)
+        self.build.position_at_end(head)
+        index = self.build.phi(I64)
+        index.add_incoming(I64(0), before)
+        self.build.cbranch(self.build.icmp_signed("<", index, count), body, after)
+        self.build.position_at_end(body)
+        yield index
+        index.add_incoming(self.build.add(index, I64(1), flags=("nsw",)), self.build.block)
+        self.build.branch(head)
+        self.build.position_at_end(after)
+
+    def variable(self, value: Value) -> Value:
+        """A stack slot with a first value; the optimizer keeps it in a register."""
+        with self.build.goto_entry_block():
+            slot = self.build.alloca(value.type)
+        self.build.store(value, slot)
+        return slot
+
+    def _intrinsic(
+        self, stem: str, like: Value, arguments: tuple[ir.Type, ...], result: ir.Type = FLOAT
+    ) -> ir.Function:
+        kind = like.type
+        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        return self._declare(f"{stem}.{suffix}", result, arguments)
+
+    def _declare(self, name: str, result: ir.Type, arguments: tuple[ir.Type, ...]) -> ir.Function:
+        module = self.build.module
+        if name in module.globals:
+            return module.globals[name]
+        return ir.Function(module, ir.FunctionType(result, arguments), name)

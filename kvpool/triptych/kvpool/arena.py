@@ -1,0 +1,193 @@
+"""Arenas: the shared memory that pages lie in, owned by the pool process."""
+
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import struct
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.errors import PoolError, StaleHandle
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"TRIPTYCH"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, pid of the owner, pages, bytes per page
+_HEADER_BYTES = 4096  # one page of the machine, so that the first KV page is aligned to it
+_NAME = re.compile(r"triptych-(\d+)-[0-9a-f]{16}")
+
+
+def shared_memory_dir() -> Path:
+    """Where arenas lie unless told otherwise: ``/dev/shm``, or else the temporary directory."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class Arena:
+    """A region of ``pages`` x ``page_bytes`` that any process of this user and machine can map.
+
+    The file is taken in full when it is created: without that, a full ``/dev/shm`` would kill
+    whoever writes first. Its owner holds a lock on it for as long as it lives. The kernel drops
+    the lock whichever way the owner dies, so a file without a lock is an orphan; a pid in the
+    file could belong to somebody else by now.
+    """
+
+    def __init__(self, name: str, mapping: mmap.mmap, shape: tuple[int, int], path: Path | None):
+        self.id = name
+        """Name of the arena, unique per start of the pool."""
+        self.pages, self.page_bytes = shape
+        self._mapping = mapping
+        self._path = path
+        self._data: NDArray[np.uint8] | None = np.frombuffer(
+            mapping, np.uint8, self.pages * self.page_bytes, _HEADER_BYTES if path else 0
+        ).reshape(shape)
+
+    @classmethod
+    def create(cls, pages: int, page_bytes: int, directory: Path | None = None) -> Self:
+        """Make a new arena and own it.
+
+        Raises: PoolError if there is not enough space in ``directory``
+        """
+        directory = directory or shared_memory_dir()
+        path, descriptor = _create_locked(directory)
+        try:
+            _reserve(descriptor, pages * page_bytes + _HEADER_BYTES, directory)
+            header = _HEADER.pack(_MAGIC, _VERSION, os.getpid(), pages, page_bytes)
+            os.pwrite(descriptor, header, 0)
+            mapping = mmap.mmap(descriptor, pages * page_bytes + _HEADER_BYTES)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)  # the mapping keeps a duplicate, and with it the lock
+        return cls(path.name, mapping, (pages, page_bytes), path)
+
+    @classmethod
+    def open(cls, name: str, shape: tuple[int, int], directory: Path | None = None) -> Self:
+        """Map an arena that another process owns.
+
+        Raises: StaleHandle if it is gone; PoolError if it is not the arena it should be
+        """
+        if not _NAME.fullmatch(name):
+            raise PoolError(f"{name!r} is not the name of an arena")
+        path = (directory or shared_memory_dir()) / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise StaleHandle(0, f"arena {name} is gone: the pool was started anew") from None
+        try:
+            _check_header(descriptor, path, shape)
+            mapping = mmap.mmap(descriptor, shape[0] * shape[1] + _HEADER_BYTES)
+        finally:
+            os.close(descriptor)
+        return cls(name, mapping, shape, path)
+
+    @classmethod
+    def private(cls, pages: int, page_bytes: int) -> Self:
+        """Make an arena of this process alone, for stages that run in one process."""
+        mapping = mmap.mmap(-1, max(1, pages * page_bytes))
+        return cls(f"private-{secrets.token_hex(8)}", mapping, (pages, page_bytes), None)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The pages themselves. Shapes: (pages, page_bytes)."""
+        if self._data is None:
+            raise PoolError(f"arena {self.id} is closed")
+        return self._data
+
+    def close(self) -> None:
+        """Unmap the pages; if arrays still show them, the last of these unmaps them."""
+        self._data = None
+        try:
+            self._mapping.close()
+        except BufferError:
+            logger.debug("arena %s stays mapped: there are still arrays over it", self.id)
+
+    def unlink(self) -> None:
+        """Remove the file; whoever has it mapped keeps the memory until it is unmapped."""
+        if self._path:
+            self._path.unlink(missing_ok=True)
+
+
+def remove_orphans(directory: Path) -> list[str]:
+    """Remove this user's arenas whose owner is dead, and return their names."""
+    removed = list[str]()
+    for path in directory.glob(f"triptych-{os.getuid()}-*"):
+        if _NAME.fullmatch(path.name) and _is_orphan(path):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+            logger.info("removed arena %s of a pool that is dead", path.name)
+    return removed
+
+
+def _is_orphan(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _create_locked(directory: Path) -> tuple[Path, int]:
+    while True:
+        path = directory / f"triptych-{os.getuid()}-{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        # Between open and lock another pool that starts may have taken it for an orphan.
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)
+
+
+def _reserve(descriptor: int, size: int, directory: Path) -> None:
+    space = os.statvfs(directory)
+    free = space.f_bavail * space.f_frsize
+    message = (
+        f"the page pool needs {size:,} bytes in {directory}, where {free:,} are free: "
+        "lower pool.capacity_bytes, or make room there"
+    )
+    # Asking first keeps a hopeless reservation from starving everybody else for a moment.
+    if size > free:
+        raise PoolError(message)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise PoolError(f"{message} ({error.strerror})") from error
+
+
+def _check_header(descriptor: int, path: Path, shape: tuple[int, int]) -> None:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid():
+        raise PoolError(f"{path} belongs to user {status.st_uid}, not to {os.getuid()}")
+    raw = os.pread(descriptor, _HEADER.size, 0)
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise PoolError(f"{path} is not an arena")
+    _, version, _, pages, page_bytes = _HEADER.unpack(raw)
+    if version != _VERSION:
+        raise PoolError(f"{path} has version {version}: expected {_VERSION}")
+    size = pages * page_bytes + _HEADER_BYTES
+    if (pages, page_bytes) != shape or status.st_size != size:
+        raise PoolError(
+            f"{path} has {pages} pages of {page_bytes} bytes in {status.st_size} bytes: "
+            f"expected {shape[0]} of {shape[1]}"
+        )

@@ -1,0 +1,336 @@
+"""A worker's access to the pool: take and give pages, hand requests on, attach them."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
+from triptych.core.handles import Claim, LeaseId
+from triptych.kvpool.arena import Arena
+from triptych.kvpool.freelist import PageIds
+from triptych.kvpool.ledger import Ledger
+from triptych.kvpool.locked import LockedPool
+from triptych.kvpool.pool import Commit, Pool
+from triptych.kvpool.processes import this_process
+from triptych.kvpool.protocol import PoolCalls, Registered
+from triptych.kvpool.remote import RemotePool
+from triptych.kvpool.stock import Stock
+from triptych.kvpool.transport import SharedMemory, Transport
+from triptych.kvpool.wire import FrameChannel
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 1.0
+CONNECT_TIMEOUT_S = 30.0
+
+
+class WorkerPool:
+    """One worker's registration with a pool; ``PoolClient`` and ``LocalPool`` make one.
+
+    ``take`` and ``give`` work on a local stock and ask the pool only when the stock runs low
+    or too high. Any thread may call; calls wait for each other.
+
+    After an error that leaves open whether the pool heard a call (``PoolUnavailable``), or
+    when the pool no longer knows this worker (``NotRegistered``), both sides may disagree
+    about who holds what. From then on every call raises the same error: close this and
+    connect anew. The pool takes back what was held.
+    """
+
+    def __init__(
+        self, calls: PoolCalls, worker: str, transport: Callable[[Registered], Transport]
+    ) -> None:
+        self.worker = worker
+        self._calls = calls
+        self._lock = threading.RLock()
+        self._lost: PoolError | None = None
+        self._renewed_s = time.monotonic()
+        self._registered = calls.register(worker, this_process())
+        self._id = self._registered.worker
+        self._transport = transport(self._registered)
+        self._stock = Stock(worker, self._registered.pages)
+
+    # -------------------------------------------------------------- memory
+
+    @property
+    def arena(self) -> Arena:
+        """The pages' memory, mapped into this process."""
+        return self._transport.arena
+
+    @property
+    def page_bytes(self) -> int:
+        return self._registered.page_bytes
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._registered.pages
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages that ``take`` hands out without asking the pool."""
+        return len(self._stock)
+
+    @property
+    def taken_pages(self) -> int:
+        """Pages of the stock that are in use: taken, and neither given back nor handed on."""
+        return self._stock.taken
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the registration is void: every further call raises."""
+        return self._lost is not None
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes of keys and values that were copied to bring them from stage to stage."""
+        return self._transport.bytes_copied
+
+    # -------------------------------------------------------------- pages
+
+    def take(self, count: int) -> PageIds:
+        """Take pages to write into.
+
+        Shapes:  -> (count,) ids, rows of ``arena.data``
+        Raises:  PoolExhausted, and nothing is lost; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            short = count - len(self._stock)
+            if short > 0:
+                pages = max(short, self._registered.extent_pages)
+                with self._certain():
+                    self._stock.add(self._calls.grant(self._id, pages, at_least=short))
+            return self._stock.take(count)
+
+    def give(self, ids: PageIds) -> None:
+        """Give back pages that were taken, or kept from a released lease.
+
+        Raises: NotHeld if one was not, or comes twice; nothing changes
+        """
+        with self._lock:
+            self._require_registered()
+            self._stock.give(ids)
+            extent = self._registered.extent_pages
+            if len(self._stock) > 2 * extent:
+                self._give_back(len(self._stock) - extent)
+
+    # -------------------------------------------------------------- requests
+
+    def handoff(
+        self,
+        commits: Sequence[Commit],
+        releases: Sequence[LeaseId] = (),
+        *,
+        keep: bool = False,
+    ) -> list[Claim]:
+        """Put pages under leases of their own, for the next stage, and end other leases.
+
+        ``commits`` are (request, ids): pages taken here, or of leases attached here, in any
+        mix. What is left in the released leases becomes free in the same step; with ``keep``
+        it is as if taken here, to be used and given back. Until another worker attaches a
+        claim, ``release`` takes the commit back.
+
+        Raises: NotHeld, StaleHandle: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            for _, ids in commits:
+                self._stock.require_in_use(ids)
+            with self._certain():
+                claims = self._calls.handoff(self._id, commits, releases, keep=keep)
+            for claim, (_, ids) in zip(claims, commits, strict=True):
+                self._stock.committed(claim.lease, ids)
+            self._stock.released(releases, keep=keep)
+            return claims
+
+    def attach(self, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+        """Become the holder of committed pages; returns the claims that now hold.
+
+        ``wanted`` are claims with all page ids of their handles, in any order.
+
+        Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            within = [(claim, self._transport.fetch(claim, ids)) for claim, ids in wanted]
+            with self._certain():
+                claims = self._calls.attach(self._id, within)
+            for claim, ids in within:
+                self._stock.attached(claim.lease, ids)
+            return claims
+
+    def release(self, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
+        """End leases held here; the pages become free, or with ``keep`` as if taken here.
+
+        Raises: StaleHandle: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                self._calls.release(self._id, leases, keep=keep)
+            self._stock.released(leases, keep=keep)
+
+    def withdraw(self, requests: Sequence[str]) -> None:
+        """End whatever is held here of these requests, committed or attached; the pages are free.
+
+        What another worker attached meanwhile is not touched.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                ended = self._calls.withdraw(self._id, requests)
+            self._stock.released(ended, keep=False)
+
+    # -------------------------------------------------------------- the pool as a whole
+
+    def stat(self) -> Ledger:
+        """The pool's books."""
+        return self._calls.stat()
+
+    def expel(self, worker: str) -> bool:
+        """Tell the pool that a worker is dead; whether the pool knew it."""
+        return self._calls.expel(worker)
+
+    def close(self) -> None:
+        """Leave: everything that is held here becomes free, and the memory is unmapped."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = PoolUnavailable(f"worker {self.worker!r} has left the pool")
+                try:
+                    self._calls.unregister(self._id)
+                except PoolError as error:
+                    logger.debug("worker %s left a pool that is gone: %s", self.worker, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------- standing with the pool
+
+    def _renew(self) -> None:
+        """Tell the pool that this worker lives, and help out others if it says they lack pages."""
+        asked_s = time.monotonic()
+        with self._certain():
+            lacking = self._calls.renew(self._id)
+        self._renewed_s = asked_s
+        with self._lock:
+            if lacking and self._lost is None:
+                self._give_back(min(lacking, len(self._stock)))
+
+    def _give_back(self, count: int) -> None:
+        with self._certain():
+            self._calls.give_back(self._id, self._stock.remove(count))
+
+    def _require_registered(self) -> None:
+        """Refuse when the registration is lost, also if this process slept through its loss."""
+        if self._lost:
+            raise type(self._lost)(*self._lost.args)
+        if time.monotonic() - self._renewed_s > self._registered.lease_ttl_s:
+            self._renew()
+
+    @contextmanager
+    def _certain(self) -> Generator[None, None, None]:
+        """Mark the registration as lost if a call to the pool ends without a certain outcome."""
+        try:
+            yield
+        except (PoolUnavailable, NotRegistered) as error:
+            self._lost = self._lost or error
+            raise
+
+
+class PoolClient(WorkerPool):
+    """A worker's access to the pool process of its device, with a heartbeat of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        worker: str,
+        *,
+        directory: Path | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        """Connect, wait until the pool is there, and map its arena.
+
+        ``worker`` is a name of one process and start: whoever registers with it next takes
+        its place. ``directory`` is where the pool was told to lay its arena.
+
+        Raises: PoolUnavailable if the pool does not answer in time
+        """
+        self._remote = RemotePool(FrameChannel(address), connect_timeout_s)
+        self._leaving = threading.Event()
+
+        def map_arena(pool: Registered) -> Transport:
+            return SharedMemory(Arena.open(pool.arena, (pool.pages, pool.page_bytes), directory))
+
+        try:
+            super().__init__(self._remote, worker, map_arena)
+        except BaseException:
+            self._remote.close()
+            raise
+        self._heart = threading.Thread(target=self._beat, name="pool-heartbeat", daemon=True)
+        self._heart.start()
+
+    def close(self) -> None:
+        self._leaving.set()
+        super().close()
+        self._heart.join()
+        self._remote.close()
+        self.arena.close()
+
+    def _beat(self) -> None:
+        period_s = min(HEARTBEAT_PERIOD_S, self._registered.lease_ttl_s / 4)
+        while self._lost is None and not self._leaving.wait(period_s):
+            try:
+                self._renew()
+            except PoolError as error:
+                if not self._leaving.is_set():
+                    logger.warning("worker %s lost its pool: %s", self.worker, error)
+
+
+class PoolWatcher:
+    """Reads the pool's books from any process that is no worker."""
+
+    def __init__(self, address: str, timeout_s: float = 2.0) -> None:
+        self._remote = RemotePool(FrameChannel(address), timeout_s)
+
+    def stat(self) -> Ledger | None:
+        """The books; None if the pool does not answer."""
+        try:
+            return self._remote.stat()
+        except PoolUnavailable:
+            return None
+
+    def close(self) -> None:
+        self._remote.close()
+
+
+class LocalPool(WorkerPool):
+    """A pool, its memory and one worker in this process, for stages that share it.
+
+    With no process in between there is no stock: each ``take`` asks the books directly.
+    """
+
+    def __init__(self, pages: int, page_bytes: int, worker: str = "local") -> None:
+        self._memory = Arena.private(pages, page_bytes)
+        self._pool = LockedPool(Pool(pages, page_bytes, self._memory.id, math.inf), extent_pages=0)
+        super().__init__(self._pool, worker, lambda _: SharedMemory(self._memory))
+
+    def join(self, worker: str) -> WorkerPool:
+        """Another worker of the same pool."""
+        return WorkerPool(self._pool, worker, lambda _: SharedMemory(self._memory))
+
+    def check(self) -> list[str]:
+        """Contradictions in the pool's books; empty if there are none."""
+        return self._pool.check()
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()

@@ -1,0 +1,56 @@
+"""The ledger: who holds how many pages, as the pool's books say at one moment."""
+
+from dataclasses import dataclass
+
+from triptych.core.messages import message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLine:
+    """What one worker holds."""
+
+    name: str
+    pid: int
+    extent_pages: int
+    """Its private stock, and whatever it took from there."""
+    request_pages: int
+    """Pages of requests that it attached, or committed and nobody attached yet."""
+    requests: int
+    """How many leases of requests that are."""
+    silent_s: float
+    """Seconds since its last sign of life."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """All pages, by who holds them. ``free_pages`` and all held pages sum to ``pages``."""
+
+    arena: str
+    pages: int
+    page_bytes: int
+    free_pages: int
+    extent_pages: int
+    """Held by workers as their private stock."""
+    request_pages: int
+    """Held by requests."""
+    workers: tuple[WorkerLine, ...]
+    by_request: dict[str, int]
+    """Pages by label of the request."""
+    taken_total: int
+    """Pages that ever left the free list."""
+    reclaimed_pages_total: int
+    """Pages taken back from workers that died, expired or were expelled."""
+    reclaimed_workers_total: int
+
+    @property
+    def held_pages(self) -> int:
+        return self.extent_pages + self.request_pages
+
+    @property
+    def free_bytes(self) -> int:
+        return self.free_pages * self.page_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self.held_pages * self.page_bytes

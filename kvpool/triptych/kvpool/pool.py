@@ -1,0 +1,408 @@
+"""Who holds which page: the pool's books, without clock, lock, socket or bytes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
+from triptych.core.handles import Claim, LeaseId
+from triptych.kvpool.freelist import FreeList, PageIds, count_outside, count_repeated
+from triptych.kvpool.ledger import Ledger, WorkerLine
+from triptych.kvpool.processes import ProcessKey
+
+WorkerId = NewType("WorkerId", str)
+"""One registration of a worker; never used again, so a worker that came back is another one."""
+
+Commit = tuple[str, PageIds]
+"""A request's label, and the pages that become its own."""
+
+_FREE = 0
+"""Owner of a page that nobody holds. Leases count from 1."""
+
+_NO_PAGES: PageIds = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class _Lease:
+    id: LeaseId
+    kind: Literal["extent", "request"]
+    label: str
+    worker: "_Worker"
+    generation: int = 1
+    pages: int = 0
+    committed: PageIds = field(default_factory=_NO_PAGES.copy)
+    """Pages at the time of the commit; those that moved on since have another owner."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    id: WorkerId
+    name: str
+    process: ProcessKey
+    seen: float
+    extent: _Lease = field(init=False)
+    requests: dict[LeaseId, _Lease] = field(default_factory=dict[LeaseId, _Lease])
+    unmet_pages: int = 0
+    """Pages that it asked for last and could not get."""
+
+
+class Pool:
+    """A state machine over pages, leases and workers.
+
+    Every page is free or belongs to exactly one lease, and every lease to one worker: an
+    *extent* is a worker's private stock, a *request* lease holds one request's pages while
+    they pass from stage to stage. Every operation does all that it says or, if it raises,
+    nothing. What a worker names is checked against what it holds.
+
+    A decode worker's growing requests draw on its extent: moving each new page into the
+    request's lease would cost a call per step.
+
+    Units: ``now`` in seconds of any clock that never goes back
+    """
+
+    def __init__(self, pages: int, page_bytes: int, arena_id: str, lease_ttl_s: float) -> None:
+        self.pages, self.page_bytes = pages, page_bytes
+        self.arena_id, self.lease_ttl_s = arena_id, lease_ttl_s
+        self._free = FreeList(pages)
+        self._owner: NDArray[np.int64] = np.full(pages, _FREE, np.int64)
+        self._scratch: PageIds = np.empty(pages, np.int32)
+        self._leases = dict[LeaseId, _Lease]()
+        self._workers = dict[WorkerId, _Worker]()
+        self._names = dict[str, _Worker]()
+        self._last_lease = 0
+        self._last_worker = 0
+        self._reclaimed_pages = 0
+        self._reclaimed_workers = 0
+
+    # -------------------------------------------------------------- workers
+
+    def register(self, name: str, process: ProcessKey, now: float) -> WorkerId:
+        """Let a worker in; whoever had the name before loses everything it holds."""
+        if former := self._names.get(name):
+            self._reclaim([former])
+        self._last_worker += 1
+        ticket = WorkerId(f"{name}@{self.arena_id}/{self._last_worker}")
+        worker = _Worker(ticket, name, process, now)
+        worker.extent = self._open("extent", "", worker)
+        self._workers[worker.id] = self._names[name] = worker
+        return worker.id
+
+    def renew(self, worker: WorkerId, now: float) -> int:
+        """Extend the worker's leases, and say how many pages others lack right now.
+
+        Raises: NotRegistered
+        """
+        mine = self._worker(worker)
+        mine.seen = max(mine.seen, now)
+        return self._lacking(mine)
+
+    def unregister(self, worker: WorkerId) -> None:
+        """Let a worker go; what it holds becomes free.
+
+        Raises: NotRegistered
+        """
+        self._drop([self._worker(worker)])
+
+    def expel(self, name: str) -> bool:
+        """Take everything back from a worker that is known to be dead, if it is there."""
+        worker = self._names.get(name)
+        if worker is None:
+            return False
+        self._reclaim([worker])
+        return True
+
+    def sweep(self, now: float, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
+        """Take everything back from workers that are dead or were silent for too long."""
+        lost = [
+            worker
+            for worker in self._workers.values()
+            if now - worker.seen > self.lease_ttl_s or not is_alive(worker.process)
+        ]
+        self._reclaim(lost)
+        return [worker.name for worker in lost]
+
+    # -------------------------------------------------------------- extents
+
+    def grant(self, worker: WorkerId, pages: int, at_least: int | None = None) -> PageIds:
+        """Move free pages to the worker's extent: ``pages``, or fewer but ``at_least``.
+
+        While others lack pages, nobody gets more than it needs.
+
+        Shapes:  -> (N,), at_least <= N <= pages
+        Raises:  PoolExhausted, NotRegistered
+        """
+        mine = self._worker(worker)
+        needed = pages if at_least is None else at_least
+        if needed > len(self._free):
+            mine.unmet_pages = needed
+            raise PoolExhausted(needed, len(self._free))
+        mine.unmet_pages = 0
+        count = needed if self._lacking(mine) else max(needed, min(pages, len(self._free)))
+        ids = self._free.take(count)
+        self._own(ids, mine.extent)
+        return ids
+
+    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
+        """Free pages of the worker's extent.
+
+        Raises: NotHeld, NotRegistered
+        """
+        mine = self._worker(worker)
+        self._require_distinct(mine, ids)
+        foreign = int(np.count_nonzero(self._owner[ids] != mine.extent.id))
+        if foreign:
+            raise NotHeld(mine.name, foreign)
+        mine.extent.pages -= ids.size
+        self._set_free(ids)
+
+    # -------------------------------------------------------------- requests
+
+    def handoff(
+        self,
+        worker: WorkerId,
+        commits: Sequence[Commit],
+        releases: Sequence[LeaseId] = (),
+        *,
+        keep: bool = False,
+    ) -> list[Claim]:
+        """Put pages under new request leases and end old ones, in one step.
+
+        The committed pages may come from the worker's extent and from request leases that it
+        holds, in any mix. What then is left in the released leases becomes free, or with
+        ``keep`` part of the worker's extent. So the raw pages of a request are free again at
+        the moment its compressed pages are committed. The new leases stay the worker's until
+        somebody attaches them: if it dies before that, they die with it.
+
+        Raises: NotHeld, StaleHandle, NotRegistered
+        Source: LeanKV (zombie reclaim)
+        """
+        mine = self._worker(worker)
+        moved = np.concatenate([ids for _, ids in commits]) if commits else _NO_PAGES
+        sources = self._sources(mine, moved)
+        ending = self._held_leases(mine, releases)
+        for lease, count in sources:
+            lease.pages -= count
+        claims = [self._commit(mine, label, ids) for label, ids in commits]
+        self._end(ending, mine.extent if keep else None)
+        return claims
+
+    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+        """Make the worker the holder of leases that others committed; old claims become stale.
+
+        The ids are those that the handle names: they must be exactly the pages of the lease.
+
+        Raises: StaleHandle, NotHeld, NotRegistered
+        """
+        mine = self._worker(worker)
+        leases = [self._attachable(mine, claim, ids) for claim, ids in wanted]
+        if len({lease.id for lease in leases}) < len(leases):
+            raise StaleHandle(leases[0].id, "the same claim came twice")
+        for lease in leases:
+            del lease.worker.requests[lease.id]
+            mine.requests[lease.id] = lease
+            lease.worker = mine
+            lease.generation += 1
+        return [self._claim(lease) for lease in leases]
+
+    def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
+        """End request leases; their pages become free, or with ``keep`` part of the extent.
+
+        Raises: StaleHandle, NotHeld, NotRegistered
+        """
+        mine = self._worker(worker)
+        self._end(self._held_leases(mine, leases), mine.extent if keep else None)
+
+    def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]:
+        """End whatever the worker holds of these requests; what others attached is not touched.
+
+        So a stage can cancel a request without knowing whether the next one has it already.
+
+        Raises: NotRegistered
+        """
+        mine, wanted = self._worker(worker), set(labels)
+        ending = [lease for lease in mine.requests.values() if lease.label in wanted]
+        self._end(ending, None)
+        return [lease.id for lease in ending]
+
+    # -------------------------------------------------------------- reports
+
+    def stat(self, now: float) -> Ledger:
+        """The books as they are."""
+        by_request = dict[str, int]()
+        for lease in self._leases.values():
+            if lease.kind == "request":
+                by_request[lease.label] = by_request.get(lease.label, 0) + lease.pages
+        lines = tuple(_line(worker, now) for worker in self._workers.values())
+        return Ledger(
+            arena=self.arena_id,
+            pages=self.pages,
+            page_bytes=self.page_bytes,
+            free_pages=len(self._free),
+            extent_pages=sum(line.extent_pages for line in lines),
+            request_pages=sum(line.request_pages for line in lines),
+            workers=lines,
+            by_request=by_request,
+            taken_total=self._free.taken,
+            reclaimed_pages_total=self._reclaimed_pages,
+            reclaimed_workers_total=self._reclaimed_workers,
+        )
+
+    def check(self) -> list[str]:
+        """Compare all books with each other and say where they differ; empty: all is well."""
+        wrong = list[str]()
+        free = self._free.peek()
+        if np.unique(free).size != free.size:
+            wrong.append("a page is twice in the free list")
+        if np.any(self._owner[free] != _FREE):
+            wrong.append("a page in the free list has an owner")
+        owners, counts = np.unique(self._owner, return_counts=True)
+        pages = dict(zip(owners.tolist(), counts.tolist(), strict=True))
+        if pages.pop(_FREE, 0) != free.size:
+            wrong.append("a page without an owner is not in the free list")
+        for lease in self._leases.values():
+            if pages.pop(lease.id, 0) != lease.pages:
+                wrong.append(f"lease {lease.id} does not count its pages right")
+            if self._workers.get(lease.worker.id) is not lease.worker:
+                wrong.append(f"lease {lease.id} belongs to a worker that is gone")
+        wrong += [f"{count} pages belong to no lease ({lease})" for lease, count in pages.items()]
+        known = {worker.extent.id for worker in self._workers.values()}
+        known.update(lease for worker in self._workers.values() for lease in worker.requests)
+        if known != set(self._leases):
+            wrong.append("workers and leases do not name each other")
+        return wrong
+
+    # -------------------------------------------------------------- checks
+
+    def _worker(self, worker: WorkerId) -> _Worker:
+        try:
+            return self._workers[worker]
+        except KeyError:
+            raise NotRegistered(worker) from None
+
+    def _require_distinct(self, worker: _Worker, ids: PageIds) -> None:
+        wrong = count_outside(ids, self.pages) or count_repeated(ids, self._scratch)
+        if wrong:
+            raise NotHeld(worker.name, wrong)
+
+    def _sources(self, worker: _Worker, ids: PageIds) -> list[tuple[_Lease, int]]:
+        """The worker's leases that the pages are in, with how many are in each."""
+        self._require_distinct(worker, ids)
+        found = list[tuple[_Lease, int]]()
+        for owner, count in _count_each(self._owner[ids]):
+            lease = self._leases.get(LeaseId(owner))
+            if lease is None or lease.worker is not worker:
+                raise NotHeld(worker.name, count)
+            found.append((lease, count))
+        return found
+
+    def _held_leases(self, worker: _Worker, leases: Sequence[LeaseId]) -> list[_Lease]:
+        if len(set(leases)) < len(leases):
+            raise StaleHandle(leases[0], "a lease was named twice")
+        return [self._held_lease(worker, lease) for lease in leases]
+
+    def _held_lease(self, worker: _Worker, lease: LeaseId) -> _Lease:
+        found = self._open_request(lease)
+        if found.worker is not worker:
+            raise StaleHandle(lease, f"worker {found.worker.name!r} holds it now")
+        return found
+
+    def _open_request(self, lease: LeaseId) -> _Lease:
+        found = self._leases.get(lease)
+        if found is None or found.kind != "request":
+            raise StaleHandle(lease, "it ended, and its pages were freed")
+        return found
+
+    def _attachable(self, worker: _Worker, claim: Claim, ids: PageIds) -> _Lease:
+        if claim.arena != self.arena_id:
+            raise StaleHandle(claim.lease, "it belongs to an arena that is gone")
+        lease = self._open_request(claim.lease)
+        if claim.generation != lease.generation:
+            reason = f"claim of generation {claim.generation}, it is at {lease.generation}"
+            raise StaleHandle(claim.lease, reason)
+        self._require_distinct(worker, ids)
+        named = int(np.count_nonzero(self._owner[ids] == lease.id))
+        wrong = max(ids.size, lease.pages) - named
+        if wrong:
+            raise NotHeld(worker.name, wrong)
+        return lease
+
+    # -------------------------------------------------------------- changes, all checked before
+
+    def _open(self, kind: Literal["extent", "request"], label: str, worker: _Worker) -> _Lease:
+        self._last_lease += 1
+        lease = _Lease(LeaseId(self._last_lease), kind, label, worker)
+        self._leases[lease.id] = lease
+        return lease
+
+    def _own(self, ids: PageIds, lease: _Lease) -> None:
+        self._owner[ids] = lease.id
+        lease.pages += ids.size
+
+    def _set_free(self, ids: PageIds) -> None:
+        self._owner[ids] = _FREE
+        self._free.give(ids)
+
+    def _commit(self, worker: _Worker, label: str, ids: PageIds) -> Claim:
+        lease = self._open("request", label, worker)
+        lease.committed = ids.copy()
+        worker.requests[lease.id] = lease
+        self._own(ids, lease)
+        return self._claim(lease)
+
+    def _end(self, leases: Iterable[_Lease], heir: _Lease | None) -> None:
+        for lease in leases:
+            left = lease.committed[self._owner[lease.committed] == lease.id]
+            if heir:
+                self._own(left, heir)
+            else:
+                self._set_free(left)
+            del self._leases[lease.id]
+            del lease.worker.requests[lease.id]
+
+    def _drop(self, workers: Sequence[_Worker]) -> int:
+        """Forget workers and free all that they hold; returns how many pages that were."""
+        leases = [worker.extent.id for worker in workers]
+        leases += [lease for worker in workers for lease in worker.requests]
+        ids = np.flatnonzero(np.isin(self._owner, leases)).astype(np.int32)
+        self._set_free(ids)
+        for lease in leases:
+            del self._leases[lease]
+        for worker in workers:
+            del self._workers[worker.id]
+            del self._names[worker.name]
+        return ids.size
+
+    def _reclaim(self, workers: Sequence[_Worker]) -> None:
+        if workers:
+            self._reclaimed_pages += self._drop(workers)
+            self._reclaimed_workers += len(workers)
+
+    def _lacking(self, asking: _Worker) -> int:
+        """Pages that other workers could not get and that are not free yet."""
+        unmet = sum(w.unmet_pages for w in self._workers.values() if w is not asking)
+        return max(0, unmet - len(self._free))
+
+    def _claim(self, lease: _Lease) -> Claim:
+        return Claim(self.arena_id, lease.id, lease.generation)
+
+
+def _count_each(owners: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Distinct values with their counts; fast where, as nearly always, there is only one."""
+    if owners.size and bool(np.all(owners == owners[0])):
+        return [(int(owners[0]), owners.size)]
+    values, counts = np.unique(owners, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _line(worker: _Worker, now: float) -> WorkerLine:
+    return WorkerLine(
+        name=worker.name,
+        pid=worker.process.pid,
+        extent_pages=worker.extent.pages,
+        request_pages=sum(lease.pages for lease in worker.requests.values()),
+        requests=len(worker.requests),
+        silent_s=max(0.0, now - worker.seen),
+    )

@@ -1,0 +1,108 @@
+"""The pool as a worker sees it through a socket."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from triptych.core.errors import MessageError
+from triptych.core.handles import Claim, LeaseId
+from triptych.core.messages import Message, pack, unpack
+from triptych.kvpool import protocol, runs
+from triptych.kvpool.freelist import PageIds
+from triptych.kvpool.ledger import Ledger
+from triptych.kvpool.pool import Commit, WorkerId
+from triptych.kvpool.processes import ProcessKey
+from triptych.kvpool.wire import FrameChannel
+
+A = TypeVar("A")
+
+
+class RemotePool:
+    """``PoolCalls`` over a channel. Errors of the pool are raised here as what they are there."""
+
+    def __init__(self, channel: FrameChannel, connect_timeout_s: float) -> None:
+        self._channel = channel
+        self._connect_timeout_s = connect_timeout_s
+        self._timeout_s = connect_timeout_s
+        self._pages = 0
+
+    def register(self, name: str, process: ProcessKey) -> protocol.Registered:
+        asked = protocol.RegisterWorker(name=name, process=process)
+        frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=True)
+        made = _only(frame, protocol.Registered)
+        self._pages = made.pages
+        # A worker that waited longer than this for an answer has lost its lease anyway.
+        self._timeout_s = made.lease_ttl_s
+        return made
+
+    def renew(self, worker: WorkerId) -> int:
+        asked = protocol.RenewWorker(worker=worker)
+        return self._ask(asked, protocol.Renewed).lacking_pages
+
+    def unregister(self, worker: WorkerId) -> None:
+        self._ask(protocol.UnregisterWorker(worker=worker), protocol.PoolDone)
+
+    def expel(self, name: str) -> bool:
+        return self._ask(protocol.ExpelWorker(name=name), protocol.Expelled).was_there
+
+    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
+        asked = protocol.GrantPages(worker=worker, pages=pages, at_least=at_least)
+        return runs.unpack(self._ask(asked, protocol.Granted).pages, self._pages)
+
+    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
+        asked = protocol.GiveBackPages(worker=worker, pages=runs.pack(ids))
+        self._ask(asked, protocol.PoolDone)
+
+    def handoff(
+        self,
+        worker: WorkerId,
+        commits: Sequence[Commit],
+        releases: Sequence[LeaseId],
+        *,
+        keep: bool,
+    ) -> list[Claim]:
+        asked = protocol.HandOff(
+            worker=worker,
+            commits=tuple(protocol.CommitPages(label, runs.pack(ids)) for label, ids in commits),
+            releases=tuple(releases),
+            keep=keep,
+        )
+        return self._ask_claims(asked, len(commits))
+
+    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+        pages = tuple(protocol.ClaimedPages(claim, runs.pack(ids)) for claim, ids in wanted)
+        asked = protocol.AttachLeases(worker=worker, wanted=pages)
+        return self._ask_claims(asked, len(wanted))
+
+    def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None:
+        asked = protocol.ReleaseLeases(worker=worker, leases=tuple(leases), keep=keep)
+        self._ask(asked, protocol.PoolDone)
+
+    def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]:
+        asked = protocol.WithdrawRequests(worker=worker, labels=tuple(labels))
+        return list(self._ask(asked, protocol.Withdrawn).leases)
+
+    def stat(self) -> Ledger:
+        return self._ask(protocol.StatPool(), Ledger)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def _ask(self, asked: Message, expected: type[A]) -> A:
+        return _only(self._channel.ask(pack([asked]), self._timeout_s), expected)
+
+    def _ask_claims(self, asked: Message, count: int) -> list[Claim]:
+        claims = list(self._ask(asked, protocol.Claims).claims)
+        if len(claims) != count:
+            raise MessageError(f"{len(claims)} claims from the pool: expected {count}")
+        return claims
+
+
+def _only(frame: bytes, expected: type[A]) -> A:
+    match unpack(frame):
+        case [protocol.PoolRefused() as no]:
+            raise protocol.refused(no)
+        case [answer] if isinstance(answer, expected):
+            return answer
+        case other:
+            raise MessageError(f"the pool answered {other!r:.80}: expected {expected.__name__}")

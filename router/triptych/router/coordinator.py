@@ -1,0 +1,298 @@
+"""The router's state machine: messages in, messages out, no clock and no sockets of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triptych.core.config import RouterConfig
+from triptych.core.errors import Overloaded, PoolExhausted, PromptTooLong, QueueFull, StageLost
+from triptych.core.messages import (
+    Cancel,
+    Compressed,
+    Finished,
+    Hello,
+    Message,
+    Planned,
+    Prefilled,
+    Report,
+    Request,
+    Send,
+    Stage,
+    Submit,
+)
+from triptych.core.pages import PagePlan
+from triptych.router.books import Books, worker_loads
+from triptych.router.dispatch import Dispatch
+from triptych.router.endings import Endings
+from triptych.router.estimate import ByteModel, RequestBytes
+from triptych.router.fleet import Fleet
+from triptych.router.ledger import ByteLedger, lines_after_encoding, lines_before_encoding
+from triptych.router.plugins import BATCH_POLICIES
+from triptych.router.snapshot import Explanation, RouterSnapshot
+from triptych.router.state import Entry, Requests, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long the router waits for others."""
+
+    report_bound_s: float = 3.0
+    """A worker whose last report is older takes nothing new."""
+
+    grace_s: float = 30.0
+    """Time that a request waits for a stage without any worker before it fails with 503."""
+
+    cancel_timeout_s: float = 1.0
+    """Time after which a cancelled request's bytes count as free without the worker's word."""
+
+    reclaim_s: float = 10.0
+    """Time after which the pool has taken back the pages of a dead worker: its lease."""
+
+
+NEEDS: dict[State, tuple[Stage, ...]] = {
+    State.WAITING: ("prefill", "compress", "decode"),
+    State.PREFILLED: ("compress", "decode"),
+    State.PLANNED: ("decode",),
+    State.COMPRESSED: ("decode",),
+}
+"""Stages without which a request in a state cannot go on."""
+
+
+class Coordinator:
+    """Takes every request from the waiting line to its end, over all workers.
+
+    All methods must be called from one thread. ``now`` is in monotonic seconds and never goes
+    back. ``sender`` is the address that a message came from. A message that makes no sense
+    never raises: it is counted and, where pages could be stuck, answered with ``Cancel``.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        plan: PagePlan,
+        capacity_bytes: int,
+        patience: Patience | None = None,
+    ) -> None:
+        """``capacity_bytes``: page memory of each arena, less what workers hoard in extents."""
+        patience = patience or Patience()
+        self._config, self._model, self._patience = config, ByteModel(plan), patience
+        self._books = Books(Fleet(patience.report_bound_s), ByteLedger(capacity_bytes))
+        self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
+        policy = BATCH_POLICIES.load(config.batch_policy)
+        self._dispatch = Dispatch(self._books, policy, config)
+
+    # ---------------------------------------------------------------- what happens
+
+    def on(self, message: Message, sender: str, now: float) -> list[Send]:
+        """Take one message."""
+        return self.receive([message], sender, now)
+
+    def receive(self, messages: Sequence[Message], sender: str, now: float) -> list[Send]:
+        """Take the messages of one frame; what they allow is then sent on as one batch."""
+        for message in messages:
+            self._take(message, sender, now)
+        return self._advance(now)
+
+    def lost(self, address: str, now: float) -> list[Send]:
+        """The peer at ``address`` died."""
+        self._lose(address, now)
+        return self._advance(now)
+
+    def tick(self, now: float) -> list[Send]:
+        """Let time pass: call it about twice a second."""
+        self._endings.expire(now)
+        self._give_up(now)
+        return self._advance(now)
+
+    def _advance(self, now: float) -> list[Send]:
+        self._dispatch.run(now)
+        return self._books.outbox.take()
+
+    def _take(self, message: Message, sender: str, now: float) -> None:
+        match message:
+            case Submit():
+                self._submit(message.request, now)
+            case Cancel():
+                self._cancel(message, now)
+            case Prefilled():
+                self._prefilled(message, sender, now)
+            case Planned():
+                self._planned(message, sender, now)
+            case Compressed():
+                self._compressed(message, sender, now)
+            case Finished():
+                self._finished(message, sender, now)
+            case Report():
+                if not self._books.fleet.note(message, sender, now):
+                    self._books.counters["stray_report"] += 1
+            case Hello():
+                self._hello(message, now)
+            case _:
+                self._books.counters["unknown_message"] += 1
+
+    # ---------------------------------------------------------------- peers
+
+    def _hello(self, hello: Hello, now: float) -> None:
+        for address in self._books.fleet.replaced_by(hello):
+            self._lose(address, now)
+        self._books.fleet.join(hello)
+
+    def _lose(self, address: str, now: float) -> None:
+        self._books.counters["peers_lost"] += 1
+        self._books.fleet.leave(address, now)
+        self._endings.lost(address, now)
+
+    def _give_up(self, now: float) -> None:
+        """Fail requests that have waited too long for a stage without workers."""
+        for state, stages in NEEDS.items():
+            for entry in self._books.requests.in_state(state):
+                arena = entry.final_arena if state is State.COMPRESSED else None
+                for stage in stages:
+                    absent = self._books.fleet.absent_since(stage, arena)
+                    if (
+                        absent is not None
+                        and now - max(absent, entry.since) >= self._patience.grace_s
+                    ):
+                        error = Overloaded(f"no {stage} worker is running: try again later")
+                        self._endings.fail(entry, error, now)
+                        break
+
+    # ---------------------------------------------------------------- from the ingress
+
+    def _submit(self, request: Request, now: float) -> None:
+        books = self._books
+        if request.id in books.requests:
+            books.counters["duplicate_submit"] += 1
+            return
+        books.counters["submitted"] += 1
+        sizes = self._model.estimate(len(request.prompt), max(0, request.sampling.max_tokens))
+        refusal = self._refusal(request, sizes, now)
+        if refusal is None:
+            books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now))
+        else:
+            self._endings.refuse(request, refusal)
+
+    def _refusal(
+        self, request: Request, sizes: RequestBytes, now: float
+    ) -> PromptTooLong | QueueFull | None:
+        """Why a request cannot even wait, if it cannot."""
+        capacity = self._books.ledger.capacity_bytes
+        if sizes.peak > capacity:
+            return PromptTooLong(
+                f"{len(request.prompt)} prompt tokens and {request.sampling.max_tokens} new tokens "
+                f"take up to {sizes.peak} bytes of pages, and the server has {capacity}"
+            )
+        limit = self._config.max_queued_requests
+        waiting = self._books.requests.count(State.WAITING)
+        if waiting >= limit:
+            return QueueFull(waiting, limit, self._books.drain.retry_after_s(waiting, now))
+        return None
+
+    def _cancel(self, message: Cancel, now: float) -> None:
+        for request in message.requests:
+            entry = self._books.requests.get(request)
+            if entry is None or entry.state is State.LEAVING:
+                self._books.counters["stray_cancel"] += 1
+            else:
+                self._endings.cancel(entry, now)
+
+    # ---------------------------------------------------------------- from the workers
+
+    def _prefilled(self, message: Prefilled, sender: str, now: float) -> None:
+        if message.handle is None:
+            self._finished(Finished(request=message.request, tokens=1), sender, now)
+            return
+        entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
+        if entry is not None:
+            entry.first_token, entry.handle = message.first_token, message.handle
+            self._books.requests.move(entry, State.PREFILLED, now)
+
+    def _planned(self, message: Planned, sender: str, now: float) -> None:
+        entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
+        if entry is None:
+            return
+        entry.giver = ""
+        page_bytes, ledger = self._model.plan.page_bytes, self._books.ledger
+        entry.sizes = entry.sizes.corrected(max(0, message.pages) * page_bytes)
+        lines = lines_before_encoding(entry.sizes, entry.raw_arena, entry.final_arena)
+        if ledger.book(entry.id, lines):
+            self._books.requests.move(entry, State.PLANNED, now)
+        else:
+            self._books.counters["estimate_too_low"] += 1
+            free = ledger.free(entry.final_arena) // page_bytes
+            self._endings.fail(entry, PoolExhausted(message.pages, free), now)
+
+    def _compressed(self, message: Compressed, sender: str, now: float) -> None:
+        entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
+        if entry is not None:
+            entry.handle, entry.report = message.handle, message.report
+            lines = lines_after_encoding(entry.sizes, entry.final_arena)
+            self._books.ledger.book(entry.id, lines)
+            self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _finished(self, message: Finished, sender: str, now: float) -> None:
+        entry = self._books.requests.get(message.request)
+        if entry is None or sender not in (*entry.holders, *entry.owed):
+            self._books.counters["stray_finished"] += 1
+        elif entry.state is State.LEAVING:
+            self._endings.settle(entry, sender)
+        elif sender == entry.worker:
+            self._left_its_worker(entry, message, now)
+        else:
+            entry.giver = ""
+
+    def _left_its_worker(self, entry: Entry, message: Finished, now: float) -> None:
+        """The worker that has the request says that it is over there: it holds nothing of it."""
+        if entry.giver == entry.worker:
+            entry.giver = ""
+        entry.worker = ""
+        if message.error is not None:
+            self._endings.fail(entry, message.error, now)
+        elif entry.state in (State.PREFILLING, State.DECODING):
+            self._endings.finish(entry)
+        else:
+            self._endings.fail(entry, StageLost(entry.stage), now)
+
+    def _expect(self, request: str, sender: str, state: State, oddity: str) -> Entry | None:
+        """The entry that a message is about, if ``sender`` has it in ``state``.
+
+        Otherwise the message came late, twice or from nowhere. Its sender may hold pages that
+        nobody will ever ask for, so it is told to let go, unless it rightly has the request.
+        """
+        entry = self._books.requests.get(request)
+        if entry is not None and entry.worker == sender and entry.state is state:
+            return entry
+        self._books.counters[oddity] += 1
+        if entry is None or entry.state is State.LEAVING or sender not in entry.holders:
+            self._books.outbox.cancel(sender, request)
+        return None
+
+    # ---------------------------------------------------------------- what it knows
+
+    def snapshot(self, now: float) -> RouterSnapshot:
+        """For metrics and for a person in doubt."""
+        requests: Requests = self._books.requests
+        waiting = requests.in_state(State.WAITING)
+        return RouterSnapshot(
+            requests={state.value: requests.count(state) for state in State},
+            booked_bytes=self._books.ledger.arenas,
+            capacity_bytes=self._books.ledger.capacity_bytes,
+            held_by=self._dispatch.held_by,
+            oldest_waiting_s=now - waiting[0].arrived if waiting else 0.0,
+            counters=dict(self._books.counters),
+            workers=tuple(worker_loads(self._books, now).values()),
+        )
+
+    def explain(self, request: str, now: float) -> Explanation | None:
+        """Where a request is and what it waits for; None if it ended or never was."""
+        entry = self._books.requests.get(request)
+        if entry is None:
+            return None
+        return Explanation(
+            request=request,
+            state=entry.state.value,
+            in_state_s=now - entry.since,
+            worker=entry.worker,
+            decode_worker=entry.decode,
+            booked_bytes=self._books.ledger.booked_by(request),
+            held_by=self._dispatch.held_by if entry.state is State.WAITING else "",
+        )

@@ -1,0 +1,103 @@
+"""How a request ends: finished, failed or cancelled, and when its bytes are free again."""
+
+from dataclasses import dataclass, replace
+
+from triptych.core.errors import StageLost, TriptychError
+from triptych.core.messages import Failed, Request, failed
+from triptych.router.books import Books
+from triptych.router.state import Entry, State
+
+
+@dataclass
+class Endings:
+    """Ends requests once and only once, and never frees bytes that somebody may still hold.
+
+    A request that ends while workers may hold pages of it is *leaving*: they are sent
+    ``Cancel``, and its bytes stay booked until each has answered with ``Finished``, or until
+    a time-out for those that do not answer.
+    """
+
+    books: Books
+    cancel_timeout_s: float
+    reclaim_s: float
+
+    def finish(self, entry: Entry) -> None:
+        """The answer is complete; no worker holds anything."""
+        self.books.counters["finished"] += 1
+        self._remove(entry)
+
+    def refuse(self, request: Request, error: TriptychError) -> None:
+        """Tell the client that the request was not even taken in."""
+        self._tell(request, failed(request.id, error))
+
+    def fail(self, entry: Entry, error: TriptychError | Failed, now: float) -> None:
+        """Tell the client, and have every page freed."""
+        last_word = failed(entry.id, error) if isinstance(error, TriptychError) else error
+        self._tell(entry.request, replace(last_word, request=entry.id))
+        self._part(entry, now)
+
+    def cancel(self, entry: Entry, now: float) -> None:
+        """The client is gone: say nothing, and have every page freed."""
+        self.books.counters["cancelled"] += 1
+        self._part(entry, now)
+
+    def lost(self, address: str, now: float) -> None:
+        """A peer that has left the fleet died: end what was in it or was for it."""
+        for entry in list(self.books.requests):
+            if entry.state is State.LEAVING:
+                if address in entry.owed:
+                    entry.deadline = now + self.reclaim_s
+            elif entry.request.reply_to == address:
+                self.cancel(entry, now)
+            elif entry.worker == address:
+                self.fail(entry, StageLost(entry.stage), now)
+            else:
+                self._survive(entry, address)
+
+    def settle(self, entry: Entry, address: str) -> None:
+        """A worker says that it holds nothing of a leaving request."""
+        entry.owed.discard(address)
+        if not entry.owed:
+            self._remove(entry)
+
+    def expire(self, now: float) -> None:
+        """Stop waiting for workers that do not answer."""
+        for entry in self.books.requests.in_state(State.LEAVING):
+            if now >= entry.deadline:
+                self.books.counters["leaving_timed_out"] += 1
+                self._remove(entry)
+
+    def _survive(self, entry: Entry, address: str) -> None:
+        """Go on without a peer that did not have the request.
+
+        If it was the giver, its pages live on in the pool for the length of a lease. Either
+        ``entry.worker`` attaches them in time, or it says that it could not.
+        """
+        if entry.giver == address:
+            entry.giver = ""
+        if entry.decode == address:
+            entry.decode = ""
+
+    def _part(self, entry: Entry, now: float) -> None:
+        """Cancel the request wherever it may be; remove it once nobody may hold its pages."""
+        living = [address for address in entry.holders if address in self.books.fleet]
+        for address in living:
+            self.books.outbox.cancel(address, entry.id)
+        if entry.stage != "decode" or entry.decode not in living:
+            entry.decode = ""
+        entry.owed = set(entry.holders)
+        if not entry.owed:
+            self._remove(entry)
+            return
+        has_dead = len(living) < len(entry.owed)
+        entry.deadline = now + (self.reclaim_s if has_dead else self.cancel_timeout_s)
+        self.books.requests.move(entry, State.LEAVING, now)
+
+    def _tell(self, request: Request, last_word: Failed) -> None:
+        self.books.outbox.post(request.reply_to, last_word)
+        self.books.counters["failed"] += 1
+        self.books.counters[f"failed:{last_word.code}"] += 1
+
+    def _remove(self, entry: Entry) -> None:
+        self.books.requests.remove(entry)
+        self.books.ledger.release(entry.id)

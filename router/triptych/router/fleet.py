@@ -1,0 +1,89 @@
+"""Who is there: workers and ingresses, what they can do, and how fresh their reports are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from triptych.core.messages import Hello, Report, Stage
+
+
+@dataclass(eq=False)
+class Peer:
+    """A process that introduced itself."""
+
+    hello: Hello
+    reported: float = -inf
+    """When its last report came."""
+    pages_held: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def address(self) -> str:
+        return self.hello.address
+
+
+@dataclass
+class Fleet:
+    """All living peers by address. A worker without a fresh report counts as full."""
+
+    report_bound_s: float
+    """Age up to which a worker's report is believed, in seconds."""
+
+    _peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
+    _left: dict[tuple[Stage, str], float] = field(default_factory=dict[tuple[Stage, str], float])
+    """When the last worker of a stage in an arena died."""
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def __contains__(self, address: str) -> bool:
+        return address in self._peers
+
+    def replaced_by(self, hello: Hello) -> list[str]:
+        """Addresses whose process must be dead if ``hello`` is true."""
+        return [
+            peer.address
+            for peer in self
+            if (peer.name == hello.name) != (peer.address == hello.address)
+        ]
+
+    def join(self, hello: Hello) -> None:
+        """Take in a peer; one that was known and says hello again keeps its report."""
+        peer = self._peers.setdefault(hello.address, Peer(hello))
+        peer.hello = hello
+
+    def note(self, report: Report, sender: str, now: float) -> bool:
+        """Take a worker's report; False if no such worker is known at ``sender``."""
+        peer = self._peers.get(sender)
+        if peer is None or peer.name != report.name:
+            return False
+        peer.reported, peer.pages_held = now, report.pages_held
+        return True
+
+    def leave(self, address: str, now: float) -> None:
+        """Forget a peer that died."""
+        peer = self._peers.pop(address, None)
+        for stage in peer.hello.stages if peer else ():
+            self._left[stage, peer.hello.arena if peer else ""] = now
+
+    def is_full(self, peer: Peer, now: float) -> bool:
+        """Whether the peer takes nothing because nobody knows how it fares."""
+        return now - peer.reported > self.report_bound_s
+
+    def absent_since(self, stage: Stage, arena: str | None = None) -> float | None:
+        """When the last worker of ``stage`` died; minus infinity if there never was one.
+
+        None if one lives. With ``arena``: workers that store there only.
+        """
+        for peer in self:
+            if stage in peer.hello.stages and arena in (None, peer.hello.arena):
+                return None
+        times = (
+            time
+            for (left_stage, left_arena), time in self._left.items()
+            if left_stage == stage and arena in (None, left_arena)
+        )
+        return max(times, default=-inf)

@@ -1,0 +1,72 @@
+"""What every request has booked, in bytes of each arena."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from triptych.router.estimate import RequestBytes
+
+Lines = Mapping[str, int]
+"""Bytes by arena."""
+
+
+def lines_before_encoding(sizes: RequestBytes, raw_arena: str, final_arena: str) -> Lines:
+    """What a request must have booked until its raw pages are free.
+
+    It is all that it will ever need. So a request that was let in can always go on to its
+    end without waiting for memory, and the stages cannot block each other.
+    """
+    if raw_arena == final_arena:
+        return {raw_arena: sizes.peak}
+    return {raw_arena: sizes.raw, final_arena: sizes.grown}
+
+
+def lines_after_encoding(sizes: RequestBytes, final_arena: str) -> Lines:
+    """What stays booked while the request decodes: its pages and their growth to the end."""
+    return {final_arena: sizes.grown}
+
+
+@dataclass
+class ByteLedger:
+    """Exact sums of promises, never of measurements: no arena is ever booked above capacity."""
+
+    capacity_bytes: int
+    """Page memory of each arena that requests may use, in bytes."""
+
+    _lines: dict[str, Lines] = field(default_factory=dict[str, Lines])
+    _booked: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def arenas(self) -> dict[str, int]:
+        """Bytes booked, by arena; arenas with nothing booked are left out."""
+        return {arena: count for arena, count in self._booked.items() if count}
+
+    def booked(self, arena: str) -> int:
+        return self._booked.get(arena, 0)
+
+    def free(self, arena: str) -> int:
+        return self.capacity_bytes - self.booked(arena)
+
+    def booked_by(self, request: str) -> int:
+        return sum(self._lines.get(request, {}).values())
+
+    def fits(self, request: str, lines: Lines) -> bool:
+        """Whether ``lines`` could replace what the request has booked now."""
+        own = self._lines.get(request, {})
+        return all(count - own.get(arena, 0) <= self.free(arena) for arena, count in lines.items())
+
+    def book(self, request: str, lines: Lines) -> bool:
+        """Replace what the request has booked; False, and nothing changes, if it does not fit."""
+        if any(count < 0 for count in lines.values()):
+            raise ValueError(f"negative booking for {request}: {dict(lines)}")
+        if not self.fits(request, lines):
+            return False
+        self.release(request)
+        self._lines[request] = lines
+        for arena, count in lines.items():
+            self._booked[arena] = self.booked(arena) + count
+        return True
+
+    def release(self, request: str) -> None:
+        """Forget the request's bookings; one without any is left alone."""
+        for arena, count in self._lines.pop(request, {}).items():
+            self._booked[arena] -= count

@@ -1,0 +1,61 @@
+"""Gathers what one call decides, so that each worker gets one message of a kind, not many."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from triptych.core.messages import (
+    Cancel,
+    Compress,
+    CompressItem,
+    Encode,
+    Message,
+    Prefill,
+    Request,
+    Send,
+)
+
+
+@dataclass
+class Outbox:
+    """Messages in the order they leave: cancels first, so that workers have room for the rest."""
+
+    _cancel: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    _single: list[Send] = field(default_factory=list[Send])
+    _prefill: dict[str, list[Request]] = field(default_factory=dict[str, list[Request]])
+    _compress: dict[str, list[CompressItem]] = field(default_factory=dict[str, list[CompressItem]])
+    _encode: dict[tuple[str, str], list[str]] = field(
+        default_factory=dict[tuple[str, str], list[str]]
+    )
+
+    def post(self, to: str, message: Message) -> None:
+        self._single.append(Send(to, message))
+
+    def cancel(self, to: str, request: str) -> None:
+        self._cancel.setdefault(to, []).append(request)
+
+    def prefill(self, to: str, request: Request) -> None:
+        self._prefill.setdefault(to, []).append(request)
+
+    def compress(self, to: str, item: CompressItem) -> None:
+        self._compress.setdefault(to, []).append(item)
+
+    def encode(self, to: str, arena: str, request: str) -> None:
+        self._encode.setdefault((to, arena), []).append(request)
+
+    def take(self) -> list[Send]:
+        """Everything gathered; the outbox is empty afterwards."""
+        sends = list(self._drain())
+        for part in (self._cancel, self._single, self._prefill, self._compress, self._encode):
+            part.clear()
+        return sends
+
+    def _drain(self) -> Iterator[Send]:
+        for to, names in self._cancel.items():
+            yield Send(to, Cancel(requests=tuple(dict.fromkeys(names))))
+        yield from self._single
+        for (to, arena), names in self._encode.items():
+            yield Send(to, Encode(requests=tuple(names), arena=arena))
+        for to, items in self._compress.items():
+            yield Send(to, Compress(items=tuple(items)))
+        for to, requests in self._prefill.items():
+            yield Send(to, Prefill(requests=tuple(requests)))

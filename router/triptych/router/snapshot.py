@@ -1,0 +1,89 @@
+"""What decisions may look at, and what they say about themselves: plain data, no behaviour."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from triptych.core.messages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in the waiting line."""
+
+    id: str
+    bytes: int
+    """What it needs at most, in bytes of pages."""
+    waited_s: float
+    """Seconds since it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one round of batching may spend."""
+
+    free_bytes: int
+    """Bytes of pages that nobody has booked."""
+    max_requests: int
+    """Requests that may start, because a decode slot will be free for each."""
+    patience_s: float
+    """Seconds after which a waiting request may not be overtaken any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker as placement sees it."""
+
+    name: str
+    address: str
+    arena: str
+    """Where it stores pages."""
+    stages: tuple[Stage, ...]
+    is_full: bool
+    """It takes nothing: its last report is too old, or there was none."""
+    prefill_tokens: int = 0
+    """Prompt tokens that were sent to it and are not read yet."""
+    compress_tokens: int = 0
+    """Prompt tokens that it is compressing."""
+    free_slots: int = 0
+    """Requests that may still join its decode batch."""
+
+
+HeldBy = Literal["", "no_prefill_worker", "prefill_busy", "no_decode_slot", "no_bytes"]
+"""Why the line waits; empty if nobody does.
+
+``prefill_busy``: no prefill worker has room, or those that have are silent and so count as full.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where one request is, and what it holds."""
+
+    request: str
+    state: str
+    in_state_s: float
+    worker: str
+    """Address of the worker that has it; empty while it waits."""
+    decode_worker: str
+    """Address of the decode worker with a slot for it; empty until it is chosen."""
+    booked_bytes: int
+    held_by: HeldBy
+    """For a waiting request: what the line waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSnapshot:
+    """Everything that metrics and a person in doubt want to know."""
+
+    requests: Mapping[str, int]
+    """Requests by state."""
+    booked_bytes: Mapping[str, int]
+    """By arena."""
+    capacity_bytes: int
+    """Of each arena."""
+    held_by: HeldBy
+    oldest_waiting_s: float
+    counters: Mapping[str, int]
+    """Decisions and oddities by reason, since the start."""
+    workers: tuple[WorkerLoad, ...]

@@ -1,0 +1,51 @@
+"""Fixtures and settings that every test shares."""
+
+# ruff: noqa: E402 - the environment is set before anything reads it
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+for _name, _value in {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait leave the cores to other tests' processes
+    "RAY_AUTH_MODE": "disabled",  # a local cluster of a test writes no token into the home
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folder says what kind of test it is; tests for a GPU are skipped without one."""
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        folder = item.path.relative_to(ROOT).parts[:2]
+        if folder in {("tests", "integration"), ("tests", "e2e")}:
+            item.add_marker(folder[1])
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fill ``torch.empty`` with NaN, so that a kernel that leaves a value unwritten is found."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT

@@ -1,0 +1,207 @@
+"""The served default model: the official client, disconnects, killed workers, wrong settings."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Any]) -> Any:
+    return start(model={"name": MODEL, "dtype": "float32"})
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> openai.OpenAI:
+    return server.client()
+
+
+def pages_held(server: Any) -> float:
+    return server.metric("triptych_pool_pages_in_requests")
+
+
+# ------------------------------------------------------------------ the client
+
+
+def test_chat_answers_the_question(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 3
+    compression = answer.usage.model_dump()["compression"]
+    assert compression["policy"] == "uniform:k8v4"
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
+    text = client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0)
+    assert "Paris" in text.choices[0].text
+    ids = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=3, temperature=0)
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 3
+
+
+def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="One, two, three, four,", max_tokens=40, temperature=0, stop=[" seven"]
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert "seven" not in answer.choices[0].text
+    assert "six" in answer.choices[0].text
+
+
+def test_the_same_seed_draws_the_same_answer(client: openai.OpenAI) -> None:
+    def draw(seed: int) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=24, temperature=1.0, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert draw(5) == draw(5)
+    assert draw(5) != draw(6)
+
+
+def test_n_choices_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, n=2, max_tokens=8, logprobs=True, top_logprobs=3, seed=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+        assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+
+
+async def test_sixteen_at_once(server: Any) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as many:
+        answers = await asyncio.gather(
+            *(
+                many.completions.create(
+                    model=MODEL, prompt=f"Number {i}:", max_tokens=16, temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+                for i in range(16)
+            )
+        )
+    assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [16] * 16
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-5", prompt="x")
+
+
+def test_a_prompt_beyond_the_context_names_both_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        client.completions.create(model=MODEL, prompt=[5] * 9000)
+
+
+# ------------------------------------------------------------------ disconnect and death
+
+
+def test_a_client_that_leaves_frees_its_pages_within_a_second(server: Any) -> None:
+    body = {"model": MODEL, "prompt": "Tell me a story.", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        for _ in range(5):
+            next(lines)
+        assert pages_held(server) > 0
+    assert server.wait_until(lambda: pages_held(server) == 0, timeout_s=5) < 1.5
+
+
+@pytest.mark.parametrize("deployment", ["Compressor", "Decode"])
+def test_a_killed_worker_costs_its_requests_an_error_and_nothing_else(
+    server: Any, deployment: str
+) -> None:
+    outcomes = list[str]()
+
+    def ask(index: int) -> None:
+        try:
+            stream = server.client(timeout=120).completions.create(
+                model=MODEL,
+                prompt=f"{index}: " + "word " * (50 * index),
+                max_tokens=150,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for _ in stream:
+                pass
+            outcomes.append("finished")
+        except openai.APIError as error:
+            outcomes.append(str(error.code))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    os.kill(server.replica(deployment).pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 16
+    assert set(outcomes) <= {"finished", "worker_lost"}
+    server.wait_until(server.is_healthy, timeout_s=60)
+    answer = server.client(timeout=60).completions.create(model=MODEL, prompt="Hello", max_tokens=3)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    server.wait_until(lambda: pages_held(server) == 0, timeout_s=5)
+
+
+# ------------------------------------------------------------------ wrong settings
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"modle": {}}, "did you mean 'model'"),
+        ({"decode": {"actor": {"num_gpus": 2}}, "prefill": {"actor": {"num_gpus": 2}}}, "cluster has 0"),
+        ({"pool": {"page_bytes": 256}}, "too small for one fp16 token|too small for one k8v4 token"),
+        ({"model": {"name": "no-such-model"}}, "no-such-model"),
+    ],
+)
+def test_a_wrong_config_stops_before_any_actor(
+    tmp_path: Path, args: dict[str, Any], says: str
+) -> None:
+    """Checked by the same builder that ``serve run`` calls, without starting a cluster."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [{"name": "t", "import_path": "triptych.deployments.app:build_app", "args": args}]}))
+    run = subprocess.run(
+        [Path(sys.executable).with_name("triptych"), "validate", str(path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )
+    assert run.returncode == 2
+    import re
+
+    assert re.search(says, run.stdout + run.stderr)

@@ -1,0 +1,159 @@
+"""The command as a user calls it: output, exit codes, errors of one line."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.unit.cli.fake_openai import FakeOpenAI, serving
+from triptych.cli import main as command
+from triptych.cli.servefile import DEFAULT
+from triptych.core.config import AppConfig
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            command.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def serve_file(tmp_path: Path) -> Callable[[object], str]:
+    def write(args: object) -> str:
+        (app,) = DEFAULT["applications"]  # type: ignore[misc]
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({**DEFAULT, "applications": [{**app, "args": args}]}))
+        return str(path)
+
+    return write
+
+
+def test_the_version_is_that_of_the_package(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert (code, out.split()[0]) == (0, "triptych")
+
+
+def test_every_command_has_help(run: Run) -> None:
+    for path in ([], ["serve"], ["validate"], ["model"], ["bench", "serve"], ["pool", "stat"]):
+        code, out, _ = run(*path, "--help")
+        assert code == 0
+        assert "Usage: triptych" in out
+
+
+def test_output_into_a_pipe_has_no_escape_sequences() -> None:
+    for arguments in (["config", "explain"], ["--help"], ["validate", "none.yaml"]):
+        command_line = [sys.executable, "-c", "from triptych.cli.main import main; main()"]
+        done = subprocess.run([*command_line, *arguments], capture_output=True, check=False)
+        assert done.stdout or done.stderr
+        assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_every_setting_is_explained(run: Run) -> None:
+    code, out, _ = run("config", "explain", "--json")
+    settings = {setting["key"]: setting for setting in json.loads(out)}
+    assert code == 0
+    assert settings["model.name"]["default"] == AppConfig().model.name
+    assert all(setting["meaning"] for setting in settings.values())
+
+
+def test_a_good_file_is_valid_and_says_what_it_starts(
+    run: Run, serve_file: Callable[[object], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "empty"))
+    code, out, _ = run(
+        "validate", serve_file({"prefill": {"actor": {"num_replicas": 3}}}), "--json"
+    )
+    (app,) = json.loads(out)
+    assert code == 0
+    assert app["actors"]["prefill"]["num_replicas"] == 3
+    assert {"ingress", "router", "pool", "compressor", "decode"} <= app["actors"].keys()
+    assert app["pages"] is None
+    code, out, _ = run("validate", serve_file({"topology": "colocated"}))
+    assert code == 0
+    assert "worker (all stages)" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"modle": {}}, "did you mean 'model'"),
+        ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
+        ({"compressor": {"policy": "uniform:k9v9"}}, "k9v9"),
+        ({"pool": {"page_bytes": 100}}, "multiple of 256"),
+        (["no", "mapping"], "expected a mapping"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(
+    run: Run, serve_file: Callable[[object], str], args: object, said: str
+) -> None:
+    code, out, err = run("validate", serve_file(args))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "a: b", "applications: []", "applications: [1]"])
+def test_a_file_that_is_no_serve_file_is_refused(run: Run, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    code, _, err = run("validate", str(path))
+    assert code == 2
+    assert "odd.yaml" in err
+
+
+def test_no_pool_is_said_with_what_to_do(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, _, err = run("pool", "stat")
+    assert code == 2
+    assert "--address" in err
+
+
+def test_bench_serve_writes_figures_and_prints_a_table(tmp_path: Path) -> None:
+    async def measure() -> tuple[int, str, dict[str, object]]:
+        path = tmp_path / "r.json"
+        async with serving(FakeOpenAI(token_s=0.001)) as url:
+            arguments = ["bench", "serve", "--url", url, "--concurrency", "1,2", "--requests", "4"]
+            arguments += ["--prompt-tokens", "8", "--output-tokens", "3", "--json", str(path)]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "from triptych.cli.main import main; main()", *arguments,
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            out, _ = await process.communicate()
+        return process.returncode or 0, out.decode(), json.loads(path.read_text())
+
+    code, out, result = asyncio.run(measure())
+    assert code == 0
+    assert "TTFT" in out
+    rows = result["rows"]
+    assert isinstance(rows, list)
+    assert [row["max_concurrency"] for row in rows] == [1, 2]
+    assert all(row["completed"] == 4 and row["total_output_tokens"] == 12 for row in rows)
+    assert {"cpu", "cores", "versions", "commit"} <= dict(result["host"]).keys()  # type: ignore[call-overload]
+
+
+def test_bench_of_a_server_that_is_not_there_is_exit_code_1(run: Run) -> None:
+    code, _, err = run("bench", "serve", "--url", "http://127.0.0.1:9", "--model", "m")
+    assert code == 1
+    assert "ConnectError" in err
+
+
+def test_bench_refuses_loads_that_make_no_sense(run: Run) -> None:
+    for option in (["--concurrency", "1.5"], ["--rate", "fast"], ["--concurrency", "0"]):
+        code, _, err = run("bench", "serve", "--model", "m", *option)
+        assert code == 2
+        assert "expected" in err

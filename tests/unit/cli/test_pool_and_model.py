@@ -1,0 +1,91 @@
+"""The commands that look into a live pool and into the model store."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from triptych.cli import main as command
+from triptych.cli.pool import find_pool, read_ledger
+from triptych.core.config import PoolConfig
+from triptych.core.errors import ConfigError, PoolUnavailable
+from triptych.kvpool.client import PoolClient
+from triptych.kvpool.service import PoolServer
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    return int(stop.value.code or 0)
+
+
+def test_pool_stat_shows_what_a_worker_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = PoolConfig(capacity_bytes=1 << 20, extent_pages=64)
+    with PoolServer(config, 256, directory=tmp_path) as server:
+        client = PoolClient(server.address, "decode-1", directory=tmp_path, connect_timeout_s=10)
+        try:
+            client.take(10)
+            assert call(monkeypatch, "pool", "stat", "--address", server.address, "--json") == 0
+            books = json.loads(capsys.readouterr().out)
+            assert books["free_pages"] + books["held_pages"] == books["pages"] == 4096
+            assert [worker["name"] for worker in books["workers"]] == ["decode-1"]
+            assert call(monkeypatch, "pool", "stat", "--address", server.address) == 0
+            assert "decode-1" in capsys.readouterr().out
+        finally:
+            client.close()
+
+
+def test_a_pool_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(PoolUnavailable):
+        read_ledger(f"unix:{tmp_path}/pool.sock")
+
+
+def test_the_only_pool_of_the_user_is_found_and_two_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    base = tmp_path / f"triptych-{os.getuid()}"
+    with contextlib.ExitStack() as stack:
+
+        def bind(name: str, *, listening: bool) -> None:
+            (base / name).mkdir(parents=True)
+            bound = stack.enter_context(socket.socket(socket.AF_UNIX))
+            bound.bind(str(base / name / "pool.sock"))
+            if listening:
+                bound.listen()
+
+        bind("app-killed", listening=False)
+        with pytest.raises(ConfigError, match="none"):
+            find_pool()
+        bind("app-1", listening=True)
+        assert find_pool() == f"unix:{base}/app-1/pool.sock"
+        bind("app-2", listening=True)
+        with pytest.raises(ConfigError, match=r"app-1.*app-2"):
+            find_pool()
+
+
+def test_a_directory_is_its_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    for verb in ("fetch", "path"):
+        assert call(monkeypatch, "model", verb, str(tmp_path)) == 0
+        assert capsys.readouterr().out.strip() == str(tmp_path)
+
+
+def test_a_model_that_is_nowhere_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path))
+    assert call(monkeypatch, "model", "path") == 1
+    assert "triptych model fetch" in capsys.readouterr().err
+    assert call(monkeypatch, "model", "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["path"] is None

@@ -1,0 +1,40 @@
+"""Settings are strict, and an error says what to change."""
+
+import pytest
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+
+
+def test_the_defaults_are_a_whole_configuration() -> None:
+    assert AppConfig.from_mapping({}) == AppConfig()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"modle": {}}, "modle: unknown key; did you mean 'model'"),
+        ({"prefill": {"actor": {"num_gpu": 1}}}, "prefill.actor.num_gpu: unknown key"),
+        (
+            {"pool": {"page_bytes": 100}},
+            "pool.page_bytes=100: expected 'auto' or a multiple of 256",
+        ),
+        ({"pool": {"capacity_bytes": "1GB"}}, "pool.capacity_bytes='1GB': expected int"),
+        ({"topology": "colocate"}, "did you mean 'colocated'"),
+        ({"compressor": {"policy": "uniform:k9"}}, "no page format 'k9'"),
+        ({"compressor": {"policy": "magic"}}, "uniform:<format>"),
+        ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
+        ({"prefill": {"actor": {"num_replicas": True}}}, "num_replicas=True: expected int"),
+        ({"model": None}, "model=None: expected a mapping"),
+    ],
+)
+def test_a_wrong_value_names_the_field_the_value_and_the_way_out(
+    data: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AppConfig.from_mapping(data)
+    assert says in str(caught.value)
+
+
+def test_whole_numbers_are_taken_where_floats_are_meant() -> None:
+    assert AppConfig.from_mapping({"pool": {"lease_ttl_s": 3}}).pool.lease_ttl_s == 3.0

@@ -1,0 +1,58 @@
+"""Byte arithmetic of pages."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import ALIGN_BYTES, FORMATS, PageLayout, default_page_bytes, page_format
+
+HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens"), [("fp16", 13), ("k8v8", 24), ("k8v4", 32), ("k4v4", 44), ("k4v2", 56)]
+)
+def test_a_default_page_at_head_dim_64_holds_the_published_counts(form: str, tokens: int) -> None:
+    assert default_page_bytes(64) == 3584
+    assert PageLayout(page_format(form), 64, 3584).tokens == tokens
+
+
+@given(
+    form=st.sampled_from(sorted(FORMATS)),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    kilobytes=st.integers(8, 64),
+)
+def test_segments_are_aligned_do_not_overlap_and_fit(
+    form: str, head_dim: int, kilobytes: int
+) -> None:
+    layout = PageLayout(FORMATS[form], head_dim, kilobytes * 256)
+    sizes = [layout.tokens * n for n in layout.format.segment_token_bytes(head_dim)]
+    ends = [start + size for start, size in zip(layout.offsets, sizes, strict=True)]
+    assert all(start % ALIGN_BYTES == 0 for start in layout.offsets)
+    assert all(end <= start for end, start in zip(ends, layout.offsets[1:], strict=False))
+    assert ends[-1] <= layout.page_bytes
+
+
+@given(
+    form=st.sampled_from(sorted(FORMATS)),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    kilobytes=st.integers(8, 64),
+)
+def test_one_more_token_would_not_fit(form: str, head_dim: int, kilobytes: int) -> None:
+    layout = PageLayout(FORMATS[form], head_dim, kilobytes * 256)
+    per_token = layout.format.segment_token_bytes(head_dim)
+    end = 0
+    for size in per_token:
+        end = -(-(end + (layout.tokens + 1) * size) // ALIGN_BYTES) * ALIGN_BYTES
+    assert end > layout.page_bytes
+
+
+def test_a_page_too_small_for_one_token_says_how_large_it_must_be() -> None:
+    with pytest.raises(ConfigError, match="at least 1056 bytes"):
+        PageLayout(FORMATS["fp16"], 256, 256)
+
+
+def test_an_unknown_format_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="k8v4"):
+        page_format("k9v9")

@@ -1,0 +1,79 @@
+"""Frames: what was packed comes back; anything else is refused."""
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.core.errors import MessageError
+from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
+from triptych.core.messages import (
+    CompressionReport,
+    Join,
+    Request,
+    Sampling,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    pack,
+    unpack,
+)
+
+REQUEST = Request(
+    id="r1",
+    prompt=(1, 2, 3),
+    sampling=Sampling(logit_bias=((5, 1.0),), stop=("\n",), seed=-3),
+    reply_to="unix:/run/x.sock",
+)
+HANDLE = KVHandle(Claim("arena", LeaseId(9), 2), (PageRun("fp16", b"\x03\0\0\0", b"ids"),), 3)
+REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
+MESSAGES = [
+    Submit(request=REQUEST),
+    Join(request=REQUEST, first_token=4, handle=HANDLE, report=REPORT),
+    Tokens(
+        request="r1",
+        index=0,
+        tokens=(4, 5),
+        text="né",
+        logprobs=(TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -1.0))),),
+        finish="stop",
+        stop=5,
+    ),
+]
+
+
+def test_messages_come_back_equal_and_in_order() -> None:
+    assert unpack(pack(MESSAGES)) == MESSAGES
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([2, ["Submit", {}]]),
+        msgpack.packb([1, ["Explode", {}]]),
+        msgpack.packb([1, ["Submit", {}]]),
+        msgpack.packb([1, ["Submit", {"request": 3}]]),
+        msgpack.packb([1, ["Cancel", {"requests": ["a"], "also": 1}]]),
+        msgpack.packb([1, ["Cancel", {"requests": [1]}]]),
+        msgpack.packb([1, "Cancel"]),
+        msgpack.packb({"1": 2}),
+        b"\x80\x04\x95\x0b\x00\x00\x00",  # the head of a pickle
+    ],
+)
+def test_what_is_not_a_message_is_refused(frame: bytes) -> None:
+    with pytest.raises(MessageError):
+        unpack(frame)
+
+
+@given(st.data())
+def test_a_mutated_frame_is_refused_or_still_typed(data: st.DataObject) -> None:
+    frame = bytearray(pack(MESSAGES))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        revived = unpack(bytes(frame))
+    except MessageError:
+        return
+    assert all(type(item) in (Submit, Join, Tokens) for item in revived)

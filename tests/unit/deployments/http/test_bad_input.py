@@ -1,0 +1,368 @@
+"""Whatever arrives: an OpenAI-shaped error that names the field, and no work for the engine."""
+
+import contextlib
+import json
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from triptych.core.errors import RequestError
+from triptych.deployments.http.wire import parse_json
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+JSON = {"content-type": "application/json"}
+LARGE_INT = 10**30
+
+
+def check_refused(
+    http: httpx.Client, engine, response: httpx.Response, status: int, param: str | None
+) -> dict[str, str | None]:
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert error["message"]
+    assert len(response.content) < 5000
+    assert response.headers["x-request-id"].startswith("req-")
+    assert engine.calls == []
+    assert http.get("/health").status_code == 200
+    return error
+
+
+def image(url: str) -> list[dict[str, object]]:
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
+    return [{"role": "user", "content": parts}]
+
+
+FIELDS = [
+    # field, value, status, param
+    ("temperature", 99, 400, "temperature"),
+    ("temperature", -1, 400, "temperature"),
+    ("temperature", "1", 400, "temperature"),
+    ("temperature", True, 400, "temperature"),
+    ("temperature", [], 400, "temperature"),
+    ("temperature", LARGE_INT, 400, "temperature"),
+    ("top_p", 0, 400, "top_p"),
+    ("top_p", 1.1, 400, "top_p"),
+    ("top_k", -2, 400, "top_k"),
+    ("top_k", 0.5, 400, "top_k"),
+    ("min_p", 2, 400, "min_p"),
+    ("presence_penalty", 2.5, 400, "presence_penalty"),
+    ("frequency_penalty", -2.5, 400, "frequency_penalty"),
+    ("repetition_penalty", 0, 400, "repetition_penalty"),
+    ("n", 0, 400, "n"),
+    ("n", 5, 400, "n"),
+    ("n", 10**6, 400, "n"),
+    ("n", LARGE_INT, 400, "n"),
+    ("n", 1.0, 400, "n"),
+    ("n", True, 400, "n"),
+    ("n", "2", 400, "n"),
+    ("max_tokens", 0, 400, "max_tokens"),
+    ("max_tokens", -1, 400, "max_tokens"),
+    ("max_tokens", 2**31, 400, "max_tokens"),
+    ("max_tokens", 2**64, 400, "max_tokens"),
+    ("max_tokens", 512, 400, "max_tokens"),
+    ("max_tokens", "16", 400, "max_tokens"),
+    ("seed", 2**63, 400, "seed"),
+    ("seed", -(2**63) - 1, 400, "seed"),
+    ("seed", 1.5, 400, "seed"),
+    ("stop", ["a"] * 5, 400, "stop"),
+    ("stop", "", 400, "stop"),
+    ("stop", ["a", ""], 400, "stop.1"),
+    ("stop", "x" * 10**5, 400, "stop"),
+    ("stop", {"a": 1}, 400, "stop"),
+    ("stop", [1], 400, "stop.0"),
+    ("logit_bias", {"99999999": 1}, 400, "logit_bias.99999999"),
+    ("logit_bias", {"-1": 1}, 400, "logit_bias.-1"),
+    ("logit_bias", {"one": 1}, 400, "logit_bias.one"),
+    ("logit_bias", {"1": "x"}, 400, "logit_bias.1"),
+    ("logit_bias", {"1": 101}, 400, "logit_bias.1"),
+    ("logit_bias", {str(i): 1 for i in range(10_000)}, 400, "logit_bias"),
+    ("logit_bias", [1], 400, "logit_bias"),
+    ("stop_token_ids", [10**6], 400, "stop_token_ids"),
+    ("stop_token_ids", [-1], 400, "stop_token_ids.0"),
+    ("stop_token_ids", [1] * 1000, 400, "stop_token_ids"),
+    ("min_tokens", 4000, 400, "min_tokens"),
+    ("min_tokens", -1, 400, "min_tokens"),
+    ("ignore_eos", "yes", 400, "ignore_eos"),
+    ("stream", "true", 400, "stream"),
+    ("stream", 1, 400, "stream"),
+    ("stream_options", {"include_usage": True}, 400, "stream_options"),
+    ("stream_options", [], 400, "stream_options"),
+    ("model", "other", 404, "model"),
+    ("model", "", 404, "model"),
+    ("model", "../../etc/passwd", 404, "model"),
+    ("model", "a\0b", 404, "model"),
+    ("model", 5, 400, "model"),
+    ("model", "m" * 10**5, 400, "model"),
+    ("response_format", {"type": "json_schema"}, 501, "response_format"),
+    ("response_format", {"type": "yaml"}, 400, "response_format.type"),
+]
+
+CHAT_FIELDS = [
+    ("messages", [], 400, "messages"),
+    ("messages", None, 400, "messages"),
+    ("messages", "hello", 400, "messages"),
+    ("messages", {}, 400, "messages"),
+    ("messages", HELLO * 2049, 400, "messages"),
+    ("messages", [1], 400, "messages.0"),
+    ("messages", [{"role": "wizard", "content": "x"}], 400, "messages.0.role"),
+    ("messages", [{"role": 1, "content": "x"}], 400, "messages.0.role"),
+    ("messages", [{"role": "user"}], 400, "messages.0.content"),
+    ("messages", [{"content": "x"}], 400, "messages.0.role"),
+    ("messages", [*HELLO, {"role": "user", "content": None}], 400, "messages.1.content"),
+    ("messages", [{"role": "user", "content": 5}], 400, "messages.0.content"),
+    ("messages", [{"role": "user", "content": [5]}], 400, "messages.0.content.0"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "text"}]}],
+        400,
+        "messages.0.content.0.text",
+    ),
+    ("messages", image("http://169.254.169.254/latest"), 400, "messages.0.content.1"),
+    ("messages", image("file:///etc/passwd"), 400, "messages.0.content.1"),
+    ("messages", [{"role": "user", "content": "word " * 2000}], 400, "messages"),
+    ("messages", [{"role": "user", "content": "w" * 200_000}], 400, "messages"),
+    ("max_completion_tokens", 512, 400, "max_completion_tokens"),
+    ("max_completion_tokens", 0, 400, "max_completion_tokens"),
+    ("logprobs", 1, 400, "logprobs"),
+    ("top_logprobs", 21, 400, "top_logprobs"),
+    ("top_logprobs", -1, 400, "top_logprobs"),
+    ("top_logprobs", 2, 400, "top_logprobs"),
+    ("tools", [{"type": "function"}], 501, "tools"),
+    ("tools", "x", 400, "tools"),
+    ("functions", [{}], 501, "functions"),
+]
+
+COMPLETION_FIELDS = [
+    ("prompt", None, 400, "prompt"),
+    ("prompt", "", 400, "prompt"),
+    ("prompt", [], 400, "prompt"),
+    ("prompt", [[]], 400, "prompt"),
+    ("prompt", [""], 400, "prompt"),
+    ("prompt", 5, 400, "prompt"),
+    ("prompt", {"a": 1}, 400, "prompt"),
+    ("prompt", [True], 400, "prompt.0"),
+    ("prompt", [1, "x"], 400, "prompt.1"),
+    ("prompt", ["x", 1], 400, "prompt.1"),
+    ("prompt", [[1], ["x"]], 400, "prompt.1.0"),
+    ("prompt", [-1], 400, "prompt.0"),
+    ("prompt", [10**6], 400, "prompt"),
+    ("prompt", [2**63], 400, "prompt.0"),
+    ("prompt", [1] * 512, 400, "prompt"),
+    ("prompt", [1] * 100_000, 400, "prompt"),
+    ("prompt", ["x"] * 1025, 400, "prompt"),
+    ("prompt", "<|im_end|>" * 600, 400, "prompt"),
+    ("prompt", "\u200d" * 20_000, 400, "prompt"),
+    ("echo", 1, 400, "echo"),
+    ("logprobs", 21, 400, "logprobs"),
+    ("logprobs", True, 400, "logprobs"),
+    ("suffix", "end", 400, "suffix"),
+    ("best_of", 3, 501, "best_of"),
+]
+
+
+def label(value: object) -> str:
+    return repr(value)[:24] if not isinstance(value, list | dict) else type(value).__name__
+
+
+@pytest.mark.parametrize(("field", "value", "status", "param"), FIELDS + CHAT_FIELDS, ids=label)
+def test_chat_refuses(http, engine, field, value, status, param):
+    body = {"model": "tiny", "messages": HELLO, field: value}
+    check_refused(http, engine, http.post(CHAT, json=body), status, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status", "param"), FIELDS + COMPLETION_FIELDS, ids=label
+)
+def test_completions_refuse(http, engine, field, value, status, param):
+    body = {"model": "tiny", "prompt": "hello", field: value}
+    check_refused(http, engine, http.post(COMPLETIONS, json=body), status, param)
+
+
+def test_a_lone_surrogate_is_refused_by_name(http, engine):
+    for path, body, param in [
+        (CHAT, '{"messages":[{"role":"user","content":"\\ud800"}]}', "messages.0.content"),
+        (COMPLETIONS, '{"prompt":"\\udfff"}', "prompt"),
+        (COMPLETIONS, '{"prompt":"x","stop":["\\ud800"]}', "stop.0"),
+        (COMPLETIONS, '{"prompt":"x","model":"\\ud800"}', "model"),
+    ]:
+        check_refused(http, engine, http.post(path, content=body, headers=JSON), 400, param)
+
+
+BODIES = [
+    b"",
+    b"{",
+    b'{"prompt": "x",}',
+    b'{"prompt": "x"} x',
+    b"[]",
+    b"null",
+    b"5",
+    b'"text"',
+    b'{"prompt": "x", "temperature": NaN}',
+    b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "temperature": -Infinity}',
+    b'{"prompt": "\xff\xfe"}',
+    b'\xef\xbb\xbf{"prompt": "x"}',
+    '{"prompt": "x"}'.encode("utf-16"),
+    b'{"prompt": "a\nb"}',
+    b'{"seed": ' + b"9" * 5000 + b"}",
+    b"[" * 100_000,
+    b'{"a":' * 30_000,
+    b'{"prompt": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b"\x1f\x8b\x08\x00",
+    b"model=tiny&prompt=x",
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:20]))
+def test_what_is_not_a_json_object_is_refused(http, engine, body):
+    response = http.post(COMPLETIONS, content=body, headers=JSON)
+    check_refused(http, engine, response, 400, None)
+
+
+def test_a_number_beyond_floats_is_refused_by_name(http, engine):
+    body = b'{"prompt": "x", "temperature": 1e400}'
+    response = http.post(COMPLETIONS, content=body, headers=JSON)
+    check_refused(http, engine, response, 400, "temperature")
+
+
+def test_of_two_equal_keys_the_last_counts(http, engine):
+    body = b'{"prompt": "x", "max_tokens": 99999, "max_tokens": 1}'
+    assert http.post(COMPLETIONS, content=body, headers=JSON).status_code == 200
+
+
+def test_a_nul_in_a_text_is_text(http, engine):
+    assert http.post(COMPLETIONS, json={"prompt": "a\0b", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"content-type": "text/plain"},
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/jsonx"},
+        {**JSON, "content-encoding": "gzip"},
+        {**JSON, "content-encoding": "br"},
+    ],
+    ids=str,
+)
+def test_only_plain_json_bodies_are_read(http, engine, headers):
+    response = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    check_refused(http, engine, response, 400, None)
+
+
+def test_a_charset_beside_the_content_type_is_fine(http, engine):
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    assert http.post(COMPLETIONS, content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v2/models", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/V1/models", 404),
+        ("GET", "/v1/models/%2e%2e/x", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("OPTIONS", "/v1/completions", 405),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+    ],
+)
+def test_unknown_routes_and_methods_answer_in_json(http, engine, method, path, status):
+    response = http.request(method, path)
+    param = "model" if path.startswith("/v1/models/") else None
+    check_refused(http, engine, response, status, param)
+
+
+def test_the_context_error_has_both_numbers_and_the_words_that_clients_look_for(http, engine):
+    body = {"messages": HELLO, "max_tokens": 600}
+    error = http.post(CHAT, json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. ")
+    assert "600 in the completion" in error["message"]
+    long_prompt = http.post(COMPLETIONS, json={"prompt": [5] * 700}).json()["error"]
+    assert "maximum context length is 512 tokens" in long_prompt["message"]
+    assert "700 tokens" in long_prompt["message"]
+    assert long_prompt["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_fills_the_context_but_for_one_token_is_served(http, engine):
+    answer = http.post(COMPLETIONS, json={"prompt": [5] * 511}).json()
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_many_faults_make_a_short_error(http, engine):
+    messages = [{"role": "x" * 1000, "content": "y" * 50} for _ in range(200)]
+    response = http.post(CHAT, json={"messages": messages})
+    error = check_refused(http, engine, response, 400, "messages.0.role")
+    assert error["message"].count("messages.") <= 10
+
+
+def test_tokenize_and_detokenize_are_inverse(http, engine, tokenizer):
+    answer = http.post(
+        "/tokenize", json={"prompt": "the weather é", "return_token_strs": True}
+    ).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 512
+    back = http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": "the weather é"}
+
+
+def test_tokenize_renders_messages(http, engine, tokenizer):
+    answer = http.post("/tokenize", json={"messages": HELLO}).json()
+    expected = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    assert answer["tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [2**63]}, "tokens.0"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+def test_tokenize_refuses(http, engine, path, body, param):
+    check_refused(http, engine, http.post(path, json=body), 400, param)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+FIELD_NAMES = sorted({field for field, *_ in FIELDS + CHAT_FIELDS} - {"model", "messages"})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    fields=st.dictionaries(st.sampled_from(FIELD_NAMES), json_values, max_size=3),
+    messages=st.just(HELLO) | json_values,
+)
+def test_no_body_makes_the_server_fail(http, engine, fields, messages):
+    fields |= {"messages": messages, "max_tokens": 1} if "max_tokens" not in fields else {}
+    body = json.dumps(fields).encode()
+    response = http.post(CHAT, content=body, headers=JSON)
+    assert response.status_code in (200, 400, 501), response.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=st.binary(max_size=64))
+def test_any_bytes_are_parsed_or_refused(body):
+    with contextlib.suppress(RequestError):
+        assert isinstance(parse_json(body), dict)

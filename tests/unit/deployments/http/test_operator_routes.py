@@ -1,0 +1,79 @@
+"""Health, version and metrics."""
+
+import re
+
+import pytest
+
+from triptych.core.errors import QueueFull
+from triptych.deployments.http import Health
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def sample(http, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_health_is_an_empty_200_or_a_503_with_the_reason(http, engine):
+    response = http.get("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    engine.health_state = Health(ok=False, reason="no decode worker")
+    response = http.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "no decode worker"
+
+
+def test_version(http, engine):
+    assert re.fullmatch(r"\d+\.\d+.*", http.get("/version").json()["version"])
+
+
+@pytest.mark.parametrize(
+    ("name", "grows_by"),
+    [
+        ("triptych_time_to_first_token_seconds_count", 2),
+        ("triptych_inter_token_latency_seconds_count", 6),
+        ("triptych_request_time_per_output_token_seconds_count", 2),
+        ("triptych_e2e_request_latency_seconds_count", 2),
+        ("triptych_generation_tokens_total", 8),
+        ('triptych_request_success_total{finished_reason="length"}', 2),
+        ("triptych_kv_raw_bytes_total", 6000),
+        ("triptych_kv_stored_bytes_total", 2000),
+    ],
+)
+def test_an_answer_is_counted(http, engine, name, grows_by):
+    before = sample(http, name)
+    http.post(CHAT, json={"messages": HELLO, "max_tokens": 4, "n": 2})
+    assert sample(http, name) - before == grows_by
+    assert sample(http, "triptych_num_requests_running") == 0
+
+
+def test_rejections_are_counted_by_reason(http, engine):
+    name = 'triptych_admission_rejections_total{reason="rate_limit_exceeded"}'
+    before = sample(http, name)
+    engine.refusal = QueueFull(waiting=3, limit=2, retry_after_s=4)
+    http.post(CHAT, json={"messages": HELLO})
+    assert sample(http, name) - before == 1
+    assert sample(http, "triptych_num_requests_running") == 0
+
+
+def test_failures_are_counted(http, engine):
+    before = sample(http, "triptych_request_failed_total")
+    engine.crash, engine.fail_after = RuntimeError(), 1
+    http.post(CHAT, json={"messages": HELLO, "stream": True, "n": 2})
+    assert sample(http, "triptych_request_failed_total") - before == 2
+
+
+def test_values_of_other_parts_are_shown_with_their_labels(http, engine):
+    text = http.get("/metrics").text
+    assert text.count("# TYPE triptych_pool_pages gauge") == 1
+    assert 'triptych_pool_pages{state="free"} 7.0\n' in text
+    assert 'triptych_pool_pages{state="held"} 1.0\n' in text
+
+
+def test_every_metric_can_be_parsed_by_prometheus(http, engine):
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = list(parser.text_string_to_metric_families(http.get("/metrics").text))
+    assert all(family.name.startswith("triptych_") for family in families)
+    assert len(families) >= 12

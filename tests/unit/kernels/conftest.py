@@ -1,0 +1,92 @@
+"""Inputs that every kernel test shares: pages full of garbage, then some tokens."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.kernels import Section, load_tokens, store_tokens
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Deterministic mode fills ``torch.empty`` with NaN, so an unwritten output shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers(request: pytest.FixtureRequest) -> None:
+    """Numbers of its own for each test, the same in each run."""
+    torch.manual_seed(sum(request.node.name.encode()))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Head rows of several slots, stored in pages of one format and read back."""
+
+    section: Section
+    """Page ids that no token needs are far out of range."""
+    key: Tensor
+    """float64 [S, KH, N, d]; 0 beyond the end."""
+    value: Tensor
+    positions: Tensor
+    """int32 [S, KH, N]; -1 beyond the end."""
+
+
+class Cache:
+    """An arena of garbage that hands out its pages in random order."""
+
+    def __init__(self, head_dim: int, pages: int = 600, byte: int | None = 0xFF) -> None:
+        self.head_dim, self.page_bytes = head_dim, default_page_bytes(head_dim)
+        self.arena = torch.randint(0, 256, (pages, self.page_bytes), dtype=torch.uint8)
+        if byte is not None:
+            self.arena.fill_(byte)
+        self._free = torch.randperm(pages).int()
+
+    def fill(
+        self,
+        name: str,
+        counts: list[list[int]],
+        *,
+        order: KeyOrder = "channel",
+        first_position: int = 0,
+        vectors: tuple[Tensor, Tensor] | None = None,
+    ) -> Stored:
+        """Store ``counts[slot][head]`` tokens, random ones if no [S, KH, N, d] are given."""
+        layout = PageLayout(FORMATS[name], self.head_dim, self.page_bytes, order)
+        tokens = torch.tensor(counts, dtype=torch.int32)
+        longest = max(1, int(tokens.max()))
+        pages = torch.full((*tokens.shape, layout.pages(longest)), 2**30, dtype=torch.int32)
+        key, value = vectors or torch.randn(2, *tokens.shape, longest, self.head_dim)
+        for slot, row in enumerate(counts):
+            for head, count in enumerate(row):
+                taken, self._free = self._free.split(
+                    [layout.pages(count), len(self._free) - layout.pages(count)]
+                )
+                pages[slot, head, : len(taken)] = taken
+                token = torch.arange(count)
+                store_tokens.on("reference")(
+                    self.arena,
+                    layout,
+                    key[slot, head, :count, None],
+                    value[slot, head, :count, None],
+                    taken[token // layout.tokens][:, None],
+                    (token % layout.tokens).int()[:, None],
+                    (token + first_position).int(),
+                )
+        loaded = load_tokens.on("reference")(
+            self.arena, layout, pages.flatten(0, 1), tokens.flatten()
+        )
+        keys, values, positions = (part.view(*tokens.shape, *part.shape[1:]) for part in loaded)
+        return Stored(Section(layout, pages, tokens), keys.double(), values.double(), positions)
+
+
+@pytest.fixture
+def new_cache() -> Callable[..., Cache]:
+    """The class itself: test modules cannot import from here."""
+    return Cache

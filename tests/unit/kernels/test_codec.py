@@ -1,0 +1,173 @@
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.kernels import load_tokens, store_tokens, transcode
+from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow
+from triptych.kernels.pages import segments
+
+BACKENDS = store_tokens.backends
+HEAD_DIMS = [16, 64, 96, 128, 256]
+ORDERS: list[KeyOrder] = ["token", "channel"]
+TOKENS, HEADS = 75, 2
+
+
+def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
+    return PageLayout(FORMATS[name], head_dim, default_page_bytes(head_dim), order)
+
+
+def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A table [HEADS, M] of pages in random order, and pages and rows [TOKENS, HEADS]."""
+    width = layout.pages(TOKENS)
+    table = (torch.randperm(HEADS * width).int() + first_page).view(HEADS, width)
+    token = torch.arange(TOKENS)
+    rows = (token % layout.tokens).int()[:, None].repeat(1, HEADS)
+    return table, table[:, token // layout.tokens].T.contiguous(), rows
+
+
+def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Random vectors, some constant, some far out of the float16 range."""
+    vectors = torch.randn(TOKENS, HEADS, head_dim) * 3
+    vectors[5], vectors[7], vectors[9] = 1.25, 0.0, vectors[9] * 1e9
+    return vectors.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_come_back_as_the_quantizer_says(
+    backend: str, name: str, head_dim: int, order: KeyOrder, dtype: torch.dtype
+) -> None:
+    layout = layout_of(name, head_dim, order)
+    table, pages, rows = scattered(layout, 3)
+    arena = torch.full((3 + table.numel(), layout.page_bytes), 0xFF, dtype=torch.uint8)
+    key, value = awkward_vectors(head_dim, dtype), awkward_vectors(head_dim, dtype)
+    positions = torch.randint(0, 10**6, (TOKENS,), dtype=torch.int32)
+    scores = torch.rand(TOKENS, HEADS)
+    store_tokens.on(backend)(arena, layout, key, value, pages, rows, positions, scores)
+    tokens = torch.tensor([TOKENS, TOKENS - 20], dtype=torch.int32)
+    keys, values, known = load_tokens.on(backend)(arena, layout, table, tokens)
+    form = layout.format
+    for head, count in enumerate(tokens.tolist()):
+        want = decode(encode(key[:, head], form.key_bits, 1))[:count]
+        assert torch.equal(keys[head, :count], want)
+        want = decode(encode(value[:, head], form.value_bits, 1))[:count]
+        assert torch.equal(values[head, :count], want)
+        assert torch.equal(known[head, :count], positions[:count])
+        assert (keys[head, count:] == 0).all()
+        assert (values[head, count:] == 0).all()
+        assert (known[head, count:] == -1).all()
+    assert torch.equal(segments(arena, layout).scores[pages.long(), rows.long()], scores)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_storing_changes_the_named_cells_and_nothing_else(
+    backend: str, name: str, order: KeyOrder
+) -> None:
+    layout = layout_of(name, 64, order)
+    arena = torch.randint(0, 256, (4, layout.page_bytes), dtype=torch.uint8)
+    before = arena.clone()
+    pages = torch.tensor([[2, -1]], dtype=torch.int32)
+    rows = torch.tensor([[1, 0]], dtype=torch.int32)
+    vectors = torch.randn(1, 2, 64)
+    store_tokens.on(backend)(arena, layout, vectors, vectors, pages, rows, rows[:, 0])
+    changed = (arena != before).nonzero()
+    assert set(changed[:, 0].tolist()) == {2}
+    assert len(changed) <= layout.format.token_bytes(64)
+    old, new = segments(before, layout), segments(arena, layout)
+    assert torch.equal(old.keys[2, 0].view(torch.uint8), new.keys[2, 0].view(torch.uint8))
+    assert new.scores[2, 1] == 0
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("source", "target"), list(product(FORMATS, FORMATS)))
+def test_backends_transcode_to_the_same_bytes(
+    source: str, target: str, order: KeyOrder, head_dim: int
+) -> None:
+    old, new = layout_of(source, head_dim, order), layout_of(target, head_dim, "channel")
+    table, pages, rows = scattered(old, 0)
+    target_table, target_pages, target_rows = scattered(new, table.numel())
+    count = table.numel() + target_table.numel()
+    arena = torch.randint(0, 256, (count, old.page_bytes), dtype=torch.uint8)
+    vectors = awkward_vectors(head_dim, torch.float32)
+    positions = torch.arange(TOKENS, dtype=torch.int32)
+    scores = torch.rand(TOKENS, HEADS)
+    store_tokens.on("reference")(arena, old, vectors, vectors, pages, rows, positions, scores)
+    where = [index.flatten() for index in (pages, rows, target_pages, target_rows)]
+    results = [arena.clone() for _ in transcode.backends]
+    for backend, result in zip(transcode.backends, results, strict=True):
+        transcode.on(backend)(result, old, new, *where)
+    assert torch.equal(results[0], results[1])
+    written = segments(results[1], new)
+    assert torch.equal(written.scores[target_pages.long(), target_rows.long()], scores)
+    assert torch.equal(
+        written.positions[target_pages.long(), target_rows.long()],
+        positions[:, None].expand(-1, HEADS),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_downgrade_drops_bits_without_a_second_quantization(backend: str) -> None:
+    high, low = layout_of("k8v4", 64, "channel"), layout_of("k4v2", 64, "channel")
+    table, pages, rows = scattered(high, 0)
+    low_table, low_pages, low_rows = scattered(low, table.numel())
+    count = table.numel() + low_table.numel()
+    arena = torch.full((count, high.page_bytes), 0xFF, dtype=torch.uint8)
+    vectors = torch.randn(TOKENS, HEADS, 64)
+    positions = torch.arange(TOKENS, dtype=torch.int32)
+    store_tokens.on(backend)(arena, high, vectors, vectors, pages, rows, positions)
+    where = [index.flatten() for index in (pages, rows, low_pages, low_rows)]
+    transcode.on(backend)(arena, high, low, *where)
+    tokens = torch.full((HEADS,), TOKENS, dtype=torch.int32)
+    keys, values, _ = load_tokens.on(backend)(arena, low, low_table, tokens)
+    for head in range(HEADS):
+        assert torch.equal(keys[head], decode(narrow(encode(vectors[:, head], 8, 1), 8, 4)))
+        assert torch.equal(values[head], decode(narrow(encode(vectors[:, head], 4, 1), 4, 2)))
+
+
+def test_a_downgrade_of_more_bits_skips_the_middle() -> None:
+    codes = torch.randint(0, 256, (100, 64), dtype=torch.uint8)
+    fine = Encoded(codes, torch.rand(100, 1, 2).half())
+    stepwise = narrow(narrow(fine, 8, 4), 4, 2)
+    assert (narrow(fine, 8, 2).codes.int() - stepwise.codes.int()).abs().max() <= 1
+
+
+def _store_outside(arena: Tensor, layout: PageLayout) -> None:
+    cell = torch.tensor([[9]], dtype=torch.int32)
+    vectors = torch.randn(1, 1, 64)
+    store_tokens(arena, layout, vectors, vectors, cell, cell * 0, cell[0])
+
+
+def _transcode_outside(arena: Tensor, layout: PageLayout) -> None:
+    zero, row = torch.zeros(1, dtype=torch.int32), torch.full((1,), 99, dtype=torch.int32)
+    transcode(arena, layout, layout, zero, row, zero + 1, zero)
+
+
+def _load_outside(arena: Tensor, layout: PageLayout) -> None:
+    table, tokens = torch.tensor([[-3]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    load_tokens(arena, layout, table, tokens)
+
+
+@pytest.mark.parametrize("call", [_store_outside, _transcode_outside, _load_outside])
+def test_cells_outside_of_the_arena_are_an_error(
+    call: Callable[[Tensor, PageLayout], None],
+) -> None:
+    layout = layout_of("k8v4", 64, "channel")
+    with pytest.raises(ConfigError, match="does not have"):
+        call(torch.zeros(2, layout.page_bytes, dtype=torch.uint8), layout)
+
+
+def test_an_arena_of_another_page_size_is_an_error() -> None:
+    layout = layout_of("k8v4", 64, "channel")
+    with pytest.raises(ConfigError, match="4096 bytes, those of the layout 3584"):
+        _store_outside(torch.zeros(2, 4096, dtype=torch.uint8), layout)

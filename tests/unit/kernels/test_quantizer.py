@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from triptych.kernels.codec.quantizer import FP16_MAX, decode, encode, narrow, pack, unpack
+
+HEAD_DIMS = [16, 64, 80, 96, 128, 256]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_unpacking_what_was_packed_gives_the_codes_back(bits: int, head_dim: int) -> None:
+    codes = torch.randint(0, 2**bits, (50, head_dim), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (50, head_dim * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+def test_the_low_nibbles_of_a_row_hold_its_first_half() -> None:
+    packed = pack(torch.arange(16, dtype=torch.uint8)[None], 4)
+    assert packed[0].tolist() == [low | (low + 8) << 4 for low in range(8)]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 300.0])
+def test_the_error_is_at_most_half_a_step_and_rounding(
+    bits: int, groups: int, spread: float
+) -> None:
+    vectors = torch.randn(500, 64) * spread + torch.randn(500, 1) * spread
+    encoded = encode(vectors, bits, groups)
+    grouped = vectors.unflatten(1, (groups, -1))
+    error = (decode(encoded) - vectors).abs().unflatten(1, (groups, -1)).amax(-1)
+    bound = encoded.metadata[..., 0].float() / 2 + 2**-10 * grouped.abs().amax(-1)
+    # Below the smallest normal float16 number, scales are as coarse as 2**-24.
+    assert (error <= bound + 256 * 2**-24).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("constant", [0.0, 1.25, -7.0])
+def test_a_constant_vector_has_no_range_and_no_nan(bits: int, constant: float) -> None:
+    encoded = encode(torch.full((3, 64), constant), bits, 1)
+    assert (encoded.codes == 0).all()
+    assert torch.equal(decode(encoded), torch.full((3, 64), constant))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_huge_values_saturate_and_stay_finite(bits: int) -> None:
+    vectors = torch.randn(20, 64) * 1e9
+    decoded = decode(encode(vectors, bits, 1))
+    assert decoded.isfinite().all()
+    assert decoded.abs().max() <= FP16_MAX * 1.01
+
+
+@pytest.mark.parametrize(("bits", "to_bits"), [(8, 4), (4, 2), (8, 2)])
+def test_dropping_bits_gives_the_codes_of_a_direct_quantization(bits: int, to_bits: int) -> None:
+    # Exact for a zero of 0 and a scale that float16 holds, whatever the ratio.
+    fine = torch.randint(0, 2**bits, (2000, 64))
+    fine[:, 0], fine[:, 1] = 0, 2**bits - 1
+    vectors = fine.float() * 2**-6
+    direct = encode(vectors, to_bits, 1)
+    dropped = narrow(encode(vectors, bits, 1), bits, to_bits)
+    assert torch.equal(dropped.codes, direct.codes)
+    assert torch.equal(dropped.metadata, direct.metadata)

@@ -1,0 +1,348 @@
+"""The pool process with workers that are real processes, and with peers that talk nonsense."""
+
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import msgpack
+import pytest
+
+from triptych.core.config import PoolConfig
+from triptych.core.errors import (
+    ConfigError,
+    MessageError,
+    NotRegistered,
+    PoolError,
+    PoolUnavailable,
+    StaleHandle,
+    TriptychError,
+)
+from triptych.core.handles import Claim, LeaseId
+from triptych.core.messages import WIRE_VERSION, pack, unpack
+from triptych.kvpool import protocol
+from triptych.kvpool.arena import Arena
+from triptych.kvpool.client import PoolClient, PoolWatcher
+from triptych.kvpool.pool import WorkerId
+from triptych.kvpool.processes import this_process
+from triptych.kvpool.service import PoolServer
+from triptych.kvpool.wire import MAX_FRAME_BYTES, FrameChannel
+
+HERE = Path(__file__).parent
+Spawn = Callable[..., "subprocess.Popen[str]"]
+MakeServer = Callable[..., PoolServer]
+MakeClient = Callable[[PoolServer | str, str], PoolClient]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    """Starts a script of this folder and waits until it says something."""
+    children = list["subprocess.Popen[str]"]()
+
+    def start(script: str, *arguments: object) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(HERE / script), *map(str, arguments)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def said(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout
+    return child.stdout.readline().strip()
+
+
+def tell(child: "subprocess.Popen[str]") -> list[str]:
+    assert child.stdin
+    child.stdin.write("go on\n")
+    child.stdin.flush()
+    return [said(child), said(child)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> float:
+    """Seconds until the condition held; infinity if it did not in time."""
+    start = time.monotonic()
+    while time.monotonic() - start < seconds:
+        if condition():
+            return time.monotonic() - start
+        time.sleep(0.01)
+    return float("inf")
+
+
+def test_pages_of_a_killed_worker_are_free_within_a_second(
+    make_server: MakeServer, spawn: Spawn, tmp_path: Path
+) -> None:
+    server = make_server()
+    child = spawn("worker_process.py", server.address, "victim", tmp_path)
+    assert said(child) == "holding"
+    assert server.stat().by_request == {"r": 50}
+    child.send_signal(signal.SIGKILL)  # and nobody waits for it: it stays a zombie
+    assert wait_until(lambda: server.stat().held_pages == 0, 2.0) <= 1.0
+    ledger = server.stat()
+    assert (ledger.free_pages, ledger.reclaimed_workers_total) == (ledger.pages, 1)
+    assert ledger.reclaimed_pages_total >= 150
+    assert server.check() == []
+
+
+def test_a_frozen_worker_loses_its_lease_and_cannot_go_on_afterwards(
+    make_server: MakeServer, spawn: Spawn, tmp_path: Path
+) -> None:
+    server = make_server(lease_ttl_s=1.0)
+    child = spawn("worker_process.py", server.address, "sleeper", tmp_path)
+    assert said(child) == "holding"
+    assert tell(child) == ["went on", "went on"]
+    child.send_signal(signal.SIGSTOP)
+    assert wait_until(lambda: server.stat().held_pages == 0, 5.0) < 5.0
+    child.send_signal(signal.SIGCONT)
+    answers = tell(child)
+    assert set(answers) <= {"NotRegistered", "PoolUnavailable"}
+    assert server.stat().held_pages == 0
+
+
+def test_a_worker_that_computes_for_long_keeps_its_lease(
+    make_server: MakeServer, make_client: MakeClient
+) -> None:
+    server = make_server(lease_ttl_s=0.8)
+    pool = make_client(server, "busy")
+    ids = pool.take(10)
+    time.sleep(1.8)
+    pool.give(ids)
+
+
+def test_a_killed_pool_is_noticed_and_its_memory_cleaned_up_by_the_next(
+    make_server: MakeServer, make_client: MakeClient, spawn: Spawn, tmp_path: Path
+) -> None:
+    child = spawn("pool_process.py", tmp_path)
+    pool = make_client(said(child), "orphan")
+    ids = pool.take(10)
+    [claim] = pool.handoff([("r", ids)])
+    old_files = {path.name for path in tmp_path.iterdir()}
+    child.kill()
+    child.wait()
+    with pytest.raises(PoolUnavailable, match="does not answer"):
+        pool.release([claim.lease])
+    for call in (lambda: pool.take(1), lambda: pool.give(ids), lambda: pool.attach([])):
+        with pytest.raises(PoolUnavailable):
+            call()
+    pool.arena.data[ids] = 1  # still mapped: no crash
+
+    later = make_client(make_server(), "later")
+    assert not old_files & {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(StaleHandle):
+        later.attach([(claim, ids)])
+
+
+def test_a_pool_that_was_replaced_at_the_same_address_refuses_former_workers(
+    tmp_path: Path, make_server: MakeServer, make_client: MakeClient
+) -> None:
+    address = f"unix:{tmp_path}/private/pool.sock"
+    first = make_server(address=address)
+    pool = make_client(first, "worker")
+    pool.take(3)
+    first.stop()
+    make_server(address=address)
+
+    def lost() -> bool:
+        try:
+            pool.handoff([])
+        except (NotRegistered, PoolUnavailable):
+            return True
+        return False
+
+    assert wait_until(lost, 5.0) < 5.0
+    with pytest.raises((NotRegistered, PoolUnavailable)):
+        pool.take(1)
+
+
+def test_stop_leaves_no_files(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server()
+    socket = Path(server.address.removeprefix("unix:"))
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    server.stop()
+    assert not socket.parent.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_directory_that_others_can_enter_is_refused(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    open_directory = tmp_path / "open"
+    open_directory.mkdir(mode=0o755)
+    with pytest.raises(PoolError, match="0700"):
+        make_server(address=f"unix:{open_directory}/pool.sock")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "dns:example:1", "unix-abstract:x", "::1:1"])
+def test_addresses_that_other_machines_could_reach_are_refused(
+    make_server: MakeServer, address: str
+) -> None:
+    with pytest.raises(PoolError, match="expected unix:/path"):
+        make_server(address=address)
+
+
+def test_an_address_in_use_is_an_error(make_server: MakeServer) -> None:
+    taken = make_server(address="127.0.0.1:0").address
+    with pytest.raises(PoolError, match="cannot listen"):
+        make_server(address=taken)
+
+
+def test_a_pool_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.capacity_bytes=255"):
+        PoolServer(PoolConfig(capacity_bytes=255), 256, directory=tmp_path)
+
+
+def test_nobody_there_is_pool_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(PoolUnavailable, match="does not answer"):
+        PoolClient(f"unix:{tmp_path}/none.sock", "w", connect_timeout_s=0.2)
+
+
+def test_a_watcher_reads_the_books_and_notices_that_the_pool_is_gone(
+    make_server: MakeServer, make_client: MakeClient
+) -> None:
+    server = make_server()
+    watcher = PoolWatcher(server.address)
+    make_client(server, "w").take(5)
+    ledger = watcher.stat()
+    assert ledger is not None
+    assert ledger.held_pages == 64
+    server.stop()
+    assert watcher.stat() is None
+    watcher.close()
+
+
+class TestNonsense:
+    """Whatever comes in, the answer is a refusal, the books stay, and the pool goes on."""
+
+    def good_frames(self, worker: WorkerId) -> list[bytes]:
+        claim = Claim("triptych-0-0123456789abcdef", LeaseId(1), 1)
+        pages = b"\0\0\0\0\1\0\0\0"
+        commit = protocol.CommitPages("r", pages)
+        wanted = protocol.ClaimedPages(claim, pages)
+        questions = [
+            protocol.RegisterWorker(name="w", process=this_process()),
+            protocol.RenewWorker(worker=worker),
+            protocol.GrantPages(worker=worker, pages=9, at_least=9),
+            protocol.GiveBackPages(worker=worker, pages=pages),
+            protocol.HandOff(worker=worker, commits=(commit,), releases=(), keep=False),
+            protocol.AttachLeases(worker=worker, wanted=(wanted,)),
+            protocol.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
+            protocol.WithdrawRequests(worker=worker, labels=("r",)),
+            protocol.UnregisterWorker(worker=worker),
+            protocol.StatPool(),
+        ]
+        return [pack([question]) for question in questions]
+
+    def test_truncated_and_mutated_frames(self, make_server: MakeServer) -> None:
+        server = make_server()
+        channel = FrameChannel(server.address)
+        generator = random.Random(0)
+        frames = self.good_frames(WorkerId("nobody"))
+        for _ in range(1500):
+            frame = bytearray(generator.choice(frames))
+            if generator.random() < 0.3:
+                frame = frame[: generator.randrange(len(frame))]
+            for _ in range(generator.randrange(1, 4)):
+                if frame:
+                    frame[generator.randrange(len(frame))] = generator.randrange(256)
+            assert len(unpack(channel.ask(bytes(frame), 5.0))) == 1
+        channel.close()
+        assert server.stat().held_pages == 0
+        assert server.check() == []
+
+    @pytest.mark.parametrize(
+        "frame",
+        [
+            b"",
+            b"\x90",
+            pack([]),
+            pack([protocol.StatPool(), protocol.StatPool()]),
+            pack([protocol.PoolDone()]),
+            b"\x92\x01\x92\xa9GrantPage\x80",
+            b"\xc1" * 1000,
+            b"\x91" * 100_000,
+        ],
+    )
+    def test_what_is_not_one_question_is_refused(
+        self, make_server: MakeServer, frame: bytes
+    ) -> None:
+        channel = FrameChannel(make_server().address)
+        [answer] = unpack(channel.ask(frame, 5.0))
+        assert isinstance(answer, protocol.PoolRefused)
+        assert answer.error == "MessageError"
+        channel.close()
+
+    @pytest.mark.parametrize(("pages", "at_least"), [(-1, -1), (1, 2), (2**63, 2**63), (5, -5)])
+    def test_impossible_numbers_of_pages_are_refused(
+        self, make_server: MakeServer, pages: int, at_least: int
+    ) -> None:
+        server = make_server()
+        channel = FrameChannel(server.address)
+        me = pack([protocol.RegisterWorker(name="w", process=this_process())])
+        [registered] = unpack(channel.ask(me, 5.0))
+        fields = {"worker": registered.worker, "pages": pages, "at_least": at_least}
+        frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["GrantPages", fields]]))
+        [answer] = unpack(channel.ask(frame, 5.0))
+        assert isinstance(answer, protocol.PoolRefused)
+        assert server.stat().held_pages == 0
+        channel.close()
+
+    def test_a_frame_that_is_too_large_is_refused_on_either_side(
+        self, make_server: MakeServer
+    ) -> None:
+        server = make_server()
+        channel = FrameChannel(server.address)
+        with pytest.raises(MessageError, match="limit"):
+            channel.ask(b"\0" * (MAX_FRAME_BYTES + 1), 5.0)
+        channel.close()
+
+    def test_endless_names_are_refused(
+        self, make_server: MakeServer, make_client: MakeClient
+    ) -> None:
+        pool = make_client(make_server(), "w")
+        with pytest.raises((MessageError, ValueError), match="limit"):
+            pool.handoff([("r" * 10_000, pool.take(1))])
+
+
+def test_many_workers_at_once_keep_the_books_right(
+    make_server: MakeServer, make_client: MakeClient
+) -> None:
+    server = make_server()
+    failures = list[Exception]()
+
+    def work(name: str) -> None:
+        try:
+            sender, receiver = make_client(server, f"{name}-out"), make_client(server, f"{name}-in")
+            for number in range(25):
+                ids = sender.take(20)
+                sender.arena.data[ids] = number
+                [claim] = sender.handoff([(name, ids)])
+                [claim] = receiver.attach([(claim, ids)])
+                assert (receiver.arena.data[ids] == number).all()
+                receiver.release([claim.lease])
+        except (TriptychError, AssertionError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"pair-{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert server.check() == []
+    assert server.stat().by_request == {}
+
+
+def test_an_arena_of_another_shape_is_not_mapped(make_server: MakeServer, tmp_path: Path) -> None:
+    arena = make_server().stat().arena
+    with pytest.raises(PoolError, match="expected 1 of 256"):
+        Arena.open(arena, (1, 256), tmp_path)

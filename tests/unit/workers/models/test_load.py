@@ -1,0 +1,162 @@
+"""What can be served is described exactly; what cannot is refused with a reason."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma3Config,
+    JambaConfig,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from triptych.core.errors import ModelError
+from triptych.core.layout import Geometry
+from triptych.workers.models import describe, load
+
+SaveModel = Callable[[PreTrainedConfig], Path]
+
+
+def test_a_description_needs_no_weights(llama: PreTrainedConfig, save_model: SaveModel) -> None:
+    path = save_model(llama)
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(b"")
+    facts = describe(path)
+    assert facts.geometry == Geometry(layers=3, kv_heads=2, head_dim=8)
+    assert (facts.num_heads, facts.context_tokens, facts.vocab_size) == (6, 256, 320)
+    assert facts.eos_token_ids == (2,)
+
+
+def test_each_layers_window_scale_and_softcap_are_what_transformers_passes(
+    family: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    layers = describe(save_model(family)).layers
+    expected = {
+        "qwen2": [5 if kind == "sliding_attention" else 0 for kind in family.layer_types]
+        if family.model_type == "qwen2"
+        else [],
+        "mistral": [7, 7, 7],
+        "gemma2": [6, 0, 6],
+        "gemma3_text": [6, 0, 6],
+    }
+    windows = [layer.window for layer in layers]
+    assert windows == expected.get(family.model_type, [0, 0, 0])
+    assert {layer.softcap for layer in layers} == {2.0 if family.model_type == "gemma2" else 0.0}
+
+
+def test_several_end_tokens_come_from_the_generation_settings(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert describe(path).eos_token_ids == (2, 7)
+
+
+def test_weights_come_in_the_type_that_was_asked_for(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    for name in ("float32", "bfloat16"):
+        model = load(path, name).model
+        assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
+        assert not model.training
+        assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_the_revision_changes_with_one_weight(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    before = describe(path).revision
+    assert describe(path).revision == before
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for weight in model.parameters():
+        weight.data.add_(1e-3)
+    model.save_pretrained(path)
+    assert describe(path).revision != before
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T5Config(d_model=16, num_layers=1, num_heads=2), "encoder-decoder"),
+        (Gemma3Config(), "more than text"),
+        (BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), "looks ahead"),
+        (
+            JambaConfig(hidden_size=32, num_hidden_layers=8, use_mamba_kernels=False),
+            "state-space|usual kind|ragged",
+        ),
+    ],
+    ids=["encoder-decoder", "images", "encoder", "state-space"],
+)
+def test_what_cannot_be_served_is_refused_with_a_reason(
+    config: PreTrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        describe(tmp_path)
+
+
+def test_rope_that_depends_on_the_longest_sequence_is_refused(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    llama.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ModelError, match="shares the batch"):
+        describe(save_model(llama))
+
+
+def test_pickled_weights_are_never_loaded(llama: PreTrainedConfig, save_model: SaveModel) -> None:
+    path = save_model(llama)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ModelError, match="never loaded"):
+        load(path, "float32")
+
+
+def test_code_in_the_directory_is_never_run(
+    llama: PreTrainedConfig, save_model: SaveModel, tmp_path: Path
+) -> None:
+    path = save_model(llama)
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"model_type": "ours", "auto_map": {"AutoConfig": "evil.Config"}}
+    (path / "config.json").write_text(json.dumps(settings))
+    (path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ModelError, match="no usable config"):
+        load(path, "float32")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_a_missing_file_is_named(
+    missing: str, llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    (path / missing).unlink()
+    with pytest.raises(ModelError, match=str(path)):
+        load(path, "float32")
+
+
+def test_weights_cut_short_are_an_error(llama: PreTrainedConfig, save_model: SaveModel) -> None:
+    path = save_model(llama)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(path, "float32")
+
+
+def test_weights_that_are_missing_are_not_made_up(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="missing.*up_proj"):
+        load(path, "float32")

@@ -1,0 +1,130 @@
+"""The three engines, the pool and the coordinator together, against the model alone."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from triptych.core.config import AppConfig
+from triptych.core.messages import Sampling
+from triptych.workers.local import Completion, LocalServer
+
+VOCAB = 258
+
+
+def config(**parts: dict[str, object]) -> AppConfig:
+    base: dict[str, object] = {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64},
+        "compressor": {"policy": "uniform:fp16", "recent_window_tokens": 20},
+        "prefill": {"chunk_tokens": 48},
+    }
+    return AppConfig.from_mapping(base | parts)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    generator = random.Random(tokens * 1000 + seed)
+    return [generator.randrange(2, VOCAB) for _ in range(tokens)]
+
+
+def greedy(max_tokens: int, **more: object) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, **more)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def differences(model: LlamaForCausalLM, asked: list[int], answer: Completion) -> torch.Tensor:
+    """How far each answer token's log probability is from the model's own."""
+    tokens = torch.tensor([[*asked, *answer.tokens]])
+    with torch.inference_mode():
+        logprobs = model(tokens).logits[0, len(asked) - 1 : -1].log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    ours = torch.tensor([entry.logprob for entry in answer.logprobs])
+    return (own - ours).abs()
+
+
+PROMPTS = [1, 2, 12, 13, 14, 33, 47, 48, 49, 96, 130, 200]
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 48, 512])
+def test_answers_agree_with_the_model_alone_in_16_bits(
+    tiny_model: Path, reference: LlamaForCausalLM, chunk_tokens: int
+) -> None:
+    asked = [prompt(count) for count in PROMPTS]
+    settings = config(prefill={"chunk_tokens": chunk_tokens})
+    with LocalServer(settings, tiny_model) as server:
+        answers = server.complete([server.request(p, greedy(40)) for p in asked])
+        assert server.pool.stat().request_pages == 0
+    for one, answer in zip(asked, answers, strict=True):
+        assert answer.finish == "length"
+        assert len(answer.tokens) == 40
+        assert differences(reference, one, answer).max() < 2e-2
+
+
+def test_a_coarser_format_costs_more_error_and_fewer_bytes(
+    tiny_model: Path, reference: LlamaForCausalLM
+) -> None:
+    asked = [prompt(count, seed=1) for count in (30, 150, 300)]
+    errors, sizes = list[float](), list[int]()
+    for form in ("fp16", "k8v8", "k8v4", "k4v2"):
+        settings = config(compressor={"policy": f"uniform:{form}", "recent_window_tokens": 20})
+        with LocalServer(settings, tiny_model) as server:
+            answers = server.complete([server.request(p, greedy(60)) for p in asked])
+        pairs = zip(asked, answers, strict=True)
+        errors.append(sum(differences(reference, p, a).mean().item() for p, a in pairs))
+        report = answers[-1].report
+        assert report is not None
+        assert report.policy == f"uniform:{form}"
+        sizes.append(report.stored_bytes)
+    assert errors == sorted(errors)
+    assert errors[1] < 0.2
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_an_answer_does_not_depend_on_what_shares_the_batch(tiny_model: Path) -> None:
+    asked = [prompt(count, seed=2) for count in (5, 60, 61)]
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
+    with LocalServer(config(), tiny_model) as server:
+        together = server.complete([server.request(p, sampling) for p in asked])
+        alone = [server.complete([server.request(p, sampling)])[0] for p in asked]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+
+
+def test_leaving_a_stream_gives_every_page_back(tiny_model: Path) -> None:
+    with LocalServer(config(), tiny_model) as server:
+        stream = server.stream([server.request(prompt(100), greedy(300))])
+        next(stream)
+        stream.close()
+        server.complete([server.request(prompt(3), greedy(2))])
+        assert server.pool.stat().request_pages == 0
+
+
+def test_more_requests_than_slots_wait_and_all_finish(tiny_model: Path) -> None:
+    settings = config(decode={"max_batch_requests": 2})
+    with LocalServer(settings, tiny_model) as server:
+        requests = [server.request(prompt(20 + i), greedy(10)) for i in range(9)]
+        answers = server.complete(requests)
+    assert [len(answer.tokens) for answer in answers] == [10] * 9
+
+
+def test_a_request_that_can_never_fit_is_refused_and_others_go_on(tiny_model: Path) -> None:
+    settings = config(pool={"capacity_bytes": 200_000, "extent_pages": 8})
+    with LocalServer(settings, tiny_model) as server:
+        big, small = server.complete(
+            [server.request(prompt(400), greedy(50)), server.request(prompt(5), greedy(5))]
+        )
+    assert big.error is not None
+    assert big.error.status == 400
+    assert small.finish == "length"
+
+
+def test_an_answer_ends_at_the_context_whatever_max_tokens_says(tiny_model: Path) -> None:
+    with LocalServer(config(), tiny_model) as server:
+        (answer,) = server.complete([server.request(prompt(505), greedy(100))])
+    assert len(answer.tokens) == 512 - 505
+    assert answer.finish == "length"

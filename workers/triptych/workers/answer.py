@@ -1,0 +1,101 @@
+"""One answer as it grows: tokens, text, when it ends, what the client is told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from triptych.core.messages import (
+    CompressionReport,
+    FinishReason,
+    Request,
+    Send,
+    TokenLogprob,
+    Tokens,
+)
+from triptych.workers.models import LoadedModel
+from triptych.workers.sampling import Drawn, SamplerRow
+from triptych.workers.text import TextStream
+
+PROMPT_TAIL_TOKENS = 8
+"""Tokens of the prompt that decide how the first token of the answer is written."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """State of one answer. The decode stage rebuilds it from the first token."""
+
+    request: Request
+    sampler_row: SamplerRow
+    text: TextStream
+    end_ids: frozenset[int]
+    limit: int
+    """Tokens at most: what the request asks for, or what is left of the context."""
+    tokens: list[int] = field(default_factory=list[int])
+    finish: FinishReason | None = None
+    report: CompressionReport | None = None
+    """Told to the client with the next tokens, once."""
+
+    def push(self, drawn: Drawn) -> Send:
+        """Take a drawn token; what comes back goes to the ingress.
+
+        Raises: ModelError if the row's logits were not numbers
+        """
+        index = len(self.tokens)
+        text, stop = self._advance(drawn.checked_token())
+        report, self.report = self.report, None
+        message = Tokens(
+            request=self.request.id,
+            index=index,
+            tokens=(drawn.token,),
+            text=text,
+            logprobs=self._logprobs(drawn),
+            finish=self.finish,
+            stop=stop,
+            compression=report,
+        )
+        return Send(self.request.reply_to, message)
+
+    def replay(self, token: int) -> None:
+        """Take a token that an earlier stage already sent to the client."""
+        self._advance(token)
+
+    def _advance(self, token: int) -> tuple[str, str | int | None]:
+        self.tokens.append(token)
+        self.sampler_row.append(token)
+        if token in self.end_ids:
+            self.finish = "stop"
+            return self.text.finish(), token
+        piece = self.text.push(token)
+        if piece.stop is not None:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish = "length"
+            return piece.text + self.text.finish(), None
+        return piece.text, piece.stop
+
+    def _logprobs(self, drawn: Drawn) -> tuple[TokenLogprob, ...]:
+        if self.request.sampling.logprobs < 0 or drawn.logprob is None:
+            return ()
+        return (TokenLogprob(token=drawn.token, logprob=drawn.logprob, top=drawn.top),)
+
+
+@dataclass(frozen=True)
+class AnswerFactory:
+    """Makes answers for one model."""
+
+    model: LoadedModel
+    context_tokens: int
+
+    def start(self, request: Request, replayed: Sequence[int] = ()) -> Answer:
+        """A new answer that has already said ``replayed``."""
+        sampling = request.sampling
+        own = frozenset() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
+        answer = Answer(
+            request=request,
+            sampler_row=SamplerRow(sampling, request.prompt, self.model.eos_token_ids),
+            text=TextStream(self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]),
+            end_ids=own | frozenset(sampling.stop_token_ids),
+            limit=min(sampling.max_tokens, self.context_tokens - len(request.prompt)),
+        )
+        for token in replayed:
+            answer.replay(token)
+        return answer

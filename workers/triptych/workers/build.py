@@ -1,0 +1,66 @@
+"""Puts the engines of one process together: weights once, then a stage at a time."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.messages import Stage
+from triptych.core.pages import PagePlan
+from triptych.kvpool import WorkerPool
+from triptych.workers.answer import AnswerFactory
+from triptych.workers.compress import CompressEngine
+from triptych.workers.cores import Cores, FixedCores, SharedCores
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.models import ModelRunner, load
+from triptych.workers.prefill import PrefillEngine
+from triptych.workers.sampling import Draw, sample
+from triptych.workers.stage import Engine
+
+
+def build_engines(
+    config: AppConfig,
+    plan: PagePlan,
+    model_path: Path,
+    pool: WorkerPool,
+    stages: Sequence[Stage],
+    draw: Draw = sample,
+) -> list[Engine]:
+    """Load what the stages need and make their engines; a lone compressor loads no weights."""
+    needs_model = any(stage != "compress" for stage in stages)
+    model = load(model_path, config.model.dtype) if needs_model else None
+    if model is None:
+        return [CompressEngine(pool, plan, config.compressor.policy)]
+    runner = ModelRunner(model)
+    answers = AnswerFactory(model, context_tokens(config, model.context_tokens))
+    makers: dict[Stage, Callable[[], Engine]] = {
+        "prefill": lambda: PrefillEngine(
+            runner, pool, plan, answers, config.prefill.chunk_tokens, draw
+        ),
+        "compress": lambda: CompressEngine(pool, plan, config.compressor.policy),
+        "decode": lambda: DecodeEngine(
+            runner, pool, plan, answers, config.decode.max_batch_requests, draw
+        ),
+    }
+    return [makers[stage]() for stage in stages]
+
+
+def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
+    """The copies and resources of a stage."""
+    by_stage: dict[Stage, ActorConfig] = {
+        "prefill": config.prefill.actor,
+        "compress": config.compressor.actor,
+        "decode": config.decode.actor,
+    }
+    return by_stage[stage]
+
+
+def cores_for(config: AppConfig, stages: Sequence[Stage], board: Path) -> Cores:
+    """Fixed threads if the settings name a number, else a share of the machine's cores."""
+    threads = actor_config(config, stages[-1]).threads
+    return SharedCores(board) if threads == "auto" else FixedCores(threads)
+
+
+def context_tokens(config: AppConfig, trained_tokens: int) -> int:
+    """Longest prompt plus answer: the setting, or what the model was trained for."""
+    asked = config.model.max_context_tokens
+    return trained_tokens if asked == "auto" else min(asked, trained_tokens)

@@ -1,0 +1,271 @@
+"""The decode stage: continuous batching over compressed pages, one token a step for each."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.errors import MessageError, TriptychError
+from triptych.core.handles import Claim
+from triptych.core.messages import ROUTER, Finished, Join, Message, Send, Stage
+from triptych.core.pages import PagePlan
+from triptych.kernels import decode_attention, store_tokens, transcode
+from triptych.kvpool import WorkerPool
+from triptych.workers.answer import Answer, AnswerFactory
+from triptych.workers.handles import unpack_run
+from triptych.workers.models import ModelRunner
+from triptych.workers.rows import SectionTable
+from triptych.workers.sampling import Draw, sample
+from triptych.workers.stage import refuse
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Running:
+    """One request in the batch: where its pages are, and what it said so far."""
+
+    slot: int
+    claim: Claim
+    answer: Answer
+    position: int
+    """Position of the token that the next step reads."""
+    spare: list[int] = field(default_factory=list[int])
+    """Pages of this request that hold nothing at present; its next pages come from here."""
+    grown: list[int] = field(default_factory=list[int])
+    """Pages that came from this worker's own stock."""
+
+    @property
+    def id(self) -> str:
+        return self.answer.request.id
+
+
+@dataclass
+class DecodeEngine:
+    """Draws one token for every running request at each step; requests join and leave freely."""
+
+    runner: ModelRunner
+    pool: WorkerPool
+    plan: PagePlan
+    answers: AnswerFactory
+    max_requests: int
+    draw: Draw = sample
+    """How tokens are drawn from logits; the quality harness forces them."""
+    stage: Stage = "decode"
+    _running: dict[str, Running] = field(default_factory=dict[str, Running])
+
+    def __post_init__(self) -> None:
+        self._arena = torch.from_numpy(self.pool.arena.data)
+        self._free_slots = list(range(self.max_requests))
+        plan, geometry = self.plan, self.plan.geometry
+        longest = self.answers.context_tokens
+        recent = plan.window_tokens + 2 * plan.raw.tokens if plan.compresses else longest
+        self._recent = SectionTable.empty(
+            plan.raw, geometry, self.max_requests, plan.raw.pages(recent) + 1
+        )
+        self._stored = SectionTable.empty(
+            plan.stored, geometry, self.max_requests, plan.stored.pages(longest) + 1
+        )
+
+    # ---------------------------------------------------------------- the Engine protocol
+
+    def accept(self, message: Message) -> Iterable[Send] | None:
+        if not isinstance(message, Join):
+            return None
+        try:
+            self._join(message)
+        except TriptychError as error:
+            self.pool.withdraw([message.request.id])
+            return [refuse(message.request.id, error, tokens=1)]
+        return ()
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def requests(self) -> list[str]:
+        return list(self._running)
+
+    def cancel(self, requests: Sequence[str]) -> None:
+        for name in requests:
+            if name in self._running:
+                self._leave(self._running[name])
+        self.pool.withdraw(requests)
+
+    def step(self) -> Iterable[Send]:
+        refused = self._make_room()
+        batch = list(self._running.values())
+        if not batch:
+            return refused
+        logits = self._forward(batch)
+        drawn = self.draw(logits, [one.answer.sampler_row for one in batch])
+        sends = refused
+        for one, draw in zip(batch, drawn, strict=True):
+            one.position += 1
+            try:
+                sends.append(one.answer.push(draw))
+            except TriptychError as error:
+                self._leave(one)
+                sends.append(refuse(one.id, error, tokens=len(one.answer.tokens)))
+                continue
+            if one.answer.finish is not None:
+                self._leave(one)
+                tokens = len(one.answer.tokens)
+                sends.append(Send(ROUTER, Finished(request=one.id, tokens=tokens)))
+        return sends
+
+    # ---------------------------------------------------------------- join and leave
+
+    def _join(self, message: Join) -> None:
+        if not self._free_slots:
+            raise MessageError(f"no free slot: all {self.max_requests} are taken")
+        rows = self.plan.geometry.head_rows
+        tables = {self._recent.layout.format.name: self._recent}
+        if self.plan.compresses:
+            tables[self._stored.layout.format.name] = self._stored
+        unpacked = list[tuple[SectionTable, Ids, Ids]]()
+        for run in message.handle.runs:
+            if run.format not in tables:
+                raise MessageError(f"run of format {run.format}: expected one of {sorted(tables)}")
+            table = tables[run.format]
+            unpacked.append((table, *unpack_run(run, table.layout, rows, self.pool.capacity_pages)))
+        ids = np.concatenate([ids for _, _, ids in unpacked])
+        (claim,) = self.pool.attach([(message.handle.claim, ids)])
+        slot = self._free_slots.pop()
+        for table, tokens, pages in unpacked:
+            table.fill(slot, tokens, pages)
+        answer = self.answers.start(message.request, replayed=[message.first_token])
+        answer.report = message.report
+        self._running[message.request.id] = Running(slot, claim, answer, message.handle.tokens)
+
+    def _leave(self, one: Running) -> None:
+        """Give every page back and free the slot."""
+        del self._running[one.id]
+        self.pool.release([one.claim.lease])
+        self.pool.give(np.array(one.grown, np.int32))
+        self._recent.clear(one.slot)
+        self._stored.clear(one.slot)
+        self._free_slots.append(one.slot)
+
+    # ---------------------------------------------------------------- pages of a step
+
+    def _make_room(self) -> list[Send]:
+        """Move old tokens out of raw pages, and see that every row can take one more token."""
+        refused = list[Send]()
+        for one in list(self._running.values()):
+            try:
+                self._retire_old_pages(one)
+                self._grow(one, self._recent, 1)
+            except TriptychError as error:
+                self._leave(one)
+                refused.append(refuse(one.id, error, tokens=len(one.answer.tokens)))
+        return refused
+
+    def _retire_old_pages(self, one: Running) -> None:
+        """Transcode the oldest raw page of each row once it is older than the window.
+
+        Rows are in step while the policy is uniform, so the first row speaks for all.
+        """
+        count = self.plan.leaving_pages(int(self._recent.tokens[0, one.slot, 0]))
+        if count == 0:
+            return
+        moved = count * self.plan.raw.tokens
+        self._grow(one, self._stored, moved)
+        self._transcode(one.slot, count, moved)
+        self._stored.tokens[:, one.slot] += moved
+        one.spare.extend(self._recent.drop_first_pages(one.slot, count).tolist())
+
+    def _transcode(self, slot: int, pages: int, tokens: int) -> None:
+        """Copy the oldest ``tokens`` tokens of every row behind its stored ones."""
+        token = np.arange(tokens)
+        source_page, source_row = np.divmod(token, self.plan.raw.tokens)
+        at = self._stored.tokens[:, slot, :, None] + token
+        target_page, target_row = np.divmod(at, self.plan.stored.tokens)
+        source = self._recent.pages[:, slot][..., source_page]
+        target = np.take_along_axis(self._stored.pages[:, slot], target_page, axis=2)
+        columns = source, np.broadcast_to(source_row, source.shape), target, target_row
+        transcode(
+            self._arena,
+            self.plan.raw,
+            self.plan.stored,
+            *(torch.from_numpy(np.ascontiguousarray(c, np.int32).ravel()) for c in columns),
+        )
+
+    def _grow(self, one: Running, table: SectionTable, new_tokens: int) -> None:
+        """Give each row of a request the pages it lacks; raises PoolExhausted."""
+        shortage = table.shortage(one.slot, new_tokens)
+        count = int(shortage.sum())
+        if count:
+            table.append_pages(one.slot, shortage, self._take(one, count))
+
+    def _take(self, one: Running, count: int) -> Ids:
+        """Pages for one request: its own spare ones first, then this worker's stock."""
+        from_spare = min(count, len(one.spare))
+        fresh = self.pool.take(count - from_spare)
+        one.grown.extend(fresh.tolist())
+        reused, one.spare = one.spare[:from_spare], one.spare[from_spare:]
+        return np.concatenate([np.array(reused, np.int32), fresh])
+
+    # ---------------------------------------------------------------- forward
+
+    def _forward(self, batch: list[Running]) -> Tensor:
+        """Logits [requests, vocab] of the newest token of each request."""
+        tokens = torch.tensor([one.answer.tokens[-1] for one in batch])
+        positions = torch.tensor([one.position for one in batch])
+        attend = PageAttention(self, batch, positions)
+        every = torch.arange(len(batch))
+        return self.runner.forward(tokens, positions, attend, every)
+
+
+class PageAttention:
+    """Attention of one decode step: appends the new token, then reads all pages as they are."""
+
+    def __init__(self, engine: DecodeEngine, batch: list[Running], positions: Tensor) -> None:
+        self._arena = engine._arena
+        self._tables = (
+            [engine._stored, engine._recent] if engine.plan.compresses else [engine._recent]
+        )
+        self._layout = engine.plan.raw
+        self._positions = positions.int()
+        slots = np.array([one.slot for one in batch], np.int32)
+        self._slots = torch.from_numpy(slots)
+        counts = engine._recent.tokens[:, slots]
+        page, row = np.divmod(counts, self._layout.tokens)
+        table = engine._recent.pages[:, slots]
+        self._pages = torch.from_numpy(np.take_along_axis(table, page[..., None], axis=3)[..., 0])
+        self._rows = torch.from_numpy(row.astype(np.int32))
+        engine._recent.tokens[:, slots] = counts + 1
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
+        store_tokens(
+            self._arena,
+            self._layout,
+            key,
+            value,
+            self._pages[layer],
+            self._rows[layer],
+            self._positions,
+        )
+        return decode_attention(
+            query,
+            self._arena,
+            [table.section(layer) for table in self._tables],
+            self._slots,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            positions=self._positions,
+        )

@@ -1,0 +1,178 @@
+"""The three stages in one process, without Ray: for tests, evaluation and notebooks.
+
+The same engines, the same pool and the same coordinator as the served application; only the
+mailboxes are missing. Messages between router and stages are still packed and unpacked, so
+that what works here works on the wire.
+"""
+
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Self
+
+from triptych.core.config import AppConfig
+from triptych.core.messages import (
+    ROUTER,
+    Cancel,
+    CompressionReport,
+    Failed,
+    FinishReason,
+    Hello,
+    Message,
+    Request,
+    Sampling,
+    Send,
+    Stage,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    pack,
+    unpack,
+)
+from triptych.core.pages import PagePlan
+from triptych.kvpool import LocalPool
+from triptych.router import Coordinator, Patience
+from triptych.workers.build import build_engines
+from triptych.workers.cores import SharedCores
+from triptych.workers.loop import StageLoop
+from triptych.workers.models import describe, resolve
+from triptych.workers.sampling import Draw, sample
+
+STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
+WORKER, CLIENT = "worker", "client"
+
+Event = Tokens | Failed
+
+
+@dataclass
+class Completion:
+    """One finished answer."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    text: str = ""
+    finish: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    report: CompressionReport | None = None
+    error: Failed | None = None
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.error = event
+            return
+        self.tokens += event.tokens
+        self.text += event.text
+        self.logprobs += event.logprobs
+        self.finish = event.finish or self.finish
+        self.report = event.compression or self.report
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+class LocalServer:
+    """Serves requests in this process: ``with LocalServer(config) as server: ...``"""
+
+    def __init__(
+        self, config: AppConfig, model_path: Path | None = None, draw: Draw = sample
+    ) -> None:
+        path = model_path or resolve(config.model.name)
+        self.plan = PagePlan.of(config, describe(path).geometry)
+        pages = config.pool.capacity_bytes // self.plan.page_bytes
+        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER)
+        self._directory = TemporaryDirectory(prefix="triptych-")
+        cores = SharedCores(Path(self._directory.name) / "cores")
+        engines = build_engines(config, self.plan, path, self.pool, STAGES, draw)
+        self._loop = StageLoop(WORKER, engines, self._deliver, cores)
+        self._coordinator = Coordinator(
+            config.router,
+            self.plan,
+            capacity_bytes=pages * self.plan.page_bytes,
+            patience=Patience(report_bound_s=math.inf),
+        )
+        self._lock = threading.Lock()
+        self._streams = dict[str, queue.SimpleQueue[Event]]()
+        self._ids = itertools.count()
+        hello = Hello(
+            name=WORKER,
+            address=WORKER,
+            stages=STAGES,
+            arena=self.pool.arena.id,
+            max_requests=config.decode.max_batch_requests,
+        )
+        self._to_router(hello, WORKER)
+        self._to_router(self._loop.report(pages_held=0), WORKER)
+
+    def __enter__(self) -> Self:
+        self._loop.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.stop()
+        self.pool.close()
+        self._directory.cleanup()
+
+    def request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """A request that this server answers."""
+        name = f"local-{next(self._ids)}"
+        return Request(id=name, prompt=tuple(prompt), sampling=sampling, reply_to=CLIENT)
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests together and wait for all of them."""
+        done = {request.id: Completion() for request in requests}
+        for event in self.stream(requests):
+            done[event.request].add(event)
+        return list(done.values())
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Tokens of all requests as they come; leaving early cancels the rest."""
+        events, left = queue.SimpleQueue[Event](), {request.id for request in requests}
+        for request in requests:
+            self._streams[request.id] = events
+            self._to_router(Submit(request=request), CLIENT)
+        try:
+            while left:
+                event = events.get()
+                if isinstance(event, Failed) or event.finish is not None:
+                    left.discard(event.request)
+                yield event
+        finally:
+            for request in requests:
+                self._streams.pop(request.id, None)
+            if left:
+                self._to_router(Cancel(requests=tuple(sorted(left))), CLIENT)
+
+    # ---------------------------------------------------------------- delivery
+
+    def _deliver(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            if send.to == ROUTER:
+                self._to_router(send.message, WORKER)
+            else:
+                self._route(send)
+
+    def _to_router(self, message: Message, sender: str) -> None:
+        with self._lock:
+            (copy,) = unpack(pack([message]))
+            sends = self._coordinator.on(copy, sender, time.monotonic())
+        for send in sends:
+            self._route(send)
+
+    def _route(self, send: Send) -> None:
+        (message,) = unpack(pack([send.message]))
+        if send.to == WORKER:
+            self._loop.post(message)
+        elif isinstance(message, Tokens | Failed) and message.request in self._streams:
+            self._streams[message.request].put(message)

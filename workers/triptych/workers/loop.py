@@ -1,0 +1,168 @@
+"""The one thread in which a worker computes: takes messages, steps its engines, sends results."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from triptych.core.errors import TriptychError
+from triptych.core.messages import (
+    ROUTER,
+    Cancel,
+    Compress,
+    Encode,
+    Finished,
+    Join,
+    Message,
+    Prefill,
+    Report,
+    Send,
+)
+from triptych.workers.cores import Cores
+from triptych.workers.stage import Engine, refuse
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Sequence[Send]], None]
+"""Takes what a step has to say; called in the loop's thread, must not block."""
+
+
+CANCEL_ALL = Cancel(requests=())
+"""Stands for every request that the worker holds."""
+
+
+def requests_of(message: Message) -> list[str]:
+    """Ids of the requests that a message from the router puts into a stage's hands."""
+    match message:
+        case Prefill(requests=requests):
+            return [request.id for request in requests]
+        case Compress(items=items):
+            return [item.request for item in items]
+        case Encode(requests=names):
+            return list(names)
+        case Join(request=request):
+            return [request.id]
+        case _:
+            return []
+
+
+class StageLoop:
+    """Runs the engines of one worker process, in turn, while any of them has work.
+
+    With nothing to do the thread sleeps on its inbox, so an idle worker uses no core.
+    """
+
+    def __init__(
+        self, name: str, engines: Sequence[Engine], deliver: Deliver, cores: Cores
+    ) -> None:
+        self.name, self._engines, self._deliver, self._cores = name, engines, deliver, cores
+        self._inbox = queue.SimpleQueue[Message | None]()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
+        self._busy_s = 0.0
+        self._step_since: float | None = None
+        self._running = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        """Hand the loop a message; any thread."""
+        self._inbox.put(message)
+
+    def cancel_all(self) -> None:
+        """Drop every request that is here when the message is taken; any thread."""
+        self._inbox.put(CANCEL_ALL)
+
+    def stop(self) -> None:
+        """Finish the present step, cancel what is left, and end the thread."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds that the present step has taken so far; 0 between steps."""
+        since = self._step_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def report(self, pages_held: int) -> Report:
+        return Report(
+            name=self.name,
+            running=self._running,
+            waiting=self._inbox.qsize(),
+            pages_held=pages_held,
+            busy_s=self._busy_s,
+        )
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while self._take_messages():
+            for engine in self._engines:
+                if engine.has_work():
+                    self._send(self._guarded(engine, lambda engine=engine: engine.step()))
+            self._running = sum(len(engine.requests()) for engine in self._engines)
+        for engine in self._engines:
+            engine.cancel(engine.requests())
+
+    def _take_messages(self) -> bool:
+        """Take all that has come; wait only if there is nothing else to do. False: stop."""
+        wait = not any(engine.has_work() for engine in self._engines)
+        while True:
+            try:
+                message = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._accept(message)
+            wait = False
+
+    def _accept(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self._cancel(message)
+            return
+        for engine in self._engines:
+            sends = self._guarded(engine, lambda engine=engine: engine.accept(message), message)
+            if sends is not None:
+                self._send(sends)
+                return
+        logger.warning("%s: no stage here takes %s", self.name, type(message).__name__)
+
+    def _cancel(self, message: Cancel) -> None:
+        """Let go of requests in every stage, then tell the router that nothing of them is left."""
+        for engine in self._engines:
+            engine.cancel(engine.requests() if message is CANCEL_ALL else message.requests)
+        acks = [Finished(request=request, tokens=0) for request in message.requests]
+        self._send(Send(ROUTER, ack) for ack in acks)
+
+    def _guarded(
+        self,
+        engine: Engine,
+        work: Callable[[], Iterable[Send] | None],
+        message: Message | None = None,
+    ) -> Iterable[Send] | None:
+        """Run one piece of work; a fault in it ends the requests of that engine, not the worker."""
+        started = self._step_since = time.monotonic()
+        try:
+            with self._cores.busy():
+                return work()
+        except Exception as error:
+            logger.exception("%s: %s failed", self.name, engine.stage)
+            lost = engine.requests() if message is None else requests_of(message)
+            engine.cancel(lost)
+            cause = error if isinstance(error, TriptychError) else TriptychError("internal error")
+            return [refuse(request, cause) for request in lost]
+        finally:
+            self._busy_s += time.monotonic() - started
+            self._step_since = None
+
+    def _send(self, sends: Iterable[Send] | None) -> None:
+        ready = list(sends or ())
+        if ready:
+            self._deliver(ready)

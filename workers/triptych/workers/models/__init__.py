@@ -1,0 +1,18 @@
+"""Models: where they come from, how they are stored, loaded and run."""
+
+from triptych.workers.models.attention import Attend, LayerTraits
+from triptych.workers.models.load import LoadedModel, ModelFacts, describe, load
+from triptych.workers.models.runner import ModelRunner
+from triptych.workers.models.store import fetch, resolve
+
+__all__ = [
+    "Attend",
+    "LayerTraits",
+    "LoadedModel",
+    "ModelFacts",
+    "ModelRunner",
+    "describe",
+    "fetch",
+    "load",
+    "resolve",
+]

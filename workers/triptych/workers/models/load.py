@@ -1,0 +1,169 @@
+"""A model directory turned into a module, its tokenizer and the facts the engine needs."""
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from triptych.core.config import DType
+from triptych.core.errors import ModelError
+from triptych.core.layout import Geometry
+from triptych.workers.models.attention import ATTENTION, LayerTraits, run_stock
+from triptych.workers.models.files import MANIFEST
+from triptych.workers.models.pretrained import (
+    read_config,
+    read_end_tokens,
+    read_tokenizer,
+    read_weights,
+    readable,
+    without_weights,
+)
+
+_SAMPLE_BYTES, _SAMPLES = 4096, 64
+_BATCH_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the engine must know of a model, beside its weights."""
+
+    geometry: Geometry
+    num_heads: int
+    """Query heads of each layer."""
+    layers: tuple[LayerTraits, ...]
+    """Scale, sliding window and softcap of each layer's attention."""
+    context_tokens: int
+    """Longest sequence the model was made for."""
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    """Length of a row of logits; may exceed the tokenizer's vocabulary."""
+    revision: str
+    """Changes with config, tokenizer or weights: part of the key of anything cached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel(ModelFacts):
+    """A decoder-only language model, ready to run; weights are read-only, mapped where possible."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+
+
+def describe(path: Path) -> ModelFacts:
+    """Read a model's facts without its weights.
+
+    One token is run through a model without memory, to learn what its layers really hand
+    to attention: the geometry is observed, not guessed from the config.
+
+    Raises: ModelError for what cannot be served, saying why
+    """
+    config = _servable_config(path)
+    layers, geometry, num_heads = _observe(path, config)
+    return ModelFacts(
+        geometry=geometry,
+        num_heads=num_heads,
+        layers=layers,
+        context_tokens=int(config.max_position_embeddings),
+        eos_token_ids=read_end_tokens(path, config),
+        vocab_size=int(config.vocab_size),
+        revision=revision_of(path),
+    )
+
+
+def load(path: Path, dtype: DType, device: str = "cpu") -> LoadedModel:
+    """Load a directory in Hugging Face's form; only safetensors, never code from the directory.
+
+    Raises: ModelError for what cannot be served, saying why
+    """
+    facts = describe(path)
+    model = read_weights(path, read_config(path), dtype, device, ATTENTION)
+    known = {field.name: getattr(facts, field.name) for field in fields(facts)}
+    return LoadedModel(model=model, tokenizer=read_tokenizer(path), **known)
+
+
+def _servable_config(path: Path) -> PreTrainedConfig:
+    config = read_config(path)
+    rope: dict[str, object] = getattr(config, "rope_parameters", None) or {}
+    kind = str(rope.get("rope_type", "default"))
+    reasons = {
+        "it is an encoder-decoder model": bool(config.is_encoder_decoder),
+        "it reads more than text": "vision_config" in config or "audio_config" in config,
+        "it states no max_position_embeddings": "max_position_embeddings" not in config,
+        "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
+        f"{kind} rotary embeddings change with what shares the batch": kind in _BATCH_ROPE,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ModelError(f"{path}: cannot be served: {reason}")
+    return config
+
+
+def _observe(path: Path, config: PreTrainedConfig) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
+    """Run one token without weights and note what each layer gives to attention."""
+    seen = dict[int, LayerTraits]()
+    shapes = set[tuple[int, int, int, int]]()
+
+    def note(
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        seen[layer] = LayerTraits(scale=scale, window=window, softcap=softcap)
+        shapes.add((query.shape[1], key.shape[1], key.shape[2], value.shape[2]))
+        return torch.empty_like(query)
+
+    model = without_weights(config, ATTENTION).eval()
+    token = torch.zeros(1, dtype=torch.int64, device="meta")
+    with readable(path, "cannot run on a ragged batch"), torch.inference_mode():
+        run_stock(model, token, token, note, token)
+    return _uniform(path, int(config.num_hidden_layers), seen, shapes)
+
+
+def _uniform(
+    path: Path,
+    layers: int,
+    seen: dict[int, LayerTraits],
+    shapes: set[tuple[int, int, int, int]],
+) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
+    """One geometry for all layers, or an error that says what is in the way."""
+    if sorted(seen) != list(range(layers)):
+        raise ModelError(f"{path}: {len(seen)} of {layers} layers have attention of the usual kind")
+    if len(shapes) != 1:
+        raise ModelError(f"{path}: layers differ in query heads, KV heads, dims: {sorted(shapes)}")
+    heads, kv_heads, key_dim, value_dim = shapes.pop()
+    if key_dim != value_dim:
+        raise ModelError(f"{path}: keys have {key_dim} dimensions, values {value_dim}")
+    geometry = Geometry(layers=layers, kv_heads=kv_heads, head_dim=key_dim)
+    return tuple(seen[layer] for layer in range(layers)), geometry, heads
+
+
+def revision_of(path: Path) -> str:
+    """Hash what decides the model's answers.
+
+    A converted model has a manifest of full hashes. Of any other directory the settings
+    are hashed in full, of each weight file the size and 64 samples of 4 KiB, header first:
+    fine-tuned weights of the same shape differ in nearly every sample.
+    """
+    digest = hashlib.sha256()
+    manifest = path / MANIFEST
+    if manifest.is_file():
+        digest.update(manifest.read_bytes())
+        return digest.hexdigest()[:16]
+    for file in sorted(path.glob("*.json")):
+        digest.update(file.name.encode() + file.read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES):
+                stream.seek(sample * size // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

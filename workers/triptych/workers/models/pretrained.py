@@ -1,0 +1,145 @@
+# transformers leaves the arguments of its factories untyped; only this module calls them.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportArgumentType=false
+"""transformers' factories with types, without code from a directory, without the network.
+
+Every function here raises ``ModelError`` for what transformers cannot read.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from triptych.core.config import DType
+from triptych.core.errors import ModelError
+
+_READ_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
+"""What transformers raises for files and settings that it cannot make sense of."""
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Settings of a directory, or of a ``.gguf`` file."""
+    with readable(path, "no usable config"):
+        return AutoConfig.from_pretrained(_directory(path), **_options(path))
+
+
+def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """Tokenizer of a directory, or of a ``.gguf`` file, with its chat template."""
+    with readable(path, "no usable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(_directory(path), **_options(path))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(f"{path}: needs a tokenizer.json (found a {type(tokenizer).__name__})")
+    return tokenizer
+
+
+def read_end_tokens(path: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Tokens that end an answer: the generation settings' if there are any, else the config's."""
+    eos: object = config.eos_token_id
+    if (path / "generation_config.json").is_file():
+        with readable(path, "no usable generation_config.json"):
+            generation = GenerationConfig.from_pretrained(path, local_files_only=True)
+        eos = eos if generation.eos_token_id is None else generation.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(cast("list[int]", eos)) if isinstance(eos, list) else (cast("int", eos),)
+
+
+def read_weights(
+    path: Path, config: PreTrainedConfig, dtype: DType, device: str, attention: str
+) -> PreTrainedModel:
+    """The model ready to run, from safetensors only, mapped if the type is that on disk."""
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"{path}: no .safetensors file (.bin and .pt are never loaded)")
+    with readable(path, "cannot be loaded"), _no_progress_bar():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        if missing := sorted(report["missing_keys"]):  # would be filled with random numbers
+            raise ModelError(f"{path}: weights are missing: {missing[:5]}")
+        return cast("PreTrainedModel", model.to(device).eval().requires_grad_(False))
+
+
+def without_weights(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
+    """The model on torch's ``meta`` device: names and shapes, no memory."""
+    with readable(Path(str(config.model_type)), "not a causal language model"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, trust_remote_code=False
+            )
+        return cast("PreTrainedModel", model)
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of the model holds."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def write_settings(
+    target: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Config, generation settings and tokenizer, in Hugging Face's form."""
+    config.save_pretrained(target)
+    ids = {f"{key}_token_id": getattr(config, f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    GenerationConfig(**ids).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _directory(path: Path) -> Path:
+    return path.parent if path.suffix == ".gguf" else path
+
+
+def _options(path: Path) -> dict[str, object]:
+    options: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
+    return options | {"gguf_file": path.name} if path.suffix == ".gguf" else options
+
+
+@contextmanager
+def readable(path: Path, problem: str) -> Generator[None]:
+    """Turn what transformers raises for a bad model into ``ModelError``."""
+    try:
+        yield
+    except _READ_ERRORS as error:
+        raise ModelError(f"{path}: {problem}: {error}") from error
+
+
+@contextmanager
+def _no_progress_bar() -> Generator[None]:
+    """A worker's output is a log, not a terminal."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

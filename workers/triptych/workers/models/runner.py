@@ -1,0 +1,34 @@
+"""Tokens in, logits out: one forward pass over a ragged batch."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from triptych.workers.models.attention import Attend, run_stock
+from triptych.workers.models.fused import fuse
+from triptych.workers.models.load import LoadedModel
+
+
+class ModelRunner:
+    """Runs a loaded model over ragged batches; attention is the caller's.
+
+    A batch is flat: the new tokens of all its sequences one after another, each with its
+    position. Prefill chunks and decode steps are the same call.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, fused: bool = True) -> None:
+        with torch.inference_mode():
+            run = fuse(loaded) if fused else None
+        self._run = run or partial(run_stock, loaded.model)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
+    ) -> Tensor:
+        """Run T tokens and return the logits of those that ``logits_at`` names.
+
+        Shapes:  tokens, positions (T,); logits_at (N,), indices into the T -> (N, vocab)
+        Dtypes:  int64 in; float32 out
+        """
+        with torch.inference_mode():
+            return self._run(tokens, positions, attend, logits_at)

@@ -1,0 +1,250 @@
+"""The prefill stage: reads prompts in ragged chunks, writes raw pages, draws the first token."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.errors import TriptychError
+from triptych.core.handles import KVHandle
+from triptych.core.messages import ROUTER, Message, Prefill, Prefilled, Request, Send, Stage
+from triptych.core.pages import PagePlan
+from triptych.kernels import Past, prefill_attention, store_tokens
+from triptych.kvpool import WorkerPool
+from triptych.workers.answer import Answer, AnswerFactory
+from triptych.workers.handles import make_handle
+from triptych.workers.models import ModelRunner
+from triptych.workers.sampling import Draw, sample
+from triptych.workers.stage import refuse
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that is being read."""
+
+    request: Request
+    pages: NDArray[np.int32]
+    """Raw pages, [layers, kv_heads, pages of a head row]."""
+    read: int = 0
+    """Tokens whose keys and values are written."""
+
+    @property
+    def left(self) -> int:
+        return len(self.request.prompt) - self.read
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a prompt that one step reads."""
+
+    prompt: Prompt
+    start: int
+    tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.tokens == len(self.prompt.request.prompt)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        return np.arange(self.start, self.start + self.tokens)
+
+
+@dataclass
+class PrefillEngine:
+    """Reads up to ``chunk_tokens`` prompt tokens a step, from one prompt or from several."""
+
+    runner: ModelRunner
+    pool: WorkerPool
+    plan: PagePlan
+    answers: AnswerFactory
+    chunk_tokens: int
+    draw: Draw = sample
+    """How tokens are drawn from logits; the quality harness forces them."""
+    stage: Stage = "prefill"
+    _waiting: list[Request] = field(default_factory=list[Request])
+    _prompts: list[Prompt] = field(default_factory=list[Prompt])
+
+    def __post_init__(self) -> None:
+        self._arena = torch.from_numpy(self.pool.arena.data)
+
+    # ---------------------------------------------------------------- the Engine protocol
+
+    def accept(self, message: Message) -> Iterable[Send] | None:
+        if not isinstance(message, Prefill):
+            return None
+        self._waiting.extend(message.requests)
+        return ()
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._prompts)
+
+    def requests(self) -> list[str]:
+        return [r.id for r in self._waiting] + [p.request.id for p in self._prompts]
+
+    def cancel(self, requests: Sequence[str]) -> None:
+        gone = set(requests)
+        self._waiting = [request for request in self._waiting if request.id not in gone]
+        for prompt in [p for p in self._prompts if p.request.id in gone]:
+            self._drop(prompt)
+        self.pool.withdraw(requests)
+
+    def step(self) -> Iterable[Send]:
+        refused = self._start_waiting()
+        pieces = self._choose_pieces()
+        if not pieces:
+            return refused
+        logits = self._read(pieces)
+        for piece in pieces:
+            piece.prompt.read += piece.tokens
+        done = [piece.prompt for piece in pieces if piece.is_last]
+        return [*refused, *self._finish(done, logits)]
+
+    # ---------------------------------------------------------------- taking prompts in
+
+    def _start_waiting(self) -> list[Send]:
+        """Give waiting prompts their pages, as many as the next step can read."""
+        refused = list[Send]()
+        while self._waiting and sum(p.left for p in self._prompts) < self.chunk_tokens:
+            request = self._waiting.pop(0)
+            try:
+                self._prompts.append(Prompt(request, self._take_pages(len(request.prompt))))
+            except TriptychError as error:
+                refused.append(refuse(request.id, error))
+        return refused
+
+    def _take_pages(self, tokens: int) -> NDArray[np.int32]:
+        geometry = self.plan.geometry
+        per_row = self.plan.raw.pages(tokens)
+        ids = self.pool.take(geometry.head_rows * per_row)
+        return ids.reshape(geometry.layers, geometry.kv_heads, per_row)
+
+    def _drop(self, prompt: Prompt) -> None:
+        self._prompts.remove(prompt)
+        self.pool.give(prompt.pages.ravel())
+
+    # ---------------------------------------------------------------- one step
+
+    def _choose_pieces(self) -> list[Piece]:
+        """Oldest prompts first, until the chunk is full."""
+        pieces, left = list[Piece](), self.chunk_tokens
+        for prompt in self._prompts:
+            if left == 0:
+                break
+            count = min(left, prompt.left)
+            pieces.append(Piece(prompt, prompt.read, count))
+            left -= count
+        return pieces
+
+    def _read(self, pieces: list[Piece]) -> Tensor:
+        """Run the model over the pieces; logits [prompts that end here, vocab]."""
+        tokens = [
+            token
+            for piece in pieces
+            for token in piece.prompt.request.prompt[piece.start : piece.start + piece.tokens]
+        ]
+        positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
+        ends = np.cumsum([piece.tokens for piece in pieces])
+        last = [int(end) - 1 for piece, end in zip(pieces, ends, strict=True) if piece.is_last]
+        attend = ChunkAttention(self._arena, self.plan, pieces, positions)
+        return self.runner.forward(
+            torch.tensor(tokens), positions, attend, torch.tensor(last, dtype=torch.int64)
+        )
+
+    def _finish(self, done: list[Prompt], logits: Tensor) -> list[Send]:
+        """Draw first tokens, and hand over the pages of every answer that goes on."""
+        if not done:
+            return []
+        answers = [self.answers.start(prompt.request) for prompt in done]
+        drawn = self.draw(logits, [answer.sampler_row for answer in answers])
+        sends, going_on = list[Send](), list[tuple[Prompt, Answer]]()
+        for prompt, answer, draw in zip(done, answers, drawn, strict=True):
+            try:
+                sends.append(answer.push(draw))
+            except TriptychError as error:
+                sends.append(refuse(prompt.request.id, error))
+                self._drop(prompt)
+                continue
+            if answer.finish is None:
+                going_on.append((prompt, answer))
+            else:
+                self._drop(prompt)
+                sends.append(_prefilled(prompt, answer, None))
+        return [*sends, *self._hand_over(going_on)]
+
+    def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
+        claims = self.pool.handoff([(p.request.id, p.pages.ravel()) for p, _ in going_on])
+        sends = list[Send]()
+        for (prompt, answer), claim in zip(going_on, claims, strict=True):
+            self._prompts.remove(prompt)
+            tokens = np.full(self.plan.geometry.head_rows, prompt.read, np.int32)
+            runs = [(self.plan.raw.format.name, tokens, prompt.pages.ravel())]
+            handle = make_handle(claim, runs, prompt.read)
+            sends.append(_prefilled(prompt, answer, handle))
+        return sends
+
+
+def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
+    first_token = answer.tokens[0]
+    return Send(
+        ROUTER, Prefilled(request=prompt.request.id, first_token=first_token, handle=handle)
+    )
+
+
+class ChunkAttention:
+    """Attention of one prefill step: writes new keys and values to raw pages, reads old ones."""
+
+    def __init__(
+        self, arena: Tensor, plan: PagePlan, pieces: list[Piece], positions: Tensor
+    ) -> None:
+        self._arena, self._layout = arena, plan.raw
+        self._positions = positions.int()
+        self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
+        per_page = plan.raw.tokens
+        cells = [p.prompt.pages[:, :, p.positions // per_page] for p in pieces]
+        self._pages = torch.from_numpy(
+            np.ascontiguousarray(np.concatenate(cells, axis=2).transpose(0, 2, 1))
+        )
+        rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
+        self._rows = rows.contiguous()
+        self._past = self._tables_of_past(plan, pieces)
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
+        store_tokens(
+            self._arena, self._layout, key, value, self._pages[layer], self._rows, self._positions
+        )
+        past = None
+        if self._past is not None:
+            pages, tokens = self._past
+            past = Past(self._arena, self._layout, pages[layer], tokens)
+        return prefill_attention(
+            query, key, value, self._offsets, scale=scale, window=window, softcap=softcap, past=past
+        )
+
+    @staticmethod
+    def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Tensor, Tensor] | None:
+        """Page tables [layers, pieces, kv_heads, pages] and tokens [pieces, kv_heads]."""
+        starts = [piece.start for piece in pieces]
+        if not any(starts):
+            return None
+        geometry, width = plan.geometry, plan.raw.pages(max(starts))
+        table = np.zeros((geometry.layers, len(pieces), geometry.kv_heads, width), np.int32)
+        for i, piece in enumerate(pieces):
+            used = plan.raw.pages(piece.start)
+            table[:, i, :, :used] = piece.prompt.pages[:, :, :used]
+        tokens = torch.tensor(starts, dtype=torch.int32)[:, None].repeat(1, geometry.kv_heads)
+        return torch.from_numpy(table), tokens

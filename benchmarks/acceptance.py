@@ -24,6 +24,7 @@ import httpx
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
 from triptych.core.config import AppConfig
 from triptych.workers.models import resolve
 from triptych.workers.teacher import forced_logits

@@ -67,19 +67,14 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ask Serve to shut down; what is still there after a minute is killed."""
-    family = (
-        [process, *psutil.Process(process.pid).children(recursive=True)] if _alive(process) else []
-    )
+    if process.poll() is not None:
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-    children = [member for member in family if isinstance(member, psutil.Process)]
     _, left = psutil.wait_procs(children, timeout=10)
-    for member in left:
-        member.kill()
-
-
-def _alive(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is None
+    for child in left:
+        child.kill()

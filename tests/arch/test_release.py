@@ -31,15 +31,12 @@ def test_the_changelog_and_the_metadata_have_one_version() -> None:
 
 
 def test_the_lock_pins_every_dependency_inside_its_range() -> None:
-    wanted = PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["dev"]
+    groups = PROJECT["dependency-groups"]
+    wanted = [*PROJECT["project"]["dependencies"], *groups["dev"], *groups["lock"]]
     pinned = pins()
     for requirement in map(Requirement, wanted):
         pin = pinned[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(pin), f"{requirement} is pinned to {pin}"
-
-
-def test_the_lock_holds_what_builds_the_project() -> None:
-    assert {"hatchling", "editables"} <= pins().keys()
 
 
 def test_the_licence_is_apache() -> None:

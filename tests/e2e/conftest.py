@@ -47,7 +47,11 @@ class Server:
     def metric(self, name: str) -> float:
         """One value from /metrics, summed over labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name
+        ]
         assert values, f"no metric {name}"
         return sum(values)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,7 +67,9 @@ def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None
 
 
 def test_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
-    text = client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0)
+    text = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0
+    )
     assert "Paris" in text.choices[0].text
     ids = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=3, temperature=0)
     assert ids.usage is not None
@@ -106,11 +109,16 @@ def test_n_choices_and_logprobs(client: openai.OpenAI) -> None:
 
 
 async def test_sixteen_at_once(server: Any) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as many:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as many:
         answers = await asyncio.gather(
             *(
                 many.completions.create(
-                    model=MODEL, prompt=f"Number {i}:", max_tokens=16, temperature=0,
+                    model=MODEL,
+                    prompt=f"Number {i}:",
+                    max_tokens=16,
+                    temperature=0,
                     extra_body={"ignore_eos": True},
                 )
                 for i in range(16)
@@ -133,7 +141,13 @@ def test_a_prompt_beyond_the_context_names_both_numbers(client: openai.OpenAI) -
 
 
 def test_a_client_that_leaves_frees_its_pages_within_a_second(server: Any) -> None:
-    body = {"model": MODEL, "prompt": "Tell me a story.", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    body = {
+        "model": MODEL,
+        "prompt": "Tell me a story.",
+        "max_tokens": 2000,
+        "stream": True,
+        "ignore_eos": True,
+    }
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         for _ in range(5):
@@ -186,8 +200,14 @@ def test_a_killed_worker_costs_its_requests_an_error_and_nothing_else(
     ("args", "says"),
     [
         ({"modle": {}}, "did you mean 'model'"),
-        ({"decode": {"actor": {"num_gpus": 2}}, "prefill": {"actor": {"num_gpus": 2}}}, "cluster has 0"),
-        ({"pool": {"page_bytes": 256}}, "too small for one fp16 token|too small for one k8v4 token"),
+        (
+            {"decode": {"actor": {"num_gpus": 2}}, "prefill": {"actor": {"num_gpus": 2}}},
+            "cluster has 0",
+        ),
+        (
+            {"pool": {"page_bytes": 256}},
+            "too small for one fp16 token|too small for one k8v4 token",
+        ),
         ({"model": {"name": "no-such-model"}}, "no-such-model"),
     ],
 )
@@ -196,12 +216,21 @@ def test_a_wrong_config_stops_before_any_actor(
 ) -> None:
     """Checked by the same builder that ``serve run`` calls, without starting a cluster."""
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"applications": [{"name": "t", "import_path": "triptych.deployments.app:build_app", "args": args}]}))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "applications": [
+                    {"name": "t", "import_path": "triptych.deployments.app:build_app", "args": args}
+                ]
+            }
+        )
+    )
     run = subprocess.run(
         [Path(sys.executable).with_name("triptych"), "validate", str(path)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.returncode == 2
-    import re
-
     assert re.search(says, run.stdout + run.stderr)

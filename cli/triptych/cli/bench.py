@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from triptych.cli.bench_attention import bench_attention
+from triptych.cli.commas import integers, numbers
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.measure import (
     Level,
@@ -25,9 +27,10 @@ from triptych.cli.loadgen.sample import Sample
 from triptych.cli.loadgen.stats import Slo
 from triptych.cli.loadgen.workload import Endpoint, PromptForm, Workload
 from triptych.cli.output import console, make_table, notes, write_json
-from triptych.core.errors import ConfigError
 
 app = typer.Typer(help="Measure a server or the attention kernels.", no_args_is_help=True)
+
+app.command("attention")(bench_attention)
 
 COLUMNS = {
     "TTFT ms p50": "p50_ttft_ms",
@@ -77,7 +80,7 @@ def bench_serve(
     Prompts are unique and of the length asked for; every answer has the same length. Token
     counts come from the server's usage.
     """
-    concurrencies, rates = _integers(concurrency), _numbers(rate)
+    concurrencies, rates = integers(concurrency), numbers(rate)
     workload = Workload(
         model=model or asyncio.run(served_model(url, api_key)),
         prompt_tokens=prompt_tokens,
@@ -147,20 +150,3 @@ def _complain(rows: list[Row]) -> None:
             notes.print(f"{row.level}: {count} x {error}", style="red", markup=False)
     if any(row.figures["completed"] == 0 for row in rows):
         raise typer.Exit(1)
-
-
-def _integers(text: str) -> list[int]:
-    values = _numbers(text)
-    if any(value != int(value) for value in values):
-        raise ConfigError(f"--concurrency={text!r}: expected whole numbers, as in 1,4,16")
-    return [int(value) for value in values]
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ConfigError(f"{text!r}: expected numbers with commas between them") from None
-    if any(not 0 < value < 1e6 for value in values):
-        raise ConfigError(f"{text!r}: expected numbers above 0")
-    return values

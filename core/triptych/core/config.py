@@ -23,7 +23,7 @@ def require(ok: bool, name: str, value: object, expected: str) -> None:
 
 
 def cache_dir() -> Path:
-    """Where models and compiled kernels are kept: ``TRIPTYCH_CACHE_DIR`` or ``~/.cache/triptych``."""
+    """Where models and kernels are kept: ``TRIPTYCH_CACHE_DIR`` or ``~/.cache/triptych``."""
     return Path(os.environ.get("TRIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "triptych")
 
 

@@ -1,3 +1,5 @@
+# msgpack has no type hints; nothing untyped leaves this module.
+# pyright: reportUnknownMemberType=false
 """What crosses a process: frozen dataclasses, msgpack on the wire, every field checked."""
 
 from collections.abc import Sequence
@@ -34,6 +36,8 @@ class Send:
 
 def message(cls: C) -> C:
     """Register a dataclass as a message; its class name is its tag on the wire."""
+    if cls.__name__ in _KINDS:
+        raise TypeError(f"two messages are called {cls.__name__}")
     _KINDS[cls.__name__] = cls
     return cls
 
@@ -53,12 +57,13 @@ def unpack(frame: bytes) -> list[Message]:
     if len(frame) > MAX_FRAME_BYTES:
         raise MessageError(f"frame of {len(frame)} bytes: the limit is {MAX_FRAME_BYTES}")
     try:
-        body = msgpack.unpackb(frame, strict_map_key=True, raw=False)
+        body = cast("object", msgpack.unpackb(frame, strict_map_key=True, raw=False))
     except Exception as error:  # msgpack raises several unrelated types
         raise MessageError(f"not a msgpack frame: {error}") from error
-    if not isinstance(body, list) or not body or body[0] != WIRE_VERSION:
+    items = cast("list[object]", body) if isinstance(body, list) else []
+    if not items or items[0] != WIRE_VERSION:
         raise MessageError(f"expected a frame of wire version {WIRE_VERSION}")
-    return [_revive(item) for item in cast("list[object]", body)[1:]]
+    return [_revive(item) for item in items[1:]]
 
 
 def _revive(item: object) -> Message:
@@ -69,7 +74,7 @@ def _revive(item: object) -> Message:
     if kind is None:
         raise MessageError(f"unknown message {tag!r}")
     try:
-        return build(kind, data, cast("str", tag))
+        return cast("Message", build(kind, data, cast("str", tag)))
     except (SchemaError, ValueError) as error:
         raise MessageError(str(error)) from error
 

@@ -63,7 +63,7 @@ def convert(hint: Any, value: object, path: str) -> Any:
         return (
             value
             if isinstance(value, cast("type", hint))
-            else build(cast("type", hint), value, path)
+            else build(cast("type[Any]", hint), value, path)
         )
     return _convert_scalar(hint, value, path)
 

@@ -1,7 +1,7 @@
-"""``build_app``: what ``serve run config.yaml`` calls. Everything that can be wrong is found here,
-
-before the first actor starts.
-"""
+# Ray Serve's decorators and handles lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
+"""``build_app``, which ``serve run config.yaml`` calls; it finds what is wrong before any actor."""
 
 import ray
 from ray import serve
@@ -42,13 +42,15 @@ def make_plan(config: AppConfig) -> AppPlan:
     BATCH_POLICIES.check(config.router.batch_policy)
     path = resolve(config.model.name)
     shape = describe(path)
-    return AppPlan(
+    plan = AppPlan(
         config=config,
         model_path=path,
         pages=PagePlan.of(config, shape.geometry),
         context_tokens=context_tokens(config, shape.context_tokens),
         run_dir=new_run_dir(),
     )
+    plan.check_stock()
+    return plan
 
 
 def check_gpus(config: AppConfig, available: float) -> None:
@@ -109,13 +111,16 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
         ray_actor_options={
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
-            "runtime_env": {"env_vars": PASSIVE_WAITING},
+            "runtime_env": {"env_vars": BRIEF_SPINNING},
         },
     ).bind(plan, members)
 
 
-PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Threads that wait for work sleep instead of spinning: the stages share the cores."""
+BRIEF_SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for work spin for some microseconds, then sleep: the stages share the cores.
+
+Without spinning a kernel call costs 46 us instead of 10; with the default, 2 ms on shared cores.
+"""
 
 
 def _gpus(actor: ActorConfig) -> float:

@@ -1,8 +1,12 @@
+# Ray Serve's decorators and handles lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
 """The HTTP shell: the OpenAI app in a Serve replica, fed with tokens by its mailbox."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -24,15 +28,16 @@ from triptych.deployments.http import Health, ModelCard, create_app
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.status import Status
-from triptych.workers.models import read_tokenizer
+from triptych.workers.models.pretrained import read_tokenizer
 
 Event = Tokens | Failed
+RouterHandle = DeploymentHandle[Any]
 
 
 class RouterEngine:
     """What the HTTP app talks to: requests go to the router, tokens come from the workers."""
 
-    def __init__(self, plan: AppPlan, router: DeploymentHandle) -> None:
+    def __init__(self, plan: AppPlan, router: RouterHandle) -> None:
         self.address = plan.address(new_name("ingress"))
         hello = Hello(name=new_name("ingress"), address=self.address)
         self._router = router
@@ -56,6 +61,8 @@ class RouterEngine:
         try:
             while open_ids:
                 event = await events.get()
+                if event.request not in open_ids:
+                    continue  # its worker died after the last token: the answer is whole
                 if isinstance(event, Failed) or event.finish is not None:
                     open_ids.discard(event.request)
                 yield event
@@ -79,11 +86,10 @@ class RouterEngine:
         except RayError as error:
             raise Overloaded("the router does not answer") from error
 
-    def _receive(self, message: Message, sender: str) -> None:
-        if isinstance(message, Tokens | Failed):
-            stream = self._streams.get(message.request)
-            if stream is not None:
-                stream.put_nowait(message)
+    def _receive(self, messages: Sequence[Message], sender: str) -> None:
+        for message in messages:
+            if isinstance(message, Tokens | Failed) and message.request in self._streams:
+                self._streams[message.request].put_nowait(message)
 
     def _on_router_lost(self) -> None:
         for request, stream in list(self._streams.items()):
@@ -94,7 +100,7 @@ class RouterEngine:
 class IngressShell:
     """One copy of the HTTP server's application."""
 
-    async def __init__(self, plan: AppPlan, router: DeploymentHandle, *stages: object) -> None:
+    async def __init__(self, plan: AppPlan, router: RouterHandle, *stages: object) -> None:
         self._plan = plan
         self._engine = RouterEngine(plan, router)
         await self._engine.start()

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from triptych.core.messages import Hello, Message
-from triptych.deployments.mailbox import Mailbox
+from triptych.deployments.mailbox import Mailbox, Receive
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class RouterLink:
         address: str,
         router: str,
         hello: Hello,
-        receive: Callable[[Message, str], None],
+        receive: Receive,
         on_router_lost: Callable[[], None],
     ) -> None:
         self._router, self._hello, self._on_router_lost = router, hello, on_router_lost

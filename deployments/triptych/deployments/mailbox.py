@@ -1,3 +1,6 @@
+# grpcio has no type hints; nothing untyped leaves this module.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 """Messages between the processes of one application: msgpack frames over gRPC, no pickle.
 
 Every process has one mailbox. Messages to a peer wait in that peer's outbox, and whatever has
@@ -9,8 +12,7 @@ comes at once, long before a health check would notice.
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,8 +40,8 @@ OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-Receive = Callable[[Message, str], None]
-"""Called in the event loop with each message and its sender's address."""
+Receive = Callable[[Sequence[Message], str], None]
+"""Called in the event loop with the messages of a frame and their sender's address."""
 Lost = Callable[[str], None]
 """Called in the event loop once for a peer that is gone."""
 
@@ -66,14 +68,9 @@ class Mailbox:
 
     async def start(self) -> None:
         """Listen. A socket file that a dead process left behind is replaced."""
-        if self.address.startswith("unix:"):
-            path = Path(self.address.removeprefix("unix:"))
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
+        _make_way(self.address)
         self._server.add_insecure_port(self.address)
         await self._server.start()
-        if self.address.startswith("unix:"):
-            os.chmod(self.address.removeprefix("unix:"), 0o600)
 
     async def stop(self) -> None:
         self._open.set()
@@ -84,7 +81,7 @@ class Mailbox:
     def post(self, to: str, message: Message) -> None:
         """Send a message, in order, as soon as the ones before it are through."""
         if to == self.address:
-            self._receive(message, to)
+            self._receive([message], to)
             return
         self._peer(to).outbox.put_nowait(message)
 
@@ -111,8 +108,7 @@ class Mailbox:
         except MessageError as error:
             logger.warning("refused a frame from %s: %s", sender, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:200])
-        for message in messages:
-            self._receive(message, sender)
+        self._receive(messages, sender)
         return b""
 
     async def _on_watch(
@@ -176,6 +172,14 @@ class Mailbox:
             if task is not asyncio.current_task():
                 task.cancel()
         await peer.channel.close()
+
+
+def _make_way(address: str) -> None:
+    """Make a unix socket's directory, for this user alone, and remove a dead one's socket."""
+    if address.startswith("unix:"):
+        path = Path(address.removeprefix("unix:"))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
 
 
 _CLOSING = set["asyncio.Task[None]"]()

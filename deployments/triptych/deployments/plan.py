@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
 
 
@@ -28,16 +29,28 @@ class AppPlan:
     @property
     def bookable_bytes(self) -> int:
         """Page memory that requests may book: all of it, less what workers keep in stock."""
-        workers = sum(
-            actor.num_replicas
-            for actor in (
-                self.config.prefill.actor,
-                self.config.compressor.actor,
-                self.config.decode.actor,
-            )
-        )
-        stock = 2 * self.config.pool.extent_pages * workers
+        stock = 2 * self.config.pool.extent_pages * self.workers
         return (self.pool_pages - stock) * self.pages.page_bytes
+
+    @property
+    def workers(self) -> int:
+        """Processes that take pages."""
+        config = self.config
+        if config.topology == "colocated":
+            return config.decode.actor.num_replicas
+        actors = (config.prefill.actor, config.compressor.actor, config.decode.actor)
+        return sum(actor.num_replicas for actor in actors)
+
+    def check_stock(self) -> None:
+        """Raise ConfigError if what workers keep in stock leaves too little for requests."""
+        if 2 * self.bookable_bytes < self.config.pool.capacity_bytes:
+            page = self.pages.page_bytes
+            raise ConfigError(
+                f"pool.extent_pages={self.config.pool.extent_pages}: {self.workers} workers may "
+                f"keep twice as many pages of {page} bytes each, more than half of "
+                f"pool.capacity_bytes={self.config.pool.capacity_bytes}: lower the one or raise "
+                "the other"
+            )
 
     @property
     def pool_address(self) -> str:

@@ -3,22 +3,30 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 from triptych.core.messages import Hello, Message, Send
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.status import Status
 from triptych.kvpool import PoolWatcher
-from triptych.router import Coordinator
+from triptych.router import Coordinator, Patience
 
 TICK_S = 0.25
+RECLAIM_S = 2.0
+"""The pool notices a dead process of its node at its next sweep, long before a lease expires."""
 
 
 class RouterShell:
     """Feeds messages, losses and the clock to the coordinator, and posts what it answers."""
 
     async def __init__(self, plan: AppPlan) -> None:
-        self._coordinator = Coordinator(plan.config.router, plan.pages, plan.bookable_bytes)
+        self._coordinator = Coordinator(
+            plan.config.router,
+            plan.pages,
+            plan.bookable_bytes,
+            Patience(reclaim_s=RECLAIM_S),
+        )
         self._pool = PoolWatcher(plan.pool_address)
         self._watched = set[str]()
         self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
@@ -38,11 +46,12 @@ class RouterShell:
         if self._ticking.done():
             raise RuntimeError("the router's clock stopped")
 
-    def _receive(self, message: Message, sender: str) -> None:
-        if isinstance(message, Hello) and message.address not in self._watched:
-            self._watched.add(message.address)
-            self._mailbox.watch(message.address)
-        self._post(self._coordinator.on(message, sender, time.monotonic()))
+    def _receive(self, messages: Sequence[Message], sender: str) -> None:
+        for message in messages:
+            if isinstance(message, Hello) and message.address not in self._watched:
+                self._watched.add(message.address)
+                self._mailbox.watch(message.address)
+        self._post(self._coordinator.receive(messages, sender, time.monotonic()))
 
     def _on_lost(self, address: str) -> None:
         self._watched.discard(address)

@@ -60,8 +60,9 @@ class WorkerShell:
         await self._link.stop()
         self._pool.close()
 
-    def _receive(self, message: Message, sender: str) -> None:
-        self._loop.post(message)
+    def _receive(self, messages: Sequence[Message], sender: str) -> None:
+        for message in messages:
+            self._loop.post(message)
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         """From the compute thread into the event loop."""

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
 """What numba lacks for kernels: raw memory, float16, calls by address, torch's threads.
 
@@ -8,10 +8,14 @@ integers; the callers in Python check shapes and types first.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from llvmlite import ir
 from numba import cfunc, njit, types
@@ -19,13 +23,37 @@ from numba.extending import intrinsic
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile without the GIL, and cache the machine code beside the source."""
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
+    """Compile on first use, without the GIL; later processes load the machine code."""
+    with _cache_of_these_sources():
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 def team_body(function: Callable[..., Any]) -> Any:
     """Compile what every thread of a team runs; it gets the address of the team's job."""
-    return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
+    with _cache_of_these_sources():
+        return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
+
+
+@contextmanager
+def _cache_of_these_sources() -> Iterator[None]:
+    """Keep machine code apart by the text of all kernels.
+
+    numba sees a change of a function's own file, but not of the functions it calls.
+    """
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(Path(before or Path(__file__).parent / "__pycache__") / _digest())
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@cache
+def _digest() -> str:
+    """A name for the text of all modules that compile something, this one included."""
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    compiled = [text for text in texts if b"triptych.kernels.compiled" in text or b"njit" in text]
+    return f"kernels-{sha256(b''.join(compiled)).hexdigest()[:16]}"
 
 
 @cache

@@ -48,13 +48,12 @@ class Patience:
     """Time after which the pool has taken back the pages of a dead worker: its lease."""
 
 
-NEEDS: dict[State, tuple[Stage, ...]] = {
-    State.WAITING: ("prefill", "compress", "decode"),
-    State.PREFILLED: ("compress", "decode"),
-    State.PLANNED: ("decode",),
-    State.COMPRESSED: ("decode",),
+NEEDED_IN: dict[Stage, tuple[State, ...]] = {
+    "prefill": (State.WAITING,),
+    "compress": (State.WAITING, State.PREFILLED),
+    "decode": (State.WAITING, State.PREFILLED, State.PLANNED),
 }
-"""Stages without which a request in a state cannot go on."""
+"""States in which a request cannot go on without a stage."""
 
 
 class Coordinator:
@@ -143,18 +142,22 @@ class Coordinator:
 
     def _give_up(self, now: float) -> None:
         """Fail requests that have waited too long for a stage without workers."""
-        for state, stages in NEEDS.items():
-            for entry in self._books.requests.in_state(state):
-                arena = entry.final_arena if state is State.COMPRESSED else None
-                for stage in stages:
-                    absent = self._books.fleet.absent_since(stage, arena)
-                    if (
-                        absent is not None
-                        and now - max(absent, entry.since) >= self._patience.grace_s
-                    ):
-                        error = Overloaded(f"no {stage} worker is running: try again later")
-                        self._endings.fail(entry, error, now)
-                        break
+        fleet, requests = self._books.fleet, self._books.requests
+        for stage, states in NEEDED_IN.items():
+            absent = fleet.absent_since(stage)
+            if absent is not None:
+                for state in states:
+                    for entry in requests.in_state(state):
+                        self._give_up_on(entry, stage, absent, now)
+        for entry in requests.in_state(State.COMPRESSED):  # only its own arena can help it
+            absent = fleet.absent_since("decode", entry.final_arena)
+            if absent is not None:
+                self._give_up_on(entry, "decode", absent, now)
+
+    def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
+        if now - max(absent, entry.since) >= self._patience.grace_s:
+            error = Overloaded(f"no {stage} worker is running: try again later")
+            self._endings.fail(entry, error, now)
 
     # ---------------------------------------------------------------- from the ingress
 

@@ -1,6 +1,5 @@
 """Moves requests on to their next stage, whenever something has changed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
@@ -47,8 +46,8 @@ class Dispatch:
 
     def _join_all(self, now: float) -> None:
         for entry in self.books.requests.in_state(State.COMPRESSED):
-            if not entry.decode:  # the worker that was chosen died: another one maps the arena
-                load = self._decode_worker(entry, [entry.final_arena])
+            if not entry.decode:  # the worker that was chosen died
+                load = self._decode_worker_in_place(entry)
                 if load is None:
                     continue
                 self._take_slot(entry, load)
@@ -70,7 +69,7 @@ class Dispatch:
     def _encode_all(self, now: float) -> None:
         """Choose decode workers, in the order of planning: nobody overtakes here."""
         for entry in self.books.requests.in_state(State.PLANNED):
-            load = self._decode_worker(entry, self._final_arenas())
+            load = self._decode_worker(entry)
             if load is None:
                 return
             if load.arena != entry.final_arena:
@@ -86,17 +85,23 @@ class Dispatch:
         self.books.outbox.encode(entry.worker, arena, entry.id)
         self.books.requests.move(entry, State.ENCODING, now)
 
-    def _decode_worker(self, entry: Entry, arenas: Sequence[str]) -> WorkerLoad | None:
-        """The decode worker for a request whose final pages may lie in one of ``arenas``."""
+    def _decode_worker(self, entry: Entry) -> WorkerLoad | None:
+        """The best decode worker, wherever the final pages of a request can be booked."""
         ledger = self.books.ledger
 
         def fits(arena: str) -> bool:
-            if arena == entry.final_arena:
-                return arena in arenas
             lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena)
-            return arena in arenas and ledger.fits(entry.id, lines)
+            return ledger.fits(entry.id, lines)
 
         return choose_decode(self._loads.values(), free_bytes=ledger.free, fits=fits)
+
+    def _decode_worker_in_place(self, entry: Entry) -> WorkerLoad | None:
+        """The best decode worker that maps the arena in which the final pages lie already."""
+
+        def fits(arena: str) -> bool:
+            return arena == entry.final_arena
+
+        return choose_decode(self._loads.values(), free_bytes=self.books.ledger.free, fits=fits)
 
     def _take_slot(self, entry: Entry, load: WorkerLoad) -> None:
         entry.decode = load.address

@@ -12,7 +12,7 @@ import yaml
 
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
 from triptych.cli import main as command
-from triptych.cli.servefile import DEFAULT
+from triptych.cli.servefile import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
 
 Run = Callable[..., tuple[int, str, str]]
@@ -157,3 +157,57 @@ def test_bench_refuses_loads_that_make_no_sense(run: Run) -> None:
         code, _, err = run("bench", "serve", "--model", "m", *option)
         assert code == 2
         assert "expected" in err
+
+
+def test_serve_checks_the_file_fetches_the_model_and_becomes_serve_run(
+    run: Run,
+    serve_file: Callable[[object], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    started = list[list[str]]()
+    monkeypatch.setattr("os.execv", lambda path, command: started.append([path, *command]))
+    path = serve_file({"model": {"name": str(tmp_path)}})
+    assert run("serve", path)[0] == 0
+    ((program, *command),) = started
+    assert Path(program).name == "serve"
+    assert command[1:] == ["run", path]
+
+
+def test_serve_without_a_file_writes_the_defaults(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path))
+    path = default_serve_file()
+    assert yaml.safe_load(path.read_text()) == DEFAULT
+    assert run("validate", str(path))[0] == 0
+
+
+def test_serve_of_a_wrong_file_starts_nothing(
+    run: Run, serve_file: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
+    assert run("serve", serve_file({"modle": {}}))[0] == 2
+
+
+def test_bench_attention_writes_a_row_for_every_case(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "attention.json"
+    options = ["--formats", "k8v4", "--batch", "1,2", "--context", "32", "--repeats", "1"]
+    code, out, _ = run("bench", "attention", *options, "--json", str(path))
+    assert code == 0
+    assert "k8v4" in out
+    rows = json.loads(path.read_text())["rows"]
+    wanted = {"backend", "format", "batch", "context", "time_ms", "bytes", "gb_per_s"}
+    assert all(wanted | {"speedup_vs_sdpa_fp32"} <= row.keys() for row in rows)
+    assert [(row["format"], row["batch"], row["context"]) for row in rows] == [
+        ("k8v4", 1, 32),
+        ("k8v4", 2, 32),
+    ]
+
+
+def test_bench_attention_of_an_unknown_format_is_exit_code_2(run: Run) -> None:
+    code, _, err = run("bench", "attention", "--formats", "k9v9", "--context", "8")
+    assert code == 2
+    assert "k9v9" in err

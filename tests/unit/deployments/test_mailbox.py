@@ -19,7 +19,11 @@ import asyncio, sys
 from triptych.deployments.mailbox import Mailbox
 
 async def main():
-    box = Mailbox(sys.argv[1], lambda message, sender: box.post(sender, message), lambda address: None)
+    def echo(messages, sender):
+        for message in messages:
+            box.post(sender, message)
+
+    box = Mailbox(sys.argv[1], echo, lambda address: None)
     await box.start()
     print("ready", flush=True)
     await asyncio.sleep(60)
@@ -39,7 +43,7 @@ class Box:
     def __post_init__(self) -> None:
         self.mailbox = Mailbox(
             self.address,
-            lambda message, sender: self.received.append((message, sender)),
+            lambda messages, sender: self.received.extend((m, sender) for m in messages),
             self.lost.append,
         )
 
@@ -50,7 +54,7 @@ def named(*names: str) -> Cancel:
 
 async def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not holds():
+        while not holds():  # noqa: ASYNC110  # what is awaited happens in another process
             await asyncio.sleep(0.01)
 
 

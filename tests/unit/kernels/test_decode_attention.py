@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -123,6 +124,21 @@ def test_a_row_that_is_cut_into_runs_is_merged_again(
     torch.set_num_threads(threads)
     check("cpu", cache, torch.randn(len(lengths), 6, 64), stored)
     torch.set_num_threads(before)
+
+
+def test_two_threads_may_attend_at_the_same_time(new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=1500)
+    stored = cache.fill("k8v4", [[2000, 1500], [900, 700]])
+    slots = torch.arange(2, dtype=torch.int32)
+    queries = torch.randn(40, 2, 6, 64)
+
+    def attend(query: Tensor) -> Tensor:
+        return decode_attention(query, cache.arena, [stored.section], slots, scale=0.125)
+
+    with ThreadPoolExecutor(2) as pool:
+        for query, got in zip(queries, pool.map(attend, queries), strict=True):
+            want = dense(query, [stored], slots, scale=0.125)
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 7, 50, 1000])

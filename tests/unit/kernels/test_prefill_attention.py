@@ -1,5 +1,6 @@
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def dense(
 def check(backend: str, batch: Batch, tolerance: float, **options: Any) -> None:
     """Compare a batch without a past, its significance too, to ``dense`` head by head."""
     heads, kv_heads, dim = batch.query.shape[1], batch.key.shape[1], batch.query.shape[2]
-    longest = max(end - start for start, end in zip(batch.offsets, batch.offsets[1:], strict=False))
+    longest = max(end - start for start, end in pairwise(batch.offsets))
     sums = torch.zeros(len(batch.offsets) - 1, heads, longest)
     got = prefill_attention.on(backend)(
         batch.query,
@@ -121,43 +122,117 @@ def test_significance_is_not_needed_for_the_output(backend: str) -> None:
     assert torch.equal(attend(*arguments, scale=0.125), with_sums)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``starts[b]`` to ``ends[b]`` of each sequence of a batch."""
+
+    index: Tensor
+    """Where the chunk's tokens lie in the batch."""
+    offsets: list[int]
+
+
+def chunk_of(batch: Batch, starts: list[int], ends: list[int]) -> Chunk:
+    spans = list(zip(batch.offsets, starts, ends, strict=False))
+    index = torch.cat([torch.arange(at + start, at + end) for at, start, end in spans])
+    lengths = [end - start for _, start, end in spans]
+    return Chunk(index, [sum(lengths[:count]) for count in range(len(lengths) + 1)])
+
+
+def past_of(cache: Any, batch: Batch, counts: list[int]) -> Past:
+    """The first ``counts[b]`` tokens of each sequence in float16 pages."""
+    vectors = torch.zeros(2, len(counts), batch.key.shape[1], max(counts), batch.key.shape[2])
+    for index, (start, count) in enumerate(zip(batch.offsets, counts, strict=False)):
+        vectors[0, index, :, :count] = batch.key[start : start + count].transpose(0, 1)
+        vectors[1, index, :, :count] = batch.value[start : start + count].transpose(0, 1)
+    rows = [[count] * batch.key.shape[1] for count in counts]
+    section = cache.fill("fp16", rows, vectors=(vectors[0], vectors[1])).section
+    return Past(cache.arena, section.layout, section.pages, section.tokens)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_over_a_past_in_pages_are_the_whole(
     backend: str, options: dict[str, Any], new_cache: NewCache
 ) -> None:
+    batch = ragged_batch([90, 45, 20], 6, 2, 64)
     # Numbers that float16 holds exactly, so that the pages lose nothing.
-    counts, first = [90, 45], [64, 13]
-    batch = ragged_batch(counts, 6, 2, 64)
-    key, value = (part.half().float() for part in (batch.key, batch.value))
-    whole_sums, sums = torch.zeros(2, 6, 90), torch.zeros(2, 6, 90)
-    attend = prefill_attention.on(backend)
-    whole = attend(
-        batch.query, key, value, batch.offsets, scale=0.125, significance=whole_sums, **options
-    )
-    starts = [[0, first[0]], [90, 90 + first[1]]]
-    early = torch.cat([torch.arange(*start) for start in starts])
-    late = torch.cat([torch.arange(starts[0][1], 90), torch.arange(starts[1][1], 135)])
-    head = attend(
-        batch.query[early], key[early], value[early], [0, 64, 77],
-        scale=0.125, significance=sums, **options,
-    )  # fmt: skip
-    cache = new_cache(64)
-    stored = cache.fill(
-        "fp16",
-        [[count, count] for count in first],
-        vectors=tuple(
-            torch.stack([part[:64], part[90:154].new_zeros(64, 2, 64)]).transpose(1, 2)
-            for part in (key, value)
+    batch = replace(batch, key=batch.key.half().float(), value=batch.value.half().float())
+    first, ends = [64, 13, 0], [90, 45, 20]
+    sums, whole_sums = torch.zeros(3, 6, 90), torch.zeros(3, 6, 90)
+
+    def attend(chunk: Chunk, past: Past | None, significance: Tensor) -> Tensor:
+        return prefill_attention.on(backend)(
+            batch.query[chunk.index],
+            batch.key[chunk.index],
+            batch.value[chunk.index],
+            chunk.offsets,
+            scale=0.125,
+            past=past,
+            significance=significance,
+            **options,
         )
-        if False
-        else _first_chunks(key, value, first),
-    )
-    past = Past(cache.arena, stored.section.layout, stored.section.pages, stored.section.tokens)
-    tail = attend(
-        batch.query[late], key[late], value[late], [0, 26, 58],
-        scale=0.125, past=past, significance=sums, **options,
-    )  # fmt: skip
-    torch.testing.assert_close(head, whole[early], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tail, whole[late], rtol=1e-5, atol=1e-5)
+
+    whole = attend(chunk_of(batch, [0, 0, 0], ends), None, whole_sums)
+    early, late = chunk_of(batch, [0, 0, 0], first), chunk_of(batch, first, ends)
+    head = attend(early, None, sums)
+    tail = attend(late, past_of(new_cache(64), batch, first), sums)
+    torch.testing.assert_close(head, whole[early.index], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tail, whole[late.index], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sums, whole_sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 25])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_of_a_compressed_past_may_have_kept_different_tokens(
+    backend: str, name: str, window: int, new_cache: NewCache
+) -> None:
+    cache = new_cache(64)
+    kept = [[40, 11], [0, 0], [7, 33]]
+    stored = cache.fill(name, kept, first_position=100)
+    past = Past(cache.arena, stored.section.layout, stored.section.pages, stored.section.tokens)
+    counts = [20, 5, 30]
+    batch = ragged_batch(counts, 4, 2, 64)
+    sums = torch.zeros(3, 4, 80)
+    got = prefill_attention.on(backend)(
+        batch.query,
+        batch.key,
+        batch.value,
+        batch.offsets,
+        scale=0.125,
+        window=window,
+        past=past,
+        significance=sums,
+    )
+    for index, head in product(range(3), range(4)):
+        part, old = slice(*batch.offsets[index : index + 2]), kept[index][head // 2]
+        first = 100 + max(kept[index]) if max(kept[index]) else 0
+        positions = torch.cat(
+            (stored.positions[index, head // 2, :old], first + torch.arange(counts[index]))
+        )
+        want, received = dense(
+            batch.query[part, head],
+            torch.cat((stored.key[index, head // 2, :old], batch.key[part, head // 2])),
+            torch.cat((stored.value[index, head // 2, :old], batch.value[part, head // 2])),
+            positions,
+            window=window,
+        )
+        torch.testing.assert_close(got[part, head].double(), want, rtol=1e-5, atol=1e-5)
+        row = sums[index, head].double()
+        torch.testing.assert_close(row[: len(received)], received, rtol=1e-5, atol=1e-5)
+        assert (row[len(received) :] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_query_gives_away_one_unit_of_attention(backend: str) -> None:
+    batch = ragged_batch([200], 6, 2, 64)
+    sums = torch.zeros(1, 6, 200)
+    arguments = (batch.query, batch.key, batch.value, batch.offsets)
+    prefill_attention.on(backend)(*arguments, scale=0.125, significance=sums)
+    torch.testing.assert_close(sums.sum(-1), torch.full((1, 6), 200.0))
+
+
+def test_significance_is_the_mean_over_later_queries_and_the_largest_of_the_group() -> None:
+    sums = torch.tensor([[4.0, 3.0, 2.0, 9.0], [8.0, 1.5, 0.5, 9.0]])
+    assert torch.equal(significance_of(sums, 3, 1), torch.tensor([[8.0 / 3, 1.5, 2.0]]))
+    assert significance_of(torch.rand(5, 6, 10), 10, 2).shape == (5, 2, 10)

@@ -347,6 +347,17 @@ def test_the_grace_time_starts_anew_when_the_last_worker_dies() -> None:
     assert len(failures(driver.tick(1.0))) == 1
 
 
+def test_finished_pages_wait_the_grace_time_for_a_decode_worker_that_can_map_them() -> None:
+    driver = whole(arenas={"P": "gpu0", "C": "gpu0", "D": "gpu0", "E": "gpu1"})
+    driver.bring_to("encoding")
+    driver.router.lost("E", driver.now)
+    assert driver.compressed("r") == []
+    assert driver.tick(29.9) == []
+    cancel, failure = driver.tick(0.1)
+    assert cancel == Send("C", Cancel(requests=("r",)))
+    assert "no decode worker" in failure.message.message
+
+
 def test_requests_merely_waiting_for_a_lost_stage_stay() -> None:
     driver = Driver("P", "D")
     driver.bring_to("prefilled")
@@ -382,6 +393,15 @@ def test_cancel_goes_to_everybody_who_may_hold_pages(step: Step, told: list[str]
     driver.bring_to(step)
     sends = driver.on(Cancel(requests=("r",)), "in")
     assert sends == [Send(address, Cancel(requests=("r",))) for address in told]
+
+
+def test_a_worker_that_let_go_by_itself_is_not_bothered_again() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    assert driver.on(Finished(request="r", tokens=1), "C") == []
+    assert driver.state() == "decoding"
+    sends = driver.on(Cancel(requests=("r",)), "in")
+    assert sends == [Send("D", Cancel(requests=("r",)))]
 
 
 def test_cancelled_bytes_stay_booked_until_the_holders_let_go() -> None:
@@ -491,6 +511,17 @@ def test_another_decode_worker_is_chosen_if_the_first_died_before_the_join(step:
         [send] = driver.compressed("r")
     assert send.to == "E"
     assert isinstance(send.message, Join)
+
+
+def test_slots_that_come_back_go_to_requests_in_the_order_of_planning() -> None:
+    driver = Driver("P", "C", "D", slots=2)
+    for name in "ab":
+        driver.bring_to("compressing", request(name))
+    driver.router.lost("D", driver.now)
+    assert driver.planned("b") == driver.planned("a") == []
+    driver.slots = 1
+    [send] = driver.hello("D", start=2)
+    assert send.message == Encode(requests=("b",), arena="arena")
 
 
 def test_a_new_process_at_a_known_address_means_that_the_old_one_died() -> None:

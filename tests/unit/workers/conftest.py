@@ -21,7 +21,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, four query heads on two KV heads, head_dim 32; logits spread like a real model's."""
+    """Two layers, four query heads on two KV heads, head_dim 32."""
     path = tmp_path_factory.mktemp("tiny")
     tokenizer = byte_tokenizer()
     config = LlamaConfig(

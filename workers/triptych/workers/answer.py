@@ -88,7 +88,7 @@ class AnswerFactory:
     def start(self, request: Request, replayed: Sequence[int] = ()) -> Answer:
         """A new answer that has already said ``replayed``."""
         sampling = request.sampling
-        own = frozenset() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
+        own = frozenset[int]() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
         answer = Answer(
             request=request,
             sampler_row=SamplerRow(sampling, request.prompt, self.model.eos_token_ids),

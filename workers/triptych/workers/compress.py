@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false
+# torch.from_numpy has no type hints.
 """The compressor stage: plans exact page counts, then moves tokens into the policy's format.
 
 Planning comes before allocation (kv_spec D.7), so the router can choose the decode worker
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.core.errors import TriptychError
+from triptych.core.errors import StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim
 from triptych.core.messages import (
     ROUTER,
@@ -116,6 +118,8 @@ class CompressEngine:
     def _attach(self, item: CompressItem) -> Send:
         try:
             job = self._plan(item)
+        except StaleHandle:
+            return refuse(item.request, StageLost("prefill"))
         except TriptychError as error:
             self.pool.withdraw([item.request])
             return refuse(item.request, error)

@@ -10,14 +10,16 @@ marks itself busy in a page of shared memory for the length of a step, and takes
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numba
 import numpy as np
 import psutil
 import torch
+
+Board = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""Process ids, then busy marks, of all workers of the machine."""
 
 SLOTS = 256
 CHECK_EVERY_STEPS = 64
@@ -30,7 +32,7 @@ class FixedCores:
         set_threads(threads)
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> Generator[None]:
         yield
 
 
@@ -50,7 +52,7 @@ class SharedCores:
         self._steps = 0
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> Generator[None]:
         """Mark this worker busy, and set its threads, for the length of a step."""
         self._marks[1, self._slot] = 1
         try:
@@ -78,12 +80,11 @@ Cores = FixedCores | SharedCores
 
 
 def set_threads(count: int) -> None:
-    """Threads of the next kernels of this process."""
+    """Threads of the next matrix products and kernels of this process: they share one pool."""
     torch.set_num_threads(count)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
 
 
-def _open_board(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _open_board(path: Path) -> Board:
     size = 2 * SLOTS * 8
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -95,7 +96,7 @@ def _open_board(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     return np.frombuffer(memory, np.int64).reshape(2, SLOTS)
 
 
-def _claim_slot(path: Path, marks: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> int:
+def _claim_slot(path: Path, marks: Board) -> int:
     with path.open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _strike_off_dead(marks)
@@ -104,7 +105,7 @@ def _claim_slot(path: Path, marks: np.ndarray[tuple[int, int], np.dtype[np.int64
     return slot
 
 
-def _strike_off_dead(marks: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
+def _strike_off_dead(marks: Board) -> None:
     for slot in np.flatnonzero(marks[0]):
         if not psutil.pid_exists(int(marks[0, slot])):
             marks[:, slot] = 0

@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false
+# torch.from_numpy has no type hints.
 """The decode stage: continuous batching over compressed pages, one token a step for each."""
 
 from collections.abc import Iterable, Sequence
@@ -8,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.errors import MessageError, TriptychError
+from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim
 from triptych.core.messages import ROUTER, Finished, Join, Message, Send, Stage
 from triptych.core.pages import PagePlan
@@ -77,6 +79,8 @@ class DecodeEngine:
             return None
         try:
             self._join(message)
+        except StaleHandle:
+            return [refuse(message.request.id, StageLost("compress"), tokens=1)]
         except TriptychError as error:
             self.pool.withdraw([message.request.id])
             return [refuse(message.request.id, error, tokens=1)]
@@ -214,7 +218,9 @@ class DecodeEngine:
         """Logits [requests, vocab] of the newest token of each request."""
         tokens = torch.tensor([one.answer.tokens[-1] for one in batch])
         positions = torch.tensor([one.position for one in batch])
-        attend = PageAttention(self, batch, positions)
+        slots = np.array([one.slot for one in batch])
+        stored = self._stored if self.plan.compresses else None
+        attend = PageAttention(self._arena, self._recent, stored, slots, positions)
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
 
@@ -222,21 +228,25 @@ class DecodeEngine:
 class PageAttention:
     """Attention of one decode step: appends the new token, then reads all pages as they are."""
 
-    def __init__(self, engine: DecodeEngine, batch: list[Running], positions: Tensor) -> None:
-        self._arena = engine._arena
-        self._tables = (
-            [engine._stored, engine._recent] if engine.plan.compresses else [engine._recent]
-        )
-        self._layout = engine.plan.raw
+    def __init__(
+        self,
+        arena: Tensor,
+        recent: SectionTable,
+        stored: SectionTable | None,
+        slots: NDArray[np.int64],
+        positions: Tensor,
+    ) -> None:
+        """Choose the cell of each new token, and count it as stored."""
+        self._arena, self._layout = arena, recent.layout
+        self._tables = [recent] if stored is None else [stored, recent]
         self._positions = positions.int()
-        slots = np.array([one.slot for one in batch], np.int32)
-        self._slots = torch.from_numpy(slots)
-        counts = engine._recent.tokens[:, slots]
+        self._slots = torch.from_numpy(slots.astype(np.int32))
+        counts = recent.tokens[:, slots]
         page, row = np.divmod(counts, self._layout.tokens)
-        table = engine._recent.pages[:, slots]
+        table = recent.pages[:, slots]
         self._pages = torch.from_numpy(np.take_along_axis(table, page[..., None], axis=3)[..., 0])
         self._rows = torch.from_numpy(row.astype(np.int32))
-        engine._recent.tokens[:, slots] = counts + 1
+        recent.tokens[:, slots] = counts + 1
 
     def __call__(
         self,
@@ -259,7 +269,7 @@ class PageAttention:
             self._rows[layer],
             self._positions,
         )
-        return decode_attention(
+        mixed = decode_attention(
             query,
             self._arena,
             [table.section(layer) for table in self._tables],
@@ -269,3 +279,4 @@ class PageAttention:
             softcap=softcap,
             positions=self._positions,
         )
+        return mixed.to(query.dtype)

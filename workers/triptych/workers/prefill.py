@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false
+# torch.from_numpy has no type hints.
 """The prefill stage: reads prompts in ragged chunks, writes raw pages, draws the first token."""
 
 from collections.abc import Iterable, Sequence

@@ -1,3 +1,5 @@
+# torch.from_numpy and numpy's comparisons lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Page tables of the decode stage: which pages hold which head row's tokens.
 
 A head row is one (slot, layer, KV head); a slot is one request. Tables of all layers lie in
@@ -14,6 +16,7 @@ from triptych.core.layout import Geometry, PageLayout
 from triptych.kernels import Section
 
 Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(eq=False)
@@ -47,7 +50,7 @@ class SectionTable:
         """Set a slot's rows from a handle: tokens [head rows], page ids in row order."""
         layers, _, kv_heads, width = self.pages.shape
         counts = -(-tokens // self.layout.tokens)
-        used = np.arange(width) < counts[:, None]
+        used: Mask = np.arange(width) < counts[:, None]
         table = np.zeros((len(tokens), width), np.int32)
         table[used] = ids
         self.pages[:, slot] = table.reshape(layers, kv_heads, width)
@@ -70,7 +73,7 @@ class SectionTable:
         """Put new pages behind the present ones of each row, in row order."""
         have = -(-self.tokens[:, slot] // self.layout.tokens)
         column = np.arange(self.pages.shape[3])
-        new = (column >= have[..., None]) & (column < (have + shortage)[..., None])
+        new: Mask = (column >= have[..., None]) & (column < (have + shortage)[..., None])
         self.pages[:, slot][new] = ids
 
     def drop_first_pages(self, slot: int, count: int) -> Ids:

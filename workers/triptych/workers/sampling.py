@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log
+from math import isfinite, log, nextafter
 from typing import cast
 
 import numpy as np
@@ -167,16 +167,14 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
     if not rows:
         return []
     edited = _edit(logits, rows)
-    best, tokens = edited.max(dim=-1)
-    chosen = torch.where(best.isfinite(), tokens, _NO_TOKEN)
-    drawing = [i for i, row in enumerate(rows) if not row.is_greedy]
-    if drawing:
-        chosen[drawing] = torch.where(
-            best[drawing].isfinite(),
-            _draw(edited[drawing], best[drawing], [rows[i] for i in drawing]),
-            _NO_TOKEN,
-        )
-    drawn = [Drawn(token) for token in cast("list[int]", chosen.tolist())]
+    best, likeliest = edited.max(dim=-1)
+    values, tokens = cast("list[float]", best.tolist()), cast("list[int]", likeliest.tolist())
+    drawn = list[Drawn]()
+    for row, line, value, token in zip(rows, edited, values, tokens, strict=True):
+        if not isfinite(value):
+            drawn.append(Drawn(_NO_TOKEN))
+        else:
+            drawn.append(Drawn(token if row.is_greedy else _draw(line, value, row)))
     _add_logprobs(drawn, logits, rows)
     return drawn
 
@@ -191,24 +189,24 @@ def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     return edited
 
 
-def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+def _draw(logits: Tensor, best: float, row: SamplerRow) -> int:
     """Inverse of the cumulative distribution, in the order of token ids.
 
-    Weights are relative to the most likely token, so they need no normalisation.
+    Weights are relative to the most likely token, so they need no normalisation. One row
+    at a time: its numbers stay in the core's cache, which for 16 rows of 49,152 logits is
+    several times faster than passes over all of them.
 
-    Shapes:  logits (N, vocab), best (N,) -> (N,)
+    Shapes:  logits (vocab,)
     """
-    heat = torch.tensor([row.sampling.temperature for row in rows], device=logits.device)
-    scaled = (logits - best.unsqueeze(1)) / heat.unsqueeze(1)
-    borders = [_border(line, row.sampling) for line, row in zip(scaled, rows, strict=True)]
-    lowest = torch.tensor(borders, device=logits.device).unsqueeze(1)
-    weights = torch.where(scaled >= lowest, scaled.exp(), 0.0)
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = uniform.to(logits.device).unsqueeze(1) * total
-    below_total = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, below_total, right=True).squeeze(1)
+    scaled = logits.sub(best).div_(row.sampling.temperature)
+    border = _border(scaled, row.sampling)
+    kept = (scaled >= border).nonzero().squeeze(1) if border > -torch.inf else None
+    weights = (scaled if kept is None else scaled[kept]).exp()
+    cumulative = weights.cumsum(dim=0, dtype=torch.float64)
+    total = float(cumulative[-1])
+    target = min(row.uniform() * total, nextafter(total, 0.0))
+    place = int(torch.searchsorted(cumulative, target, right=True))
+    return place if kept is None else int(kept[place])
 
 
 def _border(scaled: Tensor, settings: Sampling) -> float:

@@ -81,7 +81,9 @@ async def calibrate(client: httpx.AsyncClient, workload: Workload) -> Workload:
     probe = replace(workload, output_tokens=1)
     if workload.endpoint == "completions" and workload.form == "tokens":
         sample = await send(client, probe.endpoint, probe.body(-1))
-        if sample.error is None and sample.prompt_tokens == workload.prompt_tokens:
+        # One more is a start token of the server's own; 0 is a server that reports no usage.
+        taken = (workload.prompt_tokens, workload.prompt_tokens + 1, 0)
+        if sample.error is None and sample.prompt_tokens in taken:
             return workload
     words = workload.prompt_tokens
     for _ in range(CALIBRATION_ROUNDS):

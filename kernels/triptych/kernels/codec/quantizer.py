@@ -33,7 +33,7 @@ def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
     if bits == 16:
         return Encoded(x.half(), x.new_empty(len(x), 0, 2, dtype=torch.float16))
     top = 2**bits - 1
-    grouped = x.view(len(x), groups, -1)
+    grouped = x.view(len(x), groups, x.shape[1] // groups)
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale, zero = ((high - low) / top).half(), low.half()
     usable = (scale > 0) & scale.isfinite()
@@ -49,7 +49,8 @@ def decode(encoded: Encoded) -> Tensor:
     if groups == 0:
         return encoded.codes.float()
     scale, zero = encoded.metadata.float().unbind(-1)
-    codes = encoded.codes.float().view(len(encoded.codes), groups, -1)
+    count, dim = encoded.codes.shape
+    codes = encoded.codes.float().view(count, groups, dim // groups)
     return (codes * scale[..., None] + zero[..., None]).flatten(1)
 
 
@@ -78,7 +79,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits >= 8:
         return codes
     share = 8 // bits
-    parts = codes.view(len(codes), share, -1).unbind(1)
+    parts = codes.view(len(codes), share, codes.shape[1] // share).unbind(1)
     packed = torch.zeros_like(parts[0])
     for index, part in enumerate(parts):
         packed |= part << (bits * index)

@@ -123,8 +123,11 @@ def _copy(source, read_page, read_row, target, write_page, write_row, channels):
     write = write_page + target.codes + write_row * target.token_stride
     old = carray(pointer(read), count * source.byte_stride, np.uint8)
     new = carray(pointer(write), count * target.byte_stride, np.uint8)
-    for index in range(count):
-        new[index * target.byte_stride] = old[index * source.byte_stride]
+    if source.byte_stride == target.byte_stride == 1:
+        new[:] = old
+    else:
+        for index in range(count):
+            new[index * target.byte_stride] = old[index * source.byte_stride]
     for group in range(source.groups):
         metadata = _metadata(target, write_page, write_row, group)
         metadata[:] = _metadata(source, read_page, read_row, group)

@@ -91,5 +91,5 @@ def _row(section: Section, step: PageStep) -> tuple[int, ...]:
         *pages.stride(),
         tokens.data_ptr(),
         *tokens.stride(),
-        min(len(tokens), len(pages)),
+        min(tokens.shape[0], pages.shape[0]),
     )

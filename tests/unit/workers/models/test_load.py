@@ -158,5 +158,5 @@ def test_weights_that_are_missing_are_not_made_up(
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="missing.*up_proj"):
+    with pytest.raises(ModelError, match=r"missing.*up_proj"):
         load(path, "float32")

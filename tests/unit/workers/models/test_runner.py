@@ -1,6 +1,7 @@
 """One ragged forward pass gives what transformers gives each sequence alone."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_chunks_and_single_tokens_give_the_logits_of_one_pass(
         expected = stock(path)(tokens[None]).logits[0]
     runner, pages = runner_of(load(path, "float32")), FakePages()
     borders = (0, 7, 11, 12, 13, 14, 15, 16)
-    for i, (start, end) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(borders)):
         batch = [(0, start, tokens[start:end]), (1, i, other[i : i + 1])]
         last = forward(runner, pages, batch, every=False)[0]
         torch.testing.assert_close(last, expected[end - 1], atol=1e-4, rtol=1e-4)

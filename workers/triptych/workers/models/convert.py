@@ -63,6 +63,8 @@ ARCHITECTURES: dict[str, Fix] = {
     "gemma3": _subtract_one,
 }
 
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
 PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
     "smollm": lambda: Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
 }
@@ -97,6 +99,11 @@ def _correct(
     if pre in PRE_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.model_max_length = int(config.max_position_embeddings)
+    for ours, theirs in _SPECIAL_TOKENS.items():
+        token = header.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if isinstance(token, int):
+            setattr(tokenizer, f"{ours}_token", tokenizer.convert_ids_to_tokens(token))
+            setattr(config, f"{ours}_token_id", token)
 
 
 def _refuse_scaled_rope(gguf: Path, header: GgufHeader, architecture: str) -> None:

@@ -75,7 +75,7 @@ def read_weights(
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no .safetensors file (.bin and .pt are never loaded)")
     with readable(path, "cannot be loaded"), _no_progress_bar():
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=getattr(torch, dtype),
@@ -85,9 +85,10 @@ def read_weights(
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, report = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
         if missing := sorted(report["missing_keys"]):  # would be filled with random numbers
             raise ModelError(f"{path}: weights are missing: {missing[:5]}")
-        return cast("PreTrainedModel", model.to(device).eval().requires_grad_(False))
+        return model.to(device).eval().requires_grad_(False)
 
 
 def without_weights(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:

@@ -1,0 +1,33 @@
+"""Options that hold several values with commas between them."""
+
+from triptych.core.errors import ConfigError
+
+
+def words(text: str) -> list[str]:
+    """Split ``a,b``; blanks and empty parts do not count."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(text: str) -> list[float]:
+    """Read ``0.5,2``.
+
+    Raises: ConfigError unless each is a number above 0
+    """
+    try:
+        values = [float(word) for word in words(text)]
+    except ValueError:
+        raise ConfigError(f"{text!r}: expected numbers with commas between them") from None
+    if any(not 0 < value < 1e9 for value in values):
+        raise ConfigError(f"{text!r}: expected numbers above 0")
+    return values
+
+
+def integers(text: str) -> list[int]:
+    """Read ``1,4,16``.
+
+    Raises: ConfigError unless each is a whole number above 0
+    """
+    values = numbers(text)
+    if any(value != int(value) for value in values):
+        raise ConfigError(f"{text!r}: expected whole numbers, as in 1,4,16")
+    return [int(value) for value in values]

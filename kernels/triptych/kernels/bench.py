@@ -1,0 +1,191 @@
+"""Time decode attention over pages beside torch's attention over contiguous float32."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from triptych.core.errors import TriptychError
+from triptych.core.layout import PageLayout, default_page_bytes, page_format
+from triptych.kernels.codec import store_tokens
+from triptych.kernels.decode import decode_attention
+from triptych.kernels.pages import Section
+
+TOLERANCE = 1e-3
+"""A backend further from the reference than this is wrong, and gets no time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Heads of one layer; the default is SmolLM2-135M."""
+
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured case."""
+
+    backend: str
+    format: str
+    """A page format, or several joined by ``+`` that share each request's tokens equally."""
+    batch: int
+    """Requests; each has ``context`` tokens."""
+    context: int
+    time_ms: float
+    """Fastest call: noise only ever adds."""
+    median_ms: float
+    bytes: int
+    """Bytes of pages that attention has to read."""
+    gb_per_s: float
+    sdpa_ms: float
+    """Fastest call of the fastest form of torch's attention, in turns with ours."""
+    sdpa_median_ms: float
+    speedup_vs_sdpa_fp32: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests whose keys and values lie in pages."""
+
+    arena: Tensor
+    sections: list[Section]
+    query: Tensor
+    read_bytes: int
+
+    def attend(self, backend: str) -> Tensor:
+        slots = torch.arange(len(self.query), dtype=torch.int32)
+        scale = self.query.shape[2] ** -0.5
+        attention = decode_attention.on(backend)
+        return attention(self.query, self.arena, self.sections, slots, scale=scale)
+
+
+def run(
+    backends: Sequence[str] = ("cpu",),
+    formats: Sequence[str] = ("fp16", "k8v8", "k8v4", "k4v4", "k4v2", "k8v4+k4v2+fp16"),
+    batches: Sequence[int] = (1, 4, 16),
+    contexts: Sequence[int] = (512, 2048),
+    *,
+    shape: Shape | None = None,
+    repeats: int = 30,
+) -> list[Row]:
+    """Measure every combination on the CPU, with the threads that torch has.
+
+    Ours and torch's calls take turns, so that both meet the same noise, and so that each
+    finds its bytes outside of the cache if they do not fit beside the other's.
+
+    Raises:  ConfigError for an unknown format or backend; TriptychError if a backend
+             disagrees with the reference
+    """
+    rows: list[Row] = []
+    for batch, context in product(batches, contexts):
+        query, baselines = _baselines(shape or Shape(), batch, context)
+        for name in formats:
+            case = build_case(shape or Shape(), name, query, context)
+            for backend in backends:
+                _check(case, backend, name)
+                rows.append(_measure(case, backend, name, context, baselines, repeats))
+    return rows
+
+
+def build_case(shape: Shape, name: str, query: Tensor, context: int) -> Case:
+    """Random tokens for each request of ``query`` [R, H, d] in pages in random order."""
+    names, batch = name.split("+"), len(query)
+    counts = [context // len(names)] * len(names)
+    counts[-1] += context - sum(counts)
+    page_bytes = default_page_bytes(shape.head_dim)
+    layouts = [PageLayout(page_format(part), shape.head_dim, page_bytes) for part in names]
+    widths = [layout.pages(count) for layout, count in zip(layouts, counts, strict=True)]
+    head_rows = batch * shape.kv_heads
+    arena = torch.zeros(head_rows * sum(widths), page_bytes, dtype=torch.uint8)
+    free = torch.randperm(len(arena), dtype=torch.int32).view(batch, shape.kv_heads, -1)
+    sections: list[Section] = []
+    for layout, count, width in zip(layouts, counts, widths, strict=True):
+        table, free = free[..., :width], free[..., width:]
+        _fill(arena, layout, table, count)
+        tokens = torch.full((batch, shape.kv_heads), count, dtype=torch.int32)
+        sections.append(Section(layout, table, tokens))
+    read = sum(
+        layout.format.read_bytes(shape.head_dim) * count
+        for layout, count in zip(layouts, counts, strict=True)
+    )
+    return Case(arena, sections, query, read * head_rows)
+
+
+def _fill(arena: Tensor, layout: PageLayout, table: Tensor, count: int) -> None:
+    """Store ``count`` random tokens in each head row of ``table`` [R, KH, M]."""
+    token = torch.arange(count)
+    for pages in table:
+        key, value = torch.randn(2, count, len(pages), layout.head_dim)
+        where = pages[:, token // layout.tokens].T.contiguous()
+        rows = (token % layout.tokens).int()[:, None].repeat(1, len(pages))
+        store_tokens(arena, layout, key, value, where, rows, token.int())
+
+
+def _baselines(shape: Shape, batch: int, context: int) -> tuple[Tensor, list[Callable[[], Tensor]]]:
+    """A query [R, H, d], and three ways to ask torch for the same attention."""
+    query = torch.randn(batch, shape.heads, shape.head_dim)
+    key, value = torch.randn(2, batch, shape.kv_heads, context, shape.head_dim)
+    group = shape.heads // shape.kv_heads
+    wide_key, wide_value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    one, grouped = query[:, :, None], query.view(batch, shape.kv_heads, group, shape.head_dim)
+    return query, [
+        lambda: scaled_dot_product_attention(one, key, value, enable_gqa=True),
+        lambda: scaled_dot_product_attention(one, wide_key, wide_value),
+        lambda: scaled_dot_product_attention(grouped, key, value),
+    ]
+
+
+def _check(case: Case, backend: str, name: str) -> None:
+    error = (case.attend(backend) - case.attend("reference")).abs().max().item()
+    if not error <= TOLERANCE:
+        raise TriptychError(f"{backend} is off by {error:.2g} on {name} pages: not measured")
+
+
+def _measure(
+    case: Case,
+    backend: str,
+    name: str,
+    context: int,
+    baselines: Sequence[Callable[[], Tensor]],
+    repeats: int,
+) -> Row:
+    ours, *theirs = _in_turns([lambda: case.attend(backend), *baselines], repeats)
+    best = min(theirs, key=min)
+    return Row(
+        backend=backend,
+        format=name,
+        batch=len(case.query),
+        context=context,
+        time_ms=min(ours) * 1e3,
+        median_ms=median(ours) * 1e3,
+        bytes=case.read_bytes,
+        gb_per_s=case.read_bytes / min(ours) / 1e9,
+        sdpa_ms=min(best) * 1e3,
+        sdpa_median_ms=median(best) * 1e3,
+        speedup_vs_sdpa_fp32=min(best) / min(ours),
+    )
+
+
+def _in_turns(calls: Sequence[Callable[[], Tensor]], repeats: int) -> list[list[float]]:
+    """Seconds of each call, A B C A B C; the first round warms up and is not counted."""
+    times: list[list[float]] = [[] for _ in calls]
+    for round_ in range(repeats + 1):
+        for spent, seconds in zip(times, _timed(calls), strict=True):
+            if round_:
+                spent.append(seconds)
+    return times
+
+
+def _timed(calls: Sequence[Callable[[], Tensor]]) -> Iterator[float]:
+    for call in calls:
+        start = perf_counter()
+        call()
+        yield perf_counter() - start

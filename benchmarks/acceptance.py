@@ -5,7 +5,7 @@
 
 ``tokens`` sends 32 prompts of 1 to 3,000 tokens at once, greedy, 64 tokens each, to a server that
 computes in float32 with ``uniform:fp16`` pages. Every token that it answers must be the one that
-``transformers`` finds most likely after the same tokens; where it is not, the two top logits must be
+``transformers`` finds most likely after the same tokens; where not, the two top logits must be
 closer than 1e-3, and the case is listed. ``quality`` runs the same prompts teacher-forced through
 the three engines in this process and compares each step's distribution with the full cache's.
 """

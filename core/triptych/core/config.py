@@ -67,7 +67,7 @@ class ActorConfig:
     """GPUs that Ray gives each copy; 0 runs the stage on the CPU."""
 
     threads: int | Literal["auto"] = "auto"
-    """Compute threads per copy; ``auto``: this machine's cores, shared among its busy stages."""
+    """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")

@@ -61,9 +61,9 @@ class AppPlan:
         return self.address("router")
 
     @property
-    def cores_board(self) -> Path:
-        """Where the stages of this machine see which of them are busy."""
-        return self.run_dir / "cores"
+    def turns(self) -> Path:
+        """Where the stages of this machine take turns on its cores."""
+        return self.run_dir / "turns"
 
     def address(self, name: str) -> str:
         return f"unix:{self.run_dir / name}.sock"

@@ -28,7 +28,7 @@ class WorkerShell:
         engines = await asyncio.to_thread(
             build_engines, plan.config, plan.pages, plan.model_path, self._pool, stages
         )
-        cores = cores_for(plan.config, stages, plan.cores_board)
+        cores = cores_for(plan.config, stages, plan.turns)
         self._loop = StageLoop(self.name, engines, self._deliver, cores)
         address = plan.address(self.name)
         hello = Hello(

@@ -9,7 +9,7 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import AnswerFactory
 from triptych.workers.compress import CompressEngine
-from triptych.workers.cores import Cores, FixedCores, SharedCores
+from triptych.workers.cores import Cores, OwnCores, Turns
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.models import ModelRunner, load
 from triptych.workers.prefill import PrefillEngine
@@ -54,10 +54,10 @@ def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
     return by_stage[stage]
 
 
-def cores_for(config: AppConfig, stages: Sequence[Stage], board: Path) -> Cores:
-    """Fixed threads if the settings name a number, else a share of the machine's cores."""
+def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
+    """Threads of its own if the settings name a number, else turns on all cores."""
     threads = actor_config(config, stages[-1]).threads
-    return SharedCores(board) if threads == "auto" else FixedCores(threads)
+    return Turns(turns) if threads == "auto" else OwnCores(threads)
 
 
 def context_tokens(config: AppConfig, trained_tokens: int) -> int:

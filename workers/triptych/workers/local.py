@@ -40,7 +40,7 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import LocalPool
 from triptych.router import Coordinator, Patience
 from triptych.workers.build import build_engines
-from triptych.workers.cores import SharedCores
+from triptych.workers.cores import Turns
 from triptych.workers.loop import StageLoop
 from triptych.workers.models import describe, resolve
 from triptych.workers.sampling import Draw, sample
@@ -88,7 +88,7 @@ class LocalServer:
         pages = config.pool.capacity_bytes // self.plan.page_bytes
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER)
         self._directory = TemporaryDirectory(prefix="triptych-")
-        cores = SharedCores(Path(self._directory.name) / "cores")
+        cores = Turns(Path(self._directory.name))
         engines = build_engines(config, self.plan, path, self.pool, STAGES, draw)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = Coordinator(

@@ -4,7 +4,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 from triptych.core.errors import TriptychError
 from triptych.core.messages import (
@@ -148,9 +149,8 @@ class StageLoop:
         message: Message | None = None,
     ) -> Iterable[Send] | None:
         """Run one piece of work; a fault in it ends the requests of that engine, not the worker."""
-        started = self._step_since = time.monotonic()
         try:
-            with self._cores.busy():
+            with self._cores.step(), self._clocked():
                 return work()
         except Exception as error:
             logger.exception("%s: %s failed", self.name, engine.stage)
@@ -158,6 +158,12 @@ class StageLoop:
             engine.cancel(lost)
             cause = error if isinstance(error, TriptychError) else TriptychError("internal error")
             return [refuse(request, cause) for request in lost]
+
+    @contextmanager
+    def _clocked(self) -> Generator[None]:
+        started = self._step_since = time.monotonic()
+        try:
+            yield
         finally:
             self._busy_s += time.monotonic() - started
             self._step_since = None

@@ -24,7 +24,9 @@ class Choice:
     echo: str = ""
     texts: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    tokens: int = 0
+    ids: list[int] = field(default_factory=list[int])
+    untold: list[int] = field(default_factory=list[int])
+    """Ids of tokens that no event has told of, as they had no text yet."""
     chars: int = 0
     """Characters of the tokens whose log probabilities were reported."""
     opened: bool = False
@@ -37,14 +39,14 @@ class Choice:
         """Take new tokens."""
         self.texts.append(item.text)
         self.logprobs += item.logprobs
-        self.tokens += len(item.tokens)
+        self.ids += item.tokens
         self.finish, self.stop = item.finish, item.stop
         self.compression = item.compression or self.compression
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice]) -> Json:
     """Count tokens, and say what compression did if a stage reported it."""
-    answer_tokens = sum(choice.tokens for choice in choices)
+    answer_tokens = sum(len(choice.ids) for choice in choices)
     counts: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
@@ -80,18 +82,27 @@ class Answer(ABC):
 
     def whole(self) -> Json:
         """Build the answer that is not streamed."""
-        choices = [self._choice(choice) for choice in self.choices]
+        choices = [self._choice(choice) | self._ids(choice) for choice in self.choices]
         return self._frame(self.object, choices) | {"usage": self._usage()}
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
         """Build the events that tell of ``item``, which ``choice`` has taken already."""
+        choice.untold += item.tokens
         for part in self._parts(choice, item):
+            if self._job.token_ids:
+                part["token_ids"], choice.untold = choice.untold, []
             chunk = self._frame(self.chunk_object, [part])
             if self._job.continuous_usage:
                 chunk["usage"] = self._usage()
             elif self._job.include_usage:
                 chunk["usage"] = None
             yield chunk
+
+    def _ids(self, choice: Choice) -> Json:
+        if not self._job.token_ids:
+            return {}
+        prompt = self._job.requests[choice.index].prompt
+        return {"prompt_token_ids": list(prompt), "token_ids": choice.ids}
 
     def usage_chunk(self) -> Json:
         """Build the last event of a stream whose client asked for the usage."""

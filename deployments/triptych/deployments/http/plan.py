@@ -35,6 +35,8 @@ class Job:
     """Send the usage as a last event of the stream."""
     continuous_usage: bool
     """Send the usage so far with each event."""
+    token_ids: bool
+    """Give the ids of prompt and answer beside the text, as vLLM does."""
     echo: tuple[str, ...]
     """What each choice repeats before its answer."""
 
@@ -150,6 +152,7 @@ class Planner:
             stream=body.stream,
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
+            token_ids=body.return_token_ids,
             echo=tuple(text for text in texts for _ in range(body.n)),
         )
 

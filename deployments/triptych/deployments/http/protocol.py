@@ -145,6 +145,7 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
     response_format: ResponseFormat | None = None
 
     @property

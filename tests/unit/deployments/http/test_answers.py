@@ -23,6 +23,7 @@ def job() -> Job:
         stream=False,
         include_usage=False,
         continuous_usage=False,
+        token_ids=False,
         echo=("",),
     )
 
@@ -65,7 +66,7 @@ def test_compression_is_summed_over_choices():
         None,
         CompressionReport(policy="uniform:k8v4", raw_bytes=50, stored_bytes=20),
     ]
-    choices = [Choice(index=i, tokens=2, compression=r) for i, r in enumerate(reports)]
+    choices = [Choice(index=i, ids=[1, 2], compression=r) for i, r in enumerate(reports)]
     assert usage(7, choices) == {
         "prompt_tokens": 7,
         "completion_tokens": 6,

@@ -213,6 +213,19 @@ def test_completion_logprobs(client, engine):
     assert logprobs.top_logprobs[0] == {"a": -0.5}
 
 
+def test_token_ids_come_whole_and_streamed_if_asked_for(client, engine):
+    asked = {"model": "tiny", "prompt": [5, 6], "seed": 0, "max_tokens": 4}
+    extra = {"return_token_ids": True}
+    whole = client.completions.create(**asked, extra_body=extra).choices[0].model_extra
+    chunks = client.completions.create(**asked, extra_body=extra, stream=True)
+    assert whole["prompt_token_ids"] == [5, 6]
+    assert len(whole["token_ids"]) == 4
+    told = [c.choices[0].model_extra["token_ids"] for c in chunks]
+    assert [token for ids in told for token in ids] == whole["token_ids"]
+    plain = client.completions.create(**asked).choices[0].model_extra
+    assert "token_ids" not in plain
+
+
 def test_streamed_completion_offsets_go_on_from_chunk_to_chunk(client, engine):
     chunks = client.completions.create(
         model="tiny", prompt="x", seed=0, max_tokens=3, logprobs=0, stream=True

@@ -91,19 +91,20 @@ def write_config(path: Path, port: int, args: dict[str, Any]) -> Path:
 def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
     port = free_port()
     config = write_config(directory / "config.yaml", port, args)
-    log = (directory / "serve.log").open("w")
+    log = directory / "serve.log"
     serve = Path(sys.executable).with_name("serve")
-    process = subprocess.Popen(
-        [serve, "run", str(config)],
-        cwd=directory,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
-    )
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [serve, "run", "--address", "local", str(config)],
+            cwd=directory,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )
     server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
     try:
-        _wait_for_health(server, process, directory / "serve.log")
+        _wait_for_health(server, process, log)
         yield server
     finally:
         _stop(process)

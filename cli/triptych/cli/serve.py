@@ -10,6 +10,7 @@ import typer
 from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
 from triptych.cli.servefile import default_serve_file, read_serve_file
+from triptych.cli.validate import check_pages
 
 ConfigFile = Annotated[
     Path | None,
@@ -22,6 +23,7 @@ def serve(config: ConfigFile = None) -> None:
     path = config or default_serve_file()
     for app in read_serve_file(path):
         fetch_with_progress(app.config.model.name)
+        check_pages(app.config)
     notes.print(f"==> serve run {path}", soft_wrap=True)
     command = str(Path(sys.executable).with_name("serve"))
     os.execv(command, [command, "run", str(path)])

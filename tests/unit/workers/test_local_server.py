@@ -97,11 +97,14 @@ def test_an_answer_does_not_depend_on_what_shares_the_batch(tiny_model: Path) ->
 
 def test_leaving_a_stream_gives_every_page_back(tiny_model: Path) -> None:
     with LocalServer(config(), tiny_model) as server:
-        stream = server.stream([server.request(prompt(100), greedy(300))])
-        next(stream)
-        stream.close()
-        server.complete([server.request(prompt(3), greedy(2))])
-        assert server.pool.stat().request_pages == 0
+        for tokens in (1, 20):  # left during prefill or compression, and while decoding
+            stream = server.stream([server.request(prompt(100), greedy(300))])
+            for _ in range(tokens):
+                next(stream)
+            stream.close()
+            server.complete([server.request(prompt(3), greedy(2))])
+            assert server.pool.stat().request_pages == 0
+            assert server.pool.taken_pages == 0
 
 
 def test_more_requests_than_slots_wait_and_all_finish(tiny_model: Path) -> None:

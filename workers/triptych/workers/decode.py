@@ -95,7 +95,7 @@ class DecodeEngine:
     def cancel(self, requests: Sequence[str]) -> None:
         for name in requests:
             if name in self._running:
-                self._leave(self._running[name])
+                self._forget(self._running[name])
         self.pool.withdraw(requests)
 
     def step(self) -> Iterable[Send]:
@@ -146,8 +146,16 @@ class DecodeEngine:
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""
-        del self._running[one.id]
         self.pool.release([one.claim.lease])
+        self._forget(one)
+
+    def _forget(self, one: Running) -> None:
+        """Free the slot and the pages of this worker's stock; the lease is not touched.
+
+        On cancel the lease is withdrawn by the request's name, and where stages share a
+        process another one may have done that already.
+        """
+        del self._running[one.id]
         self.pool.give(np.array(one.grown, np.int32))
         self._recent.clear(one.slot)
         self._stored.clear(one.slot)

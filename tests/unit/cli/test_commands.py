@@ -167,6 +167,8 @@ def test_serve_checks_the_file_fetches_the_model_and_becomes_serve_run(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
+    checked = list[object]()
+    monkeypatch.setattr("triptych.cli.serve.check_pages", checked.append)
     started = list[list[str]]()
     monkeypatch.setattr("os.execv", lambda path, command: started.append([path, *command]))
     path = serve_file({"model": {"name": str(tmp_path)}})

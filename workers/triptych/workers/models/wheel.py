@@ -14,6 +14,7 @@ from triptych.workers.models.catalogue import KnownModel
 from triptych.workers.models.files import Progress, copy_stream, is_exactly
 
 _RAW_PROGRESS = re.compile(r"^Progress (\d+) of (\d+)")
+_SHOWS_BYTES_SINCE = (24, 1)
 _RESUMES_SINCE = (25, 1)
 
 
@@ -59,8 +60,9 @@ def _pip_command(requirement: Path, target: Path) -> list[str]:
         ) from None
     numbers = tuple(int(part) for part in re.findall(r"\d+", pip)[:2])
     resume = ["--resume-retries", "5"] if numbers >= _RESUMES_SINCE else []
-    options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--progress-bar=raw"]
-    quiet = ["--disable-pip-version-check", "--no-input", *resume]
+    options = ["--no-deps", "--require-hashes", "--only-binary=:all:"]
+    shown = "raw" if numbers >= _SHOWS_BYTES_SINCE else "off"
+    quiet = ["--disable-pip-version-check", "--no-input", f"--progress-bar={shown}", *resume]
     files = ["--dest", str(target), "--requirement", str(requirement)]
     return [sys.executable, "-m", "pip", "download", *options, *quiet, *files]
 

@@ -350,3 +350,5 @@ class Report:
     pages_held: int
     busy_s: float
     """Seconds of compute since the worker started."""
+    bytes_copied: int = 0
+    """Bytes of keys and values that were copied to bring them here from another stage."""

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from triptych.core.messages import Hello, Message, Send
+from triptych.core.messages import Hello, Message, Report, Send
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.status import Status
@@ -29,6 +29,7 @@ class RouterShell:
         )
         self._pool = PoolWatcher(plan.pool_address)
         self._watched = set[str]()
+        self._reports = dict[str, Report]()
         self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
@@ -36,7 +37,8 @@ class RouterShell:
     async def status(self) -> Status:
         """What runs where, what is booked, and why: for /health and /metrics."""
         snapshot = self._coordinator.snapshot(time.monotonic())
-        return Status(snapshot, await asyncio.to_thread(self._pool.stat))
+        ledger = await asyncio.to_thread(self._pool.stat)
+        return Status(snapshot, ledger, tuple(self._reports.values()))
 
     async def __del__(self) -> None:
         self._ticking.cancel()
@@ -48,6 +50,8 @@ class RouterShell:
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         for message in messages:
+            if isinstance(message, Report):
+                self._reports[sender] = message
             if isinstance(message, Hello) and message.address not in self._watched:
                 self._watched.add(message.address)
                 self._mailbox.watch(message.address)
@@ -55,6 +59,7 @@ class RouterShell:
 
     def _on_lost(self, address: str) -> None:
         self._watched.discard(address)
+        self._reports.pop(address, None)
         self._post(self._coordinator.lost(address, time.monotonic()))
 
     async def _tick(self) -> None:

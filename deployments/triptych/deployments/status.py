@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from triptych.core.messages import Stage
+from triptych.core.messages import Report, Stage
 from triptych.kvpool import Ledger
 from triptych.router import RouterSnapshot
 
@@ -17,6 +17,8 @@ class Status:
     router: RouterSnapshot
     pool: Ledger | None
     """None while the pool does not answer."""
+    reports: tuple[Report, ...]
+    """The last one of each worker."""
 
     @property
     def missing_stages(self) -> list[str]:
@@ -26,7 +28,15 @@ class Status:
 
     def gauges(self) -> Mapping[str, float]:
         """Metrics by name and labels."""
-        return {**self._router_gauges(), **self._pool_gauges()}
+        return {**self._router_gauges(), **self._pool_gauges(), **self._worker_gauges()}
+
+    def _worker_gauges(self) -> dict[str, float]:
+        reports = self.reports
+        return {
+            "triptych_workers_pages_taken": float(sum(r.pages_held for r in reports)),
+            "triptych_workers_bytes_copied": float(sum(r.bytes_copied for r in reports)),
+            "triptych_workers_busy_seconds": sum(r.busy_s for r in reports),
+        }
 
     def _router_gauges(self) -> dict[str, float]:
         router = self.router

@@ -83,4 +83,5 @@ class WorkerShell:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            self._link.to_router(self._loop.report(self._pool.taken_pages))
+            report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied)
+            self._link.to_router(report)

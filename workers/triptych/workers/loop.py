@@ -91,13 +91,14 @@ class StageLoop:
         since = self._step_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def report(self, pages_held: int) -> Report:
+    def report(self, pages_held: int, bytes_copied: int = 0) -> Report:
         return Report(
             name=self.name,
             running=self._running,
             waiting=self._inbox.qsize(),
             pages_held=pages_held,
             busy_s=self._busy_s,
+            bytes_copied=bytes_copied,
         )
 
     # ---------------------------------------------------------------- the thread

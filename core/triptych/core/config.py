@@ -64,7 +64,7 @@ class ActorConfig:
     """CPUs that Ray sets aside per copy; 0 lets the stages of a small machine share its cores."""
 
     num_gpus: float = 0.0
-    """GPUs that Ray gives each copy; 0 runs the stage on the CPU."""
+    """GPUs that Ray sets aside per copy; without a GPU backend yet, stages compute on the CPU."""
 
     threads: int | Literal["auto"] = "auto"
     """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages."""

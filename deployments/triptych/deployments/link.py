@@ -30,7 +30,6 @@ class RouterLink:
         self._router, self._hello, self._on_router_lost = router, hello, on_router_lost
         self.mailbox = Mailbox(address, receive, self._lost)
         self._retry: asyncio.Task[None] | None = None
-        self._lost_once = False
 
     async def start(self) -> None:
         await self.mailbox.start()

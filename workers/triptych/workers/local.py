@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from triptych.core.config import AppConfig
+from triptych.core.errors import StageLost
 from triptych.core.messages import (
     ROUTER,
     Cancel,
@@ -144,7 +145,7 @@ class LocalServer:
             self._to_router(Submit(request=request), CLIENT)
         try:
             while left:
-                event = events.get()
+                event = self._next(events)
                 if isinstance(event, Failed) or event.finish is not None:
                     left.discard(event.request)
                 yield event
@@ -153,6 +154,15 @@ class LocalServer:
                 self._streams.pop(request.id, None)
             if left:
                 self._to_router(Cancel(requests=tuple(sorted(left))), CLIENT)
+
+    def _next(self, events: "queue.SimpleQueue[Event]") -> Event:
+        """The next event; raises StageLost if the thread that would send it has died."""
+        while True:
+            try:
+                return events.get(timeout=1.0)
+            except queue.Empty:
+                if not self._loop.is_alive:
+                    raise StageLost(WORKER) from None
 
     # ---------------------------------------------------------------- delivery
 

@@ -7,6 +7,7 @@ An operation is an ``Op``: calling it runs the version for the device of its ten
 from typing import Any
 
 from triptych.kernels.codec import load_tokens, store_tokens, transcode
+from triptych.kernels.compact import plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.op import Op
 from triptych.kernels.pages import Past, Section
@@ -19,6 +20,7 @@ __all__ = [
     "Section",
     "decode_attention",
     "load_tokens",
+    "plan_tokens",
     "prefill_attention",
     "score_tokens",
     "significance_of",
@@ -33,6 +35,7 @@ OPS: dict[str, Op[..., Any]] = {
         transcode,
         load_tokens,
         prefill_attention,
+        plan_tokens,
         decode_attention,
         score_tokens,
     )

@@ -131,3 +131,67 @@ def test_an_answer_ends_at_the_context_whatever_max_tokens_says(tiny_model: Path
         (answer,) = server.complete([server.request(prompt(505), greedy(100))])
     assert len(answer.tokens) == 512 - 505
     assert answer.finish == "length"
+
+
+def served(path: Path, asked: list[list[int]], **compressor: object) -> list[Completion]:
+    settings = config(compressor={"recent_window_tokens": 20, **compressor})
+    with LocalServer(settings, path) as server:
+        answers = server.complete([server.request(p, greedy(50)) for p in asked])
+        assert server.pool.stat().request_pages == 0
+    return answers
+
+
+def stored_bytes(answer: Completion) -> int:
+    assert answer.report is not None
+    return answer.report.stored_bytes
+
+
+LONG = [prompt(count, seed=3) for count in (5, 40, 150, 400)]
+
+
+def test_diffkv_that_finds_all_tokens_significant_is_uniform_bit_for_bit(tiny_model: Path) -> None:
+    uniform = served(tiny_model, LONG, policy="uniform:k8v4")
+    mixed = served(tiny_model, LONG, policy="diffkv", alpha_high=0.0)
+    for one, other in zip(uniform, mixed, strict=True):
+        assert one.tokens == other.tokens
+        assert [e.logprob for e in one.logprobs] == [e.logprob for e in other.logprobs]
+        assert stored_bytes(one) == stored_bytes(other)
+
+
+@pytest.mark.parametrize("chunk_tokens", [48, 512])
+def test_diffkv_trades_error_for_bytes(
+    tiny_model: Path, reference: LlamaForCausalLM, chunk_tokens: int
+) -> None:
+    """More low tokens, then dropped ones: fewer bytes each time; answers stay near."""
+    sizes = list[int]()
+    for high, low in ((0.0, 0.0), (1.0, 0.0), (1e9, 0.0), (1e9, 0.9)):
+        settings = config(
+            compressor={
+                "recent_window_tokens": 20,
+                "policy": "diffkv",
+                "alpha_high": high,
+                "alpha_low": low,
+            },
+            prefill={"chunk_tokens": chunk_tokens},
+        )
+        with LocalServer(settings, tiny_model) as server:
+            (answer,) = server.complete([server.request(LONG[-1], greedy(50))])
+            assert server.pool.stat().request_pages == 0
+        sizes.append(stored_bytes(answer))
+        if low == 0:  # a model of random weights does not get over dropped tokens
+            assert differences(reference, LONG[-1], answer).mean() < 0.5
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
+
+
+def test_significance_is_the_same_however_the_prompt_is_cut(tiny_model: Path) -> None:
+    sizes = set[int]()
+    for chunk_tokens in (37, 512):
+        settings = config(
+            compressor={"policy": "diffkv", "recent_window_tokens": 20},
+            prefill={"chunk_tokens": chunk_tokens},
+        )
+        with LocalServer(settings, tiny_model) as server:
+            answers = server.complete([server.request(p, greedy(3)) for p in LONG])
+        sizes.add(sum(stored_bytes(answer) for answer in answers))
+    assert len(sizes) == 1

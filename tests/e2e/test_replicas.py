@@ -49,10 +49,11 @@ def test_answers_of_a_crowd_are_those_of_a_single_client(server: Any) -> None:
 
 
 def test_every_replica_takes_part(server: Any) -> None:
-    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(12)], max_tokens=48)
-    crowd.wait_for_chunks(2)
-    running = by_worker(server.metrics("triptych_workers_requests"), "decode")
-    assert sorted(running) == [6, 6]
+    def running() -> list[float]:
+        return by_worker(server.metrics("triptych_workers_requests"), "decode")
+
+    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(12)], max_tokens=160)
+    server.wait_until(lambda: running() == [6, 6], timeout_s=60)
     assert crowd.join() == {"length": 12}
     busy = server.metrics("triptych_workers_busy_seconds")
     assert len(by_worker(busy, "prefill")) == 2

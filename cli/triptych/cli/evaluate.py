@@ -22,7 +22,6 @@ from triptych.cli.servefile import read_serve_file
 from triptych.core.config import AppConfig, DType
 
 if TYPE_CHECKING:
-    from triptych.workers.quality.report import Row
     from triptych.workers.quality.study import Results, Study
 
 app = typer.Typer(help="Measure what compression costs in quality.", no_args_is_help=True)
@@ -37,6 +36,14 @@ COLUMNS = {
     "top-1": "top1_agreement",
     "perplexity": "perplexity",
     "ratio": "perplexity_ratio",
+}
+ANSWERS = {
+    "method": "method",
+    "context": "context",
+    "identical": "identical",
+    "parted after": "first_divergence",
+    "BLEU": "bleu",
+    "ROUGE-L": "rouge_l",
 }
 QUICK_CONTEXTS = "1024"
 
@@ -62,8 +69,20 @@ def quality(
         bool, typer.Option("--calibration", help="Use the texts that settings are tuned on.")
     ] = False,
     dtype: Annotated[DType, typer.Option(help="In which our engines compute.")] = "float32",
+    tasks: Annotated[
+        str, typer.Option(help="Generated tasks, as in passkey,needles; 'none' for none.")
+    ] = "passkey,needles,repetition,rare,aliasing",
+    task_context: Annotated[int, typer.Option(min=1, help="Tokens of a task's prompt.")] = 1024,
+    task_count: Annotated[int, typer.Option(min=1, help="Tasks of each kind.")] = 8,
+    greedy_tokens: Annotated[
+        int, typer.Option(min=0, help="Of greedy answers at the shortest context; 0 for none.")
+    ] = 256,
+    seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="One short context, texts alone.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw KL against bytes: PATH.png and PATH.svg.")
+    ] = None,
 ) -> None:
     """Compare compressed caches with the full one: KL, agreement, perplexity, bytes.
 
@@ -72,16 +91,22 @@ def quality(
     """
     from triptych.workers.quality.study import Study
 
-    base = _profile(profile)
     named = words(methods) or (["default"] if profile else [])
     study = Study(
         model=model,
-        base=base,
+        base=AppConfig()
+        if profile in {"", "default"}
+        else read_serve_file(Path(profile))[0].config,
         dtype=dtype,
         contexts=tuple(integers(QUICK_CONTEXTS if quick else contexts)),
         documents=documents,
         steps=steps,
         split="calibration" if calibration else "evaluation",
+        tasks=() if quick or tasks == "none" else tuple(words(tasks)),
+        task_context=task_context,
+        task_count=task_count,
+        greedy_tokens=0 if quick else greedy_tokens,
+        seed=seed,
     )
     if named:
         study = replace(study, methods=tuple(named))
@@ -91,18 +116,14 @@ def quality(
     if json_file:
         seconds = {"seconds": round(time.monotonic() - started, 1)}
         write_json({"host": host, **seconds, **results.as_json()}, json_file)
-    console.print(make_table(tuple(COLUMNS), [_line(row) for row in results.rows]))
-
-
-def _profile(name: str) -> AppConfig:
-    if name in {"", "default"}:
-        return AppConfig()
-    return read_serve_file(Path(name))[0].config
+    show_results(results)
+    if plot:
+        _draw(results, plot)
 
 
 def _with_progress(study: "Study") -> "Results":
     """Run, with a bar for every method on a terminal."""
-    from triptych.workers.quality.study import run
+    from triptych.workers.quality.study import measure, prepare, report
 
     bars = Progress(
         TextColumn("{task.description:>24}"),
@@ -112,15 +133,36 @@ def _with_progress(study: "Study") -> "Results":
         console=notes,
         disable=not notes.is_terminal,
     )
-    tasks = dict[str, TaskID]()
+    ids = dict[str, TaskID]()
 
     def announce(name: str, cases: int) -> None:
-        tasks[name] = bars.add_task(name, total=cases)
+        ids[name] = bars.add_task(name, total=cases)
 
+    prepared = prepare(study)
     with bars:
-        return run(study, lambda name, count: bars.advance(tasks[name], count), announce)
+        records = measure(prepared, lambda name, count: bars.advance(ids[name], count), announce)
+    return report(prepared, records)
 
 
-def _line(row: "Row") -> list[object]:
-    figures = row.as_json()
-    return [figures[key] for key in COLUMNS.values()]
+def show_results(results: "Results") -> None:
+    """Print a table of the texts, and one each of tasks and answers if there are any."""
+    lines = [[row.as_json()[key] for key in COLUMNS.values()] for row in results.rows]
+    console.print(make_table(tuple(COLUMNS), lines))
+    if results.tasks:
+        kinds = list(dict.fromkeys(row.task for row in results.tasks))
+        scores = {(row.method, row.task): row.score for row in results.tasks}
+        names = list(dict.fromkeys(row.method for row in results.tasks))
+        table = [[name, *(scores[name, kind] for kind in kinds)] for name in names]
+        title = f"share of right answers, context of {results.tasks[0].context} tokens"
+        console.print(make_table(("method", *kinds), table, title))
+    if results.answers:
+        answers = [[getattr(row, key) for key in ANSWERS.values()] for row in results.answers]
+        title = f"greedy answers of {results.answers[0].tokens} tokens next to the full cache's"
+        console.print(make_table(tuple(ANSWERS), answers, title))
+
+
+def _draw(results: "Results", stem: Path) -> None:
+    from triptych.workers.quality.plot import draw
+
+    for path in draw(results.rows, results.rows[-1].context, stem):
+        notes.print(f"wrote {path}", markup=False, soft_wrap=True)

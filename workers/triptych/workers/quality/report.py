@@ -4,15 +4,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from triptych.workers.quality.answers import bleu, rouge_l
 from triptych.workers.quality.metrics import (
     Interval,
     Steps,
     Summary,
     bootstrap,
+    first_divergence,
     kl_means,
     summarize,
 )
 from triptych.workers.quality.runner import Group, Record, Records
+from triptych.workers.quality.tasks import Task
+from triptych.workers.quality.vocabulary import Vocabulary
 
 Context = int | Literal["all"]
 
@@ -72,3 +76,97 @@ def _row(name: str, context: Context, ours: list[list[Record]], first: list[list
 
 def _steps(records: Iterable[Record]) -> list[Steps]:
     return [record.steps for record in records if record.steps is not None]
+
+
+# ------------------------------------------------------------------ tasks and answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRow:
+    """A method's share of right answers in one kind of task."""
+
+    method: str
+    task: str
+    context: int
+    cases: int
+    score: float
+    full_score: float
+    """What the full cache reaches: no method can be judged by a task that the model fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRow:
+    """A method's greedy answers next to those of the full cache."""
+
+    method: str
+    context: int
+    answers: int
+    tokens: int
+    """Tokens of each answer."""
+    identical: float
+    """Share of answers that are the same to the last token."""
+    first_divergence: float
+    """Mean number of tokens before the answers part; all of them where they do not."""
+    bleu: float
+    rouge_l: float
+
+
+def task_rows(records: Mapping[str, Records], group: Group, tasks: Sequence[Task]) -> list[TaskRow]:
+    """A row per method and kind of task; the group's cases are those of the tasks."""
+    kinds = list(dict.fromkeys(task.kind for task in tasks))
+    names = list(records)
+    scores = {
+        (name, kind): _mean(
+            task.score(record.tokens)
+            for task, record in zip(tasks, records[name][group.name], strict=True)
+            if task.kind == kind
+        )
+        for name in names
+        for kind in kinds
+    }
+    return [
+        TaskRow(
+            method=name,
+            task=kind,
+            context=group.context_tokens,
+            cases=sum(task.kind == kind for task in tasks),
+            score=score,
+            full_score=scores[names[0], kind],
+        )
+        for (name, kind), score in scores.items()
+    ]
+
+
+def answer_rows(
+    records: Mapping[str, Records], group: Group, vocabulary: Vocabulary
+) -> list[AnswerRow]:
+    """A row per method; the first method is the full cache."""
+    (full, *_) = (of[group.name] for of in records.values())
+    return [
+        _answer_row(name, group, full, of[group.name], vocabulary) for name, of in records.items()
+    ]
+
+
+def _answer_row(
+    name: str, group: Group, full: list[Record], ours: list[Record], vocabulary: Vocabulary
+) -> AnswerRow:
+    pairs = list(zip(full, ours, strict=True))
+    parted = [first_divergence(a.tokens, b.tokens) for a, b in pairs]
+    said = [vocabulary.decode(record.tokens) for record in full]
+    answers = [vocabulary.decode(record.tokens) for record in ours]
+    tokens = group.cases[0].free_tokens
+    return AnswerRow(
+        method=name,
+        context=group.context_tokens,
+        answers=len(pairs),
+        tokens=tokens,
+        identical=_mean(float(at is None) for at in parted),
+        first_divergence=_mean(float(tokens if at is None else at) for at in parted),
+        bleu=bleu(said, answers),
+        rouge_l=rouge_l(said, answers),
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

@@ -8,6 +8,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.workers.quality.cases import Case, Footprint, Method, Outcome
 from triptych.workers.quality.metrics import Steps, compare
+from triptych.workers.quality.tasks import Task
 from triptych.workers.quality.texts import Document
 
 BATCH_CASES = 8
@@ -58,6 +59,12 @@ def answer_group(documents: Sequence[Document], tokens: int) -> Group:
     context = len(documents[0].context)
     cases = [Case(name=one.name, prompt=one.context, free_tokens=tokens) for one in documents]
     return Group(name=f"answers@{context}", context_tokens=context, cases=tuple(cases))
+
+
+def task_group(tasks: Sequence[Task], context: int) -> Group:
+    """All tasks; the question is forced, the answer free."""
+    cases = tuple(task.case for task in tasks)
+    return Group(name="tasks", context_tokens=context, cases=cases)
 
 
 def check(groups: Sequence[Group], context_tokens: int) -> None:

@@ -22,6 +22,8 @@ class Section:
     """int32 [S, KH, M], any strides: page ids of each slot and KV head, oldest first."""
     tokens: Tensor
     """int32 [S, KH]: tokens stored; only ``ceil(tokens / layout.tokens)`` ids are read."""
+    backward: bool = False
+    """Whether the first page id is in the last column, and ids continue leftwards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,19 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     positions: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query token per request over all its sections.
 
     Request r reads the tables of slot ``slots[r]`` in every section. The query's own key
     must be in a page already. ``window > 0`` hides keys that are ``window`` positions old
     or older and needs ``positions``, the position of each query; ``softcap > 0`` caps
-    logits by tanh.
+    logits by tanh. ``lse`` is filled in place with the logarithm of the sum of the
+    exponentials of all visible logits.
 
-    Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R] -> [R, H, d]
-    Dtypes:  query float32 or bfloat16; arena uint8; indices int32; output float32
+    Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H]
+             -> [R, H, d]
+    Dtypes:  query float32 or bfloat16; arena uint8; indices int32; output and lse float32
     Promise: what lies in unused bytes of pages never changes the result
     Source:  DiffKV (mixed-precision pages in one kernel); FlashDecoding (splits)
     """
@@ -42,13 +45,17 @@ def decode_attention(
     visible = known >= 0
     if window > 0 and positions is not None:
         visible &= positions[:, None, None] - known < window
-    weights = logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
+    logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
+    weights = logits.softmax(-1)
+    if lse is not None:
+        lse[:] = logits.logsumexp(-1).view(rows, heads)
     return (weights @ value).view(rows, heads, dim)
 
 
 def _load(arena: Tensor, section: Section, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and positions of the requests: [R, KH, N, d] twice and [R, KH, N]."""
     pages, tokens = section.pages[slots.long()], section.tokens[slots.long()]
+    pages = pages.flip(-1) if section.backward else pages
     flat = codec.load_tokens(arena, section.layout, pages.flatten(0, 1), tokens.flatten())
     key, value, known = (part.view(*tokens.shape, *part.shape[1:]) for part in flat)
     return key, value, known

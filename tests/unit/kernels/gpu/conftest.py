@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Unlike tensor cores, numpy warns where a kernel multiplies garbage and then hides it.
     """
     skip = pytest.mark.skip(reason="no CUDA device, and not in Triton's interpreter")
-    quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+    quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN):RuntimeWarning")
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker(quiet)

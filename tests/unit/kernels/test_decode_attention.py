@@ -10,7 +10,8 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
 
-BACKENDS = decode_attention.backends
+BACKENDS = [name for name in decode_attention.backends if name != "cuda"]
+"""What runs on the CPU; ``gpu/`` has the tests of the rest."""
 HEAD_DIMS = [16, 64, 96, 128, 256]
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from triptych.core.layout import FORMATS
 from triptych.kernels import Past, prefill_attention, significance_of
 
-BACKENDS = prefill_attention.backends
+BACKENDS = [name for name in prefill_attention.backends if name != "cuda"]
+"""What runs on the CPU; ``gpu/`` has the tests of the rest."""
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
 RAGGED = [1, 70, 0, 129, 16]

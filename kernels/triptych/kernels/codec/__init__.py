@@ -6,17 +6,26 @@ from triptych.kernels.op import Op
 store_tokens = Op(
     name="store_tokens",
     spec=reference.store_tokens,
-    fast={"cpu": "triptych.kernels.codec.cpu:store_tokens"},
+    fast={
+        "cpu": "triptych.kernels.codec.cpu:store_tokens",
+        "cuda": "triptych.kernels.codec.gpu:store_tokens",
+    },
 )
 
 transcode = Op(
     name="transcode",
     spec=reference.transcode,
-    fast={"cpu": "triptych.kernels.codec.cpu:transcode"},
+    fast={
+        "cpu": "triptych.kernels.codec.cpu:transcode",
+        "cuda": "triptych.kernels.codec.gpu:transcode",
+    },
 )
 
 load_tokens = Op(
     name="load_tokens",
     spec=reference.load_tokens,
-    fast={"cpu": "triptych.kernels.codec.cpu:load_tokens"},
+    fast={
+        "cpu": "triptych.kernels.codec.cpu:load_tokens",
+        "cuda": "triptych.kernels.codec.gpu:load_tokens",
+    },
 )

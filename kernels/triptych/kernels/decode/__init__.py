@@ -6,7 +6,10 @@ from triptych.kernels.op import Op
 decode_attention = Op(
     name="decode_attention",
     spec=reference.decode_attention,
-    fast={"cpu": "triptych.kernels.decode.cpu:decode_attention"},
+    fast={
+        "cpu": "triptych.kernels.decode.cpu:decode_attention",
+        "cuda": "triptych.kernels.decode.gpu:decode_attention",
+    },
 )
 
 score_tokens = Op(

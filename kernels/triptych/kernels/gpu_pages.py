@@ -1,0 +1,181 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: SIM108
+# Triton's language is not Python: the checker sees integers where tiles will be.
+"""How Triton kernels read pages: cells of a page table, codes, metadata, logits.
+
+Rules that all of it follows. Codes are loaded without a mask, since any byte is a finite code
+and its weight is 0; metadata with one, since an unused scale may be NaN. Scale and zero are
+one word. Page ids become 64-bit offsets. A page id that the arena does not have is never
+read; it makes the row's result NaN, since an error would need the host to wait.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def half_of(code):
+    """Codes 0 to 255 as fp16, exactly, without a conversion of integers: 1024 + code - 1024."""
+    return tl.cast(code.to(tl.uint16) | 0x6400, tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
+def metadata_of(page, row, live, FORM: tl.constexpr, KEYS: tl.constexpr):
+    """Scale and zero of each key or value, 0 where not live; one load of a word."""
+    if KEYS:
+        start = page + FORM.key_metadata
+    else:
+        start = page + FORM.value_metadata
+    at = start.to(tl.pointer_type(tl.int32)) + row
+    word = tl.load(at, mask=live, other=0)
+    scale = tl.cast((word & 0xFFFF).to(tl.uint16), tl.float16, bitcast=True)
+    zero = tl.cast(((word >> 16) & 0xFFFF).to(tl.uint16), tl.float16, bitcast=True)
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def cells_of(
+    arena, page_count, table, width, stride, first, tokens,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Where the tokens ``first`` to ``first + TILE`` of a head row lie.
+
+    Returns page (pointers to bytes), row, live, and wrong: the token should be there, but its
+    page id is none of the arena's. Pages of tokens that are not live are page 0.
+    """
+    token = first + tl.arange(0, TILE)
+    index = (token.to(tl.uint32) // FORM.tokens).to(tl.int32)
+    row = token - index * FORM.tokens
+    live = token < tokens
+    column = index
+    if BACKWARD:
+        column = width - 1 - index
+    named = live & (index < width)
+    page = tl.load(table + column.to(tl.int64) * stride, mask=named, other=-1)
+    known = named & (page >= 0) & (page < page_count)
+    offset = tl.where(known, page, 0).to(tl.int64) * FORM.page_bytes
+    return arena + offset, row, known, live & (known == 0)
+
+
+@triton.jit
+def key_units(page, row, live, FORM: tl.constexpr):
+    """Packed keys [TILE, key_tile], as they lie: bytes, or fp16 numbers."""
+    unit = tl.arange(0, FORM.key_tile)
+    offset = row[:, None] * FORM.key_stride + unit[None, :] * FORM.key_unit_stride
+    if FORM.key_bits == 16:
+        at = page.to(tl.pointer_type(tl.float16))[:, None] + offset
+    else:
+        at = page[:, None] + offset
+    if FORM.key_units == FORM.key_tile:
+        packed = tl.load(at)
+    else:
+        packed = tl.load(at, mask=(unit < FORM.key_units)[None, :], other=0)
+    return packed
+
+
+@triton.jit
+def value_units(page, row, live, FORM: tl.constexpr):
+    """Packed values [TILE, value_tile]; numbers of dead tokens are 0, since 0 * NaN is NaN."""
+    unit = tl.arange(0, FORM.value_tile)
+    offset = row[:, None] * FORM.value_units + unit[None, :]
+    if FORM.value_bits == 16:
+        at = (page + FORM.values).to(tl.pointer_type(tl.float16))[:, None] + offset
+        packed = tl.load(at, mask=live[:, None] & (unit < FORM.value_units)[None, :], other=0.0)
+    else:
+        at = (page + FORM.values)[:, None] + offset
+        if FORM.value_units == FORM.value_tile:
+            packed = tl.load(at)
+        else:
+            packed = tl.load(at, mask=(unit < FORM.value_units)[None, :], other=0)
+    return packed
+
+
+@triton.jit
+def query_part(
+    query, heads, share: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Channels of one part of a key, for all query heads of a group: float32 [heads, key_tile]."""
+    unit = tl.arange(0, FORM.key_tile)
+    at = query + heads[:, None] * FORM.dim + share * FORM.key_units + unit[None, :]
+    mask = (heads < G)[:, None] & (unit < FORM.key_units)[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def split_query(query, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
+    """A group's query as fp16 tiles, one for each part of a packed key.
+
+    Numbers are divided by a power of two near the largest of their row, so that fp16 holds
+    them; ``low`` is what rounding to ``high`` lost. Returns high and low of part 0, of part 1
+    (part 0 again where keys have one part), the sum of the row, and the divisor.
+    """
+    heads = tl.arange(0, HEADS)
+    first = query_part(query, heads, 0, G, FORM)
+    second = first
+    largest = tl.max(tl.abs(first), 1)
+    total = tl.sum(first, 1)
+    if FORM.key_bits == 4:
+        second = query_part(query, heads, 1, G, FORM)
+        largest = tl.maximum(largest, tl.max(tl.abs(second), 1))
+        total += tl.sum(second, 1)
+    exponent = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.maximum(exponent, 27 << 23), 227 << 23)
+    unit = tl.cast(exponent, tl.float32, bitcast=True)
+    inverse = tl.cast((254 << 23) - exponent, tl.float32, bitcast=True)
+    first *= inverse[:, None]
+    second *= inverse[:, None]
+    first_high = first.to(tl.float16)
+    second_high = second.to(tl.float16)
+    first_low = (first - first_high.to(tl.float32)).to(tl.float16)
+    second_low = (second - second_high.to(tl.float32)).to(tl.float16)
+    return first_high, first_low, second_high, second_low, total * inverse, unit
+
+
+@triton.jit
+def products(high, low, codes, EXACT: tl.constexpr):
+    """``(high + low) @ codes`` in float32; without ``EXACT`` only ``high``."""
+    out = tl.dot(high, codes)
+    if EXACT:
+        out += tl.dot(low, codes)
+    return out
+
+
+@triton.jit
+def tile_logits(
+    first_high, first_low, second_high, second_low, total, page, row, live,
+    FORM: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Products of a group's query with the keys of a tile: [HEADS, TILE], in the query's unit.
+
+    The tensor cores multiply the query by *codes*; scale and zero are applied to the result:
+    q * (s c + z) = s (q * c) + z sum(q).
+    """
+    units = key_units(page, row, live, FORM)
+    if FORM.key_bits == 16:
+        out = products(first_high, first_low, tl.trans(units), EXACT)
+    else:
+        if FORM.key_bits == 8:
+            out = products(first_high, first_low, tl.trans(half_of(units)), EXACT)
+        else:
+            out = products(first_high, first_low, tl.trans(half_of(units & 15)), EXACT)
+            out += products(second_high, second_low, tl.trans(half_of(units >> 4)), EXACT)
+        scale, zero = metadata_of(page, row, live, FORM, True)
+        out = out * scale[None, :] + total[:, None] * zero[None, :]
+    return out
+
+
+@triton.jit
+def capped(logits, cap, CAPPED: tl.constexpr):
+    """``cap * tanh(logits)``, or the logits; written so that no exponential overflows."""
+    if CAPPED:
+        small = tl.exp2(tl.abs(logits) * -2.8853900817779268)  # exp(-2 |x|), by 2 log2(e)
+        size = cap * (1.0 - small) / (1.0 + small)
+        logits = tl.where(logits < 0, -size, size)
+    return logits
+
+
+@triton.jit
+def positions_of(page, row, live, FORM: tl.constexpr):
+    """Positions of a tile's tokens, -1 for those that are not live."""
+    at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + row
+    return tl.load(at, mask=live, other=-1)

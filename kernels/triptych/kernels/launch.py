@@ -1,0 +1,114 @@
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# Neither torch's device properties nor Triton's settings are typed.
+"""A Triton kernel with all it needs to start, or to be compiled on a machine without a GPU."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import ASTSource
+
+from triptych.core.errors import ConfigError
+
+Argument = Tensor | int | float | None
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+DEFAULT_PROCESSORS = 132
+"""Multiprocessors that work is cut for where there is no device to ask: those of an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One start of one kernel.
+
+    Every version for the GPU is a function that plans launches, and then runs them. The same
+    plan made from tensors without memory (``device="meta"``) says what to compile ahead of
+    time, so that what is checked is what runs.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    """What the kernel takes before its constants, in order."""
+    constants: Mapping[str, object] = field(default_factory=dict[str, object])
+    warps: int = 4
+    stages: int = 2
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def run(self) -> None:
+        """Queue the kernel on the current stream of its tensors' device."""
+        if 0 in self.grid:
+            return
+        device = next(item.device for item in self.arguments if isinstance(item, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](
+                *self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
+            )
+
+    def source(self) -> ASTSource:
+        """What the compiler takes: the types that this launch would be specialised on."""
+        names = self.kernel.arg_names
+        signature: dict[str, str] = dict.fromkeys(names, "constexpr")
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        attributes: dict[tuple[int, ...], list[list[object]]] = {}
+        for at, value in enumerate(self.arguments):
+            kind, is_aligned = _specialised(value)
+            signature[names[at]] = kind
+            if kind == "constexpr":
+                constants[(at,)] = value
+            if is_aligned:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+
+def _specialised(value: Argument) -> tuple[str, bool]:
+    """The type of an argument, and whether the compiler may count on a multiple of 16."""
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype], True
+    if isinstance(value, float):
+        return "fp32", False
+    if value is None or value == 1:
+        return "constexpr", False
+    return "i32", value % 16 == 0
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below ``number``, at least 1."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def check_device(name: str, *tensors: Tensor | None) -> None:
+    """Raise ``ConfigError`` unless all tensors are on one device."""
+    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ConfigError(f"{name}: tensors on {sorted(devices)}: move them to one device")
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return _processors(device.index or 0) if device.type == "cuda" else DEFAULT_PROCESSORS
+
+
+@cache
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Python, on tensors of the CPU (``TRITON_INTERPRET=1``)."""
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,116 @@
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.kernels import load_tokens, store_tokens, transcode
+
+TOKENS, HEADS = 37, 2
+WAYS = [(64, "token", name) for name in FORMATS] + [
+    *product((64,), ("channel",), ("k8v4", "k4v2")),
+    *product((16, 96, 128, 256), ("token",), ("fp16", "k8v8", "k4v2")),
+]
+
+
+def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
+    return PageLayout(FORMATS[name], head_dim, default_page_bytes(head_dim), order)
+
+
+def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A table [HEADS, M] of pages in random order, and pages and rows [TOKENS, HEADS]."""
+    width = layout.pages(TOKENS)
+    table = (torch.randperm(HEADS * width).int() + first_page).view(HEADS, width)
+    token = torch.arange(TOKENS)
+    rows = (token % layout.tokens).int()[:, None].repeat(1, HEADS)
+    return table, table[:, token // layout.tokens].T.contiguous(), rows
+
+
+def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Random vectors, some constant, some far out of the float16 range."""
+    vectors = torch.randn(TOKENS, HEADS, head_dim) * 3
+    vectors[5], vectors[7], vectors[9] = 1.25, 0.0, vectors[9] * 1e9
+    vectors[11] *= 1e-7
+    return vectors.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "order", "name"), WAYS)
+def test_storing_writes_the_bytes_of_the_reference_and_loading_reads_them(
+    head_dim: int, order: KeyOrder, name: str, dtype: torch.dtype, device: Any
+) -> None:
+    layout = layout_of(name, head_dim, order)
+    table, pages, rows = scattered(layout, 3)
+    pages[13, 1] = -1
+    want = torch.randint(0, 256, (3 + table.numel(), layout.page_bytes), dtype=torch.uint8)
+    (got,) = device.take(want.clone())
+    wide = awkward_vectors(2 * head_dim, dtype)
+    key, value = wide[..., :head_dim], wide[..., head_dim:]
+    positions = torch.randint(0, 10**6, (TOKENS,), dtype=torch.int32)
+    scores = torch.rand(TOKENS, HEADS) if order == "token" else None
+    store_tokens.on("reference")(want, layout, key, value, pages, rows, positions, scores)
+    inputs = device.take(key, value, pages, rows, positions)
+    moved = None if scores is None else scores.to(device.name)
+    store_tokens.on("cuda")(got, layout, *inputs, moved)
+    assert torch.equal(got.cpu(), want)
+
+    tokens = torch.tensor([TOKENS - 1, 13], dtype=torch.int32)
+    want_loaded = load_tokens.on("reference")(want, layout, table, tokens)
+    got_loaded = load_tokens.on("cuda")(got, layout, *device.take(table, tokens))
+    for mine, its in zip(got_loaded, want_loaded, strict=True):
+        assert torch.equal(mine.cpu(), its)
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(FORMATS, FORMATS)))
+def test_transcoding_writes_the_bytes_of_the_reference(
+    source: str, target: str, device: Any
+) -> None:
+    head_dim = 96 if source == "k8v4" else 64
+    old, new = layout_of(source, head_dim, "token"), layout_of(target, head_dim, "channel")
+    table, pages, rows = scattered(old, 0)
+    target_table, target_pages, target_rows = scattered(new, table.numel())
+    count = table.numel() + target_table.numel()
+    want = torch.randint(0, 256, (count, old.page_bytes), dtype=torch.uint8)
+    vectors = awkward_vectors(head_dim, torch.float32)
+    positions = torch.arange(TOKENS, dtype=torch.int32)
+    scores = torch.rand(TOKENS, HEADS)
+    store_tokens.on("reference")(want, old, vectors, vectors, pages, rows, positions, scores)
+    where = [index.flatten() for index in (pages, rows, target_pages, target_rows)]
+    (got,) = device.take(want.clone())
+    transcode.on("reference")(want, old, new, *where)
+    transcode.on("cuda")(got, old, new, *device.take(*where))
+    assert torch.equal(got.cpu(), want)
+
+
+def test_cells_outside_of_the_arena_are_left_alone(device: Any) -> None:
+    layout = layout_of("k8v4", 64, "token")
+    before = torch.randint(0, 256, (3, layout.page_bytes), dtype=torch.uint8)
+    (arena,) = device.take(before.clone())
+    pages = torch.tensor([[9, -3, 0, 1]], dtype=torch.int32)
+    rows = torch.tensor([[0, 0, 99, -1]], dtype=torch.int32)
+    vectors = torch.randn(1, 4, 64)
+    inputs = device.take(vectors, vectors, pages, rows, rows[:, 0])
+    store_tokens.on("cuda")(arena, layout, *inputs)
+    good = torch.tensor([2, 2, 2, 2], dtype=torch.int32)
+    zero = good * 0
+    transcode.on("cuda")(arena, layout, layout, *device.take(pages[0], rows[0], good, zero))
+    transcode.on("cuda")(arena, layout, layout, *device.take(good, zero, pages[0], rows[0]))
+    assert torch.equal(arena.cpu(), before)
+    table, tokens = torch.tensor([[-3], [7]]).int(), torch.ones(2, dtype=torch.int32)
+    key, value, positions = load_tokens.on("cuda")(arena, layout, *device.take(table, tokens))
+    assert key.isnan().all()
+    assert value.isnan().all()
+    assert (positions == -1).all()
+
+
+def test_numbers_of_another_type_are_an_error(device: Any) -> None:
+    layout = layout_of("k8v4", 64, "token")
+    cell = torch.zeros(1, 1, dtype=torch.int32)
+    vectors = torch.randn(1, 1, 64).half()
+    arena = torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
+    inputs = device.take(arena, vectors, vectors, cell, cell, cell[0])
+    with pytest.raises(ConfigError, match="unsupported"):
+        store_tokens.on("cuda")(inputs[0], layout, *inputs[1:])

@@ -1,0 +1,221 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, KeyOrder
+from triptych.kernels import Section, decode_attention
+
+NewCache = Callable[..., Any]
+"""``conftest.Cache``."""
+
+
+def attend(
+    device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the kernels, on the CPU again."""
+    slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
+    options.setdefault("scale", query.shape[2] ** -0.5)
+    options = {
+        name: value.to(device.name) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
+    query, arena, slots = device.take(query, arena, slots)
+    lse = torch.empty(query.shape[:2], device=device.name)
+    moved = [device.section(section) for section in sections]
+    out = decode_attention.on("cuda")(query, arena, moved, slots, lse=lse, **options)
+    assert out.dtype == torch.float32
+    return out.cpu(), lse.cpu()
+
+
+def check(
+    device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
+) -> None:
+    """float32 queries must give what the reference gives, bfloat16 ones nearly."""
+    got, lse = attend(device, query, arena, sections, **options)
+    slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
+    options.setdefault("scale", query.shape[2] ** -0.5)
+    want_lse = torch.empty_like(lse)
+    reference = decode_attention.on("reference")
+    want = reference(query.float(), arena, sections, slots, lse=want_lse, **options)
+    tolerance = 1e-5 if query.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+def backward(section: Section) -> Section:
+    """The same section with its page ids from the right."""
+    return replace(section, pages=section.pages.flip(-1), backward=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "order"),
+    [
+        (16, "token"),
+        (64, "token"),
+        (64, "channel"),
+        (96, "channel"),
+        (128, "token"),
+        (256, "token"),
+    ],
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_over_pages_is_attention_over_what_they_hold(
+    name: str, head_dim: int, order: KeyOrder, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim, pages=30)
+    stored = cache.fill(name, [[1, 33], [70, 5]], order=order)
+    check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x7E, 0xFF, None])
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_that_hold_no_token_never_matter(
+    name: str, byte: int | None, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30, byte=byte)
+    stored = cache.fill(name, [[1], [57]])
+    check(device, torch.randn(2, 2, 64).bfloat16(), cache.arena, [stored.section])
+
+
+@pytest.mark.parametrize("group", [1, 7, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_query_heads_of_a_group_are_served(
+    group: int, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(128, pages=30)
+    stored = [cache.fill("k8v4", [[40, 5]]).section, cache.fill("k4v2", [[3, 60]]).section]
+    check(device, torch.randn(1, 2 * group, 128).to(dtype), cache.arena, stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_sections_of_several_formats_are_one_softmax(
+    head_dim: int, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim, pages=100)
+    stored = [
+        cache.fill("k8v4", [[90, 0], [0, 64]], order="token").section,
+        backward(cache.fill("k4v2", [[0, 150], [56, 0]], order="token").section),
+        cache.fill("fp16", [[64, 1], [13, 1]]).section,
+        cache.fill("k4v4", [[0, 9], [1, 45]]).section,
+        backward(cache.fill("k8v8", [[2, 0], [0, 30]]).section),
+    ]
+    check(device, torch.randn(2, 6, head_dim).to(dtype), cache.arena, stored)
+
+
+def test_a_long_row_is_cut_and_merged_again(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=100)
+    stored = [cache.fill("k8v4", [[1500], [3]]).section, cache.fill("fp16", [[60], [1]]).section]
+    check(device, torch.randn(2, 3, 64), cache.arena, stored)
+
+
+@pytest.mark.parametrize("window", [1, 7, 50, 1000])
+def test_a_window_hides_keys_that_are_too_old(
+    window: int, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=60)
+    stored = [
+        cache.fill("k8v4", [[100, 60], [1, 33]]).section,
+        cache.fill("fp16", [[20, 20], [20, 20]], first_position=100).section,
+    ]
+    positions = torch.full((2,), 119, dtype=torch.int32)
+    query = torch.randn(2, 4, 64)
+    check(device, query, cache.arena, stored, window=window, positions=positions)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("name", ["fp16", "k8v4"])
+def test_a_soft_cap_bounds_the_logits(
+    name: str, softcap: float, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30)
+    stored = cache.fill(name, [[100, 60]])
+    check(device, torch.randn(1, 4, 64) * 20, cache.arena, [stored.section], softcap=softcap)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 100.0, 1e6])
+def test_queries_of_any_size_keep_their_digits(
+    size: float, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30)
+    stored = cache.fill("k8v4", [[100, 60]])
+    query = torch.randn(1, 4, 64) * size
+    check(device, query, cache.arena, [stored.section], scale=min(1.0, 10 / size))
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e3])
+def test_values_of_any_size_keep_their_digits(
+    size: float, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30)
+    vectors = torch.randn(1, 1, 50, 64)
+    stored = cache.fill("k4v2", [[50]], vectors=(vectors, vectors * size)).section
+    query = torch.randn(1, 2, 64).bfloat16()
+    got, _ = attend(device, query, cache.arena, [stored])
+    slots = torch.zeros(1, dtype=torch.int32)
+    want = decode_attention.on("reference")(query, cache.arena, [stored], slots, scale=0.125)
+    torch.testing.assert_close(got / size, want / size, rtol=2e-3, atol=2e-3)
+
+
+def test_requests_read_the_tables_of_their_slots_through_any_strides(
+    device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=60)
+    section = cache.fill("k8v4", [[30, 60], [70, 1], [5, 90]]).section
+    wide = torch.full((3, 3, 2, 9), 2**30, dtype=torch.int32)
+    wide[:, 1, :, : section.pages.shape[2]] = section.pages
+    strided = replace(section, pages=wide[:, 1], tokens=section.tokens.T.contiguous().T)
+    slots = torch.tensor([2, 0, 2], dtype=torch.int32)
+    check(device, torch.randn(3, 4, 64), cache.arena, [strided], slots=slots)
+
+
+def test_a_request_without_tokens_gets_zeros(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=30)
+    section = cache.fill("k8v4", [[0, 3]]).section
+    got, lse = attend(device, torch.randn(1, 4, 64), cache.arena, [section])
+    assert (got[0, :2] == 0).all()
+    assert (lse[0, :2] == float("-inf")).all()
+    assert got[0, 2:].abs().min() > 0
+
+
+def _page_out_of_range(section: Section) -> Section:
+    return replace(section, pages=section.pages * 0 + 10**6)
+
+
+def _negative_page(section: Section) -> Section:
+    return replace(section, pages=section.pages * 0 - 7)
+
+
+def _more_tokens_than_pages(section: Section) -> Section:
+    return replace(section, tokens=section.tokens * 100)
+
+
+def _fewer_slots(section: Section) -> Section:
+    return replace(section, pages=section.pages[:1], tokens=section.tokens[:1])
+
+
+@pytest.mark.parametrize(
+    "spoil", [_page_out_of_range, _negative_page, _more_tokens_than_pages, _fewer_slots]
+)
+def test_tables_that_name_nothing_give_no_number(
+    spoil: Callable[[Section], Section], device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30)
+    section = spoil(cache.fill("k8v4", [[40, 40], [40, 40]]).section)
+    got, lse = attend(device, torch.randn(2, 4, 64), cache.arena, [section])
+    assert got[1].isnan().all()
+    assert lse[1].isnan().all()
+
+
+def test_what_kernels_cannot_read_is_an_error(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=30)
+    section = cache.fill("k8v4", [[4]]).section
+    with pytest.raises(ConfigError, match="positions"):
+        attend(device, torch.randn(1, 1, 64), cache.arena, [section], window=3)
+    with pytest.raises(ConfigError, match="expected 1, 128"):
+        attend(device, torch.randn(1, 1, 128), cache.arena, [section])

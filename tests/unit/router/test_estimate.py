@@ -104,7 +104,7 @@ def test_estimates_bound_what_the_stages_take(
 
 
 @given(model=models, prompt=st.integers(1, 600), new=st.integers(1, 300))
-def test_the_bound_is_never_more_than_three_pages_a_row_above_the_truth(
+def test_the_bound_is_never_more_than_a_few_pages_a_row_above_the_truth(
     model: ByteModel, prompt: int, new: int
 ) -> None:
     row = fake_row(model)
@@ -114,7 +114,8 @@ def test_the_bound_is_never_more_than_three_pages_a_row_above_the_truth(
     for _ in range(new):
         row.write()
     slack = model.estimate(prompt, new).grown - row.most * model.plan.geometry.head_rows * PAGE
-    assert slack <= 3 * model.plan.geometry.head_rows * PAGE
+    allowed = 3 if model.plan.low is None else 4  # a second class may begin a page of its own
+    assert slack <= allowed * model.plan.geometry.head_rows * PAGE
 
 
 @given(

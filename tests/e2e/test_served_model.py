@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_chat_answers_the_question(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens > 3
     compression = answer.usage.model_dump()["compression"]
     assert compression["policy"] == "uniform:k8v4"
+
+
+def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert "http://127.0.0.1:8000" in example
+    run = subprocess.run(
+        [sys.executable, "-c", example.replace("http://127.0.0.1:8000", server.url)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "Paris" in run.stdout
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:

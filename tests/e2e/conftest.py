@@ -122,6 +122,7 @@ class Crowd:
         """How many came to which end, when all have."""
         for thread in self._threads:
             thread.join(timeout=150)
+        self._client.close()
         return Counter(self.endings)
 
     def wait_for_chunks(self, count: int) -> None:

@@ -22,9 +22,10 @@ def server(start: Callable[..., Any]) -> Any:
 
 
 def ask(server: Any) -> int:
-    answer = server.client(timeout=60).completions.create(
-        model=MODEL, prompt="Hello", max_tokens=3, extra_body={"ignore_eos": True}
-    )
+    with server.client(timeout=60) as client:
+        answer = client.completions.create(
+            model=MODEL, prompt="Hello", max_tokens=3, extra_body={"ignore_eos": True}
+        )
     return int(answer.usage.completion_tokens)
 
 

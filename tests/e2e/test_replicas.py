@@ -33,9 +33,14 @@ def by_worker(values: Mapping[str, float], role: str) -> list[float]:
 
 
 def answer(server: Any, prompt: str) -> str:
-    made = server.client(timeout=120).completions.create(
-        model=MODEL, prompt=prompt, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
-    )
+    with server.client(timeout=120) as client:
+        made = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=16,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
     return str(made.choices[0].text)
 
 

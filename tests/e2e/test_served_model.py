@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ def server(start: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return server.client()
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
 
 
 def test_nothing_is_copied_between_stages(server: Any, client: openai.OpenAI) -> None:
@@ -185,7 +186,8 @@ def test_a_killed_worker_costs_its_requests_an_error_and_nothing_else(
     os.kill(replica.pid, signal.SIGKILL)
     assert set(crowd.join()) <= {"length", "worker_lost"}
     server.wait_until(server.is_healthy, timeout_s=60)
-    answer = server.client(timeout=60).completions.create(model=MODEL, prompt="Hello", max_tokens=3)
+    with server.client(timeout=60) as client:
+        answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=5)

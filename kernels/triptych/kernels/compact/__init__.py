@@ -1,11 +1,20 @@
 """Which tokens stay high, go low or are dropped, and where each goes within its class."""
 
-from triptych.kernels.compact import reference
+from triptych.kernels.compact import reference, retire
+from triptych.kernels.compact.retire import Retirement
 from triptych.kernels.op import Op
+
+__all__ = ["Retirement", "plan_retirement", "plan_tokens"]
 
 plan_tokens = Op(
     name="plan_tokens",
     spec=reference.plan_tokens,
     # A few passes of torch over 4 bytes a token: nothing beside the encoding that follows.
     fast={"cpu": "triptych.kernels.compact.reference:plan_tokens"},
+)
+
+plan_retirement = Op(
+    name="plan_retirement",
+    spec=retire.plan_retirement,
+    fast={"cpu": "triptych.kernels.compact.cpu:plan_retirement"},
 )

@@ -63,15 +63,16 @@ class Policy:
         is_uniform = kind == "uniform"
         high = form if is_uniform else _chosen(config.high_format, known.high_format)
         window = _chosen(config.recent_window_tokens, known.recent_window_tokens)
+        alpha_high = 0.0 if is_uniform else _chosen(config.alpha_high, known.alpha_high)
         policy = cls(
             name=name,
             high_format=high.lower(),
             low_format=None if is_uniform else _chosen(config.low_format, known.low_format).lower(),
-            alpha_high=0.0 if is_uniform else _chosen(config.alpha_high, known.alpha_high),
+            alpha_high=alpha_high,
             alpha_low=0.0 if is_uniform else _chosen(config.alpha_low, known.alpha_low),
             window_tokens=window,
             sink_tokens=config.sink_tokens,
-            score_every=0 if is_uniform else config.score_every_tokens,
+            score_every=config.score_every_tokens if alpha_high > 0 else 0,
             basis=_basis(config, high, profile),
         )
         policy.check()

@@ -239,14 +239,3 @@ def test_tokens_of_an_answer_are_told_apart_too(tiny_model: Path) -> None:
     low = pages_after(tiny_model, 400, alpha_high=1e9, score_every_tokens=4)
     assert low < mixed < high
     assert low < frozen <= high
-
-
-def test_an_answer_that_is_scored_does_not_depend_on_the_batch(tiny_model: Path) -> None:
-    settings = config(compressor={"policy": "diffkv", "recent_window_tokens": 20})
-    asked = [prompt(count, seed=5) for count in (30, 61, 140)]
-    with LocalServer(settings, tiny_model) as server:
-        together = server.complete([server.request(p, greedy(45)) for p in asked])
-        alone = [server.complete([server.request(p, greedy(45))])[0] for p in asked]
-        assert server.pool.stat().request_pages == 0
-        assert server.pool.taken_pages == 0
-    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]

@@ -171,7 +171,7 @@ def test_diffkv_trades_error_for_bytes(
     ]
     for policy in [*policies, {"policy": "uniform:k4v2"}]:
         settings = config(
-            compressor={"recent_window_tokens": 20, **policy},
+            compressor={"recent_window_tokens": 20, "high_window_tokens": 0, **policy},
             prefill={"chunk_tokens": chunk_tokens},
         )
         with LocalServer(settings, tiny_model) as server:

@@ -6,7 +6,7 @@ from triptych.core.config import AppConfig
 from triptych.core.profile import Profile
 from triptych.workers.models import ModelFacts
 
-PACKAGED = Path(__file__).parent / "profiles"
+PACKAGED = Path(__file__).parent / "known_profiles"
 """One file for each known model, named after its revision."""
 
 

@@ -45,6 +45,8 @@ class Launch:
     constants: Mapping[str, object] = field(default_factory=dict[str, object])
     warps: int = 4
     stages: int = 2
+    registers: int | None = None
+    """Of a thread, at most, on NVIDIA; without it the assembler may spill to fit more blocks."""
 
     @property
     def name(self) -> str:
@@ -55,10 +57,16 @@ class Launch:
         if 0 in self.grid:
             return
         device = next(item.device for item in self.arguments if isinstance(item, Tensor))
+        options = self.options("hip" if torch.version.hip else "cuda")
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](
-                *self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-            )
+            self.kernel[self.grid](*self.arguments, **self.constants, **options)
+
+    def options(self, backend: str) -> dict[str, int]:
+        """What the compiler of a backend (``"cuda"``, ``"hip"``) is told."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.registers is not None and backend == "cuda":
+            options["maxnreg"] = self.registers
+        return options
 
     def source(self) -> ASTSource:
         """What the compiler takes: the types that this launch would be specialised on."""

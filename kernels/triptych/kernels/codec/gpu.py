@@ -10,7 +10,14 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.form import form_of
-from triptych.kernels.gpu_pages import cells_of, half_of, metadata_of, positions_of
+from triptych.kernels.gpu_pages import (
+    cells_of,
+    codes_of,
+    metadata_of,
+    numbers_of,
+    positions_of,
+    units_at,
+)
 from triptych.kernels.launch import Launch, check_device, power_of_two
 from triptych.kernels.pages import check_arena, check_indices
 
@@ -231,49 +238,6 @@ def named_cells(arena, page_count, pages, rows, cell, cells, FORM: tl.constexpr)
     live = (page >= 0) & (page < page_count) & (row >= 0) & (row < FORM.tokens)
     page = tl.where(live, page, 0)
     return arena + page.to(tl.int64) * FORM.page_bytes, tl.where(live, row, 0), live
-
-
-@triton.jit
-def units_at(page, row, unit, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Pointers to units of vectors: bytes, or fp16 numbers."""
-    if KEYS:
-        start = page
-        offset = row[:, None] * FORM.key_stride + unit[None, :] * FORM.key_unit_stride
-        bits: tl.constexpr = FORM.key_bits
-    else:
-        start = page + FORM.values
-        offset = row[:, None] * FORM.value_units + unit[None, :]
-        bits: tl.constexpr = FORM.value_bits
-    if bits == 16:
-        at = start.to(tl.pointer_type(tl.float16))[:, None] + offset
-    else:
-        at = start[:, None] + offset
-    return at
-
-
-@triton.jit
-def codes_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Codes of channels as int32; their bits apart, where a byte holds several."""
-    bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
-    count: tl.constexpr = FORM.key_units if KEYS else FORM.value_units
-    at = units_at(page, row, channel % count, FORM, KEYS)
-    byte = tl.load(at, mask=live[:, None] & (channel < FORM.dim)[None, :], other=0).to(tl.int32)
-    return (byte >> ((channel // count) * bits)[None, :]) & (2**bits - 1)
-
-
-@triton.jit
-def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Decoded channels of vectors in pages: float32."""
-    bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
-    if bits == 16:
-        at = units_at(page, row, channel, FORM, KEYS)
-        mask = live[:, None] & (channel < FORM.dim)[None, :]
-        numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        codes = codes_of(page, row, live, channel, FORM, KEYS)
-        scale, zero = metadata_of(page, row, live, FORM, KEYS)
-        numbers = half_of(codes).to(tl.float32) * scale[:, None] + zero[:, None]
-    return numbers
 
 
 @triton.jit

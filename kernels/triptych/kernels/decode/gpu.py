@@ -5,7 +5,7 @@
 """Decode attention on the GPU: runs of each section in parallel, merged by log-sum-exp."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import e, log2
 
 import torch
@@ -46,6 +46,10 @@ class Tile:
 TILES = {96: Tile(32, 2, 3), 128: Tile(64, 4, 3), 256: Tile(32, 4, 3)}
 """By the largest head size that it is for. Chosen by registers: no spill for any format, and
 40 KiB and more on their way on each multiprocessor of an H100."""
+MAX_REGISTERS = 255
+"""All that a thread can have."""
+MAX_GROUP = 32
+"""Query heads of a KV head; the tile of one program holds them all."""
 PROGRAMS_PER_PROCESSOR = 4
 """Enough to hide the latency of memory, few enough that merging stays cheap."""
 MAX_RUNS = 128
@@ -92,21 +96,22 @@ def plan(
     """The launches of one call: one for up to three sections, and one that merges."""
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
-    check_sections("decode_attention", arena, sections, kv_heads, dim)
+    check_sections("decode_attention", arena, sections, heads, kv_heads, dim)
     check_indices(slots, *(() if positions is None else (positions,)))
     check_device("decode_attention", query, arena, slots, positions, lse)
     if window > 0 and positions is None:
         raise ConfigError("decode_attention: a window needs the positions of the queries")
     query, slots = query.contiguous(), slots.contiguous()
     positions = None if window == 0 or positions is None else positions.contiguous()
-    runs = _runs(sections, rows * kv_heads, processors(query.device))
+    group = heads // kv_heads
+    tile = tile_of(dim, group)
+    runs = _runs(sections, tile, rows * kv_heads, processors(query.device))
     total = sum(runs)
     partial = query.new_empty((rows, heads, total, dim), dtype=torch.float32)
     peaks, sums = query.new_empty((2, rows, heads, total), dtype=torch.float32)
-    tile = tile_of(dim)
     constants = {
-        "G": heads // kv_heads,
-        "HEADS": max(16, power_of_two(heads // kv_heads)),
+        "G": group,
+        "HEADS": max(16, power_of_two(group)),
         "TILE": tile.tokens,
         "EXACT": query.dtype == torch.float32,
         "CAPPED": softcap > 0,
@@ -123,6 +128,7 @@ def plan(
             {**constants, **constants_of(sections[first : first + SECTIONS], runs[first:])},
             warps=tile.warps,
             stages=tile.stages,
+            registers=MAX_REGISTERS,
         )
         for first in range(0, len(sections), SECTIONS)
     ]  # fmt: skip
@@ -132,11 +138,14 @@ def plan(
 
 
 def check_sections(
-    name: str, arena: Tensor, sections: Sequence[Section], kv_heads: int, dim: int
+    name: str, arena: Tensor, sections: Sequence[Section], heads: int, kv_heads: int, dim: int
 ) -> None:
     """Raise ``ConfigError`` unless a kernel can be compiled for the sections."""
-    if dim > max(TILES):
-        raise ConfigError(f"{name}: head_dim {dim}: GPU kernels take up to {max(TILES)}")
+    if dim > max(TILES) or heads > kv_heads * MAX_GROUP or heads % kv_heads:
+        raise ConfigError(
+            f"{name}: head_dim {dim}, {heads} query heads on {kv_heads} KV heads: GPU kernels take "
+            f"head_dim up to {max(TILES)} and groups of equal size up to {MAX_GROUP}"
+        )
     for section in sections:
         check_arena(arena, section.layout)
         check_indices(section.pages, section.tokens)
@@ -148,12 +157,13 @@ def check_sections(
             )
 
 
-def tile_of(dim: int) -> Tile:
+def tile_of(dim: int, group: int) -> Tile:
     """How much a program reads at a time for vectors of ``dim`` channels."""
-    return next(TILES[size] for size in TILES if dim <= size)
+    tile = next(TILES[size] for size in TILES if dim <= size)
+    return tile if group <= 16 else replace(tile, tokens=32)
 
 
-def _runs(sections: Sequence[Section], head_rows: int, processors: int) -> list[int]:
+def _runs(sections: Sequence[Section], tile: Tile, head_rows: int, processors: int) -> list[int]:
     """Programs for each section of a head row: powers of two, by the width of its table.
 
     Counts of tokens are on the device; asking for them would make the host wait. A program
@@ -164,8 +174,7 @@ def _runs(sections: Sequence[Section], head_rows: int, processors: int) -> list[
     widths = [section.pages.shape[2] for section in sections]
     runs: list[int] = []
     for section, width in zip(sections, widths, strict=True):
-        layout = section.layout
-        tiles = -(-width * layout.tokens // tile_of(layout.head_dim).tokens)
+        tiles = -(-width * section.layout.tokens // tile.tokens)
         share = -(-wanted * width // max(1, sum(widths)))
         runs.append(power_of_two(max(1, min(share, tiles, MAX_RUNS))))
     return runs

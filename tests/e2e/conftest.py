@@ -1,13 +1,16 @@
 """The whole server, started the way a user starts it: ``serve run`` on a config file."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,27 +36,55 @@ class Server:
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
-    def replica(self, deployment: str) -> psutil.Process:
-        """The process of one deployment's replica."""
-        wanted = f"ServeReplica:triptych:{deployment}"
+    def processes(self, title: str) -> list[psutil.Process]:
+        """The processes of one actor class, or of one deployment's replicas."""
+        found = list[psutil.Process]()
         for process in self.process.children(recursive=True):
-            try:
-                if wanted in " ".join(process.cmdline()):
-                    return process
-            except psutil.Error:
-                continue
-        raise LookupError(f"no process {wanted}")
+            with suppress(psutil.Error):
+                if process.cmdline()[:1] == [f"ray::{title}"]:
+                    found.append(process)
+        return found
+
+    def replicas(self, deployment: str) -> list[psutil.Process]:
+        return self.processes(f"ServeReplica:triptych:{deployment}")
+
+    def arena(self) -> Path:
+        """The file of the pool's memory."""
+        (pool,) = self.processes("PoolShell")
+        (path,) = {m.path for m in pool.memory_maps() if m.path.startswith("/dev/shm/triptych-")}
+        return Path(path)
+
+    def run_dir(self) -> Path:
+        """Where the sockets of this application are."""
+        (pool,) = self.processes("PoolShell")
+        sockets = {Path(str(c.laddr)) for c in pool.net_connections("unix")}
+        (path,) = {socket.parent for socket in sockets if socket.name == "pool.sock"}
+        return path
 
     def metric(self, name: str) -> float:
         """One value from /metrics, summed over labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        values = [
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.split("{")[0].split(" ")[0] == name
-        ]
-        assert values, f"no metric {name}"
-        return sum(values)
+        return sum(self.metrics(name).values())
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """The values of one metric from /metrics, by their labels.
+
+        Raises: LookupError if there is none
+        """
+        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        rows = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, flags=re.MULTILINE)
+        if not rows:
+            raise LookupError(f"no metric {name}")
+        return {labels: float(value) for labels, value in rows}
+
+    def pages_held(self) -> float:
+        """Pages of requests, and pages of workers' own stock that are in use."""
+        return self.metric("triptych_pool_pages_in_requests") + self.metric(
+            "triptych_workers_pages_taken"
+        )
+
+    def crowd(self, prompts: Sequence[str], max_tokens: int) -> "Crowd":
+        """Clients that all start to stream now."""
+        return Crowd(self.client(timeout=90), prompts, max_tokens)
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> float:
         """Seconds until ``holds``; fails after ``timeout_s``."""
@@ -62,13 +93,76 @@ class Server:
             try:
                 if holds():
                     return time.monotonic() - started
-            except httpx.HTTPError:
+            except (httpx.HTTPError, LookupError):
                 pass
             time.sleep(0.1)
         raise AssertionError(f"did not hold within {timeout_s} s")
 
     def is_healthy(self) -> bool:
         return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+
+
+class Crowd:
+    """Clients that stream at the same time, and what became of each of them."""
+
+    def __init__(self, client: openai.OpenAI, prompts: Sequence[str], max_tokens: int) -> None:
+        self._client, self._max_tokens = client, max_tokens
+        self.texts = [""] * len(prompts)
+        self.chunks = [0] * len(prompts)
+        self.endings = [""] * len(prompts)
+        """``length``, or the code of an error; empty: not yet."""
+        self._threads = [
+            threading.Thread(target=self._follow, args=(index, prompt), daemon=True)
+            for index, prompt in enumerate(prompts)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> Counter[str]:
+        """How many came to which end, when all have."""
+        for thread in self._threads:
+            thread.join(timeout=150)
+        self._client.close()
+        return Counter(self.endings)
+
+    def wait_for_chunks(self, count: int) -> None:
+        """Return when every client has so many; fail if one ended before."""
+        deadline = time.monotonic() + 120
+        while min(self.chunks) < count:
+            assert not any(self.endings), f"too early: {Counter(self.endings)}"
+            assert time.monotonic() < deadline, f"some wait for tokens: {self.chunks}"
+            time.sleep(0.02)
+
+    def _follow(self, index: int, prompt: str) -> None:
+        try:
+            self.endings[index] = self._stream(index, prompt)
+        except openai.APIError as error:
+            self.endings[index] = _code_of(error)
+        except httpx.HTTPError as error:
+            self.endings[index] = f"cut: {error!r}"
+
+    def _stream(self, index: int, prompt: str) -> str:
+        ending = "cut: no finish_reason"
+        for chunk in self._client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=self._max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ):
+            self.texts[index] += chunk.choices[0].text
+            self.chunks[index] += 1
+            ending = chunk.choices[0].finish_reason or ending
+        return ending
+
+
+def _code_of(error: openai.APIError) -> str:
+    """The code of an error that has OpenAI's shape; what else it is otherwise."""
+    body = error.body
+    if isinstance(body, dict) and {"message", "type", "param", "code"} <= set(body):
+        return str(error.code)
+    return f"shapeless: {error!r}"
 
 
 def free_port() -> int:
@@ -138,6 +232,16 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     _, alive = psutil.wait_procs(tree, timeout=10)
     for left in alive:
         left.kill()
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
+    """Start a server that ends with a ``with`` block."""
+
+    def begin(**args: Any) -> AbstractContextManager[Server]:
+        return serve_run(tmp_path, {"model": {"name": MODEL}, **args})
+
+    return begin
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,14 @@ def server(start: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return server.client()
-
-
-def pages_held(server: Any) -> float:
-    """Pages of requests, and pages of workers' own stock that are in use."""
-    return server.metric("triptych_pool_pages_in_requests") + server.metric(
-        "triptych_workers_pages_taken"
-    )
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
 
 
 def test_nothing_is_copied_between_stages(server: Any, client: openai.OpenAI) -> None:
     client.completions.create(model=MODEL, prompt="word " * 200, max_tokens=40)
-    assert server.metric("triptych_workers_bytes_copied") == 0
+    assert set(server.metrics("triptych_workers_bytes_copied").values()) == {0.0}
     assert server.metric("triptych_kv_raw_bytes_total") > 0
 
 
@@ -60,6 +54,19 @@ def test_chat_answers_the_question(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens > 3
     compression = answer.usage.model_dump()["compression"]
     assert compression["policy"] == "uniform:k8v4"
+
+
+def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert "http://127.0.0.1:8000" in example
+    run = subprocess.run(
+        [sys.executable, "-c", example.replace("http://127.0.0.1:8000", server.url)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "Paris" in run.stdout
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:
@@ -164,45 +171,26 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(server: Any) -> No
         lines = answer.iter_lines()
         for _ in range(5):
             next(lines)
-        assert pages_held(server) > 0
-    assert server.wait_until(lambda: pages_held(server) == 0, timeout_s=5) < 2
+        assert server.pages_held() > 0
+    assert server.wait_until(lambda: server.pages_held() == 0, timeout_s=5) < 2
 
 
 @pytest.mark.parametrize("deployment", ["Compressor", "Decode"])
 def test_a_killed_worker_costs_its_requests_an_error_and_nothing_else(
     server: Any, deployment: str
 ) -> None:
-    outcomes = list[str]()
-
-    def ask(index: int) -> None:
-        try:
-            stream = server.client(timeout=120).completions.create(
-                model=MODEL,
-                prompt=f"{index}: " + "word " * (50 * index),
-                max_tokens=150,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            for _ in stream:
-                pass
-            outcomes.append("finished")
-        except openai.APIError as error:
-            outcomes.append(str(error.code))
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
+    prompts = [f"{index}: " + "word " * (50 * index) for index in range(16)]
+    crowd = server.crowd(prompts, max_tokens=150)
     time.sleep(3)
-    os.kill(server.replica(deployment).pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join()
-    assert len(outcomes) == 16
-    assert set(outcomes) <= {"finished", "worker_lost"}
+    (replica,) = server.replicas(deployment)
+    os.kill(replica.pid, signal.SIGKILL)
+    assert set(crowd.join()) <= {"length", "worker_lost"}
     server.wait_until(server.is_healthy, timeout_s=60)
-    answer = server.client(timeout=60).completions.create(model=MODEL, prompt="Hello", max_tokens=3)
+    with server.client(timeout=60) as client:
+        answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
-    server.wait_until(lambda: pages_held(server) == 0, timeout_s=5)
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=5)
 
 
 # ------------------------------------------------------------------ wrong settings

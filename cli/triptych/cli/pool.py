@@ -1,8 +1,6 @@
 """``triptych pool``: look into the page pool of a running server."""
 
-import os
 import socket
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +10,7 @@ from rich.table import Table
 
 from triptych.cli.output import JsonFlag, make_table, show
 from triptych.core.errors import ConfigError
+from triptych.deployments.rundir import pool_sockets
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.remote import RemotePool
 from triptych.kvpool.wire import FrameChannel
@@ -58,8 +57,7 @@ def find_pool() -> str:
 
     Raises: ConfigError if there is none, or more than one
     """
-    base = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
-    sockets = [path for path in sorted(base.glob("app-*/pool.sock")) if _listens(path)]
+    sockets = [path for path in pool_sockets() if _listens(path)]
     if len(sockets) != 1:
         found = ", ".join(f"unix:{path}" for path in sockets) or "none"
         raise ConfigError(f"--address: cannot tell which pool is meant (found: {found})")

@@ -75,7 +75,7 @@ def check_pages(config: AppConfig) -> dict[str, int] | None:
         "page_bytes": plan.page_bytes,
         "pages": config.pool.capacity_bytes // plan.page_bytes,
         "raw_tokens_per_page": plan.raw.tokens,
-        "stored_tokens_per_page": plan.stored.tokens,
+        "stored_tokens_per_page": plan.high.tokens,
     }
 
 

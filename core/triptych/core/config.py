@@ -100,21 +100,53 @@ class CompressorConfig:
     """Copies and their resources."""
 
     policy: str = "uniform:k8v4"
-    """What becomes of each token: ``uniform:<format>`` stores all of them in one format."""
+    """What becomes of each token: ``uniform:<format>`` stores all in one format;
+    ``diffkv`` stores significant ones in ``high_format``, others in ``low_format`` or nowhere."""
+
+    high_format: str = "k8v4"
+    """Format of significant tokens and of those that leave the window (``diffkv``)."""
+
+    low_format: str = "k4v2"
+    """Format of the less significant tokens (``diffkv``)."""
+
+    alpha_high: float = 1.0
+    """A token of n is high if its mean attention from later ones reaches ``alpha_high / n``."""
+
+    alpha_low: float = 0.0
+    """Below ``alpha_low / n`` it is dropped; 0 drops none. At most ``alpha_high``."""
 
     recent_window_tokens: int = 64
-    """Newest tokens that stay in 16 bits; older ones take the policy's format."""
+    """Newest tokens that stay in 16 bits."""
+
+    sink_tokens: int = 1
+    """First tokens that stay in 16 bits, rounded up to whole pages: attention rests on them."""
 
     def __post_init__(self) -> None:
         window = self.recent_window_tokens
         require(window >= 0, "compressor.recent_window_tokens", window, ">= 0")
+        require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")
         kind, _, form = self.policy.partition(":")
-        require(kind == "uniform", "compressor.policy", self.policy, "'uniform:<format>'")
-        page_format(form)
+        known = kind == "uniform" or self.policy == "diffkv"
+        require(known, "compressor.policy", self.policy, "'uniform:<format>' or 'diffkv'")
+        for name in (form,) if kind == "uniform" else (self.high_format, self.low_format):
+            page_format(name)
+        low, high = self.alpha_low, self.alpha_high
+        require(high >= 0, "compressor.alpha_high", high, ">= 0")
+        require(0 <= low <= high, "compressor.alpha_low", low, f"0 to alpha_high ({high})")
+        if self.policy == "diffkv":
+            self._check_order()
 
-    @property
-    def format_name(self) -> str:
-        return self.policy.partition(":")[2].lower()
+    def _check_order(self) -> None:
+        """Raise unless both formats are quantized and the low one takes fewer bits."""
+        high, low = page_format(self.high_format), page_format(self.low_format)
+        require(high.is_quantized, "compressor.high_format", high.name, "a quantized format")
+        fewer = low.key_bits <= high.key_bits and low.value_bits <= high.value_bits
+        require(
+            low != high and fewer,
+            "compressor.low_format",
+            low.name,
+            f"a format with fewer bits than high_format ({high.name})",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

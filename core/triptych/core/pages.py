@@ -1,4 +1,4 @@
-"""What router and stages must agree on: the shape of pages, which formats hold what, the window."""
+"""What router and stages must agree on: the shape of pages, and which formats hold what."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,22 +6,23 @@ from functools import cached_property
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout, default_page_bytes, page_format
+from triptych.core.policy import Policy
 
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Where a request's keys and values go: raw 16-bit pages first, then the policy's format.
+    """Where a request's keys and values go: raw 16-bit pages first, then the policy's formats.
 
-    A token is written to a raw page. The newest ``window_tokens`` tokens stay there; when a
-    whole raw page is older than that, its tokens move into pages of the ``stored`` format.
-    So raw pages are the prefill stage's output, the recent window, and the write buffer of
-    the decode stage, and they pass from stage to stage as they are.
+    A token is written to a raw page. The first raw pages, which hold the sink tokens, and the
+    newest ``window_tokens`` tokens stay there; when a whole raw page in between is older than the
+    window, its tokens move into high and low pages. So raw pages are the prefill stage's
+    output, the recent window, and the write buffer of the decode stage, and they pass from
+    stage to stage as they are.
     """
 
     geometry: Geometry
     page_bytes: int
-    stored_format: str
-    window_tokens: int
+    policy: Policy
 
     @classmethod
     def of(cls, config: AppConfig, geometry: Geometry) -> "PagePlan":
@@ -30,8 +31,7 @@ class PagePlan:
         plan = cls(
             geometry,
             default_page_bytes(geometry.head_dim) if page == "auto" else page,
-            config.compressor.format_name,
-            config.compressor.recent_window_tokens,
+            Policy.of(config.compressor),
         )
         plan.check_formats()
         plan.check_capacity(config.pool.capacity_bytes)
@@ -39,8 +39,9 @@ class PagePlan:
 
     def check_formats(self) -> None:
         """Raise ConfigError when a page is too small for one token of a format in use."""
-        PageLayout(self.raw.format, self.geometry.head_dim, self.page_bytes)
-        PageLayout(self.stored.format, self.geometry.head_dim, self.page_bytes)
+        for name in ("fp16", self.policy.high_format, self.policy.low_format):
+            if name is not None:
+                self._layout(name)
 
     def check_capacity(self, capacity_bytes: int) -> None:
         """Raise ConfigError when the pool cannot hold even one short request."""
@@ -58,20 +59,50 @@ class PagePlan:
         return PageLayout(FORMATS["fp16"], self.geometry.head_dim, self.page_bytes)
 
     @cached_property
-    def stored(self) -> PageLayout:
-        """Pages of the policy's format."""
-        return PageLayout(page_format(self.stored_format), self.geometry.head_dim, self.page_bytes)
+    def high(self) -> PageLayout:
+        """Pages of significant and of new tokens; raw pages if the policy keeps 16 bits."""
+        return self._layout(self.policy.high_format)
+
+    @cached_property
+    def low(self) -> PageLayout | None:
+        """Pages of less significant tokens."""
+        low = self.policy.low_format
+        return None if low is None else self._layout(low)
 
     @property
     def compresses(self) -> bool:
         """False if the policy keeps 16 bits: then raw pages are the final ones."""
-        return self.stored.format.is_quantized
+        return self.high.format.is_quantized
+
+    @cached_property
+    def sink_tokens(self) -> int:
+        """First tokens of a sequence that raw pages hold for good: whole pages of them."""
+        return self.raw.pages(self.policy.sink_tokens) * self.raw.tokens
 
     def leaving_pages(self, raw_tokens: int) -> int:
-        """Raw pages of a head row, oldest first, that hold no token of the window."""
+        """Raw pages of a head row, next to those of the sink, that hold no token of the window."""
         if not self.compresses:
             return 0
-        return max(0, raw_tokens - self.window_tokens) // self.raw.tokens
+        between = raw_tokens - self.sink_tokens - self.policy.window_tokens
+        return max(0, between) // self.raw.tokens
+
+    def raw_pages(self, tokens: int) -> int:
+        """The most raw pages of a head row of ``tokens`` tokens once the others are encoded."""
+        held = self.sink_tokens + self.policy.window_tokens + self.raw.tokens
+        return self.raw.pages(min(tokens, held) if self.compresses else tokens)
+
+    @property
+    def sink_pages(self) -> int:
+        """Raw pages of a head row that are never encoded."""
+        return self.sink_tokens // self.raw.tokens
+
+    def most_pages(self, tokens: int) -> int:
+        """The most pages that ``tokens`` encoded tokens of a head row take in any two classes."""
+        mixed = 1 if self.low is not None and tokens > 0 else 0
+        return self.high.pages(tokens) + mixed
+
+    def _layout(self, name: str) -> PageLayout:
+        return PageLayout(page_format(name), self.geometry.head_dim, self.page_bytes)
 
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without any page."""

@@ -13,9 +13,10 @@ from triptych.core.errors import ConfigError
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.deployments.ingress import IngressShell
-from triptych.deployments.plan import AppPlan, new_run_dir
+from triptych.deployments.plan import AppPlan
 from triptych.deployments.pool import PoolShell
-from triptych.deployments.router import RouterShell
+from triptych.deployments.router import POOL_ACTOR, RouterShell
+from triptych.deployments.rundir import new_run_dir
 from triptych.deployments.worker import WorkerShell
 from triptych.router import BATCH_POLICIES
 from triptych.workers.build import actor_config, context_tokens
@@ -81,7 +82,7 @@ def wire(plan: AppPlan) -> Application:
         health_check_period_s=1,
         deployment_actors=[
             DeploymentActorConfig(
-                name="pool",
+                name=POOL_ACTOR,
                 actor_class=ray.remote(PoolShell),
                 init_kwargs={"plan": plan},
                 actor_options={"num_cpus": 0},

@@ -27,6 +27,7 @@ from triptych.core.messages import (
 from triptych.deployments.http import Health, ModelCard, create_app
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
+from triptych.deployments.rundir import RunDir
 from triptych.deployments.status import Status
 from triptych.workers.models.pretrained import read_tokenizer
 
@@ -102,8 +103,13 @@ class IngressShell:
 
     async def __init__(self, plan: AppPlan, router: RouterHandle, *stages: object) -> None:
         self._plan = plan
+        self._run_dir = RunDir.enter(plan.run_dir)
         self._engine = RouterEngine(plan, router)
         await self._engine.start()
+
+    async def __del__(self) -> None:
+        await self._engine.stop()
+        self._run_dir.leave()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         plan = self._plan

@@ -1,14 +1,13 @@
 """What the builder decides once, and every actor of the application is given."""
 
-import os
 import secrets
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
+from triptych.deployments.rundir import POOL_SOCKET
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class AppPlan:
 
     @property
     def pool_address(self) -> str:
-        return self.address("pool")
+        return f"unix:{self.run_dir / POOL_SOCKET}"
 
     @property
     def router_address(self) -> str:
@@ -72,10 +71,3 @@ class AppPlan:
 def new_name(role: str) -> str:
     """A process name that no earlier process had."""
     return f"{role}-{secrets.token_hex(4)}"
-
-
-def new_run_dir() -> Path:
-    """A fresh private directory; its path is short, since socket paths end at 107 bytes."""
-    base = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="app-", dir=base))

@@ -1,26 +1,40 @@
+# Ray's actor handles lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The router's shell: clock, mailbox and peers around the pure coordinator."""
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
 
 from triptych.core.messages import Hello, Message, Report, Send
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
+from triptych.deployments.rundir import RunDir
 from triptych.deployments.status import Status
 from triptych.kvpool import PoolWatcher
 from triptych.router import Coordinator, Patience
 
+logger = logging.getLogger(__name__)
+
+POOL_ACTOR = "pool"
 TICK_S = 0.25
 RECLAIM_S = 2.0
 """The pool notices a dead process of its node at its next sweep, long before a lease expires."""
+LEAVING_S = 5.0
+"""How long the router, told to leave, waits for the workers to do so before it."""
 
 
 class RouterShell:
     """Feeds messages, losses and the clock to the coordinator, and posts what it answers."""
 
     async def __init__(self, plan: AppPlan) -> None:
+        self._run_dir = RunDir.enter(plan.run_dir)
         self._coordinator = Coordinator(
             plan.config.router,
             plan.pages,
@@ -41,8 +55,16 @@ class RouterShell:
         return Status(snapshot, ledger, tuple(self._reports.values()))
 
     async def __del__(self) -> None:
+        """Serve ends the application: the pool goes last, and takes its arena with it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_S):
+                while self._coordinator.snapshot(time.monotonic()).workers:  # noqa: ASYNC110
+                    await asyncio.sleep(TICK_S)
         self._ticking.cancel()
         await self._mailbox.stop()
+        await asyncio.to_thread(self._pool.close)
+        await _close_pool()
+        self._run_dir.leave()
 
     def check_health(self) -> None:
         if self._ticking.done():
@@ -71,3 +93,11 @@ class RouterShell:
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
             self._mailbox.post(send.to, send.message)
+
+
+async def _close_pool() -> None:
+    try:
+        pool: Any = serve.get_deployment_actor(POOL_ACTOR)
+        await pool.close.remote()
+    except (RayError, ValueError) as error:  # it ends in the call, or is dead already
+        logger.debug("the pool is closed: %s", error)

@@ -31,12 +31,17 @@ class Status:
         return {**self._router_gauges(), **self._pool_gauges(), **self._worker_gauges()}
 
     def _worker_gauges(self) -> dict[str, float]:
-        reports = self.reports
-        return {
-            "triptych_workers_pages_taken": float(sum(r.pages_held for r in reports)),
-            "triptych_workers_bytes_copied": float(sum(r.bytes_copied for r in reports)),
-            "triptych_workers_busy_seconds": sum(r.busy_s for r in reports),
-        }
+        gauges = dict[str, float]()
+        for report in self.reports:
+            values = {
+                "requests": report.running,
+                "pages_taken": report.pages_held,
+                "bytes_copied": report.bytes_copied,
+                "busy_seconds": report.busy_s,
+            }
+            for name, value in values.items():
+                gauges[f'triptych_workers_{name}{{worker="{report.name}"}}'] = float(value)
+        return gauges
 
     def _router_gauges(self) -> dict[str, float]:
         router = self.router

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
+from triptych.deployments.rundir import RunDir
 from triptych.kvpool import PoolClient
 from triptych.workers.build import build_engines, cores_for
 from triptych.workers.loop import StageLoop
@@ -23,6 +24,7 @@ class WorkerShell:
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
         self.name = new_name("-".join(stages))
+        self._run_dir = RunDir.enter(plan.run_dir)
         self._events = asyncio.get_running_loop()
         self._pool = await asyncio.to_thread(PoolClient, plan.pool_address, self.name)
         engines = await asyncio.to_thread(
@@ -58,7 +60,8 @@ class WorkerShell:
         self._reporting.cancel()
         await asyncio.to_thread(self._loop.stop)
         await self._link.stop()
-        self._pool.close()
+        await asyncio.to_thread(self._pool.close)
+        self._run_dir.leave()
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         for message in messages:

@@ -7,7 +7,8 @@ An operation is an ``Op``: calling it runs the version for the device of its ten
 from typing import Any
 
 from triptych.kernels.codec import load_tokens, store_tokens, transcode
-from triptych.kernels.decode import decode_attention
+from triptych.kernels.compact import plan_tokens
+from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.op import Op
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import prefill_attention, significance_of
@@ -19,7 +20,9 @@ __all__ = [
     "Section",
     "decode_attention",
     "load_tokens",
+    "plan_tokens",
     "prefill_attention",
+    "score_tokens",
     "significance_of",
     "store_tokens",
     "transcode",
@@ -27,6 +30,14 @@ __all__ = [
 
 OPS: dict[str, Op[..., Any]] = {
     op.name: op
-    for op in (store_tokens, transcode, load_tokens, prefill_attention, decode_attention)
+    for op in (
+        store_tokens,
+        transcode,
+        load_tokens,
+        prefill_attention,
+        plan_tokens,
+        decode_attention,
+        score_tokens,
+    )
 }
 """Every operation by name; tests and benchmarks iterate over this."""

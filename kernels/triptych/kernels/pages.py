@@ -23,7 +23,15 @@ class Section:
     tokens: Tensor
     """int32 [S, KH]: tokens stored; only ``ceil(tokens / layout.tokens)`` ids are read."""
     backward: bool = False
-    """Whether the first page id is in the last column, and ids continue leftwards."""
+    """Whether the ids start in the last column and go on leftwards.
+
+    So two sections share one table, one from each side (DiffKV's bidirectional page table).
+    """
+
+    @property
+    def forward_pages(self) -> Tensor:
+        """``pages`` with the oldest id in the first column; a copy if ``backward``."""
+        return self.pages.flip(-1) if self.backward else self.pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,13 @@ class Emitter:
         function = self._declare(name, kind, (POINTER, I32, live.type, kind))
         return self.build.call(function, [pointer, I32(4), live, ir.Constant(kind, None)])
 
+    def store_live(self, values: Value, pointer: Value, live: Value) -> None:
+        """Store the float lanes that are ``live``, and leave the memory of the others alone."""
+        kind: Any = values.type
+        name = f"llvm.masked.store.v{kind.count}f32.p0"
+        function = self._declare(name, ir.VoidType(), (kind, POINTER, I32, live.type))
+        self.build.call(function, [values, pointer, I32(4), live])
+
     def half(self, words: Value, shift: int) -> Value:
         """The float16 number at bit ``shift`` of each 32-bit word, as float32."""
         lanes = words.type.count

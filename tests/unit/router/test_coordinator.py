@@ -33,9 +33,11 @@ from triptych.core.messages import (
     failed,
 )
 from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
 from triptych.router import ByteModel, Coordinator, Patience
 
-MODEL = ByteModel(PagePlan(Geometry(layers=1, kv_heads=1, head_dim=64), 3584, "k8v4", 20))
+POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
+MODEL = ByteModel(PagePlan(Geometry(layers=1, kv_heads=1, head_dim=64), 3584, POLICY))
 PATIENCE = Patience(report_bound_s=3.0, grace_s=30.0, cancel_timeout_s=1.0, reclaim_s=10.0)
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
 WORKERS: dict[str, tuple[Stage, ...]] = {

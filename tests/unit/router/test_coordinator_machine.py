@@ -42,11 +42,13 @@ from triptych.core.messages import (
     failed,
 )
 from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
 from triptych.router import ByteModel, Coordinator, Patience
 
-PAGE, WINDOW, SLOTS = 3584, 20, 3
+PAGE, SLOTS = 3584, 3
 ROW_PAGES = 4  # head rows of the model: every row takes the same pages
-MODEL = ByteModel(PagePlan(Geometry(layers=2, kv_heads=2, head_dim=64), PAGE, "k8v4", WINDOW))
+POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
+MODEL = ByteModel(PagePlan(Geometry(layers=2, kv_heads=2, head_dim=64), PAGE, POLICY))
 RAW, STORED = PageLayout(FORMATS["fp16"], 64, PAGE), PageLayout(FORMATS["k8v4"], 64, PAGE)
 CAPACITY = 60 * ROW_PAGES * PAGE
 LEASE_S = 4.0
@@ -265,7 +267,7 @@ class FakeWorld:
     @staticmethod
     def split(tokens: int) -> tuple[int, int]:
         """Pages per row of encoded tokens, and raw pages that stay."""
-        leaving = max(0, tokens - WINDOW) // RAW.tokens
+        leaving = MODEL.plan.leaving_pages(tokens)
         return STORED.pages(leaving * RAW.tokens), RAW.pages(tokens) - leaving
 
     def encode(self, worker: FakeWorker, name: str, arena: str) -> None:
@@ -303,7 +305,7 @@ class FakeWorld:
                 worker.outbox.append(Finished(request=name, tokens=held.written))
                 return
             tokens = len(request.prompt) + held.written
-            encoded = max(0, tokens - 1 - WINDOW) // RAW.tokens * RAW.tokens
+            encoded = MODEL.plan.leaving_pages(tokens - 1) * RAW.tokens
             need = STORED.pages(encoded) + RAW.pages(tokens - encoded) + 1
             held.pages = max(held.pages, min(need, self.most_pages(request)))
         worker.held[name] = worker.held.pop(name)  # the next step takes another request

@@ -131,3 +131,73 @@ def test_an_answer_ends_at_the_context_whatever_max_tokens_says(tiny_model: Path
         (answer,) = server.complete([server.request(prompt(505), greedy(100))])
     assert len(answer.tokens) == 512 - 505
     assert answer.finish == "length"
+
+
+def served(path: Path, asked: list[list[int]], **compressor: object) -> list[Completion]:
+    settings = config(compressor={"recent_window_tokens": 20, **compressor})
+    with LocalServer(settings, path) as server:
+        answers = server.complete([server.request(p, greedy(50)) for p in asked])
+        assert server.pool.stat().request_pages == 0
+    return answers
+
+
+def stored_bytes(answer: Completion) -> int:
+    assert answer.report is not None
+    return answer.report.stored_bytes
+
+
+LONG = [prompt(count, seed=3) for count in (5, 40, 150, 400)]
+
+
+def test_diffkv_that_finds_all_tokens_significant_is_uniform_bit_for_bit(tiny_model: Path) -> None:
+    uniform = served(tiny_model, LONG, policy="uniform:k8v4")
+    mixed = served(tiny_model, LONG, policy="diffkv", alpha_high=0.0)
+    for one, other in zip(uniform, mixed, strict=True):
+        assert one.tokens == other.tokens
+        assert [e.logprob for e in one.logprobs] == [e.logprob for e in other.logprobs]
+        assert stored_bytes(one) == stored_bytes(other)
+
+
+@pytest.mark.parametrize("chunk_tokens", [48, 512])
+def test_diffkv_trades_error_for_bytes(
+    tiny_model: Path, reference: LlamaForCausalLM, chunk_tokens: int
+) -> None:
+    """More low tokens, then dropped ones: fewer bytes each time, and never worse than all low."""
+    asked = LONG[2:]
+    sizes, errors = list[int](), list[float]()
+    policies: list[dict[str, object]] = [
+        {"policy": "diffkv", "alpha_high": high, "alpha_low": low}
+        for high, low in ((0.0, 0.0), (1.0, 0.0), (1e9, 0.0), (1e9, 0.9))
+    ]
+    for policy in [*policies, {"policy": "uniform:k4v2"}]:
+        settings = config(
+            compressor={"recent_window_tokens": 20, **policy},
+            prefill={"chunk_tokens": chunk_tokens},
+        )
+        with LocalServer(settings, tiny_model) as server:
+            answers = server.complete([server.request(p, greedy(50)) for p in asked])
+            assert server.pool.stat().request_pages == 0
+        sizes.append(sum(stored_bytes(answer) for answer in answers))
+        pairs = zip(asked, answers, strict=True)
+        errors.append(sum(differences(reference, p, a)[:13].mean().item() for p, a in pairs))
+    high, mixed, low, _dropped, uniform_low = errors
+    assert high < mixed < low
+    assert low == pytest.approx(uniform_low, rel=0.2), (
+        "new tokens age into high pages, not low ones"
+    )
+    assert sizes[:4] == sorted(sizes[:4], reverse=True)
+    assert sizes[3] < sizes[2] < sizes[0]
+    assert sizes[2] == sizes[4]
+
+
+def test_significance_is_the_same_however_the_prompt_is_cut(tiny_model: Path) -> None:
+    sizes = set[int]()
+    for chunk_tokens in (37, 512):
+        settings = config(
+            compressor={"policy": "diffkv", "recent_window_tokens": 20},
+            prefill={"chunk_tokens": chunk_tokens},
+        )
+        with LocalServer(settings, tiny_model) as server:
+            answers = server.complete([server.request(p, greedy(3)) for p in LONG])
+        sizes.add(sum(stored_bytes(answer) for answer in answers))
+    assert len(sizes) == 1

@@ -29,14 +29,14 @@ def build_engines(
     needs_model = any(stage != "compress" for stage in stages)
     model = load(model_path, config.model.dtype) if needs_model else None
     if model is None:
-        return [CompressEngine(pool, plan, config.compressor.policy)]
+        return [CompressEngine(pool, plan)]
     runner = ModelRunner(model)
     answers = AnswerFactory(model, context_tokens(config, model.context_tokens))
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
             runner, pool, plan, answers, config.prefill.chunk_tokens, draw
         ),
-        "compress": lambda: CompressEngine(pool, plan, config.compressor.policy),
+        "compress": lambda: CompressEngine(pool, plan),
         "decode": lambda: DecodeEngine(
             runner, pool, plan, answers, config.decode.max_batch_requests, draw
         ),

@@ -1,21 +1,24 @@
 # pyright: reportUnknownMemberType=false
 # torch.from_numpy has no type hints.
-"""The compressor stage: plans exact page counts, then moves tokens into the policy's format.
+"""The compressor stage: classes tokens, counts pages exactly, then encodes.
 
-Planning comes before allocation (kv_spec D.7), so the router can choose the decode worker
-from what a request really takes. Raw pages of the recent window are not touched: they pass
-on to the decode stage as they are.
+Planning comes before allocation, so the router can choose the decode worker from what a
+request really takes; the papers reserve high pages for all and give back the rest. Raw pages
+of sink and window are not touched: they pass on to the decode stage as they are.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from triptych.core.errors import StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim
+from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -29,12 +32,34 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import transcode
+from triptych.kernels import plan_tokens, transcode
+from triptych.kernels.compact.reference import HIGH, LOW
+from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
-from triptych.workers.handles import Run, make_handle, unpack_run
+from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class ClassPlan:
+    """Which tokens of a request go into pages of one format."""
+
+    layout: PageLayout
+    rows: Ids
+    """Head row of each token, ascending."""
+    tokens: Ids
+    """Position of each token in the sequence, ascending within a row."""
+    ranks: Ids
+    """Place of each token among those of its row and class."""
+    counts: Ids
+    """Tokens of each head row."""
+
+    @property
+    def pages(self) -> Ids:
+        """Pages of each head row."""
+        return pages_of(self.counts, self.layout)
 
 
 @dataclass(eq=False)
@@ -47,22 +72,24 @@ class Job:
     """Tokens of the sequence."""
     raw: Ids
     """Raw pages, [head rows, pages of a row]."""
-    leaving: int
-    """Raw pages per head row whose tokens are encoded."""
-    leaving_tokens: int
-    """Tokens per head row that are encoded."""
-    stored_pages: int
-    """Pages of the stored format per head row."""
+    leaving: slice
+    """Raw pages of a head row whose tokens are encoded."""
+    classes: list[ClassPlan]
+    """High, and low if the policy has it; none if the policy keeps 16 bits."""
 
     @property
     def kept(self) -> Ids:
-        """Raw pages that stay as they are."""
-        return self.raw[:, self.leaving :]
+        """Raw pages of sink and window, which stay as they are."""
+        return np.delete(self.raw, self.leaving, axis=1)
+
+    @property
+    def new_pages(self) -> int:
+        return sum(int(part.pages.sum()) for part in self.classes)
 
     @property
     def total_pages(self) -> int:
         """Pages of all head rows after encoding."""
-        return self.raw.shape[0] * self.stored_pages + self.kept.size
+        return self.new_pages + self.kept.size
 
 
 @dataclass
@@ -71,7 +98,6 @@ class CompressEngine:
 
     pool: WorkerPool
     plan: PagePlan
-    policy: str
     stage: Stage = "compress"
     _planned: dict[str, Job] = field(default_factory=dict[str, Job])
     _ready: list[Job] = field(default_factory=list[Job])
@@ -132,74 +158,118 @@ class CompressEngine:
         handle = item.handle
         tokens, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
         (claim,) = self.pool.attach([(handle.claim, ids)])
-        leaving = self.plan.leaving_pages(handle.tokens)
-        leaving_tokens = leaving * self.plan.raw.tokens
+        raw = ids.reshape(rows, -1)
+        sink = self.plan.sink_pages
+        leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
         return Job(
             request=item.request,
             claim=claim,
             tokens=int(tokens[0]),
-            raw=ids.reshape(rows, -1),
+            raw=raw,
             leaving=leaving,
-            leaving_tokens=leaving_tokens,
-            stored_pages=self.plan.stored.pages(leaving_tokens),
+            classes=self._classes(raw, leaving, handle.tokens) if self.plan.compresses else [],
         )
+
+    def _classes(self, raw: Ids, leaving: slice, tokens: int) -> list[ClassPlan]:
+        """Class the tokens of the leaving pages; they are counted exactly, page by page."""
+        policy, rows = self.plan.policy, len(raw)
+        first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
+        if policy.needs_significance and first < end:
+            scores = self._significance(raw, tokens)[:, first:end]
+        else:
+            scores = torch.zeros(rows, end - first)
+        classes, ranks, counts = plan_tokens(
+            scores,
+            torch.full((rows,), end - first, dtype=torch.int32),
+            torch.full((rows,), min(1.0, policy.alpha_high / tokens)),
+            torch.full((rows,), min(1.0, policy.alpha_low / tokens)),
+        )
+        wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
+        plans = list[ClassPlan]()
+        for column, (name, layout) in enumerate(wanted):
+            if layout is not None:
+                row, token = (classes == name).nonzero(as_tuple=True)
+                plans.append(
+                    ClassPlan(
+                        layout=layout,
+                        rows=row.int().numpy(),
+                        tokens=(token + first).int().numpy(),
+                        ranks=ranks[row, token].numpy(),
+                        counts=counts[:, column].contiguous().numpy(),
+                    )
+                )
+        return plans
+
+    def _significance(self, raw: Ids, tokens: int) -> Tensor:
+        """Mean attention of each token from itself and all later ones, [head rows, tokens].
+
+        Prefill left the sums in the score segment of the raw pages.
+        """
+        kept = segments(self._arena, self.plan.raw).scores[torch.from_numpy(raw).long()]
+        sums = kept.flatten(1)[:, :tokens]
+        return sums / torch.arange(tokens, 0, -1)
 
     # ---------------------------------------------------------------- encode
 
-    def _take_pages(self, jobs: list[Job]) -> list[Ids]:
-        """Pages of the stored format for every job, [head rows, pages]; all or nothing."""
-        rows = self.plan.geometry.head_rows
-        counts = [rows * job.stored_pages for job in jobs]
-        ids = self.pool.take(sum(counts))
-        return [part.reshape(rows, -1) for part in np.split(ids, np.cumsum(counts)[:-1])]
+    def _take_pages(self, jobs: list[Job]) -> list[list[Ids]]:
+        """Pages of every class of every job, in row order; all or nothing."""
+        counts = [[int(part.pages.sum()) for part in job.classes] for job in jobs]
+        ids = self.pool.take(sum(sum(count) for count in counts))
+        taken, start = list[list[Ids]](), 0
+        for count in counts:
+            ends = start + np.cumsum([0, *count])
+            taken.append([ids[a:b] for a, b in pairwise(ends)])
+            start = int(ends[-1])
+        return taken
 
-    def _encode(self, jobs: list[Job], encoded: list[Ids]) -> None:
-        moves = [self._moves(job, target) for job, target in zip(jobs, encoded, strict=True)]
-        columns = [np.concatenate(parts) for parts in zip(*moves, strict=True)]
-        if columns[0].size:
-            transcode(
-                self._arena,
-                self.plan.raw,
-                self.plan.stored,
-                *(torch.from_numpy(column) for column in columns),
-            )
+    def _encode(self, jobs: list[Job], encoded: list[list[Ids]]) -> None:
+        """One kernel call per format for all requests."""
+        for index, layout in enumerate((self.plan.high, self.plan.low)):
+            moves = [
+                self._moves(job, job.classes[index], ids[index])
+                for job, ids in zip(jobs, encoded, strict=True)
+                if index < len(job.classes)
+            ]
+            columns = [np.concatenate(parts) for parts in zip(*moves, strict=True)]
+            if layout is not None and columns and columns[0].size:
+                cells = (torch.from_numpy(column) for column in columns)
+                transcode(self._arena, self.plan.raw, layout, *cells)
 
-    def _moves(self, job: Job, target: Ids) -> tuple[Ids, Ids, Ids, Ids]:
-        """Source page and row, target page and row of every token that is encoded."""
-        token = np.arange(job.leaving_tokens, dtype=np.int32)
-        source_page, source_row = np.divmod(token, np.int32(self.plan.raw.tokens))
-        target_page, target_row = np.divmod(token, np.int32(self.plan.stored.tokens))
-        rows = len(job.raw)
+    def _moves(self, job: Job, part: ClassPlan, ids: Ids) -> tuple[Ids, Ids, Ids, Ids]:
+        """Source page and row, target page and row of every token of a class."""
+        source_page, source_row = np.divmod(part.tokens, np.int32(self.plan.raw.tokens))
+        target_page, target_row = np.divmod(part.ranks, np.int32(part.layout.tokens))
+        pages = part.pages
+        first = np.cumsum(pages) - pages
         return (
-            job.raw[:, source_page].ravel(),
-            np.tile(source_row, rows),
-            target[:, target_page].ravel(),
-            np.tile(target_row, rows),
+            job.raw[part.rows, source_page],
+            source_row,
+            ids[first[part.rows] + target_page],
+            target_row,
         )
 
-    def _hand_over(self, jobs: list[Job], encoded: list[Ids]) -> list[Send]:
+    def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
         """Commit new and kept pages, and free the raw ones, in one call."""
         claims = self.pool.handoff(
             [
-                (job.request, np.concatenate([target.ravel(), job.kept.ravel()]))
-                for job, target in zip(jobs, encoded, strict=True)
+                (job.request, np.concatenate([*ids, job.kept.ravel()]))
+                for job, ids in zip(jobs, encoded, strict=True)
             ],
             releases=[job.claim.lease for job in jobs],
         )
         return [
-            self._compressed(job, target, claim)
-            for job, target, claim in zip(jobs, encoded, claims, strict=True)
+            self._compressed(job, ids, claim)
+            for job, ids, claim in zip(jobs, encoded, claims, strict=True)
         ]
 
-    def _compressed(self, job: Job, target: Ids, claim: Claim) -> Send:
-        rows = self.plan.geometry.head_rows
-        kept_tokens = np.full(rows, job.tokens - job.leaving_tokens, np.int32)
-        runs: list[Run] = [(self.plan.raw.format.name, kept_tokens, job.kept.ravel())]
-        if self.plan.compresses:
-            stored_tokens = np.full(rows, job.leaving_tokens, np.int32)
-            runs.insert(0, (self.plan.stored.format.name, stored_tokens, target.ravel()))
+    def _compressed(self, job: Job, encoded: list[Ids], claim: Claim) -> Send:
+        left = (job.leaving.stop - job.leaving.start) * self.plan.raw.tokens
+        raw_tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
+        runs: list[Run] = [(self.plan.raw.format.name, raw_tokens, job.kept.ravel())]
+        for part, ids in zip(job.classes, encoded, strict=True):
+            runs.append((part.layout.format.name, part.counts, ids))
         report = CompressionReport(
-            policy=self.policy,
+            policy=self.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
         )

@@ -64,13 +64,15 @@ class DecodeEngine:
         self._free_slots = list(range(self.max_requests))
         plan, geometry = self.plan, self.plan.geometry
         longest = self.answers.context_tokens
-        recent = plan.window_tokens + 2 * plan.raw.tokens if plan.compresses else longest
-        self._recent = SectionTable.empty(
-            plan.raw, geometry, self.max_requests, plan.raw.pages(recent) + 1
+        self._raw = SectionTable.empty(
+            plan.raw, geometry, self.max_requests, plan.raw_pages(longest) + 1
         )
-        self._stored = SectionTable.empty(
-            plan.stored, geometry, self.max_requests, plan.stored.pages(longest) + 1
-        )
+        self._tables = [self._raw]
+        if plan.compresses:
+            width = plan.most_pages(longest) + 1
+            self._tables.append(SectionTable.empty(plan.high, geometry, self.max_requests, width))
+        if plan.low is not None:
+            self._tables.append(self._tables[-1].sharing_cells(plan.low))
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -126,9 +128,7 @@ class DecodeEngine:
         if not self._free_slots:
             raise MessageError(f"no free slot: all {self.max_requests} are taken")
         rows = self.plan.geometry.head_rows
-        tables = {self._recent.layout.format.name: self._recent}
-        if self.plan.compresses:
-            tables[self._stored.layout.format.name] = self._stored
+        tables = {table.layout.format.name: table for table in self._tables}
         unpacked = list[tuple[SectionTable, Ids, Ids]]()
         for run in message.handle.runs:
             if run.format not in tables:
@@ -157,8 +157,8 @@ class DecodeEngine:
         """
         del self._running[one.id]
         self.pool.give(np.array(one.grown, np.int32))
-        self._recent.clear(one.slot)
-        self._stored.clear(one.slot)
+        for table in self._tables:
+            table.clear(one.slot)
         self._free_slots.append(one.slot)
 
     # ---------------------------------------------------------------- pages of a step
@@ -169,39 +169,43 @@ class DecodeEngine:
         for one in list(self._running.values()):
             try:
                 self._retire_old_pages(one)
-                self._grow(one, self._recent, 1)
+                self._grow(one, self._raw, 1)
             except TriptychError as error:
                 self._leave(one)
                 refused.append(refuse(one.id, error, tokens=len(one.answer.tokens)))
         return refused
 
     def _retire_old_pages(self, one: Running) -> None:
-        """Transcode the oldest raw page of each row once it is older than the window.
+        """Encode the raw page next to the sink, in each row, once it is older than the window.
 
-        Rows are in step while the policy is uniform, so the first row speaks for all.
+        All rows hold equally many raw tokens, so the first one speaks for all.
         """
-        count = self.plan.leaving_pages(int(self._recent.tokens[0, one.slot, 0]))
+        count = self.plan.leaving_pages(int(self._raw.tokens[0, one.slot, 0]))
         if count == 0:
             return
-        moved = count * self.plan.raw.tokens
-        self._grow(one, self._stored, moved)
-        self._transcode(one.slot, count, moved)
-        self._stored.tokens[:, one.slot] += moved
-        one.spare.extend(self._recent.drop_first_pages(one.slot, count).tolist())
+        first = self.plan.sink_pages
+        leaving = slice(first, first + count)
+        high, moved = self._tables[1], count * self.plan.raw.tokens
+        self._grow(one, high, moved)
+        self._encode(high, one.slot, leaving)
+        high.tokens[:, one.slot] += moved
+        one.spare.extend(self._raw.drop_pages(one.slot, leaving).tolist())
 
-    def _transcode(self, slot: int, pages: int, tokens: int) -> None:
-        """Copy the oldest ``tokens`` tokens of every row behind its stored ones."""
-        token = np.arange(tokens)
-        source_page, source_row = np.divmod(token, self.plan.raw.tokens)
-        at = self._stored.tokens[:, slot, :, None] + token
-        target_page, target_row = np.divmod(at, self.plan.stored.tokens)
-        source = self._recent.pages[:, slot][..., source_page]
-        target = np.take_along_axis(self._stored.pages[:, slot], target_page, axis=2)
-        columns = source, np.broadcast_to(source_row, source.shape), target, target_row
+    def _encode(self, high: SectionTable, slot: int, leaving: slice) -> None:
+        """Copy the tokens of some raw pages of every row behind its high ones."""
+        per_page = self.plan.raw.tokens
+        count: int = leaving.stop - leaving.start
+        token = np.arange(count * per_page)
+        source = self._raw.pages[:, slot][..., leaving.start + token // per_page]
+        target_page, target_row = np.divmod(
+            high.tokens[:, slot, :, None] + token, high.layout.tokens
+        )
+        target = np.take_along_axis(high.pages[:, slot], target_page, axis=2)
+        columns = source, np.broadcast_to(token % per_page, source.shape), target, target_row
         transcode(
             self._arena,
             self.plan.raw,
-            self.plan.stored,
+            high.layout,
             *(torch.from_numpy(np.ascontiguousarray(c, np.int32).ravel()) for c in columns),
         )
 
@@ -226,9 +230,8 @@ class DecodeEngine:
         """Logits [requests, vocab] of the newest token of each request."""
         tokens = torch.tensor([one.answer.tokens[-1] for one in batch])
         positions = torch.tensor([one.position for one in batch])
-        slots = np.array([one.slot for one in batch])
-        stored = self._stored if self.plan.compresses else None
-        attend = PageAttention(self._arena, self._recent, stored, slots, positions)
+        slots = np.array([one.slot for one in batch], np.int32)
+        attend = PageAttention(self._arena, self._tables, slots, positions)
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
 
@@ -237,24 +240,14 @@ class PageAttention:
     """Attention of one decode step: appends the new token, then reads all pages as they are."""
 
     def __init__(
-        self,
-        arena: Tensor,
-        recent: SectionTable,
-        stored: SectionTable | None,
-        slots: NDArray[np.int64],
-        positions: Tensor,
+        self, arena: Tensor, tables: Sequence[SectionTable], slots: Ids, positions: Tensor
     ) -> None:
-        """Choose the cell of each new token, and count it as stored."""
-        self._arena, self._layout = arena, recent.layout
-        self._tables = [recent] if stored is None else [stored, recent]
-        self._positions = positions.int()
-        self._slots = torch.from_numpy(slots.astype(np.int32))
-        counts = recent.tokens[:, slots]
-        page, row = np.divmod(counts, self._layout.tokens)
-        table = recent.pages[:, slots]
-        self._pages = torch.from_numpy(np.take_along_axis(table, page[..., None], axis=3)[..., 0])
-        self._rows = torch.from_numpy(row.astype(np.int32))
-        recent.tokens[:, slots] = counts + 1
+        """Choose the cell of each new token in the first table, and count it as stored."""
+        self._arena, self._tables = arena, tables
+        self._slots, self._positions = torch.from_numpy(slots), positions.int()
+        pages, rows = tables[0].next_cells(slots)
+        self._pages, self._rows = torch.from_numpy(pages), torch.from_numpy(rows)
+        tables[0].tokens[:, slots] += 1
 
     def __call__(
         self,
@@ -270,7 +263,7 @@ class PageAttention:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         store_tokens(
             self._arena,
-            self._layout,
+            self._tables[0].layout,
             key,
             value,
             self._pages[layer],

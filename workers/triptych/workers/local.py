@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,6 +52,10 @@ WORKER, CLIENT = "worker", "client"
 Event = Tokens | Failed
 
 
+def ignore(_message: Message) -> None:
+    """Watch nothing."""
+
+
 @dataclass
 class Completion:
     """One finished answer."""
@@ -82,8 +86,13 @@ class LocalServer:
     """Serves requests in this process: ``with LocalServer(config) as server: ...``"""
 
     def __init__(
-        self, config: AppConfig, model_path: Path | None = None, draw: Draw = sample
+        self,
+        config: AppConfig,
+        model_path: Path | None = None,
+        draw: Draw = sample,
+        watch: Callable[[Message], None] = ignore,
     ) -> None:
+        """``watch`` is shown each message to the router, on the thread that sends it."""
         path = model_path or resolve(config.model.name)
         self.plan = PagePlan.of(config, describe(path).geometry)
         pages = config.pool.capacity_bytes // self.plan.page_bytes
@@ -99,6 +108,7 @@ class LocalServer:
             patience=Patience(report_bound_s=math.inf),
         )
         self._lock = threading.Lock()
+        self._watch = watch
         self._streams = dict[str, queue.SimpleQueue[Event]]()
         self._ids = itertools.count()
         hello = Hello(
@@ -176,6 +186,7 @@ class LocalServer:
     def _to_router(self, message: Message, sender: str) -> None:
         with self._lock:
             (copy,) = unpack(pack([message]))
+            self._watch(copy)
             sends = self._coordinator.on(copy, sender, time.monotonic())
         for send in sends:
             self._route(send)

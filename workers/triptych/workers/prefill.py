@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from triptych.core.handles import KVHandle
 from triptych.core.messages import ROUTER, Message, Prefill, Prefilled, Request, Send, Stage
 from triptych.core.pages import PagePlan
 from triptych.kernels import Past, prefill_attention, store_tokens
+from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.handles import make_handle
@@ -32,6 +34,8 @@ class Prompt:
     """Raw pages, [layers, kv_heads, pages of a head row]."""
     read: int = 0
     """Tokens whose keys and values are written."""
+    attention: Tensor | None = None
+    """Attention that each token received so far, [layers, heads, tokens]; None: nobody asks."""
 
     @property
     def left(self) -> int:
@@ -113,10 +117,18 @@ class PrefillEngine:
         while self._waiting and sum(p.left for p in self._prompts) < self.chunk_tokens:
             request = self._waiting.pop(0)
             try:
-                self._prompts.append(Prompt(request, self._take_pages(len(request.prompt))))
+                self._prompts.append(self._prompt(request))
             except TriptychError as error:
                 refused.append(refuse(request.id, error))
         return refused
+
+    def _prompt(self, request: Request) -> Prompt:
+        tokens = len(request.prompt)
+        prompt = Prompt(request, self._take_pages(tokens))
+        if self.plan.policy.needs_significance:
+            shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
+            prompt.attention = torch.zeros(shape)
+        return prompt
 
     def _take_pages(self, tokens: int) -> NDArray[np.int32]:
         geometry = self.plan.geometry
@@ -177,7 +189,22 @@ class PrefillEngine:
                 sends.append(_prefilled(prompt, answer, None))
         return [*sends, *self._hand_over(going_on)]
 
+    def _leave_significance(self, prompt: Prompt) -> None:
+        """Write the attention that each token received into the score segments of its pages.
+
+        The largest sum among the query heads of a KV head counts (DiffKV, section 4).
+        """
+        if prompt.attention is None:
+            return
+        geometry, per_page = self.plan.geometry, self.plan.raw.tokens
+        grouped = prompt.attention.view(geometry.layers, geometry.kv_heads, -1, prompt.read)
+        sums = F.pad(grouped.amax(2), (0, -prompt.read % per_page))
+        ids = torch.from_numpy(prompt.pages).long().flatten()
+        segments(self._arena, self.plan.raw).scores[ids] = sums.reshape(-1, per_page)
+
     def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
+        for prompt, _ in going_on:
+            self._leave_significance(prompt)
         claims = self.pool.handoff([(p.request.id, p.pages.ravel()) for p, _ in going_on])
         sends = list[Send]()
         for (prompt, answer), claim in zip(going_on, claims, strict=True):
@@ -202,7 +229,7 @@ class ChunkAttention:
     def __init__(
         self, arena: Tensor, plan: PagePlan, pieces: list[Piece], positions: Tensor
     ) -> None:
-        self._arena, self._layout = arena, plan.raw
+        self._arena, self._layout, self._pieces = arena, plan.raw, pieces
         self._positions = positions.int()
         self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
         per_page = plan.raw.tokens
@@ -233,9 +260,32 @@ class ChunkAttention:
         if self._past is not None:
             pages, tokens = self._past
             past = Past(self._arena, self._layout, pages[layer], tokens)
-        return prefill_attention(
-            query, key, value, self._offsets, scale=scale, window=window, softcap=softcap, past=past
+        wanted = self._pieces[0].prompt.attention is not None
+        sums = self._empty_sums(query.shape[1]) if wanted else None
+        mixed = prefill_attention(
+            query,
+            key,
+            value,
+            self._offsets,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            past=past,
+            significance=sums,
         )
+        if sums is not None:
+            self._add_to_prompts(layer, sums)
+        return mixed
+
+    def _empty_sums(self, heads: int) -> Tensor:
+        longest = max(piece.start + piece.tokens for piece in self._pieces)
+        return torch.zeros(len(self._pieces), heads, longest)
+
+    def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
+        for piece, part in zip(self._pieces, sums, strict=True):
+            end = piece.start + piece.tokens
+            if piece.prompt.attention is not None:
+                piece.prompt.attention[layer, :, :end] += part[:, :end]
 
     @staticmethod
     def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Tensor, Tensor] | None:

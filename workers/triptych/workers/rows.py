@@ -25,9 +25,11 @@ class SectionTable:
 
     layout: PageLayout
     pages: Ids
-    """Page ids, [layers, slots, kv_heads, pages of a row]; cells past the end hold 0."""
+    """Page ids, oldest first, [layers, slots, kv_heads, pages of a row]."""
     tokens: Ids
     """Tokens stored, [layers, slots, kv_heads]."""
+    backward: bool = False
+    """Whether ``pages`` shows the cells of its memory from the last one on."""
 
     @classmethod
     def empty(
@@ -36,10 +38,23 @@ class SectionTable:
         shape = (geometry.layers, slots, geometry.kv_heads)
         return cls(layout, np.zeros((*shape, width), np.int32), np.zeros(shape, np.int32))
 
+    def sharing_cells(self, layout: PageLayout) -> "SectionTable":
+        """A table of another format in the same cells, from the other side.
+
+        Two classes of one row never meet if a row has one cell more than its tokens take in the
+        class with the larger tokens: ceil(a/t) + ceil(b/u) <= ceil((a + b)/t) + 1 for u >= t.
+
+        Source: LeanKV and DiffKV (bidirectional page table; their tables lack that cell)
+        """
+        return SectionTable(
+            layout, self.pages[..., ::-1], np.zeros_like(self.tokens), not self.backward
+        )
+
     def __post_init__(self) -> None:
+        cells = self.pages[..., ::-1] if self.backward else self.pages
         self._sections = [
-            Section(self.layout, torch.from_numpy(pages), torch.from_numpy(tokens))
-            for pages, tokens in zip(self.pages, self.tokens, strict=True)
+            Section(self.layout, torch.from_numpy(pages), torch.from_numpy(tokens), self.backward)
+            for pages, tokens in zip(cells, self.tokens, strict=True)
         ]
 
     def section(self, layer: int) -> Section:
@@ -51,15 +66,8 @@ class SectionTable:
         layers, _, kv_heads, width = self.pages.shape
         counts = -(-tokens // self.layout.tokens)
         used: Mask = np.arange(width) < counts[:, None]
-        table = np.zeros((len(tokens), width), np.int32)
-        table[used] = ids
-        self.pages[:, slot] = table.reshape(layers, kv_heads, width)
+        self.pages[:, slot][used.reshape(layers, kv_heads, width)] = ids
         self.tokens[:, slot] = tokens.reshape(layers, kv_heads)
-
-    def ids(self, slot: int) -> Ids:
-        """Every page of a slot."""
-        counts = -(-self.tokens[:, slot] // self.layout.tokens)
-        return self.pages[:, slot][np.arange(self.pages.shape[3]) < counts[..., None]]
 
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
@@ -76,10 +84,16 @@ class SectionTable:
         new: Mask = (column >= have[..., None]) & (column < (have + shortage)[..., None])
         self.pages[:, slot][new] = ids
 
-    def drop_first_pages(self, slot: int, count: int) -> Ids:
-        """Forget the oldest ``count`` full pages of each row; returns their ids."""
+    def next_cells(self, slots: Ids) -> tuple[Ids, Ids]:
+        """Page and row of the next token of each head row, [layers, slots, kv_heads] each."""
+        page, row = np.divmod(self.tokens[:, slots], np.int32(self.layout.tokens))
+        pages = np.take_along_axis(self.pages[:, slots], page[..., None], axis=3)[..., 0]
+        return pages, row
+
+    def drop_pages(self, slot: int, gone: slice) -> Ids:
+        """Forget some full pages of each row; returns their ids."""
         table = self.pages[:, slot]
-        gone = table[..., :count].ravel().copy()
-        table[..., :-count] = table[..., count:].copy()
-        self.tokens[:, slot] -= count * self.layout.tokens
-        return gone
+        ids, behind = table[..., gone].ravel(), table[..., gone.stop :].copy()
+        table[..., gone.start : gone.start + behind.shape[-1]] = behind
+        self.tokens[:, slot] -= (gone.stop - gone.start) * self.layout.tokens
+        return ids

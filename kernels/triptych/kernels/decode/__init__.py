@@ -1,4 +1,4 @@
-"""Attention of one new token per request, straight over compressed pages."""
+"""Attention of one new token per request, straight over compressed pages, and its scores."""
 
 from triptych.kernels.decode import reference
 from triptych.kernels.op import Op
@@ -10,4 +10,10 @@ decode_attention = Op(
         "cpu": "triptych.kernels.decode.cpu:decode_attention",
         "cuda": "triptych.kernels.decode.gpu:decode_attention",
     },
+)
+
+score_tokens = Op(
+    name="score_tokens",
+    spec=reference.score_tokens,
+    fast={"cpu": "triptych.kernels.decode.cpu:score_tokens"},
 )

@@ -1,6 +1,7 @@
 """Decode attention on the CPU: vector code per page, numba around it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import e, log2
 
 import numpy as np
@@ -24,46 +25,107 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     positions: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``."""
+    out = torch.empty(query.shape)
+    traits = Traits(scale, window, softcap)
+    _attend(query, arena, sections, slots, traits, positions, out=out, lse=lse)
+    return out
+
+
+def score_tokens(
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    positions: Tensor | None = None,
+    weight: float = 1.0,
+) -> None:
+    """See ``reference.score_tokens``."""
+    if weight <= 0:
+        raise ConfigError(f"score_tokens: weight={weight}: expected > 0")
+    traits = Traits(scale, window, softcap)
+    _attend(query, arena, sections, slots, traits, positions, lse=lse, weight=weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """How a layer turns products into logits."""
+
+    scale: float
+    window: int
+    softcap: float
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What multiplies the query and the cap, so that logits are in powers of two."""
+        if self.softcap > 0:
+            return self.scale / self.softcap, self.softcap * log2(e)
+        return self.scale * log2(e), 0.0
+
+
+def _attend(
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    traits: Traits,
+    positions: Tensor | None,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    weight: float = 0.0,
+) -> None:
+    """Fill ``out`` and ``lse``; or, with a weight, read ``lse`` and add to the scores."""
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
+    group = heads // kv_heads
     steps = [
-        PageStep(section.layout, heads // kv_heads, window > 0, softcap > 0) for section in sections
+        PageStep(section.layout, group, traits.window > 0, traits.softcap > 0, weight > 0)
+        for section in sections
     ]
     for section in sections:
         _check(section, arena, kv_heads, dim)
     check_indices(slots, *(() if positions is None else (positions,)))
-    if window > 0 and positions is None:
-        raise ConfigError("decode_attention: a window needs the positions of the queries")
+    if traits.window > 0 and positions is None:
+        raise ConfigError("decode attention: a window needs the positions of the queries")
+    if lse is not None and (lse.shape != (rows, heads) or not _is_plain_float(lse)):
+        raise ConfigError(f"lse {tuple(lse.shape)} {lse.dtype}: expected float32 {(rows, heads)}")
     query = query.float().contiguous()
     slots = slots.contiguous()
     asked = slots if positions is None else positions.contiguous()
-    out = torch.empty_like(query)
     table = np.array([_row(*pair) for pair in zip(sections, steps, strict=True)])
     job = np.zeros(driver.JOB_WORDS, np.int64)
-    job[:15] = (
+    job[:16] = (
         query.data_ptr(),
-        out.data_ptr(),
+        0 if out is None else out.data_ptr(),
         arena.data_ptr(),
         *arena.shape,
         slots.data_ptr(),
         asked.data_ptr(),
         rows,
         kv_heads,
-        heads // kv_heads,
+        group,
         dim,
         max(scratch_floats(step) for step in steps),
-        window,
+        traits.window,
         table.ctypes.data,
         len(table),
+        0 if lse is None else lse.data_ptr(),
     )
-    job[15:17].view(np.float64)[:] = (
-        (scale / softcap, softcap * log2(e)) if softcap > 0 else (scale * log2(e), 0.0)
-    )
+    job[16:19].view(np.float64)[:] = (*traits.factors, weight)
     if not driver.attend(job, team_address(), driver.take_runs.address, team_threads()):
-        raise ConfigError("decode_attention: a slot, a token count or a page id is out of range")
-    return out
+        raise ConfigError("decode attention: a slot, a token count or a page id is out of range")
+
+
+def _is_plain_float(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def _check(section: Section, arena: Tensor, kv_heads: int, dim: int) -> None:
@@ -73,22 +135,27 @@ def _check(section: Section, arena: Tensor, kv_heads: int, dim: int) -> None:
     form = section.layout.format
     if section.layout.head_dim != dim or dim % 16 or section.tokens.shape[1] != kv_heads:
         raise ConfigError(
-            f"decode_attention: section of {section.tokens.shape[1]} KV heads, head_dim "
+            f"decode attention: section of {section.tokens.shape[1]} KV heads, head_dim "
             f"{section.layout.head_dim}: expected {kv_heads}, {dim} (a multiple of 16)"
         )
     if form.key_groups > 1 or form.value_groups > 1:
-        raise ConfigError(f"decode_attention on the CPU reads one group per vector: {form}")
+        raise ConfigError(f"decode attention on the CPU reads one group per vector: {form}")
 
 
 def _row(section: Section, step: PageStep) -> tuple[int, ...]:
     """What the driver knows of a section; its columns are named there."""
     pages, tokens = section.pages, section.tokens
+    slot, head, entry = pages.stride()
+    last = 4 * entry * (pages.shape[2] - 1)
+    first = pages.data_ptr() + (last if section.backward else 0)
     return (
         page_step_address(step),
         section.layout.tokens,
         pages.shape[2],
-        pages.data_ptr(),
-        *pages.stride(),
+        first,
+        slot,
+        head,
+        -entry if section.backward else entry,
         tokens.data_ptr(),
         *tokens.stride(),
         min(tokens.shape[0], pages.shape[0]),

@@ -29,7 +29,8 @@ MIN_RUN_PAGES = 4
 Job = namedtuple(
     "Job",
     "query out arena page_count page_bytes slots positions rows kv_heads group dim"
-    " scratch_floats window sections section_count scale cap runs run_count partial counter bad",
+    " scratch_floats window sections section_count lse scale cap weight"
+    " runs run_count partial counter bad",
 )
 """All that a thread needs: sizes, and addresses of what is shared."""
 JOB_WORDS = len(Job._fields)
@@ -59,7 +60,8 @@ def attend(words, team, body, threads):
     words[JOB_WORDS - 2] = shared[:1].ctypes.data
     words[JOB_WORDS - 1] = shared[1:].ctypes.data
     run_team(team, body, words.ctypes.data, threads)
-    _merge(job, runs, partial)
+    if job.weight == 0:
+        _merge(job, runs, partial)
     return shared[1] == 0
 
 
@@ -69,9 +71,9 @@ def _job(address):
     numbers = carray(pointer(address), JOB_WORDS, np.float64)
     return Job(
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
-        words[8], words[9], words[10], words[11], words[12], words[13], words[14],
-        np.float32(numbers[15]), np.float32(numbers[16]),
-        words[17], words[18], words[19], words[20], words[21],
+        words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
+        np.float32(numbers[16]), np.float32(numbers[17]), np.float32(numbers[18]),
+        words[19], words[20], words[21], words[22], words[23],
     )  # fmt: skip
 
 
@@ -130,13 +132,16 @@ def _work(job):
         _prepare(job, runs[index, 0], query, state)
         if not _walk(job, runs[index], query, state, scratch):
             fetch_add(job.bad, 1)
-        if runs[index, 3] == 1:
+        if runs[index, 3] == 1 and job.weight == 0:
             _finish(job, runs[index, 0], state)
 
 
 @kernel
 def _prepare(job, row, query, state):
-    """Scale the queries of one KV head, sum each, and clear the running softmax."""
+    """Scale the queries of one KV head, sum each, and clear the running softmax.
+
+    To score, the state holds the logarithms of the finished sums, in powers of two, and the weight.
+    """
     group, dim = job.group, job.dim
     near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
     for head in range(group):
@@ -149,6 +154,11 @@ def _prepare(job, row, query, state):
     state[: group * dim] = 0.0
     state[group * dim : group * (dim + 1)] = -1e30
     state[group * (dim + 1) :] = 0.0
+    if job.weight > 0:
+        finished = carray(pointer(job.lse + 4 * row * group), group, np.float32)
+        for head in range(group):
+            state[group * dim + head] = finished[head] * np.float32(1.0 / np.log(2.0))
+            state[group * (dim + 1) + head] = job.weight
 
 
 @kernel
@@ -203,6 +213,9 @@ def _finish(job, row, state):
     out = carray(pointer(job.out + 4 * row * group * dim), group * dim, np.float32)
     for head in range(group):
         total = state[group * (dim + 1) + head]
+        if job.lse:
+            lse = carray(pointer(job.lse + 4 * (row * group + head)), 1, np.float32)
+            lse[0] = (state[group * dim + head] + np.log2(total)) * np.float32(np.log(2.0))
         factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
         for channel in range(dim):
             out[head * dim + channel] = state[head * dim + channel] * factor

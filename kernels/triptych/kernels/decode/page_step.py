@@ -31,6 +31,8 @@ class PageStep:
     """Query heads per KV head."""
     is_windowed: bool
     is_capped: bool
+    is_scoring: bool = False
+    """Adds to the tokens' scores the weights of a softmax that is finished already."""
 
 
 def state_floats(group: int, head_dim: int) -> int:
@@ -58,6 +60,9 @@ def page_step_address(step: PageStep) -> int:
     page, upcoming, query, state, scratch: pointers; live: int64 >= 1; oldest: int32, the smallest
     position that may be read; cap: float32. Logits are in powers of two: the caller scales
     the query by log2(e), or with a cap divides it by the cap and multiplies the cap instead.
+
+    A scoring step finds logarithms of finished sums where the largest logits are kept, and the
+    weight of the step where the sums are; it changes the page's scores and nothing else.
     """
     module = ir.Module("page_step")
     kind = ir.FunctionType(
@@ -110,8 +115,11 @@ class _PageStepEmitter:
             self._logits_by_channel()
         else:
             self._logits_by_token()
-        self._softmax()
-        self._weigh_values()
+        if self.step.is_scoring:
+            self._add_scores()
+        else:
+            self._softmax()
+            self._weigh_values()
         self.build.ret_void()
 
     def _logits_by_channel(self) -> None:
@@ -167,23 +175,11 @@ class _PageStepEmitter:
     def _softmax(self) -> None:
         """Turn logits into weights of value codes, and rescale the running sums."""
         e, group, dim = self.emit_, self.step.group, self.layout.head_dim
-        starts = range(0, self.padded, self.lanes)
-        live = [self._live(start) for start in starts]
-        key_metadata = [self._metadata(1, t, mask) for t, mask in zip(starts, live, strict=True)]
+        starts, live, key_metadata, shown = self._blocks_of_keys()
         value_metadata = [self._metadata(3, t, mask) for t, mask in zip(starts, live, strict=True)]
-        shown = [self._shown(t, mask) for t, mask in zip(starts, live, strict=True)]
         with e.loop(I64(group)) as head:
             row = e.byte(self.scratch, self.build.mul(head, I64(4 * self.padded)))
-            query_sum = e.load(self._element(e.byte(self.query, 4 * group * dim), head), FLOAT)
-            query_sum = e.splat(query_sum, self.lanes)
-            logits: list[Value] = []
-            for start, mask, metadata in zip(starts, shown, key_metadata, strict=True):
-                dot = e.load(e.byte(row, 4 * start), vector(FLOAT, self.lanes))
-                if metadata:
-                    dot = e.fma(metadata[0], dot, self.build.fmul(metadata[1], query_sum))
-                if self.step.is_capped:
-                    dot = self.build.fmul(e.tanh(dot), e.splat(self.cap, self.lanes))
-                logits.append(self.build.select(mask, dot, e.constant(HIDDEN, dot)))
+            logits = self._finished_logits(head, row, starts, key_metadata, shown)
             peak = logits[0]
             for logit in logits[1:]:
                 peak = e.maximum(logit, peak)
@@ -208,6 +204,54 @@ class _PageStepEmitter:
             e.store(e.fma(e.load(sum_at, FLOAT), rescale, e.total(total)), sum_at)
             e.store(rescale, self._element(self._rescale(0), head))
             e.store(e.total(zero_term), self._element(self._zero_term(0), head))
+
+    def _blocks_of_keys(self) -> tuple[list[int], list[Value], list[Any], list[Value]]:
+        """First token, live mask, key metadata and shown mask of each block of tokens."""
+        starts = list(range(0, self.padded, self.lanes))
+        live = [self._live(start) for start in starts]
+        metadata = [self._metadata(1, t, mask) for t, mask in zip(starts, live, strict=True)]
+        shown = [self._shown(t, mask) for t, mask in zip(starts, live, strict=True)]
+        return starts, live, metadata, shown
+
+    def _finished_logits(
+        self, head: Value, row: Value, starts: list[int], metadata: list[Any], shown: list[Value]
+    ) -> list[Value]:
+        """Logits of one head, block by block, from the dot products at ``row``."""
+        e = self.emit_
+        sums_at = e.byte(self.query, 4 * self.step.group * self.layout.head_dim)
+        query_sum = e.splat(e.load(self._element(sums_at, head), FLOAT), self.lanes)
+        logits: list[Value] = []
+        for start, mask, pair in zip(starts, shown, metadata, strict=True):
+            dot = e.load(e.byte(row, 4 * start), vector(FLOAT, self.lanes))
+            if pair:
+                dot = e.fma(pair[0], dot, self.build.fmul(pair[1], query_sum))
+            if self.step.is_capped:
+                dot = self.build.fmul(e.tanh(dot), e.splat(self.cap, self.lanes))
+            logits.append(self.build.select(mask, dot, e.constant(HIDDEN, dot)))
+        return logits
+
+    def _add_scores(self) -> None:
+        """Add the largest weight among the heads, times the step's weight, to each score."""
+        e, group, dim = self.emit_, self.step.group, self.layout.head_dim
+        starts, live, metadata, shown = self._blocks_of_keys()
+        with e.loop(I64(group)) as head:
+            row = e.byte(self.scratch, self.build.mul(head, I64(4 * self.padded)))
+            sum_at = self._element(e.byte(self.state, 4 * group * dim), head)
+            finished = e.splat(e.load(sum_at, FLOAT), self.lanes)
+            logits = self._finished_logits(head, row, starts, metadata, shown)
+            for start, logit in zip(starts, logits, strict=True):
+                power = self.build.fsub(logit, finished)
+                e.store(e.exp2(power), e.byte(row, 4 * start))
+        weight = e.splat(e.load(e.byte(self.state, 4 * group * (dim + 1)), FLOAT), self.lanes)
+        for start, mask, seen in zip(starts, live, shown, strict=True):
+            best = e.load(self._logit(0, start), vector(FLOAT, self.lanes))
+            for head in range(1, group):
+                other = e.load(self._logit(head, start), vector(FLOAT, self.lanes))
+                best = e.maximum(best, other)
+            best = self.build.select(seen, best, e.constant(0.0, best))
+            at = e.byte(self.page, self.layout.offsets[4] + 4 * start)
+            score = self.build.bitcast(e.load_live(at, mask), best.type)
+            e.store_live(e.fma(best, weight, score), at, mask)
 
     def _weigh_values(self) -> None:
         """Add each value row, times its weight, to the rescaled outputs."""

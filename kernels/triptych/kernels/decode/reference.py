@@ -1,4 +1,4 @@
-"""What decode attention means: decode the pages, then one dense softmax."""
+"""What decode attention and its scores mean: decode the pages, then one dense softmax."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.kernels.codec import reference as codec
-from triptych.kernels.pages import Section
+from triptych.kernels.pages import Section, segments
 
 
 def decode_attention(
@@ -26,16 +26,68 @@ def decode_attention(
     Request r reads the tables of slot ``slots[r]`` in every section. The query's own key
     must be in a page already. ``window > 0`` hides keys that are ``window`` positions old
     or older and needs ``positions``, the position of each query; ``softcap > 0`` caps
-    logits by tanh. ``lse`` is filled in place with the logarithm of the sum of the
-    exponentials of all visible logits.
+    logits by tanh. ``lse`` is filled with the natural logarithm of the sum of each head's
+    exponentials: what ``score_tokens`` needs.
 
-    Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H]
-             -> [R, H, d]
-    Dtypes:  query float32 or bfloat16; arena uint8; indices int32; output and lse float32
+    Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H] -> [R, H, d]
+    Dtypes:  query float32 or bfloat16; arena uint8; indices int32; lse and output float32
     Promise: what lies in unused bytes of pages never changes the result
     Source:  DiffKV (mixed-precision pages in one kernel); FlashDecoding (splits)
     """
-    rows, heads, dim = query.shape
+    logits, value, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
+    if lse is not None:
+        lse[:] = logits.logsumexp(-1).view_as(lse)
+    return (logits.softmax(-1) @ value).view_as(query)
+
+
+def score_tokens(
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    positions: Tensor | None = None,
+    weight: float = 1.0,
+) -> None:
+    """Add the attention that each stored token just received to its score, in the pages.
+
+    A token's score grows by ``weight`` times the largest softmax weight among the query
+    heads of its KV head. ``lse`` comes from ``decode_attention`` with the same arguments.
+
+    Shapes:  as ``decode_attention``
+    Source:  DiffKV (significance while generating: the maximum over the group's heads)
+    """
+    logits, _, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
+    grouped = lse.view(*logits.shape[:3], 1)
+    received = (logits - grouped).exp().amax(2) * weight
+    start = 0
+    for section in sections:
+        pages, tokens = section.forward_pages[slots.long()], section.tokens[slots.long()]
+        token = torch.arange(int(tokens.max()), device=arena.device)
+        live = token < tokens[..., None]
+        page = pages.long()[..., token // section.layout.tokens][live]
+        row = (token % section.layout.tokens).expand_as(live)[live]
+        scores = segments(arena, section.layout).scores
+        scores[page, row] += received[..., start : start + len(token)][live]
+        start += len(token)
+
+
+def _logits(
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [R, KH, G, N] with -inf where hidden, values [R, KH, N, d], positions [R, KH, N]."""
+    rows, _, dim = query.shape
     loaded = [_load(arena, section, slots) for section in sections]
     key, value, known = (torch.cat(parts, 2) for parts in zip(*loaded, strict=True))
     grouped = query.float().view(rows, key.shape[1], -1, dim)
@@ -45,17 +97,12 @@ def decode_attention(
     visible = known >= 0
     if window > 0 and positions is not None:
         visible &= positions[:, None, None] - known < window
-    logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
-    weights = logits.softmax(-1)
-    if lse is not None:
-        lse[:] = logits.logsumexp(-1).view(rows, heads)
-    return (weights @ value).view(rows, heads, dim)
+    return logits.masked_fill(~visible[:, :, None], float("-inf")), value, known
 
 
 def _load(arena: Tensor, section: Section, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and positions of the requests: [R, KH, N, d] twice and [R, KH, N]."""
-    pages, tokens = section.pages[slots.long()], section.tokens[slots.long()]
-    pages = pages.flip(-1) if section.backward else pages
+    pages, tokens = section.forward_pages[slots.long()], section.tokens[slots.long()]
     flat = codec.load_tokens(arena, section.layout, pages.flatten(0, 1), tokens.flatten())
     key, value, known = (part.view(*tokens.shape, *part.shape[1:]) for part in flat)
     return key, value, known

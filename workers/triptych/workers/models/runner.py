@@ -21,6 +21,8 @@ class ModelRunner:
         with torch.inference_mode():
             run = fuse(loaded) if fused else None
         self._run = run or partial(run_stock, loaded.model)
+        self.num_heads = loaded.num_heads
+        """Query heads of each layer."""
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor

@@ -1,0 +1,106 @@
+"""Our methods and kvpress's on the same texts and tasks, at equal bytes.
+
+    python benchmarks/kvpress_compare.py --kvpress-python /path/to/kvpress-env/bin/python \
+        --methods default,uniform:k8v4 --json benchmarks/results/quality.json --plot docs/quality
+
+The first method says how many bytes there are: for each group of cases every press keeps the
+share of tokens that takes as many bytes, all included, as that method took. The environment of
+kvpress is made by: python -m venv ENV && ENV/bin/pip install kvpress==0.5.5
+"""
+
+import argparse
+import json
+import os
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from triptych.cli.commas import integers, words
+from triptych.cli.evaluate import show_results
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.output import write_json
+from triptych.workers.quality.exchange import read_records, write_cases
+from triptych.workers.quality.methods import BASELINES
+from triptych.workers.quality.plot import draw
+from triptych.workers.quality.runner import Records
+from triptych.workers.quality.study import Prepared, Study, measure, prepare, report
+from triptych.workers.quality.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
+PRESSES = "knorm,snapkv,expected_attention,streaming_llm,pyramidkv,observed_attention"
+
+
+def shares(records: Records) -> dict[str, float]:
+    """Of each group, the bytes of a method next to the full cache's, all included."""
+    return {
+        group: sum(one.footprint.all_in_bytes for one in found)
+        / sum(one.footprint.full_bytes for one in found)
+        for group, found in records.items()
+    }
+
+
+def press(
+    python: str, presses: str, keep: dict[str, float], prepared: Prepared
+) -> dict[str, Records]:
+    """Run kvpress in its own environment over the same cases."""
+    groups, revision = prepared.groups, prepared.facts.revision
+    with TemporaryDirectory(prefix="triptych-") as scratch:
+        folder = Path(scratch)
+        write_cases(folder / "job", prepared.path, revision, groups)
+        (folder / "keep.json").write_text(json.dumps(keep), encoding="utf-8")
+        script = ROOT / "benchmarks" / "kvpress_run.py"
+        command = [python, str(script), str(folder / "job"), "--presses", presses]
+        subprocess.run(
+            [*command, "--keep", str(folder / "keep.json")],
+            env=os.environ | {"PYTHONPATH": str(ROOT / "workers")},
+            check=True,
+        )
+        return read_records(folder / "job", revision, groups)
+
+
+def study_of(options: argparse.Namespace) -> Study:
+    known = {field.name for field in fields(Study)}
+    given = {name: value for name, value in vars(options).items() if name in known}
+    return Study(
+        **given
+        | {
+            "methods": tuple(words(options.methods)),
+            "contexts": tuple(integers(options.contexts)),
+            "tasks": tuple(words(options.tasks)),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kvpress-python", required=True)
+    parser.add_argument("--presses", default=PRESSES)
+    parser.add_argument("--methods", default=",".join(BASELINES))
+    parser.add_argument("--contexts", default="1024,2048,4096")
+    parser.add_argument("--documents", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--task-count", type=int, default=8)
+    parser.add_argument("--greedy-tokens", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    host = host_info()
+    prepared = prepare(study_of(options))
+    records = measure(prepared, lambda name, count: print(f"{name}: {count}", flush=True), print)
+    keep = shares(records[prepared.methods[0].name])
+    records |= press(options.kvpress_python, options.presses, keep, prepared)
+    results = report(prepared, records)
+    show_results(results)
+    if options.json:
+        body = {"host": host, "kept_by_kvpress": keep, **results.as_json()}
+        write_json(body, options.json)
+    if options.plot:
+        draw(results.rows, results.rows[-1].context, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Which tokens stay high, go low or are dropped, and where each goes within its class."""
+
+from triptych.kernels.compact import reference
+from triptych.kernels.op import Op
+
+plan_tokens = Op(
+    name="plan_tokens",
+    spec=reference.plan_tokens,
+    # A few passes of torch over 4 bytes a token: nothing beside the encoding that follows.
+    fast={"cpu": "triptych.kernels.compact.reference:plan_tokens"},
+)

@@ -1,0 +1,85 @@
+"""Several replicas of the stages: the work is shared, and one dead replica costs its own only."""
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "smollm2-135m-instruct"
+STORY = "Once upon a time there was a king who had two sons and a garden full of apple trees. "
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Any]) -> Any:
+    def two(threads: int) -> dict[str, Any]:
+        return {"actor": {"num_replicas": 2, "threads": threads}}
+
+    return start(
+        model={"name": MODEL, "dtype": "float32"},
+        prefill=two(threads=1),
+        decode=two(threads=1),
+        pool={"capacity_bytes": 512 << 20},
+    )
+
+
+def by_worker(values: Mapping[str, float], role: str) -> list[float]:
+    """The values of one stage's workers, which have the stage in their names."""
+    return [value for labels, value in values.items() if f'worker="{role}-' in labels]
+
+
+def answer(server: Any, prompt: str) -> str:
+    with server.client(timeout=120) as client:
+        made = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=16,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+    return str(made.choices[0].text)
+
+
+def test_answers_of_a_crowd_are_those_of_a_single_client(server: Any) -> None:
+    prompts = [STORY * index + f"The {index + 2} sons said:" for index in range(12)]
+    alone = [answer(server, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        together = list(clients.map(lambda prompt: answer(server, prompt), prompts))
+    assert together == alone
+    assert len(set(alone)) > 6
+
+
+def test_every_replica_takes_part(server: Any) -> None:
+    def running() -> list[float]:
+        return by_worker(server.metrics("triptych_workers_requests"), "decode")
+
+    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(12)], max_tokens=160)
+    server.wait_until(lambda: running() == [6, 6], timeout_s=60)
+    assert crowd.join() == {"length": 12}
+    busy = server.metrics("triptych_workers_busy_seconds")
+    assert len(by_worker(busy, "prefill")) == 2
+    assert all(seconds > 0 for seconds in by_worker(busy, "prefill"))
+
+
+def test_a_killed_replica_takes_only_its_own_streams_with_it(server: Any) -> None:
+    prompts = [f"{STORY} Part {index}:" for index in range(12)]
+    whole = server.crowd(prompts, max_tokens=160)
+    assert whole.join() == {"length": 12}
+    crowd = server.crowd(prompts, max_tokens=160)
+    crowd.wait_for_chunks(4)
+    victim, _ = server.replicas("Decode")
+    os.kill(victim.pid, signal.SIGKILL)
+    assert crowd.join() == {"length": 6, "worker_lost": 6}
+    for index, ending in enumerate(crowd.endings):
+        if ending == "length":
+            assert crowd.texts[index] == whole.texts[index]
+    assert answer(server, "Hello") != ""
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
+    server.wait_until(lambda: server.metrics("triptych_workers")['stage="decode"'] == 2, 90)
+    again = server.crowd(prompts, max_tokens=16)
+    assert again.join() == {"length": 12}
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)

@@ -1,0 +1,49 @@
+"""The plan of the prompt phase against its definition, token by token."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.kernels import plan_tokens
+
+BACKENDS = plan_tokens.backends
+
+
+def plan_one(
+    scores: list[float], high: float, low: float, first: int, window: int
+) -> list[tuple[int, int]]:
+    """Class and rank of each token of one row."""
+    placed, counts = list[tuple[int, int]](), [0, 0, 0]
+    for position, score in enumerate(scores):
+        kept = position < first or position >= len(scores) - window
+        name = 2 if kept or score >= high else 1 if score >= low else 0
+        placed.append((name, counts[name] if name else 0))
+        counts[name] += 1
+    return placed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data(), first=st.integers(0, 5), window=st.integers(0, 9))
+def test_classes_ranks_and_counts(
+    backend: str, data: st.DataObject, first: int, window: int
+) -> None:
+    number = st.floats(0, 1, width=32)
+    rows = data.draw(st.lists(st.lists(number, max_size=40), min_size=1, max_size=4))
+    high = data.draw(st.lists(number, min_size=len(rows), max_size=len(rows)))
+    low = [data.draw(st.floats(0, limit, width=32)) for limit in high]
+    longest = max(len(row) for row in rows)
+    padded = torch.full((len(rows), longest), float("nan"))
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = torch.tensor(row)
+    tokens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+    classes, ranks, counts = plan_tokens.on(backend)(
+        padded, tokens, torch.tensor(high), torch.tensor(low), first=first, window=window
+    )
+    for i, row in enumerate(rows):
+        want = plan_one(row, high[i], low[i], first, window)
+        got = list(zip(classes[i].tolist(), ranks[i].tolist(), strict=True))
+        assert got[: len(row)] == want
+        assert got[len(row) :] == [(255, 0)] * (longest - len(row))
+        names = [name for name, _ in want]
+        assert counts[i].tolist() == [names.count(2), names.count(1)]

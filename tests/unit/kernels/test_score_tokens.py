@@ -1,0 +1,117 @@
+"""Scores in the pages, the logarithm that they need, and tables that are read from the right."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.layout import FORMATS, KeyOrder
+from triptych.kernels import decode_attention, score_tokens
+from triptych.kernels.pages import segments
+
+BACKENDS = score_tokens.backends
+NewCache = Callable[..., Any]
+COUNTS = [
+    ("k8v4", [[90, 0, 33], [0, 0, 1], [0, 64, 7]]),
+    ("k4v2", [[0, 150, 57], [56, 0, 0], [0, 1, 9]]),
+    ("fp16", [[13, 13, 13], [13, 1, 2], [1, 1, 13]]),
+]
+
+
+def logits(query: Tensor, stored: Any, scale: float, softcap: float) -> Tensor:
+    """float64 [R, KH, G, N] over one section; -inf beyond its end."""
+    rows, _, dim = query.shape
+    grouped = query.double().view(rows, stored.key.shape[1], -1, dim)
+    product = grouped @ stored.key.transpose(2, 3) * scale
+    if softcap > 0:
+        product = softcap * (product / softcap).tanh()
+    return product.masked_fill((stored.positions < 0)[:, :, None], float("-inf"))
+
+
+def scores_of(arena: Tensor, stored: Any) -> Tensor:
+    """Scores of a section's tokens [R, KH, N], 0 beyond the end."""
+    section = stored.section
+    token = torch.arange(stored.positions.shape[2])
+    live = stored.positions >= 0
+    pages = section.forward_pages.long()[..., token // section.layout.tokens].where(live, 0)
+    rows = (token % section.layout.tokens).expand_as(live)
+    return segments(arena, section.layout).scores[pages, rows].where(live, 0.0)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_grow_by_the_largest_weight_of_the_group(
+    backend: str, softcap: float, new_cache: NewCache
+) -> None:
+    cache = new_cache(64)
+    stored = [cache.fill(name, counts) for name, counts in COUNTS]
+    sections = [part.section for part in stored]
+    query, slots = torch.randn(3, 9, 64) * 2, torch.arange(3, dtype=torch.int32)
+    options = {"scale": 0.125, "softcap": softcap}
+    before = [scores_of(cache.arena, part) for part in stored]
+    untouched = cache.arena.clone()
+    lse = torch.full((3, 9), float("nan"))
+    decode_attention.on(backend)(query, cache.arena, sections, slots, lse=lse, **options)
+    torch.testing.assert_close(cache.arena, untouched)
+    every = torch.cat([logits(query, part, **options) for part in stored], 3)
+    want = every.logsumexp(3)
+    torch.testing.assert_close(lse.double(), want.flatten(1), rtol=1e-5, atol=1e-5)
+    score_tokens.on(backend)(query, cache.arena, sections, slots, lse, weight=16.0, **options)
+    for part, old in zip(stored, before, strict=True):
+        gained = (logits(query, part, **options) - want[..., None]).exp().amax(2) * 16
+        got = scores_of(cache.arena, part)
+        torch.testing.assert_close(got.double(), old + gained, rtol=1e-4, atol=1e-5)
+    for part in stored:
+        segments(cache.arena, part.section.layout).scores[:] = 0
+        segments(untouched, part.section.layout).scores[:] = 0
+    assert torch.equal(cache.arena, untouched), "score_tokens wrote beside the scores"
+
+
+@pytest.mark.parametrize("order", ["token", "channel"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_format_can_be_scored(
+    backend: str, name: str, head_dim: int, order: KeyOrder, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim, byte=0)
+    stored = cache.fill(name, [[1, 40], [97, 32]], order=order)
+    query, slots = torch.randn(2, 4, head_dim), torch.arange(2, dtype=torch.int32)
+    lse = torch.empty(2, 4)
+    attend = decode_attention.on(backend)
+    attend(query, cache.arena, [stored.section], slots, scale=0.1, lse=lse)
+    score_tokens.on(backend)(query, cache.arena, [stored.section], slots, lse, scale=0.1)
+    want = logits(query, stored, 0.1, 0.0).softmax(3).amax(2)
+    got = scores_of(cache.arena, stored).double()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_sections_share_a_table_from_both_sides(backend: str, new_cache: NewCache) -> None:
+    """DiffKV's bidirectional page table: one section forward, one backward."""
+    cache = new_cache(64)
+    high = cache.fill("k8v4", [[90, 33], [1, 64]])
+    low = cache.fill("k4v2", [[150, 57], [56, 300]])
+    width = 12
+    table = torch.full((2, 2, width), 2**30, dtype=torch.int32)
+    for slot in range(2):
+        for head in range(2):
+            for part, columns in ((high, table[slot, head]), (low, table[slot, head])):
+                count = part.section.layout.pages(int(part.section.tokens[slot, head]))
+                ids = part.section.pages[slot, head, :count]
+                if part is high:
+                    columns[:count] = ids
+                else:
+                    columns[width - count :] = ids.flip(0)
+    shared = [
+        replace(high.section, pages=table),
+        replace(low.section, pages=table, backward=True),
+    ]
+    query, slots = torch.randn(2, 6, 64), torch.arange(2, dtype=torch.int32)
+    apart = [high.section, low.section]
+    want = decode_attention.on("reference")(query, cache.arena, apart, slots, scale=0.125)
+    got = decode_attention.on(backend)(query, cache.arena, shared, slots, scale=0.125)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

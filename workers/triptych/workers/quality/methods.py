@@ -1,0 +1,67 @@
+"""Names of methods, as on the command line, and what they stand for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from triptych.core.config import AppConfig, DType, ModelConfig
+from triptych.core.errors import ConfigError
+from triptych.workers.quality.cases import Method
+from triptych.workers.quality.engines import EngineMethod
+from triptych.workers.quality.plain import FullCache, SimulatedFormat, simulated_format
+
+FULL, DEFAULT, SIMULATED = "full", "default", "simulated:"
+
+BASELINES = (
+    DEFAULT,
+    "uniform:k8v8",
+    "uniform:k8v4",
+    "uniform:k4v4",
+    "uniform:k4v2",
+    "simulated:k4v8",
+    "simulated:k2v4",
+)
+"""What ``triptych eval quality`` compares unless told otherwise."""
+
+
+def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> Method:
+    """The method that a name stands for.
+
+    ``full``, ``default`` (the settings of ``base``), ``simulated:<format>``, or a policy of
+    the compressor with settings behind it: ``uniform:k8v4+recent_window_tokens=128``.
+
+    Raises: ConfigError if the name or a setting is none that we know
+    """
+    if name == FULL:
+        return FullCache(model_path)
+    if name.startswith(SIMULATED):
+        form = simulated_format(name.removeprefix(SIMULATED))
+        return SimulatedFormat(model_path, form, base.compressor.recent_window_tokens)
+    config = base if name == DEFAULT else _with_policy(name, base)
+    model = ModelConfig(name=str(model_path), dtype=dtype)
+    return EngineMethod(name, replace(config, model=model), model_path)
+
+
+def parse_methods(
+    names: Sequence[str], model_path: Path, base: AppConfig, dtype: DType
+) -> list[Method]:
+    """Methods in the order of their names; a name that comes twice counts once."""
+    wanted = [name for name in dict.fromkeys(names) if name != FULL]
+    if not wanted:
+        raise ConfigError(f"methods={list(names)!r}: expected one besides {FULL!r}")
+    return [parse_method(name, model_path, base, dtype) for name in wanted]
+
+
+def _with_policy(name: str, base: AppConfig) -> AppConfig:
+    policy, *settings = name.split("+")
+    fields: dict[str, object] = {"policy": policy}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"method {name!r}: expected +setting=value, got {setting!r}")
+        fields[key] = cast("object", yaml.safe_load(value))
+    built = AppConfig.from_mapping({"compressor": fields})
+    return replace(base, compressor=built.compressor)

@@ -1,0 +1,105 @@
+"""Texts that are on every Python machine, cut into documents for calibration and evaluation.
+
+Prose: ``pydoc_data.topics``, the language reference as Python carries it for ``help()``. Code:
+modules of the standard library. Both are under the PSF licence, which allows use and copies;
+nothing is downloaded and nothing is stored here. Every source belongs to one split, so a
+profile that was calibrated on one split has not seen a line of the other.
+"""
+
+import hashlib
+import importlib
+import inspect
+import pydoc_data.topics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, zip_longest
+from typing import Literal
+
+from triptych.core.errors import ConfigError
+
+Split = Literal["calibration", "evaluation"]
+Encode = Callable[[str], list[int]]
+
+CODE: dict[Split, tuple[str, ...]] = {
+    "evaluation": ("argparse", "inspect", "subprocess", "ipaddress", "dataclasses", "statistics"),
+    "calibration": ("typing", "tarfile", "doctest", "enum", "threading", "configparser"),
+}
+"""Modules that are one large file in every Python since 3.11."""
+
+SEEN_LIMIT = 0.1
+"""Share of known paragraphs from which a topic counts as a copy."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A context to compress and what the text says after it."""
+
+    name: str
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+@cache
+def prose(split: Split) -> str:
+    """Topics of a split, one after another.
+
+    Some topics repeat sections of others. A topic that shares paragraphs with an earlier one
+    is left out, so that the two splits share none; the rest go to the splits in turns.
+    """
+    kept = list[str]()
+    known = set[str]()
+    by_size = sorted(pydoc_data.topics.topics.items(), key=lambda item: (-len(item[1]), item[0]))
+    for _, text in by_size:
+        paragraphs = {part.strip() for part in text.split("\n\n") if len(part.strip()) > 40}
+        if len(paragraphs & known) <= SEEN_LIMIT * len(paragraphs):
+            kept.append("\n\n".join(p for p in text.split("\n\n") if p.strip() not in known))
+        known |= paragraphs
+    return "\n\n".join(kept[0 if split == "evaluation" else 1 :: 2])
+
+
+def sources(split: Split) -> list[tuple[str, str]]:
+    """Name and text of each source of a split, prose first."""
+    modules = [importlib.import_module(name) for name in CODE[split]]
+    code = [(module.__name__, inspect.getsource(module)) for module in modules]
+    return [("pydoc", prose(split)), *code]
+
+
+def text_hash(split: Split) -> str:
+    """Changes with any character of a split: Python versions differ in their texts."""
+    joined = "\0".join(text for _, text in sources(split))
+    return hashlib.sha256(joined.encode()).hexdigest()[:12]
+
+
+def documents(
+    encode: Encode, split: Split, *, context: int, continuation: int, count: int
+) -> list[Document]:
+    """Cut ``count`` documents that share no token, prose and code by turns.
+
+    Units:   ``context`` and ``continuation`` in tokens
+    Raises:  ConfigError if the split holds too little text
+    """
+    (first, text), *code = sources(split)
+    size = context + continuation
+    piles = [
+        _cut(first, encode(text), context, size),
+        _by_turns([_cut(name, encode(body), context, size) for name, body in code]),
+    ]
+    found = list(_by_turns(piles))
+    if len(found) < count:
+        raise ConfigError(
+            f"{count} documents of {size} tokens: the {split} texts hold {len(found)}; "
+            "ask for fewer documents or a shorter context"
+        )
+    return found[:count]
+
+
+def _cut(name: str, tokens: Sequence[int], context: int, size: int) -> Iterator[Document]:
+    for start in range(0, len(tokens) - size + 1, size):
+        middle, end = start + context, start + size
+        yield Document(f"{name}@{start}", tuple(tokens[start:middle]), tuple(tokens[middle:end]))
+
+
+def _by_turns(piles: Sequence[Iterator[Document]]) -> Iterator[Document]:
+    rounds = chain.from_iterable(zip_longest(*piles))
+    return (document for document in rounds if document is not None)

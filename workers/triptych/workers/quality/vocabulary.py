@@ -1,0 +1,34 @@
+# tokenizers has no type hints; nothing untyped leaves this module.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Text to tokens and back, without templates, special tokens or limits of length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from triptych.workers.models.pretrained import read_tokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a model directory."""
+
+    path: Path
+
+    @cached_property
+    def _backend(self) -> Any:
+        return read_tokenizer(self.path).backend_tokenizer
+
+    @property
+    def size(self) -> int:
+        """Ids are below this."""
+        return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._backend.decode(list(tokens)))

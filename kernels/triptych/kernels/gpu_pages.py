@@ -175,6 +175,20 @@ def capped(logits, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def soften(logits, peak, mass):
+    """One step of an online softmax in powers of two over the columns of a tile.
+
+    Returns the weights, by what earlier sums shrink, and the new peak and mass of each row.
+    """
+    before = peak
+    peak = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(logits - base[:, None])
+    rescale = tl.exp2(before - base)
+    return weights, rescale, peak, mass * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
 def positions_of(page, row, live, FORM: tl.constexpr):
     """Positions of a tile's tokens, -1 for those that are not live."""
     at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + row

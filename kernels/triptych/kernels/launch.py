@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from math import e, log2
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ DEFAULT_PROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
+class Either:
+    """A constant that depends on who compiles."""
+
+    cuda: object
+    hip: object
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One start of one kernel.
 
@@ -45,8 +54,9 @@ class Launch:
     constants: Mapping[str, object] = field(default_factory=dict[str, object])
     warps: int = 4
     stages: int = 2
-    registers: int | None = None
-    """Of a thread, at most, on NVIDIA; without it the assembler may spill to fit more blocks."""
+    registers: int = 255
+    """Of a thread, at most, on NVIDIA: all that it can have. If nothing is said, the assembler
+    may spill to fit more blocks."""
 
     @property
     def name(self) -> str:
@@ -57,22 +67,28 @@ class Launch:
         if 0 in self.grid:
             return
         device = next(item.device for item in self.arguments if isinstance(item, Tensor))
-        options = self.options("hip" if torch.version.hip else "cuda")
+        backend = "hip" if torch.version.hip else "cuda"
+        named = {**self.constants_for(backend), **self.options(backend)}
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](*self.arguments, **self.constants, **options)
+            self.kernel[self.grid](*self.arguments, **named)
+
+    def constants_for(self, backend: str) -> dict[str, object]:
+        return {
+            name: getattr(value, backend) if isinstance(value, Either) else value
+            for name, value in self.constants.items()
+        }
 
     def options(self, backend: str) -> dict[str, int]:
         """What the compiler of a backend (``"cuda"``, ``"hip"``) is told."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        if self.registers is not None and backend == "cuda":
-            options["maxnreg"] = self.registers
-        return options
+        return options | {"maxnreg": self.registers} if backend == "cuda" else options
 
-    def source(self) -> ASTSource:
+    def source(self, backend: str) -> ASTSource:
         """What the compiler takes: the types that this launch would be specialised on."""
         names = self.kernel.arg_names
         signature: dict[str, str] = dict.fromkeys(names, "constexpr")
-        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        named = self.constants_for(backend)
+        constants = {(names.index(name),): value for name, value in named.items()}
         attributes: dict[tuple[int, ...], list[list[object]]] = {}
         for at, value in enumerate(self.arguments):
             kind, is_aligned = _specialised(value)
@@ -98,6 +114,16 @@ def _specialised(value: Argument) -> tuple[str, bool]:
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below ``number``, at least 1."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def factors_of(scale: float, softcap: float) -> tuple[float, float]:
+    """The factor of logits before the cap, and the cap: in powers of two after it."""
+    return (scale / softcap, softcap * log2(e)) if softcap > 0 else (scale * log2(e), 0.0)
+
+
+def dense(vectors: Tensor) -> Tensor:
+    """Vectors whose channels are neighbours; a copy if they were not."""
+    return vectors if vectors.stride(-1) == 1 else vectors.contiguous()
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from triptych.kernels.gpu_pages import (
     positions_of,
     units_at,
 )
-from triptych.kernels.launch import Launch, check_device, power_of_two
+from triptych.kernels.launch import Launch, check_device, dense, power_of_two
 from triptych.kernels.pages import check_arena, check_indices
 
 COPY, NARROW, REQUANTIZE = range(3)
@@ -60,7 +60,7 @@ def plan_store(
     check_device("store_tokens", arena, key, value, pages, rows, positions, scores)
     if key.dtype not in (torch.float32, torch.bfloat16) or value.dtype != key.dtype:
         raise ConfigError(f"store_tokens: key {key.dtype}, value {value.dtype}: unsupported")
-    key, value = _dense(key), _dense(value)
+    key, value = dense(key), dense(value)
     scores = None if scores is None else scores.float().contiguous()
     cells, block = pages.numel(), _block(layout.head_dim)
     arguments = (
@@ -153,10 +153,6 @@ def _way(bits: int, to_bits: int) -> int:
     if bits == to_bits:
         return COPY
     return NARROW if to_bits < bits < 16 else REQUANTIZE
-
-
-def _dense(vectors: Tensor) -> Tensor:
-    return vectors if vectors.stride(2) == 1 else vectors.contiguous()
 
 
 @triton.jit

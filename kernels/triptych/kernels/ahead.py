@@ -101,7 +101,7 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
     machine = TARGETS[task.target]
     options = launch.options(machine.backend)
     try:
-        made = triton.compile(launch.source(machine.backend), target=machine, options=options)
+        made = triton.compile(launch.source(), target=machine, options=options)
     except (TritonError, RuntimeError) as error:
         raise TriptychError(f"{' '.join(task)} does not compile: {error}") from error
     is_nvidia = machine.backend == "cuda"

@@ -31,14 +31,6 @@ DEFAULT_PROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
-    """A constant that depends on who compiles."""
-
-    cuda: object
-    hip: object
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     """One start of one kernel.
 
@@ -68,27 +60,20 @@ class Launch:
             return
         device = next(item.device for item in self.arguments if isinstance(item, Tensor))
         backend = "hip" if torch.version.hip else "cuda"
-        named = {**self.constants_for(backend), **self.options(backend)}
+        options = self.options(backend)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](*self.arguments, **named)
-
-    def constants_for(self, backend: str) -> dict[str, object]:
-        return {
-            name: getattr(value, backend) if isinstance(value, Either) else value
-            for name, value in self.constants.items()
-        }
+            self.kernel[self.grid](*self.arguments, **self.constants, **options)
 
     def options(self, backend: str) -> dict[str, int]:
         """What the compiler of a backend (``"cuda"``, ``"hip"``) is told."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options | {"maxnreg": self.registers} if backend == "cuda" else options
 
-    def source(self, backend: str) -> ASTSource:
+    def source(self) -> ASTSource:
         """What the compiler takes: the types that this launch would be specialised on."""
         names = self.kernel.arg_names
         signature: dict[str, str] = dict.fromkeys(names, "constexpr")
-        named = self.constants_for(backend)
-        constants = {(names.index(name),): value for name, value in named.items()}
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
         attributes: dict[tuple[int, ...], list[list[object]]] = {}
         for at, value in enumerate(self.arguments):
             kind, is_aligned = _specialised(value)

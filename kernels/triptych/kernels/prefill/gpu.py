@@ -14,7 +14,6 @@ from triptych.core.errors import ConfigError
 from triptych.kernels.form import MIN_DOT, form_of
 from triptych.kernels.launch import (
     Argument,
-    Either,
     Launch,
     check_device,
     dense,
@@ -41,10 +40,10 @@ class Block:
         return self.warps, self.stages
 
 
-BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 64, 8), 256: Block(64, 32, 8)}
+BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
 """By the largest head size that it is for. Chosen by registers: no spill for any format."""
-EXACT_BLOCKS = {64: Block(32, 32, 4), 128: Block(32, 32, 4), 256: Block(32, 16, 8)}
-"""For float32."""
+EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 128: Block(32, 32, 8, 1), 256: Block(16, 16, 4, 1)}
+"""For float32, which no tensor core multiplies exactly."""
 
 
 def prefill_attention(
@@ -113,7 +112,6 @@ def plan(
         "WINDOWED": window > 0,
         # The interpreter cannot multiply bfloat16.
         "TYPE": tl.float32 if is_exact or is_interpreted() else tl.bfloat16,
-        "PRECISION": Either(cuda="tf32x3", hip="ieee"),
     }
     arguments = (
         query, key, value, out, lse, starts, first, *key.stride()[:2], *value.stride()[:2],

@@ -48,11 +48,11 @@ def rows_at(start, stride, row, count, DIM: tl.constexpr, WIDE: tl.constexpr, TY
 
 
 @triton.jit
-def soft_step(logits, values, peak, mass, mixed, PRECISION: tl.constexpr):
+def soft_step(logits, values, peak, mass, mixed):
     """Add a tile of values to the output ``mixed``, weighted by an online softmax."""
     weights, rescale, peak, mass = soften(logits, peak, mass)
     mixed = mixed * rescale[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return peak, mass, mixed
 
 
@@ -63,7 +63,7 @@ def attend_chunks(
     count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head over the past in pages, then over new keys.
 
@@ -89,12 +89,13 @@ def attend_chunks(
         position = asked
         if WINDOWED:
             position = asked + tl.load(first + sequence)
-        for at in range(0, known, KEYS):
+        # Codes are bytes, which no pipeline can fetch ahead but into registers.
+        for at in tl.range(0, known, KEYS, num_stages=1):
             page, row, live, wrong = cells_of(
                 arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
             )
             keys = numbers_of(page, row, live, channel, FORM, True).to(TYPE)
-            logits = tl.dot(tile, tl.trans(keys), input_precision=PRECISION)
+            logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
             logits = capped(logits * scale, cap, CAPPED)
             shown = live[None, :]
             if WINDOWED:
@@ -103,7 +104,7 @@ def attend_chunks(
             hidden = tl.where(wrong, float("nan"), float("-inf"))
             logits = tl.where(shown, logits, hidden[None, :])
             values = numbers_of(page, row, live, channel, FORM, False).to(TYPE)
-            peak, mass, mixed = soft_step(logits, values, peak, mass, mixed, PRECISION)
+            peak, mass, mixed = soft_step(logits, values, peak, mass, mixed)
     begin = 0
     if WINDOWED:
         begin = tl.maximum(tl.program_id(0) * QUERIES - window + 1, 0) // KEYS * KEYS
@@ -113,14 +114,14 @@ def attend_chunks(
     for at in range(begin, end, KEYS):
         given = at + tl.arange(0, KEYS)
         keys = rows_at(key, key_token, given, count, DIM, WIDE, TYPE)
-        logits = tl.dot(tile, tl.trans(keys), input_precision=PRECISION)
+        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
         logits = capped(logits * scale, cap, CAPPED)
         shown = (given[None, :] <= asked[:, None]) & (given < count)[None, :]
         if WINDOWED:
             shown = shown & (asked[:, None] - given[None, :] < window)
         logits = tl.where(shown, logits, float("-inf"))
         values = rows_at(value, value_token, given, count, DIM, WIDE, TYPE)
-        peak, mass, mixed = soft_step(logits, values, peak, mass, mixed, PRECISION)
+        peak, mass, mixed = soft_step(logits, values, peak, mass, mixed)
     mass = tl.where(mass == 0, 1.0, mass)  # rows beyond the last query
     channel = tl.arange(0, WIDE)
     to = out + line + asked.to(tl.int64)[:, None] * (heads * DIM) + channel[None, :]
@@ -138,7 +139,7 @@ def sum_columns(
     count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr, PAST: tl.constexpr,
+    TYPE: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """Add the weights that a block of keys gets from all new queries of one head.
 
@@ -182,7 +183,7 @@ def sum_columns(
     for other in range(begin, end, QUERIES):
         asked = other + tl.arange(0, QUERIES)
         tile = rows_at(line, heads * DIM, asked, count, DIM, WIDE, TYPE)
-        logits = tl.dot(tile, tl.trans(keys), input_precision=PRECISION)
+        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
         logits = capped(logits * scale, cap, CAPPED)
         total = tl.load(
             lse + (start + asked).to(tl.int64) * heads + head, mask=asked < count, other=0.0

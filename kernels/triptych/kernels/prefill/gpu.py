@@ -42,7 +42,7 @@ class Block:
 
 BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
 """By the largest head size that it is for. Chosen by registers: no spill for any format."""
-EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 128: Block(32, 32, 8, 1), 256: Block(16, 16, 4, 1)}
+EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
 """For float32, which no tensor core multiplies exactly."""
 
 

@@ -28,7 +28,7 @@ TESTS = [
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Check kernels, then time decode attention.")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,k8v4+k4v2+fp16")
     parser.add_argument("--batch", type=int, default=32)

@@ -75,6 +75,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
     _, left = psutil.wait_procs(children, timeout=10)
     for child in left:
         child.kill()

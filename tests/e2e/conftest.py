@@ -195,6 +195,7 @@ def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+            preexec_fn=heed_interrupts,
         )
     server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
     try:
@@ -202,6 +203,11 @@ def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
         yield server
     finally:
         _stop(process)
+
+
+def heed_interrupts() -> None:
+    """Let SIGINT through: what a shell starts in the background ignores it, heirs included."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wait_for_health(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -229,6 +235,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait(timeout=40)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
     _, alive = psutil.wait_procs(tree, timeout=10)
     for left in alive:
         left.kill()

@@ -65,12 +65,14 @@ def check_pages(config: AppConfig) -> dict[str, int] | None:
     from triptych.core.errors import ModelError
     from triptych.core.pages import PagePlan
     from triptych.workers.models import describe, resolve
+    from triptych.workers.profiles import find_profile
 
     try:
         path = resolve(config.model.name, allow_download=False)
     except ModelError:
         return None
-    plan = PagePlan.of(config, describe(path).geometry)
+    facts = describe(path)
+    plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
     return {
         "page_bytes": plan.page_bytes,
         "pages": config.pool.capacity_bytes // plan.page_bytes,

@@ -14,6 +14,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 DType = Literal["float32", "bfloat16", "float16"]
+Auto = Literal["auto"]
 
 
 def require(ok: bool, name: str, value: object, expected: str) -> None:
@@ -99,54 +100,59 @@ class CompressorConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     """Copies and their resources."""
 
-    policy: str = "uniform:k8v4"
-    """What becomes of each token: ``uniform:<format>`` stores all in one format;
-    ``diffkv`` stores significant ones in ``high_format``, others in ``low_format`` or nowhere."""
+    profile: str = "auto"
+    """What calibration found for the model: a file that ``triptych calibrate`` wrote, ``none``, or
+    ``auto``: the one that comes with Triptych, if any. It answers for every ``auto`` below."""
 
-    high_format: str = "k8v4"
-    """Format of significant tokens and of those that leave the window (``diffkv``)."""
+    policy: str = "auto"
+    """What becomes of each token: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
+    significant ones in ``high_format``, others in ``low_format`` or nowhere. ``auto`` without a
+    profile: ``uniform:k8v4``."""
 
-    low_format: str = "k4v2"
-    """Format of the less significant tokens (``diffkv``)."""
+    high_format: str = "auto"
+    """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
 
-    alpha_high: float = 1.0
-    """A token of n is high if its mean attention from later ones reaches ``alpha_high / n``."""
+    low_format: str = "auto"
+    """Format of the less significant ones (``diffkv``); ``auto`` without a profile: ``k4v2``."""
 
-    alpha_low: float = 0.0
-    """Below ``alpha_low / n`` it is dropped; 0 drops none. At most ``alpha_high``."""
+    alpha_high: float | Auto = "auto"
+    """A token of n is high if its mean attention from later ones reaches ``alpha_high / n``;
+    ``auto`` without a profile: 1."""
 
-    recent_window_tokens: int = 64
-    """Newest tokens that stay in 16 bits."""
+    alpha_low: float | Auto = "auto"
+    """Below ``alpha_low / n`` it is dropped; 0, which is ``auto`` without a profile, drops none."""
+
+    recent_window_tokens: int | Auto = "auto"
+    """Newest tokens that stay in 16 bits; ``auto`` without a profile: 64."""
 
     sink_tokens: int = 1
     """First tokens that stay in 16 bits, rounded up to whole pages: attention rests on them."""
 
-    def __post_init__(self) -> None:
-        window = self.recent_window_tokens
-        require(window >= 0, "compressor.recent_window_tokens", window, ">= 0")
-        require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")
-        kind, _, form = self.policy.partition(":")
-        known = kind == "uniform" or self.policy == "diffkv"
-        require(known, "compressor.policy", self.policy, "'uniform:<format>' or 'diffkv'")
-        for name in (form,) if kind == "uniform" else (self.high_format, self.low_format):
-            page_format(name)
-        low, high = self.alpha_low, self.alpha_high
-        require(high >= 0, "compressor.alpha_high", high, ">= 0")
-        require(0 <= low <= high, "compressor.alpha_low", low, f"0 to alpha_high ({high})")
-        if self.policy == "diffkv":
-            self._check_order()
+    score_every_tokens: int = 8
+    """Tokens of an answer from one look at who receives attention to the next (``diffkv``); 0: new
+    tokens are never told apart, all that leave the window are high."""
 
-    def _check_order(self) -> None:
-        """Raise unless both formats are quantized and the low one takes fewer bits."""
-        high, low = page_format(self.high_format), page_format(self.low_format)
-        require(high.is_quantized, "compressor.high_format", high.name, "a quantized format")
-        fewer = low.key_bits <= high.key_bits and low.value_bits <= high.value_bits
+    basis: Literal["auto", "plain", "rotated"] = "auto"
+    """In which coordinates pages hold keys and values: as the model makes them, or rotated, which
+    spreads outliers over all channels; ``auto``: rotated where a format is quantized."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.profile), "compressor.profile", self.profile, "'auto', 'none' or a file")
+        kind, _, form = self.policy.partition(":")
         require(
-            low != high and fewer,
-            "compressor.low_format",
-            low.name,
-            f"a format with fewer bits than high_format ({high.name})",
+            kind == "uniform" or self.policy in {"auto", "diffkv"},
+            "compressor.policy",
+            self.policy,
+            "'auto', 'uniform:<format>' or 'diffkv'",
         )
+        for name in (form if kind == "uniform" else "auto", self.high_format, self.low_format):
+            if name != "auto":
+                page_format(name)
+        window = self.recent_window_tokens
+        require(window == "auto" or window >= 0, "compressor.recent_window_tokens", window, ">= 0")
+        require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")
+        every = self.score_every_tokens
+        require(every >= 0, "compressor.score_every_tokens", every, ">= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

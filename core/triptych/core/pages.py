@@ -7,6 +7,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout, default_page_bytes, page_format
 from triptych.core.policy import Policy
+from triptych.core.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class PagePlan:
     policy: Policy
 
     @classmethod
-    def of(cls, config: AppConfig, geometry: Geometry) -> "PagePlan":
+    def of(
+        cls, config: AppConfig, geometry: Geometry, profile: Profile | None = None
+    ) -> "PagePlan":
         """Resolve the settings that depend on the model."""
         page = config.pool.page_bytes
         plan = cls(
             geometry,
             default_page_bytes(geometry.head_dim) if page == "auto" else page,
-            Policy.of(config.compressor),
+            Policy.of(config.compressor, profile),
         )
         plan.check_formats()
         plan.check_capacity(config.pool.capacity_bytes)

@@ -1,9 +1,28 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
-from triptych.core.config import CompressorConfig
+from triptych.core.config import Auto, CompressorConfig, require
+from triptych.core.layout import page_format
+from triptych.core.profile import Profile, Settings
+
+T = TypeVar("T", str, int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """In which coordinates pages hold keys and values.
+
+    ``rotated``: after RoPE by an orthogonal matrix, so that no channel is an outlier; attention in
+    rotated coordinates is the same. ``key_centre`` is subtracted from keys before: little-endian
+    fp16 [layers, kv_heads, head_dim], or nothing.
+
+    Source: QuaRot (Hadamard rotation of keys and values); the centre is ours (docs/log.md)
+    """
+
+    rotated: bool = False
+    key_centre: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +39,7 @@ class Policy:
     """
 
     name: str
-    """As configured, such as ``uniform:k8v4``."""
+    """As resolved, such as ``uniform:k8v4``."""
     high_format: str
     low_format: str | None = None
     """None: there is no low class, and nothing is dropped."""
@@ -28,29 +47,72 @@ class Policy:
     alpha_low: float = 0.0
     window_tokens: int = 64
     sink_tokens: int = 1
+    score_every: int = 0
+    """Tokens of an answer from one update of the scores to the next; 0: nobody asks for them."""
+    basis: Basis = Basis()
 
     @classmethod
-    def of(cls, config: CompressorConfig) -> Self:
-        kind, _, form = config.policy.partition(":")
-        window, sink = config.recent_window_tokens, config.sink_tokens
-        if kind == "uniform":
-            return cls(
-                name=config.policy,
-                high_format=form.lower(),
-                window_tokens=window,
-                sink_tokens=sink,
-            )
-        return cls(
-            name=config.policy,
-            high_format=config.high_format.lower(),
-            low_format=config.low_format.lower(),
-            alpha_high=config.alpha_high,
-            alpha_low=config.alpha_low,
+    def of(cls, config: CompressorConfig, profile: Profile | None = None) -> Self:
+        """Settings, with the profile's answer or a plain default where they say ``auto``.
+
+        Raises: ConfigError if thresholds or formats are out of order
+        """
+        known = profile.settings if profile else Settings()
+        name = known.policy if config.policy == "auto" else config.policy
+        kind, _, form = name.partition(":")
+        is_uniform = kind == "uniform"
+        high = form if is_uniform else _chosen(config.high_format, known.high_format)
+        window = _chosen(config.recent_window_tokens, known.recent_window_tokens)
+        policy = cls(
+            name=name,
+            high_format=high.lower(),
+            low_format=None if is_uniform else _chosen(config.low_format, known.low_format).lower(),
+            alpha_high=0.0 if is_uniform else _chosen(config.alpha_high, known.alpha_high),
+            alpha_low=0.0 if is_uniform else _chosen(config.alpha_low, known.alpha_low),
             window_tokens=window,
-            sink_tokens=sink,
+            sink_tokens=config.sink_tokens,
+            score_every=0 if is_uniform else config.score_every_tokens,
+            basis=_basis(config, high, profile),
+        )
+        policy.check()
+        return policy
+
+    def check(self) -> None:
+        """Raise ConfigError if thresholds or formats are out of order."""
+        high, low = self.alpha_high, self.alpha_low
+        require(high >= 0, "compressor.alpha_high", high, ">= 0")
+        require(0 <= low <= high, "compressor.alpha_low", low, f"0 to alpha_high ({high})")
+        if self.low_format is None:
+            return
+        above, below = page_format(self.high_format), page_format(self.low_format)
+        require(above.is_quantized, "compressor.high_format", above.name, "a quantized format")
+        fewer = below.key_bits <= above.key_bits and below.value_bits <= above.value_bits
+        require(
+            below != above and fewer,
+            "compressor.low_format",
+            below.name,
+            f"a format with fewer bits than high_format ({above.name})",
         )
 
     @property
     def needs_significance(self) -> bool:
         """Whether tokens are told apart by the attention that they receive."""
         return self.low_format is not None and self.alpha_high > 0
+
+
+def _chosen(setting: T | Auto, otherwise: T) -> T:
+    return otherwise if setting == "auto" else setting
+
+
+def _basis(config: CompressorConfig, high_format: str, profile: Profile | None) -> Basis:
+    """Rotated unless told otherwise; centred if a first token in 16 bits allows for it.
+
+    The key of the first token lies far from all others, where they are not: centred keys help only
+    if that one is not rounded (docs/log.md).
+    """
+    quantized = page_format(high_format).is_quantized
+    if config.basis == "plain" or (config.basis == "auto" and not quantized):
+        return Basis()
+    if profile is None or config.sink_tokens == 0 or not quantized:
+        return Basis(rotated=True)
+    return Basis(rotated=True, key_centre=profile.centre)

@@ -21,6 +21,7 @@ from triptych.deployments.worker import WorkerShell
 from triptych.router import BATCH_POLICIES
 from triptych.workers.build import actor_config, context_tokens
 from triptych.workers.models import describe, resolve
+from triptych.workers.profiles import find_profile
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 UNLIMITED = 1_000_000
@@ -42,12 +43,12 @@ def make_plan(config: AppConfig) -> AppPlan:
     """Resolve the model and check that pages, formats and budget fit it."""
     BATCH_POLICIES.check(config.router.batch_policy)
     path = resolve(config.model.name)
-    shape = describe(path)
+    facts = describe(path)
     plan = AppPlan(
         config=config,
         model_path=path,
-        pages=PagePlan.of(config, shape.geometry),
-        context_tokens=context_tokens(config, shape.context_tokens),
+        pages=PagePlan.of(config, facts.geometry, find_profile(config, facts)),
+        context_tokens=context_tokens(config, facts.context_tokens),
         run_dir=new_run_dir(),
     )
     plan.check_stock()

@@ -7,7 +7,7 @@ An operation is an ``Op``: calling it runs the version for the device of its ten
 from typing import Any
 
 from triptych.kernels.codec import load_tokens, store_tokens, transcode
-from triptych.kernels.compact import plan_tokens
+from triptych.kernels.compact import Retirement, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.op import Op
 from triptych.kernels.pages import Past, Section
@@ -17,9 +17,11 @@ __all__ = [
     "OPS",
     "Op",
     "Past",
+    "Retirement",
     "Section",
     "decode_attention",
     "load_tokens",
+    "plan_retirement",
     "plan_tokens",
     "prefill_attention",
     "score_tokens",
@@ -36,6 +38,7 @@ OPS: dict[str, Op[..., Any]] = {
         load_tokens,
         prefill_attention,
         plan_tokens,
+        plan_retirement,
         decode_attention,
         score_tokens,
     )

@@ -11,7 +11,7 @@ from triptych.workers.answer import AnswerFactory
 from triptych.workers.compress import CompressEngine
 from triptych.workers.cores import Cores, OwnCores, Turns
 from triptych.workers.decode import DecodeEngine
-from triptych.workers.models import ModelRunner, load
+from triptych.workers.models import Coordinates, ModelRunner, load
 from triptych.workers.prefill import PrefillEngine
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import Engine
@@ -30,7 +30,7 @@ def build_engines(
     model = load(model_path, config.model.dtype) if needs_model else None
     if model is None:
         return [CompressEngine(pool, plan)]
-    runner = ModelRunner(model)
+    runner = ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry))
     answers = AnswerFactory(model, context_tokens(config, model.context_tokens))
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(

@@ -14,7 +14,7 @@ from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychE
 from triptych.core.handles import Claim
 from triptych.core.messages import ROUTER, Finished, Join, Message, Send, Stage
 from triptych.core.pages import PagePlan
-from triptych.kernels import decode_attention, store_tokens, transcode
+from triptych.kernels import decode_attention, score_tokens, store_tokens
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.handles import unpack_run
@@ -22,6 +22,7 @@ from triptych.workers.models import ModelRunner
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import refuse
+from triptych.workers.window import Window
 
 Ids = NDArray[np.int32]
 
@@ -73,6 +74,14 @@ class DecodeEngine:
             self._tables.append(SectionTable.empty(plan.high, geometry, self.max_requests, width))
         if plan.low is not None:
             self._tables.append(self._tables[-1].sharing_cells(plan.low))
+        self._window = self._make_window()
+
+    def _make_window(self) -> Window | None:
+        """None if raw pages are the final ones."""
+        if not self.plan.compresses:
+            return None
+        raw, high, *low = self._tables
+        return Window(self._arena, self.plan, raw, high, low[0] if low else None)
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -113,8 +122,7 @@ class DecodeEngine:
             try:
                 sends.append(one.answer.push(draw))
             except TriptychError as error:
-                self._leave(one)
-                sends.append(refuse(one.id, error, tokens=len(one.answer.tokens)))
+                sends.append(self._give_up(one, error))
                 continue
             if one.answer.finish is not None:
                 self._leave(one)
@@ -165,53 +173,40 @@ class DecodeEngine:
 
     def _make_room(self) -> list[Send]:
         """Move old tokens out of raw pages, and see that every row can take one more token."""
-        refused = list[Send]()
+        refused = self._retire_old_pages()
         for one in list(self._running.values()):
             try:
-                self._retire_old_pages(one)
-                self._grow(one, self._raw, 1)
+                self._grow(one, self._raw, self._raw.tokens[:, one.slot] + 1)
             except TriptychError as error:
-                self._leave(one)
-                refused.append(refuse(one.id, error, tokens=len(one.answer.tokens)))
+                refused.append(self._give_up(one, error))
         return refused
 
-    def _retire_old_pages(self, one: Running) -> None:
-        """Encode the raw page next to the sink, in each row, once it is older than the window.
+    def _retire_old_pages(self) -> list[Send]:
+        """Compress the raw page behind the sink, in each row, once it is older than the window."""
+        window = self._window
+        full = [one for one in self._running.values() if window and window.is_full(one.slot)]
+        if window is None or not full:
+            return []
+        refused, moving = list[Send](), list[int]()
+        leaving = window.leaving([one.slot for one in full], [one.position for one in full])
+        for index, one in enumerate(full):
+            try:
+                for column, table in enumerate(self._tables[1:]):
+                    self._grow(one, table, leaving.counts[:, index, :, column])
+                moving.append(index)
+            except TriptychError as error:
+                refused.append(self._give_up(one, error))
+        for index, free in zip(moving, window.move(leaving.of(moving)), strict=True):
+            full[index].spare.extend(free.tolist())
+        return refused
 
-        All rows hold equally many raw tokens, so the first one speaks for all.
-        """
-        count = self.plan.leaving_pages(int(self._raw.tokens[0, one.slot, 0]))
-        if count == 0:
-            return
-        first = self.plan.sink_pages
-        leaving = slice(first, first + count)
-        high, moved = self._tables[1], count * self.plan.raw.tokens
-        self._grow(one, high, moved)
-        self._encode(high, one.slot, leaving)
-        high.tokens[:, one.slot] += moved
-        one.spare.extend(self._raw.drop_pages(one.slot, leaving).tolist())
+    def _give_up(self, one: Running, error: TriptychError) -> Send:
+        self._leave(one)
+        return refuse(one.id, error, tokens=len(one.answer.tokens))
 
-    def _encode(self, high: SectionTable, slot: int, leaving: slice) -> None:
-        """Copy the tokens of some raw pages of every row behind its high ones."""
-        per_page = self.plan.raw.tokens
-        count: int = leaving.stop - leaving.start
-        token = np.arange(count * per_page)
-        source = self._raw.pages[:, slot][..., leaving.start + token // per_page]
-        target_page, target_row = np.divmod(
-            high.tokens[:, slot, :, None] + token, high.layout.tokens
-        )
-        target = np.take_along_axis(high.pages[:, slot], target_page, axis=2)
-        columns = source, np.broadcast_to(token % per_page, source.shape), target, target_row
-        transcode(
-            self._arena,
-            self.plan.raw,
-            high.layout,
-            *(torch.from_numpy(np.ascontiguousarray(c, np.int32).ravel()) for c in columns),
-        )
-
-    def _grow(self, one: Running, table: SectionTable, new_tokens: int) -> None:
-        """Give each row of a request the pages it lacks; raises PoolExhausted."""
-        shortage = table.shortage(one.slot, new_tokens)
+    def _grow(self, one: Running, table: SectionTable, tokens: Ids) -> None:
+        """Give each row of a request the pages for ``tokens``; raises PoolExhausted."""
+        shortage = table.shortage(one.slot, tokens)
         count = int(shortage.sum())
         if count:
             table.append_pages(one.slot, shortage, self._take(one, count))
@@ -231,20 +226,34 @@ class DecodeEngine:
         tokens = torch.tensor([one.answer.tokens[-1] for one in batch])
         positions = torch.tensor([one.position for one in batch])
         slots = np.array([one.slot for one in batch], np.int32)
-        attend = PageAttention(self._arena, self._tables, slots, positions)
+        attend = PageAttention(
+            self._arena, self._tables, slots, positions, self.plan.policy.score_every
+        )
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
 
 
 class PageAttention:
-    """Attention of one decode step: appends the new token, then reads all pages as they are."""
+    """Attention of one decode step: appends the new token, then reads all pages as they are.
+
+    Every so many tokens of a request, the attention that its tokens receive is added to their
+    scores, times the tokens that it stands for. Which steps those are depends on the position
+    alone, so an answer does not depend on what else is in the batch.
+    """
 
     def __init__(
-        self, arena: Tensor, tables: Sequence[SectionTable], slots: Ids, positions: Tensor
+        self,
+        arena: Tensor,
+        tables: Sequence[SectionTable],
+        slots: Ids,
+        positions: Tensor,
+        score_every: int,
     ) -> None:
         """Choose the cell of each new token in the first table, and count it as stored."""
         self._arena, self._tables = arena, tables
         self._slots, self._positions = torch.from_numpy(slots), positions.int()
+        self._score_every = score_every
+        self._scored = (positions % score_every == 0).nonzero()[:, 0] if score_every else None
         pages, rows = tables[0].next_cells(slots)
         self._pages, self._rows = torch.from_numpy(pages), torch.from_numpy(rows)
         tables[0].tokens[:, slots] += 1
@@ -270,14 +279,31 @@ class PageAttention:
             self._rows[layer],
             self._positions,
         )
+        sections = [table.section(layer) for table in self._tables]
+        scored = self._scored
+        lse = torch.empty(query.shape[:2]) if scored is not None and len(scored) else None
         mixed = decode_attention(
             query,
             self._arena,
-            [table.section(layer) for table in self._tables],
+            sections,
             self._slots,
             scale=scale,
             window=window,
             softcap=softcap,
             positions=self._positions,
+            lse=lse,
         )
+        if scored is not None and lse is not None:
+            score_tokens(
+                query[scored],
+                self._arena,
+                sections,
+                self._slots[scored],
+                lse[scored],
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                positions=self._positions[scored],
+                weight=float(self._score_every),
+            )
         return mixed.to(query.dtype)

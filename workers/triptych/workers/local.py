@@ -44,6 +44,7 @@ from triptych.workers.build import build_engines
 from triptych.workers.cores import Turns
 from triptych.workers.loop import StageLoop
 from triptych.workers.models import describe, resolve
+from triptych.workers.profiles import find_profile
 from triptych.workers.sampling import Draw, sample
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
@@ -94,7 +95,8 @@ class LocalServer:
     ) -> None:
         """``watch`` is shown each message to the router, on the thread that sends it."""
         path = model_path or resolve(config.model.name)
-        self.plan = PagePlan.of(config, describe(path).geometry)
+        facts = describe(path)
+        self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
         pages = config.pool.capacity_bytes // self.plan.page_bytes
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER)
         self._directory = TemporaryDirectory(prefix="triptych-")

@@ -56,6 +56,14 @@ class SectionTable:
             Section(self.layout, torch.from_numpy(pages), torch.from_numpy(tokens), self.backward)
             for pages, tokens in zip(cells, self.tokens, strict=True)
         ]
+        layers, slots, kv_heads, width = cells.shape
+        self.every_layer = Section(
+            self.layout,
+            torch.from_numpy(cells.reshape(layers * slots, kv_heads, width)),
+            torch.from_numpy(self.tokens.reshape(layers * slots, kv_heads)),
+            self.backward,
+        )
+        """All rows as one view: slot s of layer l is slot ``l * slots + s``."""
 
     def section(self, layer: int) -> Section:
         """What the attention kernel reads: a view, so it always shows the present state."""
@@ -72,10 +80,10 @@ class SectionTable:
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
 
-    def shortage(self, slot: int, new_tokens: int) -> Ids:
-        """Pages that each head row lacks to take ``new_tokens`` more: [layers, kv_heads]."""
+    def shortage(self, slot: int, tokens: Ids) -> Ids:
+        """Pages that each head row lacks to hold ``tokens`` in all, [layers, kv_heads]."""
         have = -(-self.tokens[:, slot] // self.layout.tokens)
-        return -(-(self.tokens[:, slot] + new_tokens) // self.layout.tokens) - have
+        return np.maximum(-(-tokens // self.layout.tokens) - have, 0)
 
     def append_pages(self, slot: int, shortage: Ids, ids: Ids) -> None:
         """Put new pages behind the present ones of each row, in row order."""

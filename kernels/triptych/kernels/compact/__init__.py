@@ -1,7 +1,10 @@
 """Which tokens stay high, go low or are dropped, and where each goes within its class."""
 
-from triptych.kernels.compact import reference
+from triptych.kernels.compact import reference, retire
+from triptych.kernels.compact.retire import Retirement
 from triptych.kernels.op import Op
+
+__all__ = ["Retirement", "plan_retirement", "plan_tokens"]
 
 plan_tokens = Op(
     name="plan_tokens",
@@ -11,4 +14,10 @@ plan_tokens = Op(
         "cpu": "triptych.kernels.compact.reference:plan_tokens",
         "cuda": "triptych.kernels.compact.gpu:plan_tokens",
     },
+)
+
+plan_retirement = Op(
+    name="plan_retirement",
+    spec=retire.plan_retirement,
+    fast={"cpu": "triptych.kernels.compact.cpu:plan_retirement"},
 )

@@ -1,12 +1,14 @@
 """Models: where they come from, how they are stored, loaded and run."""
 
 from triptych.workers.models.attention import Attend, LayerTraits
+from triptych.workers.models.basis import Coordinates
 from triptych.workers.models.load import LoadedModel, ModelFacts, describe, load
 from triptych.workers.models.runner import ModelRunner
 from triptych.workers.models.store import fetch, resolve
 
 __all__ = [
     "Attend",
+    "Coordinates",
     "LayerTraits",
     "LoadedModel",
     "ModelFacts",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.workers.models.attention import Attend, run_stock
+from triptych.workers.models.basis import Coordinates
 from triptych.workers.models.fused import fuse
 from triptych.workers.models.load import LoadedModel
 
@@ -17,10 +18,14 @@ class ModelRunner:
     position. Prefill chunks and decode steps are the same call.
     """
 
-    def __init__(self, loaded: LoadedModel, *, fused: bool = True) -> None:
+    def __init__(
+        self, loaded: LoadedModel, coordinates: Coordinates | None = None, *, fused: bool = True
+    ) -> None:
+        """``coordinates``: in which attention is to see keys and values; None: the model's own."""
         with torch.inference_mode():
             run = fuse(loaded) if fused else None
         self._run = run or partial(run_stock, loaded.model)
+        self._coordinates = coordinates
         self.num_heads = loaded.num_heads
         """Query heads of each layer."""
 
@@ -32,5 +37,7 @@ class ModelRunner:
         Shapes:  tokens, positions (T,); logits_at (N,), indices into the T -> (N, vocab)
         Dtypes:  int64 in; float32 out
         """
+        if self._coordinates is not None:
+            attend = self._coordinates.around(attend)
         with torch.inference_mode():
             return self._run(tokens, positions, attend, logits_at)

@@ -9,6 +9,7 @@ import yaml
 
 from triptych.core.config import AppConfig, DType, ModelConfig
 from triptych.core.errors import ConfigError
+from triptych.core.policy import Policy
 from triptych.workers.quality.cases import Method
 from triptych.workers.quality.engines import EngineMethod
 from triptych.workers.quality.plain import FullCache, SimulatedFormat, simulated_format
@@ -39,7 +40,8 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
         return FullCache(model_path)
     if name.startswith(SIMULATED):
         form = simulated_format(name.removeprefix(SIMULATED))
-        return SimulatedFormat(model_path, form, base.compressor.recent_window_tokens)
+        window = Policy.of(base.compressor).window_tokens
+        return SimulatedFormat(model_path, form, window)
     config = base if name == DEFAULT else _with_policy(name, base)
     model = ModelConfig(name=str(model_path), dtype=dtype)
     return EngineMethod(name, replace(config, model=model), model_path)
@@ -57,7 +59,7 @@ def parse_methods(
 
 def _with_policy(name: str, base: AppConfig) -> AppConfig:
     policy, *settings = name.split("+")
-    fields: dict[str, object] = {"policy": policy}
+    fields: dict[str, object] = {"profile": base.compressor.profile, "policy": policy}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:

@@ -1,0 +1,112 @@
+"""What calibration found out about one model: how to compress its cache, at which fidelity."""
+
+import json
+from base64 import b64decode, b64encode
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import Geometry
+from triptych.core.schema import SchemaError, build
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """How near a compressed cache came to the full one, on the texts of the calibration."""
+
+    context: int
+    """Tokens that were compressed."""
+    bytes_ratio: float
+    """Stored bytes, all told, of those of 16 bits."""
+    kl: float
+    top1_agreement: float
+    perplexity_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What ``auto`` stands for in the compressor's settings; here for a model without a profile."""
+
+    policy: str = "uniform:k8v4"
+    high_format: str = "k8v4"
+    low_format: str = "k4v2"
+    alpha_high: float = 1.0
+    alpha_low: float = 0.0
+    recent_window_tokens: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How to compress the cache of one model."""
+
+    model: str
+    """Its name, for people."""
+    revision: str
+    """Of the weights and tokenizer for which all this holds."""
+    geometry: Geometry
+    settings: Settings
+    key_centre: str = ""
+    """Mean key of each head after RoPE, fp16 [layers, kv_heads, head_dim] in base64; empty: none.
+
+    Softmax does not see what is subtracted from all keys of a head alike, and smaller keys lose
+    less by rounding.
+    """
+    measured: tuple[Fidelity, ...] = field(default=())
+    texts: str = ""
+    """Hash of the texts it was calibrated on."""
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file that ``write`` made.
+
+        Raises: ConfigError naming the file and what is wrong with it
+        """
+        try:
+            data = json.loads(path.read_text())
+            found = build(cls, data)
+        except (OSError, ValueError, SchemaError) as error:
+            raise ConfigError(f"compressor.profile={str(path)!r}: {error}") from error
+        found._check(path)
+        return found
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def pack_centre(values: bytes) -> str:
+        return b64encode(values).decode()
+
+    @property
+    def centre(self) -> bytes:
+        """Little-endian fp16 [layers, kv_heads, head_dim], or nothing."""
+        return b64decode(self.key_centre, validate=True)
+
+    def check_model(self, revision: str, path: Path) -> None:
+        """Raise ConfigError if this profile is of another model."""
+        if self.revision != revision:
+            raise ConfigError(
+                f"compressor.profile={str(path)!r}: made for {self.model} (revision "
+                f"{self.revision}), but the model served is of revision {revision}; run "
+                "'triptych calibrate' for it, or set compressor.profile to auto or none"
+            )
+
+    def _check(self, path: Path) -> None:
+        if self.version != VERSION:
+            raise ConfigError(
+                f"compressor.profile={str(path)!r}: version {self.version}, this Triptych reads "
+                f"version {VERSION}; run 'triptych calibrate' again"
+            )
+        shape = self.geometry
+        wanted = 2 * shape.head_rows * shape.head_dim
+        try:
+            found = len(self.centre)
+        except ValueError as error:
+            raise ConfigError(f"compressor.profile={str(path)!r}: key_centre: {error}") from error
+        if found not in (0, wanted):
+            raise ConfigError(
+                f"compressor.profile={str(path)!r}: key_centre has {found} bytes, expected {wanted}"
+            )

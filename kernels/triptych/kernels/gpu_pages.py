@@ -34,6 +34,20 @@ def metadata_of(page, row, live, FORM: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
+def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head):
+    """Table, width and tokens of a head row. Grid: anything, KV heads, requests.
+
+    A slot that there is not has one token and no page, which then shows as a wrong page.
+    """
+    head, slot = tl.program_id(1), tl.load(slots + tl.program_id(2))
+    is_known = (slot >= 0) & (slot < slot_count)
+    at = tokens + slot.to(tl.int64) * count_slot + head * count_head
+    count = tl.load(at, mask=is_known, other=1)
+    table += slot.to(tl.int64) * by_slot + head.to(tl.int64) * by_head
+    return table, tl.where(is_known, width, 0), count
+
+
+@triton.jit
 def cells_of(
     arena, page_count, table, width, stride, first, tokens,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr,

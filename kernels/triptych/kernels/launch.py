@@ -19,6 +19,7 @@ from triptych.core.errors import ConfigError
 Argument = Tensor | int | float | None
 
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

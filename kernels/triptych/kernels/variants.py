@@ -12,6 +12,7 @@ from torch import Tensor
 
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
 from triptych.kernels.codec import gpu as codec
+from triptych.kernels.compact import Retirement
 from triptych.kernels.compact import gpu as compact
 from triptych.kernels.decode import gpu as decode
 from triptych.kernels.launch import Launch
@@ -76,6 +77,7 @@ USUAL_VARIANTS = {
     "load_cells": "k8v4 d128",
     "transcode_cells": "fp16>k8v4 d128",
     "classify": "any",
+    "retire_page": "k8v4+k4v2 d128",
 }
 """The variant of each kernel that every commit compiles: a usual one that needs many registers."""
 
@@ -156,6 +158,12 @@ def _compact() -> Iterator[Planned]:
     scores, limits = _meta(7, 500).float(), _meta(7).float()
     outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
     yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
+    for dim, names in product(HEAD_DIMS, (("k8v4", "k4v2"), ("k8v4",))):
+        raw, cells = _layout("fp16", dim), [_meta(4, 8, 20) for _ in range(4)]
+        high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
+        found = Retirement(cells[0].byte(), *cells[1:], _meta(4, 8, 2))
+        given = _arena(dim), raw, _meta(4, 8), high, low, _meta(4), _meta(4)
+        yield f"{'+'.join(names)} d{dim}", compact.plan_page(*given, (1.0, 0.3), found)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

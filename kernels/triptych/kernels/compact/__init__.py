@@ -19,5 +19,8 @@ plan_tokens = Op(
 plan_retirement = Op(
     name="plan_retirement",
     spec=retire.plan_retirement,
-    fast={"cpu": "triptych.kernels.compact.cpu:plan_retirement"},
+    fast={
+        "cpu": "triptych.kernels.compact.cpu:plan_retirement",
+        "cuda": "triptych.kernels.compact.gpu:plan_retirement",
+    },
 )

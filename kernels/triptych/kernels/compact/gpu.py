@@ -1,15 +1,19 @@
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Classes and ranks of tokens on the GPU: one pass over the scores, one program for each row."""
+# pyright: reportUnknownVariableType=false
+# The arguments of kernels have no types.
+"""Planning on the GPU: one program for each head row, and nothing waits for the device."""
+
+from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.launch import Launch, check_device
-from triptych.kernels.pages import check_indices
+from triptych.core.layout import PageLayout
+from triptych.kernels.compact.gpu_rows import classify, retire_page
+from triptych.kernels.compact.retire import Retirement
+from triptych.kernels.form import form_of, section_arguments
+from triptych.kernels.launch import Argument, Launch, check_device, power_of_two
+from triptych.kernels.pages import Section, check_arena, check_indices
 
 TILE = 1024
 
@@ -53,32 +57,70 @@ def plan(
     return [Launch(classify, (rows,), arguments, {"TILE": TILE})]
 
 
-@triton.jit
-def classify(
-    scores, by_row, by_token, tokens, high, low, first, window, longest, classes, ranks, counts,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """One row, from its first token on: ranks go on where the tile before ended."""
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.load(tokens + row)
-    least_high, least_low = tl.load(high + row), tl.load(low + row)
-    highs = 0
-    lows = 0
-    for start in range(0, longest, TILE):
-        token = start + tl.arange(0, TILE)
-        inside, live = token < longest, (token < count) & (token < longest)
-        at = scores + row * by_row + token.to(tl.int64) * by_token
-        score = tl.load(at, mask=live, other=0.0)
-        kept = (token < first) | (token >= count - window)
-        is_high = (live & (kept | (score >= least_high))).to(tl.int32)
-        is_low = (live & (score >= least_low)).to(tl.int32) * (1 - is_high)
-        rank = tl.where(is_high > 0, highs + tl.cumsum(is_high, 0), lows + tl.cumsum(is_low, 0))
-        rank = tl.where(is_high + is_low > 0, rank - 1, 0)
-        place = row * longest + token
-        named = tl.where(live, 2 * is_high + is_low, 255)
-        tl.store(classes + place, named.to(tl.uint8), mask=inside)
-        tl.store(ranks + place, rank, mask=inside)
-        highs += tl.sum(is_high, 0)
-        lows += tl.sum(is_low, 0)
-    tl.store(counts + row * 2, highs)
-    tl.store(counts + row * 2 + 1, lows)
+def plan_retirement(
+    arena: Tensor,
+    raw: PageLayout,
+    leaving: Tensor,
+    high: Section,
+    low: Section | None,
+    slots: Tensor,
+    now: Tensor,
+    *,
+    alpha_high: float,
+    alpha_low: float,
+) -> Retirement:
+    """See ``retire.plan_retirement``; tokens of a page that there is not are dropped."""
+    shape, device = (*leaving.shape, raw.tokens), arena.device
+    classes = torch.empty(shape, dtype=torch.uint8, device=device)
+    targets, victims, fallen = (torch.empty_like(classes, dtype=torch.int32) for _ in range(3))
+    counts = torch.empty(*leaving.shape, 2, dtype=torch.int32, device=device)
+    found = Retirement(classes, targets, victims, fallen, counts)
+    alphas = alpha_high, alpha_low
+    for launch in plan_page(arena, raw, leaving, high, low, slots, now, alphas, found):
+        launch.run()
+    return found
+
+
+def plan_page(
+    arena: Tensor,
+    raw: PageLayout,
+    leaving: Tensor,
+    high: Section,
+    low: Section | None,
+    slots: Tensor,
+    now: Tensor,
+    alphas: tuple[float, float],
+    found: Retirement,
+) -> list[Launch]:
+    """The launch of one call, into the outputs given."""
+    rows, heads = leaving.shape
+    check_indices(leaving, slots, now)
+    check_device("plan_retirement", arena, leaving, slots, now)
+    for section in (high, low):
+        if section is not None:
+            check_arena(arena, section.layout)
+            check_indices(section.pages, section.tokens)
+            check_device("plan_retirement", arena, section.pages, section.tokens)
+    seen = now.double()
+    limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
+    arguments = (
+        arena, arena.shape[0], leaving.contiguous(), slots.contiguous(), now.contiguous(), limits,
+        *section_arguments(high), *_low_arguments(low), *found,
+    )  # fmt: skip
+    constants = {
+        "RAW": form_of(raw),
+        "HIGH": form_of(high.layout),
+        "HIGH_BACKWARD": high.backward,
+        "LOW": None if low is None else form_of(low.layout),
+        "LOW_BACKWARD": low is not None and low.backward,
+        "TOKENS": power_of_two(raw.tokens),
+        "TILE": TILE,
+    }
+    return [Launch(retire_page, (1, heads, rows), arguments, constants)]
+
+
+def _low_arguments(low: Section | None) -> Iterator[Argument]:
+    if low is None:
+        yield from (None, None, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        yield from section_arguments(low)

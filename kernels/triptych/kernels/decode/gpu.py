@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, score_run
-from triptych.kernels.form import MIN_DOT, form_of
+from triptych.kernels.form import MIN_DOT, form_of, section_arguments
 from triptych.kernels.launch import (
     Argument,
     Launch,
@@ -147,7 +147,7 @@ def plan_scores(
     for section, runs in zip(sections, asked.runs, strict=True):
         arguments = (
             asked.query, arena, asked.slots, asked.positions, lse, arena.shape[0],
-            *factors_of(scale, softcap), window, float(weight), *_place(section),
+            *factors_of(scale, softcap), window, float(weight), *section_arguments(section),
         )  # fmt: skip
         form = {"FORM": form_of(section.layout), "BACKWARD": section.backward, "RUNS": runs}
         constants = {**asked.constants(softcap), **form}
@@ -251,20 +251,10 @@ def _runs(sections: Sequence[Section], tile: Tile, head_rows: int, processors: i
     return runs
 
 
-def _place(section: Section) -> Iterator[Argument]:
-    """Table, counts and their sizes, as kernels take them for one section."""
-    yield section.pages
-    yield section.tokens
-    yield min(section.pages.shape[0], section.tokens.shape[0])
-    yield section.pages.shape[2]
-    yield from section.pages.stride()
-    yield from section.tokens.stride()
-
-
 def _places(sections: Sequence[Section]) -> Iterator[Argument]:
-    """The same for each of the places that a launch has for sections."""
+    """Arguments for each of the places that a launch has for sections."""
     for section in sections:
-        yield from _place(section)
+        yield from section_arguments(section)
     for _ in range(SECTIONS - len(sections)):
         yield from (None, None, 0, 0, 0, 0, 0, 0, 0)
 

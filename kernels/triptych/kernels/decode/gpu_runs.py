@@ -14,6 +14,7 @@ from triptych.kernels.gpu_pages import (
     metadata_of,
     positions_of,
     products,
+    row_of,
     soften,
     split_query,
     tile_logits,
@@ -74,18 +75,15 @@ def run_of(
 ):  # fmt: skip
     """Table, width, tokens, first and last tile (exclusive) of a run of this head row.
 
-    Runs differ by no more than one tile. A slot that there is not has one token and no
-    page, which then shows as a wrong page.
+    Runs differ by no more than one tile.
     """
-    head, slot = tl.program_id(1), tl.load(slots + tl.program_id(2))
-    is_known = (slot >= 0) & (slot < slot_count)
-    at = tokens + slot.to(tl.int64) * count_slot + head * count_head
-    count = tl.load(at, mask=is_known, other=1)
-    table += slot.to(tl.int64) * by_slot + head.to(tl.int64) * by_head
+    table, width, count = row_of(
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
+    )
     tiles = (count + TILE - 1) // TILE
     each = (tiles + RUNS - 1) // RUNS
     first = run * each
-    return table, tl.where(is_known, width, 0), count, first, tl.minimum(first + each, tiles)
+    return table, width, count, first, tl.minimum(first + each, tiles)
 
 
 @triton.jit

@@ -159,9 +159,9 @@ def _compact() -> Iterator[Planned]:
     outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
     yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
     for dim, names in product(HEAD_DIMS, (("k8v4", "k4v2"), ("k8v4",))):
-        raw, cells = _layout("fp16", dim), [_meta(4, 8, 20) for _ in range(4)]
+        raw, cells = _layout("fp16", dim), _meta(4, 8, 20)
         high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
-        found = Retirement(cells[0].byte(), *cells[1:], _meta(4, 8, 2))
+        found = Retirement(cells.byte(), cells, cells, cells, _meta(4, 8, 2))
         given = _arena(dim), raw, _meta(4, 8), high, low, _meta(4), _meta(4)
         yield f"{'+'.join(names)} d{dim}", compact.plan_page(*given, (1.0, 0.3), found)
 

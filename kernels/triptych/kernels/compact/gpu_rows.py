@@ -1,4 +1,4 @@
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # Triton's language is not Python: the checker sees integers where tiles will be.
 """Kernels that plan where the tokens of a head row go."""
 

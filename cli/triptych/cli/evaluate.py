@@ -6,23 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from triptych.cli.commas import integers, words
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.servefile import read_serve_file
+from triptych.cli.studies import run_with_progress
 from triptych.core.config import AppConfig, DType
 
 if TYPE_CHECKING:
-    from triptych.workers.quality.study import Results, Study
+    from triptych.workers.quality.study import Results
 
 app = typer.Typer(help="Measure what compression costs in quality.", no_args_is_help=True)
 
@@ -112,36 +105,13 @@ def quality(
         study = replace(study, methods=tuple(named))
     host = host_info()
     started = time.monotonic()
-    results = _with_progress(study)
+    results = run_with_progress(study)
     if json_file:
         seconds = {"seconds": round(time.monotonic() - started, 1)}
         write_json({"host": host, **seconds, **results.as_json()}, json_file)
     show_results(results)
     if plot:
         _draw(results, plot)
-
-
-def _with_progress(study: "Study") -> "Results":
-    """Run, with a bar for every method on a terminal."""
-    from triptych.workers.quality.study import measure, prepare, report
-
-    bars = Progress(
-        TextColumn("{task.description:>24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
-    )
-    ids = dict[str, TaskID]()
-
-    def announce(name: str, cases: int) -> None:
-        ids[name] = bars.add_task(name, total=cases)
-
-    prepared = prepare(study)
-    with bars:
-        records = measure(prepared, lambda name, count: bars.advance(ids[name], count), announce)
-    return report(prepared, records)
 
 
 def show_results(results: "Results") -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from triptych.cli import bench, config, evaluate, kernels, model, pool
+from triptych.cli.calibrate import calibrate
 from triptych.cli.output import notes
 from triptych.cli.serve import serve
 from triptych.cli.validate import validate
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(validate)
+app.command()(calibrate)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(kernels.app, name="kernels")

@@ -125,6 +125,9 @@ class CompressorConfig:
     recent_window_tokens: int | Auto = "auto"
     """Newest tokens that stay in 16 bits; ``auto`` without a profile: 64."""
 
+    high_window_tokens: int = 64
+    """Newest tokens that are high at least: too young to be judged (``diffkv``)."""
+
     sink_tokens: int = 1
     """First tokens that stay in 16 bits, rounded up to whole pages: attention rests on them."""
 
@@ -151,6 +154,8 @@ class CompressorConfig:
         window = self.recent_window_tokens
         require(window == "auto" or window >= 0, "compressor.recent_window_tokens", window, ">= 0")
         require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")
+        young = self.high_window_tokens
+        require(young >= 0, "compressor.high_window_tokens", young, ">= 0")
         every = self.score_every_tokens
         require(every >= 0, "compressor.score_every_tokens", every, ">= 0")
 

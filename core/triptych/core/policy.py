@@ -30,12 +30,13 @@ class Policy:
     """What becomes of each token.
 
     The first ``sink_tokens`` and the newest ``window_tokens`` stay in 16 bits, since most
-    attention rests on them. Of the others, those whose mean attention from later tokens
-    reaches ``alpha_high / n`` of ``n`` tokens are high; from ``alpha_low / n`` on they are low;
-    the rest is dropped. A uniform policy is the case in which all are high.
+    attention rests on them; the newest ``high_window_tokens`` are high at least. Of the others,
+    those whose mean attention from later tokens reaches ``alpha_high / n`` of ``n`` tokens are
+    high; from ``alpha_low / n`` on they are low; the rest is dropped. A uniform policy is the
+    case in which all are high.
 
-    Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n). Sink and window in 16
-            bits are ours (docs/log.md): the papers keep the window in the high format
+    Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
+            tokens). Sink and window in 16 bits are ours (docs/log.md)
     """
 
     name: str
@@ -46,6 +47,8 @@ class Policy:
     alpha_high: float = 0.0
     alpha_low: float = 0.0
     window_tokens: int = 64
+    high_window_tokens: int = 64
+    """Newest tokens that are high at least, whatever attention they receive."""
     sink_tokens: int = 1
     score_every: int = 0
     """Tokens of an answer from one update of the scores to the next; 0: nobody asks for them."""
@@ -63,15 +66,17 @@ class Policy:
         is_uniform = kind == "uniform"
         high = form if is_uniform else _chosen(config.high_format, known.high_format)
         window = _chosen(config.recent_window_tokens, known.recent_window_tokens)
+        alpha_high = 0.0 if is_uniform else _chosen(config.alpha_high, known.alpha_high)
         policy = cls(
             name=name,
             high_format=high.lower(),
             low_format=None if is_uniform else _chosen(config.low_format, known.low_format).lower(),
-            alpha_high=0.0 if is_uniform else _chosen(config.alpha_high, known.alpha_high),
+            alpha_high=alpha_high,
             alpha_low=0.0 if is_uniform else _chosen(config.alpha_low, known.alpha_low),
             window_tokens=window,
+            high_window_tokens=config.high_window_tokens,
             sink_tokens=config.sink_tokens,
-            score_every=0 if is_uniform else config.score_every_tokens,
+            score_every=config.score_every_tokens if alpha_high > 0 else 0,
             basis=_basis(config, high, profile),
         )
         policy.check()

@@ -77,7 +77,7 @@ USUAL_VARIANTS = {
     "load_cells": "k8v4 d128",
     "transcode_cells": "fp16>k8v4 d128",
     "classify": "any",
-    "retire_page": "k8v4+k4v2 d128",
+    "retire_tokens": "k8v4+k4v2 d128",
 }
 """The variant of each kernel that every commit compiles: a usual one that needs many registers."""
 
@@ -159,11 +159,11 @@ def _compact() -> Iterator[Planned]:
     outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
     yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
     for dim, names in product(HEAD_DIMS, (("k8v4", "k4v2"), ("k8v4",))):
-        raw, cells = _layout("fp16", dim), _meta(4, 8, 20)
+        cells, row = _meta(4, 8, 20), _meta(4)
         high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
-        found = Retirement(cells.byte(), cells, cells, cells, _meta(4, 8, 2))
-        given = _arena(dim), raw, _meta(4, 8), high, low, _meta(4), _meta(4)
-        yield f"{'+'.join(names)} d{dim}", compact.plan_page(*given, (1.0, 0.3), found)
+        found = Retirement(cells, cells, cells, _meta(4, 8, 2))
+        made = compact.plan_rows(_arena(dim), high, low, row, row, row, (1.0, 0.3), found)
+        yield f"{'+'.join(names)} d{dim}", made
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

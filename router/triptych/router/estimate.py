@@ -93,4 +93,4 @@ class ByteModel:
             return raw.pages(tokens + more) - raw.pages(tokens)
         fewest = self.plan.sink_tokens + self.plan.policy.window_tokens
         more_raw = self.plan.raw_pages(tokens + more) + 1 - raw.pages(min(tokens, fewest))
-        return self.plan.high.pages(more) + more_raw
+        return self.plan.most_pages(more) + more_raw

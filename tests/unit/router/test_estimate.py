@@ -69,7 +69,6 @@ class FakeRow:
         self.raw_tokens -= leaving
 
     def write(self) -> None:
-        self.low_share = 0.0
         self.encode()
         self.raw_tokens += 1
         self.most = max(self.most, self.pages)

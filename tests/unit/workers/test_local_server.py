@@ -171,7 +171,7 @@ def test_diffkv_trades_error_for_bytes(
     ]
     for policy in [*policies, {"policy": "uniform:k4v2"}]:
         settings = config(
-            compressor={"recent_window_tokens": 20, **policy},
+            compressor={"recent_window_tokens": 20, "high_window_tokens": 0, **policy},
             prefill={"chunk_tokens": chunk_tokens},
         )
         with LocalServer(settings, tiny_model) as server:
@@ -201,3 +201,41 @@ def test_significance_is_the_same_however_the_prompt_is_cut(tiny_model: Path) ->
             answers = server.complete([server.request(p, greedy(3)) for p in LONG])
         sizes.add(sum(stored_bytes(answer) for answer in answers))
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 512])
+def test_rotated_keys_and_values_give_the_same_answers(
+    tiny_model: Path, reference: LlamaForCausalLM, chunk_tokens: int
+) -> None:
+    settings = config(
+        compressor={"policy": "uniform:fp16", "basis": "rotated"},
+        prefill={"chunk_tokens": chunk_tokens},
+    )
+    with LocalServer(settings, tiny_model) as server:
+        answers = server.complete([server.request(p, greedy(40)) for p in LONG])
+    for one, answer in zip(LONG, answers, strict=True):
+        assert differences(reference, one, answer).max() < 2e-2
+
+
+def pages_after(path: Path, answer_tokens: int, **compressor: object) -> int:
+    """Pages that one request holds after so many tokens of its answer."""
+    settings = config(
+        compressor={"policy": "diffkv", "recent_window_tokens": 20, **compressor},
+    )
+    with LocalServer(settings, path) as server:
+        events = server.stream([server.request(prompt(60), greedy(answer_tokens + 30))])
+        for _ in range(answer_tokens):
+            next(events)
+        held = server.pool.stat().request_pages + server.pool.taken_pages
+        events.close()
+    return held
+
+
+def test_tokens_of_an_answer_are_told_apart_too(tiny_model: Path) -> None:
+    """All high, some low, all low: fewer pages each time, though the prompt is short."""
+    high = pages_after(tiny_model, 400, alpha_high=0.0)
+    frozen = pages_after(tiny_model, 400, alpha_high=1e9, score_every_tokens=0)
+    mixed = pages_after(tiny_model, 400, alpha_high=1.0, score_every_tokens=4)
+    low = pages_after(tiny_model, 400, alpha_high=1e9, score_every_tokens=4)
+    assert low < mixed < high
+    assert low < frozen <= high

@@ -183,6 +183,7 @@ class CompressEngine:
             torch.full((rows,), end - first, dtype=torch.int32),
             torch.full((rows,), min(1.0, policy.alpha_high / tokens)),
             torch.full((rows,), min(1.0, policy.alpha_low / tokens)),
+            window=max(0, policy.high_window_tokens - (tokens - end)),
         )
         wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
         plans = list[ClassPlan]()

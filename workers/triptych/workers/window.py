@@ -2,8 +2,8 @@
 # torch.from_numpy has no type hints.
 """Tokens that leave the window of a running request: planned and moved for all head rows at once.
 
-A raw page leaves as a whole, once none of its tokens is in the window. Its tokens become high or
-low or are dropped, and less significant ones step down for them (``plan_retirement``).
+A raw page leaves as a whole, once none of its tokens is in the 16-bit window. Its tokens become
+high, and less significant ones step down for them (``plan_retirement``).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from triptych.core.pages import PagePlan
 from triptych.kernels import plan_retirement, transcode
-from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.workers.rows import SectionTable
 
 Ids = NDArray[np.int32]
@@ -30,13 +29,11 @@ class Leaving:
 
     slots: Ids
     """Slot of each request."""
-    classes: NDArray[np.uint8]
-    """Of each token of the page, [..., tokens]."""
-    targets: Ids
-    """Its place within that class."""
-    victims: Ids
-    """Places of high tokens that step down; negative: none."""
-    victim_targets: Ids
+    places: Ids
+    """Places in high of the tokens of the page, [..., tokens]."""
+    movers: Ids
+    """Places of high tokens that step down for them; negative: none."""
+    mover_places: Ids
     """Their places in low; negative: dropped."""
     counts: Ids
     """Tokens of high and low afterwards, [..., 2]."""
@@ -45,10 +42,9 @@ class Leaving:
         """The part of some of the requests."""
         return Leaving(
             slots=self.slots[requests],
-            classes=self.classes[:, requests],
-            targets=self.targets[:, requests],
-            victims=self.victims[:, requests],
-            victim_targets=self.victim_targets[:, requests],
+            places=self.places[:, requests],
+            movers=self.movers[:, requests],
+            mover_places=self.mover_places[:, requests],
             counts=self.counts[:, requests],
         )
 
@@ -71,34 +67,47 @@ class Window:
         return self.plan.leaving_pages(int(self.raw.tokens[0, slot, 0])) > 0
 
     def leaving(self, slots: Sequence[int], seen: Sequence[int]) -> Leaving:
-        """Plan what becomes of the page behind the sink; ``seen``: tokens of each request."""
+        """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
+
+        Its tokens become high. As many older ones leave the window of tokens that are high in any
+        case, and are judged: their positions are a fixed distance behind those of the page.
+        """
         at = np.array(slots, np.int32)
         layers, all_slots, kv_heads, _ = self.raw.pages.shape
-        pages = self.raw.pages[:, at, :, self.plan.sink_pages].reshape(-1, kv_heads)
         first: Ids = np.arange(layers, dtype=np.int32) * np.int32(all_slots)
         rows: Ids = (first[:, None] + at).ravel()
+        now: Ids = np.array(seen, np.int32)
         policy = self.plan.policy
         told_apart = float(policy.score_every > 0)
         plan = plan_retirement(
             self.arena,
-            self.raw.layout,
-            torch.from_numpy(np.ascontiguousarray(pages)),
             self.high.every_layer,
             self.low.every_layer if self.low is not None else None,
             torch.from_numpy(rows),
-            torch.tensor(seen, dtype=torch.int32).repeat(layers),
+            torch.from_numpy(np.tile(now, layers)),
+            torch.from_numpy(np.tile(self._first_judged(at, now), layers)),
+            count=self.raw.layout.tokens,
             alpha_high=policy.alpha_high * told_apart,
             alpha_low=policy.alpha_low * told_apart,
         )
         shape = (layers, len(slots), kv_heads, -1)
         return Leaving(
             slots=at,
-            classes=plan.classes.numpy().reshape(shape),
-            targets=plan.targets.numpy().reshape(shape),
-            victims=plan.victims.numpy().reshape(shape),
-            victim_targets=plan.victim_targets.numpy().reshape(shape),
+            places=plan.places.numpy().reshape(shape),
+            movers=plan.movers.numpy().reshape(shape),
+            mover_places=plan.mover_places.numpy().reshape(shape),
             counts=plan.counts.numpy().reshape(shape),
         )
+
+    def _first_judged(self, slots: Ids, seen: Ids) -> Ids:
+        """The oldest position that leaves the high window with this page.
+
+        Only what is in high already can be judged, so it is one page behind at least.
+        """
+        behind_sink = self.raw.tokens[0, slots, 0] - self.plan.sink_tokens
+        policy = self.plan.policy
+        lag = max(self.raw.layout.tokens, policy.high_window_tokens - policy.window_tokens)
+        return seen - behind_sink - np.int32(lag)
 
     def move(self, leaving: Leaving) -> Ids:
         """Move tokens as planned, into pages that the tables have by now.
@@ -109,15 +118,14 @@ class Window:
         """
         raw, high, low = self.raw, self.high, self.low
         if low is not None:
-            fallen = np.nonzero(leaving.victim_targets >= 0)
-            source = _cells(high, leaving, fallen, leaving.victims)
-            self._transcode(high, low, source, _cells(low, leaving, fallen, leaving.victim_targets))
-        for name, table in ((LOW, low), (HIGH, high)):
-            if table is not None:
-                chosen = np.nonzero(leaving.classes == name)
-                source = self._raw_cells(leaving, chosen)
-                self._transcode(raw, table, source, _cells(table, leaving, chosen, leaving.targets))
-                table.tokens[:, leaving.slots] = leaving.counts[..., 0 if name == HIGH else 1]
+            falling = np.nonzero(leaving.mover_places >= 0)
+            source = _cells(high, leaving, falling, leaving.movers)
+            self._transcode(high, low, source, _cells(low, leaving, falling, leaving.mover_places))
+            low.tokens[:, leaving.slots] = leaving.counts[..., 1]
+        every = np.nonzero(leaving.places >= 0)
+        source = self._raw_cells(leaving, every)
+        self._transcode(raw, high, source, _cells(high, leaving, every, leaving.places))
+        high.tokens[:, leaving.slots] = leaving.counts[..., 0]
         first = self.plan.sink_pages
         gone = [raw.drop_pages(slot, slice(first, first + 1)) for slot in leaving.slots.tolist()]
         return np.stack(gone)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
-from triptych.kernels.compact.reference import DROPPED, HIGH, LOW
 from triptych.kernels.compact.retire import NONE, Retirement
 from triptych.kernels.compiled import kernel
 from triptych.kernels.pages import Section, check_arena, check_indices
@@ -15,55 +14,53 @@ from triptych.kernels.pages import Section, check_arena, check_indices
 
 def plan_retirement(
     arena: Tensor,
-    raw: PageLayout,
-    leaving: Tensor,
     high: Section,
     low: Section | None,
     slots: Tensor,
     now: Tensor,
+    judged: Tensor,
     *,
+    count: int,
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement:
     """See ``retire.plan_retirement``."""
-    check_indices(leaving, slots, now)
-    shape = *leaving.shape, raw.tokens
-    classes = np.empty(shape, np.uint8)
-    targets, victims, fallen = (np.full(shape, NONE, np.int32) for _ in range(3))
-    counts = np.empty((*leaving.shape, 2), np.int32)
+    check_indices(slots, now, judged)
+    rows = len(slots), high.tokens.shape[1]
+    places, movers, mover_places = (np.full((*rows, count), NONE, np.int32) for _ in range(3))
+    counts = np.empty((*rows, 2), np.int32)
     words = arena.numpy().view(np.int32)
     _plan(
         words,
         words.view(np.float32),
-        _places(arena, raw),
-        leaving.numpy(),
         *_table(arena, high),
         *(_table(arena, low) if low is not None else _no_table(high)),
         slots.numpy(),
         now.numpy(),
+        judged.numpy(),
         alpha_high,
         alpha_low,
-        classes,
-        targets,
-        victims,
-        fallen,
+        places,
+        movers,
+        mover_places,
         counts,
     )
-    return Retirement(*map(torch.from_numpy, (classes, targets, victims, fallen, counts)))
+    return Retirement(*map(torch.from_numpy, (places, movers, mover_places, counts)))
 
 
 def _table(arena: Tensor, section: Section) -> tuple:
-    places = _places(arena, section.layout)
     pages = section.pages.numpy()
-    return places, pages[..., ::-1] if section.backward else pages, section.tokens.numpy()
+    forward = pages[..., ::-1] if section.backward else pages
+    return _offsets(arena, section.layout), forward, section.tokens.numpy()
 
 
 def _no_table(like: Section) -> tuple:
     slots, heads = like.tokens.shape
-    return np.zeros(3, np.int64), np.zeros((slots, heads, 0), np.int32), np.zeros_like(like.tokens)
+    no_pages = np.zeros((slots, heads, 1), np.int32)[..., ::-1]
+    return np.ones(3, np.int64), no_pages, np.zeros_like(like.tokens)
 
 
-def _places(arena: Tensor, layout: PageLayout) -> np.ndarray:
+def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
     """Tokens of a page, and where its scores and positions start, in words of 4 bytes."""
     check_arena(arena, layout)
     return np.array([layout.tokens, layout.offsets[4] // 4, layout.offsets[5] // 4])
@@ -71,59 +68,82 @@ def _places(arena: Tensor, layout: PageLayout) -> np.ndarray:
 
 @kernel
 def _plan(
-    words, numbers, raw, leaving,
+    words, numbers,
     high, high_pages, high_tokens, low, low_pages, low_tokens,
-    slots, now, alpha_high, alpha_low,
-    classes, targets, victims, fallen, counts,
+    slots, now, judged, alpha_high, alpha_low,
+    places, movers, mover_places, counts,
 ):  # fmt: skip
-    for r in range(leaving.shape[0]):
+    for r in range(len(slots)):
         slot, seen = slots[r], now[r]
         is_high, is_low = min(1.0, alpha_high / seen), min(1.0, alpha_low / seen)
-        for head in range(leaving.shape[1]):
-            kinds, wanted = classes[r, head], np.zeros(3, np.int64)
-            for token in range(raw[0]):
-                mean = _mean_of(words, numbers, leaving[r, head], raw, token, seen)
-                kinds[token] = HIGH if mean >= is_high else LOW if mean >= is_low else DROPPED
-                wanted[kinds[token]] += 1
-            n_high, n_low = high_tokens[slot, head], low_tokens[slot, head]
-            step_down, means = _least(
-                words, numbers, high, high_pages[slot, head], n_high, seen, is_high, wanted[HIGH]
-            )
-            drop_out, _ = _least(
-                words, numbers, low, low_pages[slot, head], n_low, seen, is_low, wanted[LOW]
-            )
-            next_high = next_low = 0
-            for token in range(raw[0]):
-                if kinds[token] == HIGH:
-                    targets[r, head, token] = _place(step_down, n_high, next_high)
-                    next_high += 1
-                elif kinds[token] == LOW:
-                    targets[r, head, token] = _place(drop_out, n_low, next_low)
-                    next_low += 1
-            for i in range(len(step_down)):
-                victims[r, head, i] = step_down[i]
-                if means[i] >= is_low:
-                    fallen[r, head, i] = _place(drop_out, n_low, next_low)
-                    next_low += 1
-            counts[r, head, 0] = n_high + next_high - len(step_down)
-            counts[r, head, 1] = n_low + next_low - len(drop_out)
+        for head in range(places.shape[1]):
+            row = words, numbers, high, high_pages[slot, head], high_tokens[slot, head], seen
+            low_row = words, numbers, low, low_pages[slot, head], low_tokens[slot, head], seen
+            _plan_row(
+                row, low_row, judged[r], is_high, is_low,
+                places[r, head], movers[r, head], mover_places[r, head], counts[r, head],
+            )  # fmt: skip
 
 
 @kernel
-def _place(free, count, index):
-    """Where the ``index``-th newcomer goes: into a free place, else behind the list."""
-    return free[index] if index < len(free) else count + index - len(free)
+def _plan_row(row, low_row, judged, is_high, is_low, places, movers, mover_places, counts):
+    wanted, n_high, n_low = len(places), row[4], low_row[4]
+    leaving, means, still_high = _judge(row, judged, judged + wanted, is_high, is_low)
+    to_low = 0
+    while to_low < len(leaving) and means[to_low] >= is_low:
+        to_low += 1
+    victims, victim_means = _least(row, judged, is_high, still_high)
+    outcasts, _ = _least(low_row, 2**31 - 1, is_low, to_low)
+    count, next_low = 0, 0
+    for group in range(2):
+        who, significance = (leaving, means) if group == 0 else (victims, victim_means)
+        for i in range(len(who)):
+            movers[count] = who[i]
+            if significance[i] >= is_low:
+                if next_low < len(outcasts):
+                    mover_places[count] = outcasts[next_low]
+                else:
+                    mover_places[count] = n_low + next_low - len(outcasts)
+                next_low += 1
+            count += 1
+    for i in range(wanted):
+        places[i] = movers[i] if i < count else n_high + i - count
+    counts[0] = n_high + wanted - count
+    counts[1] = n_low + next_low - len(outcasts)
 
 
 @kernel
-def _least(words, numbers, layout, pages, count, seen, limit, wanted):
-    """Places and means of at most ``wanted`` tokens below ``limit``, the least first."""
+def _judge(row, first, end, is_high, is_low):
+    """Those at some positions that are no longer high, low ones first; and how many still are."""
+    words, numbers, layout, pages, count, seen = row
+    places, means = np.empty(end - first, np.int32), np.empty(end - first, np.float32)
+    found = still_high = 0
+    for wants_low in range(1, -1, -1):
+        for place in range(count):
+            page, token = pages[place // layout[0]], place % layout[0]
+            position = words[page, layout[2] + token]
+            if first <= position < end:
+                mean = np.float32(numbers[page, layout[1] + token] / np.float32(seen - position))
+                if mean >= is_high:
+                    still_high += wants_low
+                elif (mean >= is_low) == (wants_low == 1):
+                    places[found], means[found] = place, mean
+                    found += 1
+    return places[:found], means[:found], still_high
+
+
+@kernel
+def _least(row, end, limit, wanted):
+    """Of the tokens before position ``end``, at most ``wanted`` below ``limit``, least first."""
+    words, numbers, layout, pages, count, seen = row
     places, means, found = np.empty(wanted, np.int32), np.empty(wanted, np.float32), 0
     if wanted > 0 and limit > 0:
         for place in range(count):
             page, token = pages[place // layout[0]], place % layout[0]
-            mean = _mean_of(words, numbers, page, layout, token, seen)
-            if mean < limit and (found < wanted or mean < means[found - 1]):
+            position = words[page, layout[2] + token]
+            mean = np.float32(numbers[page, layout[1] + token] / np.float32(seen - position))
+            below = position < end and mean < limit
+            if below and (found < wanted or mean < means[found - 1]):
                 found = min(found + 1, wanted)
                 at = found - 1
                 while at > 0 and means[at - 1] > mean:
@@ -131,10 +151,3 @@ def _least(words, numbers, layout, pages, count, seen, limit, wanted):
                     at -= 1
                 places[at], means[at] = place, mean
     return places[:found], means[:found]
-
-
-@kernel
-def _mean_of(words, numbers, page, layout, token, seen):
-    """Significance of one token: its score over the tokens that came since."""
-    age = seen - words[page, layout[2] + token]
-    return np.float32(numbers[page, layout[1] + token] / np.float32(age))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageLayout
-from triptych.kernels.compact.gpu_rows import classify, retire_page
+from triptych.kernels.compact.gpu_rows import classify, retire_tokens
 from triptych.kernels.compact.retire import Retirement
 from triptych.kernels.form import form_of, section_arguments
 from triptych.kernels.launch import Argument, Launch, check_device, power_of_two
@@ -59,43 +58,41 @@ def plan(
 
 def plan_retirement(
     arena: Tensor,
-    raw: PageLayout,
-    leaving: Tensor,
     high: Section,
     low: Section | None,
     slots: Tensor,
     now: Tensor,
+    judged: Tensor,
     *,
+    count: int,
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement:
-    """See ``retire.plan_retirement``; tokens of a page that there is not are dropped."""
-    shape, device = (*leaving.shape, raw.tokens), arena.device
-    classes = torch.empty(shape, dtype=torch.uint8, device=device)
-    targets, victims, fallen = (torch.empty_like(classes, dtype=torch.int32) for _ in range(3))
-    counts = torch.empty(*leaving.shape, 2, dtype=torch.int32, device=device)
-    found = Retirement(classes, targets, victims, fallen, counts)
+    """See ``retire.plan_retirement``; tokens of a page that there is not stay where they are."""
+    shape = (len(slots), high.tokens.shape[1], count)
+    places, movers, mover_places = torch.empty(3, *shape, dtype=torch.int32, device=arena.device)
+    counts = torch.empty(*shape[:2], 2, dtype=torch.int32, device=arena.device)
+    found = Retirement(places, movers, mover_places, counts)
     alphas = alpha_high, alpha_low
-    for launch in plan_page(arena, raw, leaving, high, low, slots, now, alphas, found):
+    for launch in plan_rows(arena, high, low, slots, now, judged, alphas, found):
         launch.run()
     return found
 
 
-def plan_page(
+def plan_rows(
     arena: Tensor,
-    raw: PageLayout,
-    leaving: Tensor,
     high: Section,
     low: Section | None,
     slots: Tensor,
     now: Tensor,
+    judged: Tensor,
     alphas: tuple[float, float],
     found: Retirement,
 ) -> list[Launch]:
     """The launch of one call, into the outputs given."""
-    rows, heads = leaving.shape
-    check_indices(leaving, slots, now)
-    check_device("plan_retirement", arena, leaving, slots, now)
+    rows, heads, count = found.places.shape
+    check_indices(slots, now, judged)
+    check_device("plan_retirement", arena, slots, now, judged)
     for section in (high, low):
         if section is not None:
             check_arena(arena, section.layout)
@@ -104,19 +101,18 @@ def plan_page(
     seen = now.double()
     limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
     arguments = (
-        arena, arena.shape[0], leaving.contiguous(), slots.contiguous(), now.contiguous(), limits,
-        *section_arguments(high), *_low_arguments(low), *found,
+        arena, arena.shape[0], slots.contiguous(), now.contiguous(), judged.contiguous(), limits,
+        count, *section_arguments(high), *_low_arguments(low), *found,
     )  # fmt: skip
     constants = {
-        "RAW": form_of(raw),
         "HIGH": form_of(high.layout),
         "HIGH_BACKWARD": high.backward,
         "LOW": None if low is None else form_of(low.layout),
         "LOW_BACKWARD": low is not None and low.backward,
-        "TOKENS": power_of_two(raw.tokens),
+        "COUNT": power_of_two(count),
         "TILE": TILE,
     }
-    return [Launch(retire_page, (1, heads, rows), arguments, constants)]
+    return [Launch(retire_tokens, (1, heads, rows), arguments, constants)]
 
 
 def _low_arguments(low: Section | None) -> Iterator[Argument]:

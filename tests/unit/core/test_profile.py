@@ -1,0 +1,120 @@
+"""Profiles on disk, and what they answer where the settings say ``auto``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.layout import Geometry
+from triptych.core.policy import Basis, Policy
+from triptych.core.profile import Fidelity, Profile, Settings
+
+GEOMETRY = Geometry(layers=2, kv_heads=3, head_dim=32)
+CENTRE = bytes(range(192)) * 2
+PROFILE = Profile(
+    model="some-model",
+    revision="abc123",
+    geometry=GEOMETRY,
+    settings=Settings(policy="diffkv", alpha_high=5.0, recent_window_tokens=16),
+    key_centre=Profile.pack_centre(CENTRE),
+    measured=(
+        Fidelity(
+            context=1024, bytes_ratio=0.3, kl=0.004, top1_agreement=0.97, perplexity_ratio=1.002
+        ),
+    ),
+    texts="0123",
+)
+
+
+def policy(profile: Profile | None, **compressor: object) -> Policy:
+    config = AppConfig.from_mapping({"compressor": compressor})
+    return Policy.of(config.compressor, profile)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.write(path)
+    found = Profile.read(path)
+    assert found == PROFILE
+    assert found.centre == CENTRE
+    found.check_model("abc123", path)
+
+
+def test_a_profile_of_another_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"made for some-model .*abc123\).*xyz.*calibrate"):
+        PROFILE.check_model("xyz", tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"surprise": 1}, "unknown key"),
+        ({"key_centre": "AAAA"}, "3 bytes, expected 384"),
+        ({"key_centre": "not base64!"}, "key_centre"),
+        ({"settings": {"alpha_high": "much"}}, "alpha_high"),
+        ({"geometry": {"layers": 2}}, "kv_heads"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=message) as error:
+        Profile.read(path)
+    assert "profile.json" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])
+def test_what_is_no_profile_at_all_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"profile\.json"):
+        Profile.read(path)
+    with pytest.raises(ConfigError, match="missing"):
+        Profile.read(tmp_path / "missing.json")
+
+
+def test_auto_is_the_profile_if_there_is_one() -> None:
+    found = policy(PROFILE)
+    assert (found.name, found.high_format, found.low_format) == ("diffkv", "k8v4", "k4v2")
+    assert (found.alpha_high, found.window_tokens) == (5.0, 16)
+    assert found.basis == Basis(rotated=True, key_centre=CENTRE)
+    plain = policy(None)
+    assert (plain.name, plain.low_format, plain.window_tokens) == ("uniform:k8v4", None, 64)
+    assert plain.basis == Basis(rotated=True)
+
+
+def test_what_is_set_is_not_overruled_by_a_profile() -> None:
+    found = policy(PROFILE, alpha_high=2, low_format="k4v4", recent_window_tokens=0)
+    assert (found.alpha_high, found.low_format, found.window_tokens) == (2.0, "k4v4", 0)
+    assert policy(PROFILE, policy="uniform:k8v8").low_format is None
+    assert policy(PROFILE, basis="plain").basis == Basis()
+
+
+def test_keys_are_centred_only_where_it_helps() -> None:
+    assert policy(PROFILE, sink_tokens=0).basis == Basis(rotated=True)
+    assert policy(PROFILE, policy="uniform:fp16").basis == Basis()
+
+
+@pytest.mark.parametrize(
+    ("compressor", "message"),
+    [
+        ({"alpha_high": 1, "alpha_low": 2}, "alpha_low=2.0: expected 0 to alpha_high"),
+        ({"alpha_low": 6}, r"alpha_low=6.0: expected 0 to alpha_high \(5.0\)"),
+        ({"alpha_high": -1}, "alpha_high=-1.0"),
+        ({"high_format": "fp16"}, "high_format='fp16': expected a quantized format"),
+        ({"high_format": "k4v2"}, "low_format='k4v2': expected a format with fewer bits"),
+        ({"low_format": "k8v8"}, "low_format='k8v8': expected a format with fewer bits"),
+    ],
+)
+def test_thresholds_and_formats_out_of_order_are_refused(
+    compressor: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy(PROFILE, **compressor)

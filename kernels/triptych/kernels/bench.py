@@ -61,7 +61,7 @@ class Case:
     read_bytes: int
 
     def attend(self, backend: str) -> Tensor:
-        slots = torch.arange(len(self.query), dtype=torch.int32)
+        slots = torch.arange(len(self.query), dtype=torch.int32, device=self.query.device)
         scale = self.query.shape[2] ** -0.5
         attention = decode_attention.on(backend)
         return attention(self.query, self.arena, self.sections, slots, scale=scale)
@@ -86,31 +86,32 @@ def run(
     """
     rows: list[Row] = []
     for batch, context in product(batches, contexts):
-        query, baselines = _baselines(shape or Shape(), batch, context)
+        query, baselines = torch_attention(shape or Shape(), batch, context)
         for name in formats:
             case = build_case(shape or Shape(), name, query, context)
             for backend in backends:
-                _check(case, backend, name)
+                check_case(case, backend, name)
                 rows.append(_measure(case, backend, name, context, baselines, repeats))
     return rows
 
 
 def build_case(shape: Shape, name: str, query: Tensor, context: int) -> Case:
     """Random tokens for each request of ``query`` [R, H, d] in pages in random order."""
-    names, batch = name.split("+"), len(query)
+    names, batch, device = name.split("+"), len(query), query.device
     counts = [context // len(names)] * len(names)
     counts[-1] += context - sum(counts)
     page_bytes = default_page_bytes(shape.head_dim)
     layouts = [PageLayout(page_format(part), shape.head_dim, page_bytes) for part in names]
     widths = [layout.pages(count) for layout, count in zip(layouts, counts, strict=True)]
     head_rows = batch * shape.kv_heads
-    arena = torch.zeros(head_rows * sum(widths), page_bytes, dtype=torch.uint8)
-    free = torch.randperm(len(arena), dtype=torch.int32).view(batch, shape.kv_heads, -1)
+    arena = torch.zeros(head_rows * sum(widths), page_bytes, dtype=torch.uint8, device=device)
+    free = torch.randperm(len(arena), dtype=torch.int32, device=device)
+    free = free.view(batch, shape.kv_heads, -1)
     sections: list[Section] = []
     for layout, count, width in zip(layouts, counts, widths, strict=True):
         table, free = free[..., :width], free[..., width:]
         _fill(arena, layout, table, count)
-        tokens = torch.full((batch, shape.kv_heads), count, dtype=torch.int32)
+        tokens = torch.full((batch, shape.kv_heads), count, dtype=torch.int32, device=device)
         sections.append(Section(layout, table, tokens))
     read = sum(
         layout.format.read_bytes(shape.head_dim) * count
@@ -121,18 +122,21 @@ def build_case(shape: Shape, name: str, query: Tensor, context: int) -> Case:
 
 def _fill(arena: Tensor, layout: PageLayout, table: Tensor, count: int) -> None:
     """Store ``count`` random tokens in each head row of ``table`` [R, KH, M]."""
-    token = torch.arange(count)
+    token = torch.arange(count, device=arena.device)
     for pages in table:
-        key, value = torch.randn(2, count, len(pages), layout.head_dim)
+        key, value = torch.randn(2, count, len(pages), layout.head_dim, device=arena.device)
         where = pages[:, token // layout.tokens].T.contiguous()
         rows = (token % layout.tokens).int()[:, None].repeat(1, len(pages))
         store_tokens(arena, layout, key, value, where, rows, token.int())
 
 
-def _baselines(shape: Shape, batch: int, context: int) -> tuple[Tensor, list[Callable[[], Tensor]]]:
+def torch_attention(
+    shape: Shape, batch: int, context: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, list[Callable[[], Tensor]]]:
     """A query [R, H, d], and three ways to ask torch for the same attention."""
-    query = torch.randn(batch, shape.heads, shape.head_dim)
-    key, value = torch.randn(2, batch, shape.kv_heads, context, shape.head_dim)
+    query = torch.randn(batch, shape.heads, shape.head_dim, device=device).to(dtype)
+    size = (2, batch, shape.kv_heads, context, shape.head_dim)
+    key, value = torch.randn(size, device=device, dtype=dtype)
     group = shape.heads // shape.kv_heads
     wide_key, wide_value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     one, grouped = query[:, :, None], query.view(batch, shape.kv_heads, group, shape.head_dim)
@@ -143,7 +147,8 @@ def _baselines(shape: Shape, batch: int, context: int) -> tuple[Tensor, list[Cal
     ]
 
 
-def _check(case: Case, backend: str, name: str) -> None:
+def check_case(case: Case, backend: str, name: str) -> None:
+    """Raise ``TriptychError`` if a backend is further from the reference than ``TOLERANCE``."""
     error = (case.attend(backend) - case.attend("reference")).abs().max().item()
     if not error <= TOLERANCE:
         raise TriptychError(f"{backend} is off by {error:.2g} on {name} pages: not measured")

@@ -1,12 +1,13 @@
 """A page layout as Triton kernels take it: plain numbers, known when a kernel is compiled."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.launch import power_of_two
-from triptych.kernels.pages import is_channel_major
+from triptych.kernels.launch import Argument, power_of_two
+from triptych.kernels.pages import Section, is_channel_major
 
 MIN_DOT = 16
 """Tensor cores multiply no tile that is narrower."""
@@ -82,3 +83,13 @@ def form_of(layout: PageLayout) -> Form:
         scores=at[4],
         positions=at[5],
     )
+
+
+def section_arguments(section: Section) -> Iterator[Argument]:
+    """Table, counts, slots, width, and strides of both, as kernels take them for one section."""
+    yield section.pages
+    yield section.tokens
+    yield min(section.pages.shape[0], section.tokens.shape[0])
+    yield section.pages.shape[2]
+    yield from section.pages.stride()
+    yield from section.tokens.stride()

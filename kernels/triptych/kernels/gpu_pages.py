@@ -34,6 +34,20 @@ def metadata_of(page, row, live, FORM: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
+def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head):
+    """Table, width and tokens of a head row. Grid: anything, KV heads, requests.
+
+    A slot that there is not has one token and no page, which then shows as a wrong page.
+    """
+    head, slot = tl.program_id(1), tl.load(slots + tl.program_id(2))
+    is_known = (slot >= 0) & (slot < slot_count)
+    at = tokens + slot.to(tl.int64) * count_slot + head * count_head
+    count = tl.load(at, mask=is_known, other=1)
+    table += slot.to(tl.int64) * by_slot + head.to(tl.int64) * by_head
+    return table, tl.where(is_known, width, 0), count
+
+
+@triton.jit
 def cells_of(
     arena, page_count, table, width, stride, first, tokens,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr,
@@ -175,7 +189,64 @@ def capped(logits, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def soften(logits, peak, mass):
+    """One step of an online softmax in powers of two over the columns of a tile.
+
+    Returns the weights, by what earlier sums shrink, and the new peak and mass of each row.
+    """
+    before = peak
+    peak = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(logits - base[:, None])
+    rescale = tl.exp2(before - base)
+    return weights, rescale, peak, mass * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
 def positions_of(page, row, live, FORM: tl.constexpr):
     """Positions of a tile's tokens, -1 for those that are not live."""
     at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + row
     return tl.load(at, mask=live, other=-1)
+
+
+@triton.jit
+def units_at(page, row, unit, FORM: tl.constexpr, KEYS: tl.constexpr):
+    """Pointers to units of vectors: bytes, or fp16 numbers."""
+    if KEYS:
+        start = page
+        offset = row[:, None] * FORM.key_stride + unit[None, :] * FORM.key_unit_stride
+        bits: tl.constexpr = FORM.key_bits
+    else:
+        start = page + FORM.values
+        offset = row[:, None] * FORM.value_units + unit[None, :]
+        bits: tl.constexpr = FORM.value_bits
+    if bits == 16:
+        at = start.to(tl.pointer_type(tl.float16))[:, None] + offset
+    else:
+        at = start[:, None] + offset
+    return at
+
+
+@triton.jit
+def codes_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
+    """Codes of channels as int32; their bits apart, where a byte holds several."""
+    bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
+    count: tl.constexpr = FORM.key_units if KEYS else FORM.value_units
+    at = units_at(page, row, channel % count, FORM, KEYS)
+    byte = tl.load(at, mask=live[:, None] & (channel < FORM.dim)[None, :], other=0).to(tl.int32)
+    return (byte >> ((channel // count) * bits)[None, :]) & (2**bits - 1)
+
+
+@triton.jit
+def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
+    """Decoded channels of vectors in pages: float32."""
+    bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
+    if bits == 16:
+        at = units_at(page, row, channel, FORM, KEYS)
+        mask = live[:, None] & (channel < FORM.dim)[None, :]
+        numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        codes = codes_of(page, row, live, channel, FORM, KEYS)
+        scale, zero = metadata_of(page, row, live, FORM, KEYS)
+        numbers = half_of(codes).to(tl.float32) * scale[:, None] + zero[:, None]
+    return numbers

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from math import e, log2
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from triptych.core.errors import ConfigError
 Argument = Tensor | int | float | None
 
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -45,6 +47,9 @@ class Launch:
     constants: Mapping[str, object] = field(default_factory=dict[str, object])
     warps: int = 4
     stages: int = 2
+    registers: int = 255
+    """Of a thread, at most, on NVIDIA: all that it can have. If nothing is said, the assembler
+    may spill to fit more blocks."""
 
     @property
     def name(self) -> str:
@@ -55,10 +60,15 @@ class Launch:
         if 0 in self.grid:
             return
         device = next(item.device for item in self.arguments if isinstance(item, Tensor))
+        backend = "hip" if torch.version.hip else "cuda"
+        options = self.options(backend)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](
-                *self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-            )
+            self.kernel[self.grid](*self.arguments, **self.constants, **options)
+
+    def options(self, backend: str) -> dict[str, int]:
+        """What the compiler of a backend (``"cuda"``, ``"hip"``) is told."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if backend == "cuda" else options
 
     def source(self) -> ASTSource:
         """What the compiler takes: the types that this launch would be specialised on."""
@@ -90,6 +100,16 @@ def _specialised(value: Argument) -> tuple[str, bool]:
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below ``number``, at least 1."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def factors_of(scale: float, softcap: float) -> tuple[float, float]:
+    """The factor of logits before the cap, and the cap: in powers of two after it."""
+    return (scale / softcap, softcap * log2(e)) if softcap > 0 else (scale * log2(e), 0.0)
+
+
+def dense(vectors: Tensor) -> Tensor:
+    """Vectors whose channels are neighbours; a copy if they were not."""
+    return vectors if vectors.stride(-1) == 1 else vectors.contiguous()
 
 
 def check_device(name: str, *tensors: Tensor | None) -> None:

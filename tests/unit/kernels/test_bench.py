@@ -1,7 +1,8 @@
 import pytest
+import torch
 
 from triptych.core.errors import ConfigError
-from triptych.kernels import bench
+from triptych.kernels import bench, bench_gpu
 
 
 def test_a_row_counts_the_bytes_that_attention_reads() -> None:
@@ -20,3 +21,13 @@ def test_a_row_counts_the_bytes_that_attention_reads() -> None:
 def test_an_unknown_format_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no page format 'k3v3'"):
         bench.run(["cpu"], ["k3v3"], [1], [16], repeats=1)
+
+
+@pytest.mark.gpu
+def test_a_row_of_a_gpu_has_times_of_the_device() -> None:
+    torch.use_deterministic_algorithms(False)  # cuBLAS would ask for an environment variable
+    shape = bench.Shape(heads=4, kv_heads=2, head_dim=64)
+    (row,) = bench_gpu.run(["k8v4"], batch=2, context=64, shape=shape, repeats=2)
+    assert row.bytes == 2 * 2 * 64 * 104
+    assert 0 < row.time_us <= row.median_us
+    assert 0 < row.share_of_copy < 1

@@ -15,6 +15,7 @@ import torch
 CASES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
 
 
+@pytest.mark.timeout(900)  # a whole file, on cores that others may use too
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the files run on the GPU")
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_kernels_are_right_in_the_interpreter(path: Path, root: Path) -> None:

@@ -10,7 +10,7 @@ from triptych.core.layout import FORMATS, PageLayout
 from triptych.kernels import Retirement, Section, plan_retirement
 from triptych.kernels.pages import segments
 
-BACKENDS = plan_retirement.backends
+BACKENDS = [name for name in plan_retirement.backends if name != "cuda"]
 PAGE_BYTES, HEAD_DIM = 1792, 64
 HIGH, LOW = (PageLayout(FORMATS[name], HEAD_DIM, PAGE_BYTES) for name in ("k8v4", "k4v2"))
 HEADS, COUNT, WINDOW = 2, 13, 40

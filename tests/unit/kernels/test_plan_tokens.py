@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from triptych.kernels import plan_tokens
 
-BACKENDS = plan_tokens.backends
+BACKENDS = [name for name in plan_tokens.backends if name != "cuda"]
 
 
 def plan_one(

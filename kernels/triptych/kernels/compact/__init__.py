@@ -9,12 +9,18 @@ __all__ = ["Retirement", "plan_retirement", "plan_tokens"]
 plan_tokens = Op(
     name="plan_tokens",
     spec=reference.plan_tokens,
-    # A few passes of torch over 4 bytes a token: nothing beside the encoding that follows.
-    fast={"cpu": "triptych.kernels.compact.reference:plan_tokens"},
+    fast={
+        # A few passes of torch over 4 bytes a token: nothing beside the encoding that follows.
+        "cpu": "triptych.kernels.compact.reference:plan_tokens",
+        "cuda": "triptych.kernels.compact.gpu:plan_tokens",
+    },
 )
 
 plan_retirement = Op(
     name="plan_retirement",
     spec=retire.plan_retirement,
-    fast={"cpu": "triptych.kernels.compact.cpu:plan_retirement"},
+    fast={
+        "cpu": "triptych.kernels.compact.cpu:plan_retirement",
+        "cuda": "triptych.kernels.compact.gpu:plan_retirement",
+    },
 )

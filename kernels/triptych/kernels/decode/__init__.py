@@ -15,5 +15,8 @@ decode_attention = Op(
 score_tokens = Op(
     name="score_tokens",
     spec=reference.score_tokens,
-    fast={"cpu": "triptych.kernels.decode.cpu:score_tokens"},
+    fast={
+        "cpu": "triptych.kernels.decode.cpu:score_tokens",
+        "cuda": "triptych.kernels.decode.gpu:score_tokens",
+    },
 )

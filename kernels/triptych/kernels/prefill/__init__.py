@@ -9,5 +9,8 @@ __all__ = ["prefill_attention", "significance_of"]
 prefill_attention = Op(
     name="prefill_attention",
     spec=reference.prefill_attention,
-    fast={"cpu": "triptych.kernels.prefill.cpu:prefill_attention"},
+    fast={
+        "cpu": "triptych.kernels.prefill.cpu:prefill_attention",
+        "cuda": "triptych.kernels.prefill.gpu:prefill_attention",
+    },
 )

@@ -192,7 +192,7 @@ def _negative_page(section: Section) -> Section:
 
 
 def _more_tokens_than_pages(section: Section) -> Section:
-    return replace(section, tokens=section.tokens * 100)
+    return replace(section, tokens=section.tokens * 5)
 
 
 def _fewer_slots(section: Section) -> Section:

@@ -1,0 +1,56 @@
+"""Check every Triton kernel on a GPU, then time decode attention.
+
+    python benchmarks/gpu.py --json FILE
+
+Needs a CUDA device, torch, triton, numba, pytest and hypothesis. First the tests of the
+kernels run on the device; if one fails, nothing is timed. Where Triptych is not installed,
+set PYTHONPATH=core:kernels:cli.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from triptych.cli.loadgen.host import host_info
+from triptych.kernels import bench_gpu
+
+ROOT = Path(__file__).parents[1]
+TESTS = [
+    "-c", "/dev/null", "--rootdir", str(ROOT), "--import-mode=importlib", "-q",
+    str(ROOT / "tests/unit/kernels/gpu"),
+]  # fmt: skip
+"""The settings of the project name plug-ins that are not needed here."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check kernels, then time decode attention.")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,k8v4+k4v2+fp16")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=50)
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
+    tested = subprocess.run([sys.executable, "-m", "pytest", *TESTS], check=False)
+    if tested.returncode:
+        sys.exit("kernels disagree with the reference on this device: nothing is timed")
+    rows: list[dict[str, object]] = []
+    options = {"batch": asked.batch, "context": asked.context, "repeats": asked.repeats}
+    for row in bench_gpu.run(asked.formats.split(","), **options):
+        rows.append(asdict(row))
+        print(json.dumps(rows[-1]), flush=True)
+    if asked.json:
+        found = {"host": host_info(), "device": torch.cuda.get_device_name(), "rows": rows}
+        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

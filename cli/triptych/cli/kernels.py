@@ -1,0 +1,83 @@
+"""``triptych kernels``: what compilers make of the GPU kernels, on any machine."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from triptych.cli.output import console, make_table, notes, write_json
+
+if TYPE_CHECKING:
+    from triptych.kernels.ahead import Compiled, Task
+
+app = typer.Typer(help="Look at the GPU kernels.", no_args_is_help=True)
+
+COLUMNS = {
+    "kernel": "kernel",
+    "variant": "variant",
+    "target": "target",
+    "registers": "registers",
+    "spill B": "spill_bytes",
+    "shared B": "shared_bytes",
+    "I2F": "i2f",
+    "warps": "warps",
+    "stages": "stages",
+}
+
+
+@app.callback()
+def group() -> None:
+    """Look at the GPU kernels."""
+
+
+@app.command("check")
+def check(
+    target: Annotated[
+        list[str] | None, typer.Option(help="As sm_90 or gfx942; may be repeated. Default: all.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Each kernel in its most usual variants only.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> None:
+    """Compile all Triton kernels for several GPUs, and show what they take of a processor.
+
+    Needs no GPU. Compiled kernels stay in Triton's cache, so a second time is fast. The exit
+    code is 1 if a kernel spills registers to memory.
+    """
+    from triptych.kernels.ahead import TARGETS, tasks
+
+    made = compile_with_progress(tasks(target or list(TARGETS), quick=quick), jobs)
+    rows = [asdict(row) for row in made]
+    if json_file:
+        write_json({"rows": rows}, json_file)
+    console.print(
+        make_table(tuple(COLUMNS), [[row[at] for at in COLUMNS.values()] for row in rows])
+    )
+    spilled = [row for row in made if row.spill_bytes]
+    for row in spilled:
+        notes.print(f"{row.kernel} {row.variant} spills {row.spill_bytes} B on {row.target}")
+    if spilled:
+        raise typer.Exit(1)
+
+
+def compile_with_progress(wanted: Sequence["Task"], jobs: int) -> list["Compiled"]:
+    """Compile with a bar on a terminal; sorted by kernel, variant and target."""
+    from triptych.kernels.ahead import compile_all
+
+    bars = Progress(
+        TextColumn("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=notes,
+        disable=not notes.is_terminal,
+    )
+    with bars:
+        made = list(bars.track(compile_all(wanted, jobs), total=len(wanted)))
+    return sorted(made, key=lambda row: (row.kernel, row.variant, row.target))

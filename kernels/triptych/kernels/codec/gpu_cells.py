@@ -1,0 +1,199 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# Triton's language is not Python: the checker sees integers where tiles will be.
+"""Kernels of the codec: a program has a block of cells."""
+
+import triton
+import triton.language as tl
+
+from triptych.kernels.gpu_pages import (
+    cells_of,
+    codes_of,
+    metadata_of,
+    numbers_of,
+    positions_of,
+    units_at,
+)
+
+
+@triton.jit
+def store_cells(
+    arena, page_count, key, value, pages, rows, positions, scores, cells,
+    key_token, key_head, value_token, value_head,
+    FORM: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Encode a block of cells; cell ``token * KV_HEADS + head``."""
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    page, row, live = named_cells(arena, page_count, pages, rows, cell, cells, FORM)
+    token, head = cell // KV_HEADS, cell % KV_HEADS
+    at = key + token.to(tl.int64) * key_token + head.to(tl.int64) * key_head
+    quantize(at, row, page, row, live, None, FORM, True)
+    at = value + token.to(tl.int64) * value_token + head.to(tl.int64) * value_head
+    quantize(at, row, page, row, live, None, FORM, False)
+    position = tl.load(positions + token, mask=live, other=0)
+    tl.store((page + FORM.positions).to(tl.pointer_type(tl.int32)) + row, position, mask=live)
+    score = tl.full([BLOCK], 0.0, tl.float32)
+    if scores is not None:
+        score = tl.load(scores + cell, mask=live, other=0.0)
+    tl.store((page + FORM.scores).to(tl.pointer_type(tl.float32)) + row, score, mask=live)
+
+
+@triton.jit
+def transcode_cells(
+    arena, page_count, source_pages, source_rows, target_pages, target_rows, cells,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, KEY_WAY: tl.constexpr, VALUE_WAY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Re-encode a block of cells."""
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    old, old_row, is_old = named_cells(
+        arena, page_count, source_pages, source_rows, cell, cells, SOURCE
+    )
+    new, new_row, is_new = named_cells(
+        arena, page_count, target_pages, target_rows, cell, cells, TARGET
+    )
+    live = is_old & is_new
+    recode(old, old_row, new, new_row, live, SOURCE, TARGET, KEY_WAY, True)
+    recode(old, old_row, new, new_row, live, SOURCE, TARGET, VALUE_WAY, False)
+    word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
+    tl.store((new + TARGET.scores).to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)
+    word = positions_of(old, old_row, live, SOURCE)
+    tl.store((new + TARGET.positions).to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)
+
+
+@triton.jit
+def load_cells(
+    arena, page_count, table, width, by_row, by_page, tokens, longest, key, value, positions,
+    FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decode a block of tokens of one head row. Grid: blocks, rows."""
+    first, line = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
+    count = tl.load(tokens + line)
+    page, row, live, wrong = cells_of(
+        arena, page_count, table + line * by_row, width, by_page, first, count, FORM, False, BLOCK
+    )
+    token = first + tl.arange(0, BLOCK)
+    asked = token < longest
+    at = line * longest + token
+    tl.store(positions + at, positions_of(page, row, live, FORM), mask=asked)
+    unknown = tl.where(wrong, float("nan"), 0.0)[:, None]
+    channel = tl.arange(0, triton.next_power_of_2(FORM.dim))
+    to = at[:, None] * FORM.dim + channel[None, :]
+    mask = asked[:, None] & (channel < FORM.dim)[None, :]
+    vector = numbers_of(page, row, live, channel, FORM, True)
+    tl.store(key + to, tl.where(live[:, None], vector, unknown), mask=mask)
+    vector = numbers_of(page, row, live, channel, FORM, False)
+    tl.store(value + to, tl.where(live[:, None], vector, unknown), mask=mask)
+
+
+@triton.jit
+def named_cells(arena, page_count, pages, rows, cell, cells, FORM: tl.constexpr):
+    """Pages (pointers to bytes) and rows of cells, and which of them there are."""
+    asked = cell < cells
+    page = tl.load(pages + cell, mask=asked, other=-1)
+    row = tl.load(rows + cell, mask=asked, other=0)
+    live = (page >= 0) & (page < page_count) & (row >= 0) & (row < FORM.tokens)
+    page = tl.where(live, page, 0)
+    return arena + page.to(tl.int64) * FORM.page_bytes, tl.where(live, row, 0), live
+
+
+@triton.jit
+def given_numbers(
+    source, row, live, channel, SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """Channels of vectors to encode, kept inside the range of fp16.
+
+    ``source`` points to each vector itself, or if ``SOURCE`` is a form to its page.
+    """
+    if SOURCE is None:
+        mask = live[:, None] & (channel < FORM.dim)[None, :]
+        numbers = tl.load(source[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        numbers = numbers_of(source, row, live, channel, SOURCE, KEYS)
+    return tl.minimum(tl.maximum(numbers, -65504.0), 65504.0)
+
+
+@triton.jit
+def quantize(
+    source, source_row, page, row, live,
+    SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Encode vectors into pages, with the steps and roundings of ``quantizer.encode``.
+
+    Adding 1.5 * 2**23 rounds a number below 2**22 to the nearest integer, ties to even, and
+    leaves that integer in the low bits.
+    """
+    bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
+    count: tl.constexpr = FORM.key_units if KEYS else FORM.value_units
+    tile: tl.constexpr = FORM.key_tile if KEYS else FORM.value_tile
+    wide: tl.constexpr = triton.next_power_of_2(FORM.dim)
+    channel = tl.arange(0, wide)
+    inside = (channel < FORM.dim)[None, :]
+    numbers = given_numbers(source, source_row, live, channel, SOURCE, FORM, KEYS)
+    if bits == 16:
+        at = units_at(page, row, channel, FORM, KEYS)
+        tl.store(at, numbers.to(tl.float16), mask=live[:, None] & inside)
+    else:
+        top = tl.full([1], 2**bits - 1, tl.float32)
+        low = tl.min(tl.where(inside, numbers, float("inf")), 1)
+        high = tl.max(tl.where(inside, numbers, float("-inf")), 1)
+        scale = tl.div_rn(high - low, tl.broadcast_to(top, low.shape)).to(tl.float16)
+        zero = low.to(tl.float16)
+        usable = scale > 0.0
+        scale = tl.where(usable, scale, 1.0).to(tl.float16)
+        wide_scale = scale.to(tl.float32)[:, None]
+        unit = tl.arange(0, tile)
+        packed = tl.full([low.shape[0], tile], 0, tl.int32)
+        for share in tl.static_range(8 // bits):
+            part = given_numbers(source, source_row, live, share * count + unit, SOURCE, FORM, KEYS)
+            part -= zero.to(tl.float32)[:, None]
+            steps = tl.div_rn(part, tl.broadcast_to(wide_scale, part.shape))
+            steps = tl.minimum(tl.maximum(steps, 0.0), tl.broadcast_to(top[:, None], part.shape))
+            code = tl.cast(steps + 12582912.0, tl.int32, bitcast=True) & 0xFF
+            packed |= tl.where(usable[:, None], code, 0) << (share * bits)
+        at = units_at(page, row, unit, FORM, KEYS)
+        tl.store(at, packed.to(tl.uint8), mask=live[:, None] & (unit < count)[None, :])
+        store_metadata(page, row, live, scale, zero, FORM, KEYS)
+
+
+@triton.jit
+def store_metadata(page, row, live, scale, zero, FORM: tl.constexpr, KEYS: tl.constexpr):
+    """Write fp16 scales and zeros as one word each."""
+    low = tl.cast(scale, tl.uint16, bitcast=True).to(tl.int32)
+    high = tl.cast(zero, tl.uint16, bitcast=True).to(tl.int32)
+    start = page + (FORM.key_metadata if KEYS else FORM.value_metadata)
+    tl.store(start.to(tl.pointer_type(tl.int32)) + row, low | (high << 16), mask=live)
+
+
+@triton.jit
+def recode(
+    old, old_row, new, new_row, live,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, WAY: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a block of cells, by the way that loses nothing extra."""
+    bits: tl.constexpr = SOURCE.key_bits if KEYS else SOURCE.value_bits
+    to_bits: tl.constexpr = TARGET.key_bits if KEYS else TARGET.value_bits
+    count: tl.constexpr = TARGET.key_units if KEYS else TARGET.value_units
+    tile: tl.constexpr = TARGET.key_tile if KEYS else TARGET.value_tile
+    unit = tl.arange(0, tile)
+    mask = live[:, None] & (unit < count)[None, :]
+    if WAY == 0:  # COPY
+        units = tl.load(units_at(old, old_row, unit, SOURCE, KEYS), mask=mask, other=0)
+        tl.store(units_at(new, new_row, unit, TARGET, KEYS), units, mask=mask)
+        if bits < 16:
+            start = old + (SOURCE.key_metadata if KEYS else SOURCE.value_metadata)
+            word = tl.load(start.to(tl.pointer_type(tl.int32)) + old_row, mask=live, other=0)
+            start = new + (TARGET.key_metadata if KEYS else TARGET.value_metadata)
+            tl.store(start.to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)
+    elif WAY == 1:  # NARROW
+        ratio: tl.constexpr = (2**bits - 1) // (2**to_bits - 1)
+        packed = tl.full([live.shape[0], tile], 0, tl.int32)
+        for share in tl.static_range(8 // to_bits):
+            codes = codes_of(old, old_row, live, share * count + unit, SOURCE, KEYS)
+            packed |= ((codes + ratio // 2) // ratio) << (share * to_bits)
+        at = units_at(new, new_row, unit, TARGET, KEYS)
+        tl.store(at, packed.to(tl.uint8), mask=mask)
+        scale, zero = metadata_of(old, old_row, live, SOURCE, KEYS)
+        scale = (scale * ratio).to(tl.float16)
+        store_metadata(new, new_row, live, scale, zero.to(tl.float16), TARGET, KEYS)
+    else:
+        quantize(old, old_row, new, new_row, live, SOURCE, TARGET, KEYS)

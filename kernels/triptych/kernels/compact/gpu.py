@@ -1,0 +1,122 @@
+# pyright: reportUnknownVariableType=false
+# The arguments of kernels have no types.
+"""Planning on the GPU: one program for each head row, and nothing waits for the device."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.kernels.compact.gpu_rows import classify, retire_tokens
+from triptych.kernels.compact.retire import Retirement
+from triptych.kernels.form import form_of, section_arguments
+from triptych.kernels.launch import Argument, Launch, check_device, power_of_two
+from triptych.kernels.pages import Section, check_arena, check_indices
+
+TILE = 1024
+
+
+def plan_tokens(
+    scores: Tensor, tokens: Tensor, high: Tensor, low: Tensor, *, first: int = 0, window: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``reference.plan_tokens``: the same integers."""
+    classes = torch.empty_like(scores, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    ranks = torch.empty_like(classes, dtype=torch.int32)
+    counts = torch.empty(len(scores), 2, dtype=torch.int32, device=scores.device)
+    for launch in plan(scores, tokens, high, low, first, window, classes, ranks, counts):
+        launch.run()
+    return classes, ranks, counts
+
+
+def plan(
+    scores: Tensor,
+    tokens: Tensor,
+    high: Tensor,
+    low: Tensor,
+    first: int,
+    window: int,
+    classes: Tensor,
+    ranks: Tensor,
+    counts: Tensor,
+) -> list[Launch]:
+    """The launch of one call, into the outputs given."""
+    check_indices(tokens)
+    check_device("plan_tokens", scores, tokens, high, low)
+    if not scores.dtype == high.dtype == low.dtype == torch.float32:
+        raise ConfigError(
+            f"plan_tokens: scores {scores.dtype}, high {high.dtype}, low {low.dtype}: "
+            "expected float32"
+        )
+    rows, longest = scores.shape
+    arguments = (
+        scores, *scores.stride(), tokens.contiguous(), high.contiguous(), low.contiguous(),
+        first, window, longest, classes, ranks, counts,
+    )  # fmt: skip
+    return [Launch(classify, (rows,), arguments, {"TILE": TILE})]
+
+
+def plan_retirement(
+    arena: Tensor,
+    high: Section,
+    low: Section | None,
+    slots: Tensor,
+    now: Tensor,
+    judged: Tensor,
+    *,
+    count: int,
+    alpha_high: float,
+    alpha_low: float,
+) -> Retirement:
+    """See ``retire.plan_retirement``; tokens of a page that there is not stay where they are."""
+    shape = (len(slots), high.tokens.shape[1], count)
+    places, movers, mover_places = torch.empty(3, *shape, dtype=torch.int32, device=arena.device)
+    counts = torch.empty(*shape[:2], 2, dtype=torch.int32, device=arena.device)
+    found = Retirement(places, movers, mover_places, counts)
+    alphas = alpha_high, alpha_low
+    for launch in plan_rows(arena, high, low, slots, now, judged, alphas, found):
+        launch.run()
+    return found
+
+
+def plan_rows(
+    arena: Tensor,
+    high: Section,
+    low: Section | None,
+    slots: Tensor,
+    now: Tensor,
+    judged: Tensor,
+    alphas: tuple[float, float],
+    found: Retirement,
+) -> list[Launch]:
+    """The launch of one call, into the outputs given."""
+    rows, heads, count = found.places.shape
+    check_indices(slots, now, judged)
+    check_device("plan_retirement", arena, slots, now, judged)
+    for section in (high, low):
+        if section is not None:
+            check_arena(arena, section.layout)
+            check_indices(section.pages, section.tokens)
+            check_device("plan_retirement", arena, section.pages, section.tokens)
+    seen = now.double()
+    limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
+    arguments = (
+        arena, arena.shape[0], slots.contiguous(), now.contiguous(), judged.contiguous(), limits,
+        count, *section_arguments(high), *_low_arguments(low), *found,
+    )  # fmt: skip
+    constants = {
+        "HIGH": form_of(high.layout),
+        "HIGH_BACKWARD": high.backward,
+        "LOW": None if low is None else form_of(low.layout),
+        "LOW_BACKWARD": low is not None and low.backward,
+        "COUNT": power_of_two(count),
+        "TILE": TILE,
+    }
+    return [Launch(retire_tokens, (1, heads, rows), arguments, constants)]
+
+
+def _low_arguments(low: Section | None) -> Iterator[Argument]:
+    if low is None:
+        yield from (None, None, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        yield from section_arguments(low)

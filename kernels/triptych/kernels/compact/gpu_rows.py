@@ -1,0 +1,153 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# Triton's language is not Python: the checker sees integers where tiles will be.
+"""Kernels that plan where the tokens of a head row go."""
+
+import triton
+import triton.language as tl
+
+from triptych.kernels.gpu_pages import cells_of, positions_of, row_of
+
+
+@triton.jit
+def classify(
+    scores, by_row, by_token, tokens, high, low, first, window, longest, classes, ranks, counts,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One row, from its first token on: ranks go on where the tile before ended."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(tokens + row)
+    least_high, least_low = tl.load(high + row), tl.load(low + row)
+    highs = 0
+    lows = 0
+    for start in range(0, longest, TILE):
+        token = start + tl.arange(0, TILE)
+        inside, live = token < longest, (token < count) & (token < longest)
+        at = scores + row * by_row + token.to(tl.int64) * by_token
+        score = tl.load(at, mask=live, other=0.0)
+        kept = (token < first) | (token >= count - window)
+        is_high = (live & (kept | (score >= least_high))).to(tl.int32)
+        is_low = (live & (score >= least_low)).to(tl.int32) * (1 - is_high)
+        rank = tl.where(is_high > 0, highs + tl.cumsum(is_high, 0), lows + tl.cumsum(is_low, 0))
+        rank = tl.where(is_high + is_low > 0, rank - 1, 0)
+        place = row * longest + token
+        named = tl.where(live, 2 * is_high + is_low, 255)
+        tl.store(classes + place, named.to(tl.uint8), mask=inside)
+        tl.store(ranks + place, rank, mask=inside)
+        highs += tl.sum(is_high, 0)
+        lows += tl.sum(is_low, 0)
+    tl.store(counts + row * 2, highs)
+    tl.store(counts + row * 2 + 1, lows)
+
+
+@triton.jit
+def retire_tokens(
+    arena, page_count, slots, now, judged, limits, count,
+    high_table, high_tokens, high_slots, high_width, high_by_slot, high_by_head, high_by_page,
+    high_count_slot, high_count_head,
+    low_table, low_tokens, low_slots, low_width, low_by_slot, low_by_head, low_by_page,
+    low_count_slot, low_count_head,
+    places, movers, mover_places, counts,
+    HIGH: tl.constexpr, HIGH_BACKWARD: tl.constexpr, LOW: tl.constexpr,
+    LOW_BACKWARD: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Who steps down in one head row for ``count`` new tokens. Grid: 1, KV heads, requests."""
+    line = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    seen, first = tl.load(now + tl.program_id(2)), tl.load(judged + tl.program_id(2))
+    is_high = tl.load(limits + tl.program_id(2) * 2)
+    is_low = tl.load(limits + tl.program_id(2) * 2 + 1)
+    order = tl.arange(0, COUNT)
+    table, width, n_high = row_of(
+        high_table, high_tokens, slots, high_slots, high_width, high_by_slot, high_by_head,
+        high_count_slot, high_count_head,
+    )  # fmt: skip
+    leaving, is_out, n_leaving, still_high = least_tokens(
+        arena, page_count, table, width, high_by_page, n_high, seen, first, first + count,
+        is_high, is_low, count, HIGH, HIGH_BACKWARD, True, COUNT, TILE,
+    )  # fmt: skip
+    victims, bits, n_victims, _rest = least_tokens(
+        arena, page_count, table, width, high_by_page, n_high, seen, -1, first,
+        is_high, is_low, still_high, HIGH, HIGH_BACKWARD, False, COUNT, TILE,
+    )  # fmt: skip
+    leaves = (order < n_leaving) & (is_out == 0)
+    to_low = tl.sum(leaves.to(tl.int32), 0)
+    outcasts, n_low, n_out = victims, 0, 0
+    if LOW is not None:
+        table, width, n_low = row_of(
+            low_table, low_tokens, slots, low_slots, low_width, low_by_slot, low_by_head,
+            low_count_slot, low_count_head,
+        )  # fmt: skip
+        outcasts, _bits, n_out, _rest = least_tokens(
+            arena, page_count, table, width, low_by_page, n_low, seen, -1, 2**31 - 1,
+            is_low, is_low, to_low, LOW, LOW_BACKWARD, False, COUNT, TILE,
+        )  # fmt: skip
+    n_movers = n_leaving + n_victims
+    mover = tl.where(order < n_leaving, leaving, picked(victims, order - n_leaving))
+    fall = (tl.cast(bits, tl.float32, bitcast=True).to(tl.float64) >= is_low).to(tl.int32)
+    falls = (order >= n_leaving) & (order < n_movers) & (picked(fall, order - n_leaving) > 0)
+    number = (leaves | falls).to(tl.int32)
+    rank = tl.cumsum(number, 0) - number
+    below = tl.where(rank < n_out, picked(outcasts, rank), n_low + rank - n_out)
+    at, inside = line * count + order, order < count
+    tl.store(places + at, tl.where(order < n_movers, mover, n_high + order - n_movers), mask=inside)
+    tl.store(movers + at, tl.where(order < n_movers, mover, -1), mask=inside)
+    tl.store(mover_places + at, tl.where(number > 0, below, -1), mask=inside)
+    tl.store(counts + line * 2, n_high + count - n_movers)
+    tl.store(counts + line * 2 + 1, n_low + tl.sum(number, 0) - n_out)
+
+
+@triton.jit
+def picked(numbers, index):
+    """``numbers[index]``, 0 for an index out of range."""
+    order = tl.arange(0, numbers.shape[0])
+    return tl.sum(tl.where(index[:, None] == order[None, :], numbers[None, :], 0), 1)
+
+
+@triton.jit
+def least_tokens(
+    arena, page_count, table, width, by_page, tokens, seen, first, end, limit, is_low, wanted,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, BY_CLASS: tl.constexpr, COUNT: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """At most ``wanted`` tokens at positions from ``first`` to ``end`` with means below ``limit``.
+
+    The least comes first, of equals the first; ``BY_CLASS``: those from ``is_low`` on, then the
+    rest. Each sweep finds one, by a number that has the mean's bits (or the class) above the
+    place; mostly the first sweep finds that there is none. Returns places, those bits, how
+    many there are, and how many tokens are not below.
+    """
+    nothing: tl.constexpr = 2**63 - 1
+    order = tl.arange(0, COUNT)
+    places = tl.full([COUNT], -1, tl.int32)
+    tops = tl.full([COUNT], 0, tl.int32)
+    last = tl.full([1], -1, tl.int64)
+    found, rest, turn = 0, 0, 0
+    while turn < wanted:
+        best = tl.full([1], nothing, tl.int64)
+        rest = 0
+        for start in range(0, tokens, TILE):
+            page, row, live, _wrong = cells_of(
+                arena, page_count, table, width, by_page, start, tokens, FORM, BACKWARD, TILE
+            )
+            position = positions_of(page, row, live, FORM)
+            asked = live & (position >= first) & (position < end)
+            at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row
+            score = tl.load(at, mask=asked, other=0.0)
+            age = tl.where(asked, seen - position, 1)
+            mean = tl.div_rn(score, age.to(tl.float32))
+            if BY_CLASS:
+                top = (mean.to(tl.float64) < is_low).to(tl.int64)
+            else:
+                top = tl.cast(mean, tl.int32, bitcast=True).to(tl.int64)
+            key = (top << 32) | (start + tl.arange(0, TILE)).to(tl.int64)
+            below = asked & (mean.to(tl.float64) < limit)
+            rest += tl.sum((asked & (mean.to(tl.float64) >= limit)).to(tl.int32), 0)
+            best = tl.minimum(best, tl.min(tl.where(below & (key > last), key, nothing), 0))
+        one = tl.min(best, 0)
+        is_found = one != nothing
+        mine = (order == turn) & is_found
+        places = tl.where(mine, (one & 0xFFFFFFFF).to(tl.int32), places)
+        tops = tl.where(mine, (one >> 32).to(tl.int32), tops)
+        found += is_found.to(tl.int32)
+        turn = tl.where(is_found, turn + 1, wanted)
+        last = best
+    return places, tops, found, rest

@@ -1,0 +1,268 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: SIM102
+# Triton's language is not Python: the checker sees integers where tiles will be, and a
+# condition on constants must not share an `if` with one on numbers.
+"""Kernels of decode attention: a program reads a run of a section, for all heads of a group."""
+
+import triton
+import triton.language as tl
+
+from triptych.kernels.gpu_pages import (
+    capped,
+    cells_of,
+    half_of,
+    metadata_of,
+    positions_of,
+    products,
+    row_of,
+    soften,
+    split_query,
+    tile_logits,
+    value_units,
+)
+
+
+@triton.jit
+def attend_sections(
+    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, first_run,
+    scale, cap, window,
+    table_0, tokens_0, slots_0, width_0, by_slot_0, by_head_0, by_page_0,
+    count_slot_0, count_head_0,
+    table_1, tokens_1, slots_1, width_1, by_slot_1, by_head_1, by_page_1,
+    count_slot_1, count_head_1,
+    table_2, tokens_2, slots_2, width_2, by_slot_2, by_head_2, by_page_2,
+    count_slot_2, count_head_2,
+    FORM_0: tl.constexpr, BACKWARD_0: tl.constexpr, RUNS_0: tl.constexpr,
+    FORM_1: tl.constexpr, BACKWARD_1: tl.constexpr, RUNS_1: tl.constexpr,
+    FORM_2: tl.constexpr, BACKWARD_2: tl.constexpr, RUNS_2: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    EXACT: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: one run of one section of one head row, for all query heads of its group.
+
+    Grid: runs of the sections side by side, KV heads, requests.
+    """
+    run = tl.program_id(0)
+    if run < RUNS_0:
+        attend_run(
+            query, arena, slots, positions, partial, peaks, sums, page_count, all_runs,
+            first_run + run, run, scale, cap, window, table_0, tokens_0, slots_0, width_0,
+            by_slot_0, by_head_0, by_page_0, count_slot_0, count_head_0,
+            FORM_0, BACKWARD_0, RUNS_0, G, HEADS, TILE, EXACT, CAPPED,
+        )  # fmt: skip
+    if FORM_1 is not None:
+        if (run >= RUNS_0) & (run < RUNS_0 + RUNS_1):
+            attend_run(
+                query, arena, slots, positions, partial, peaks, sums, page_count, all_runs,
+                first_run + run, run - RUNS_0, scale, cap, window, table_1, tokens_1, slots_1,
+                width_1, by_slot_1, by_head_1, by_page_1, count_slot_1, count_head_1,
+                FORM_1, BACKWARD_1, RUNS_1, G, HEADS, TILE, EXACT, CAPPED,
+            )  # fmt: skip
+    if FORM_2 is not None:
+        if run >= RUNS_0 + RUNS_1:
+            attend_run(
+                query, arena, slots, positions, partial, peaks, sums, page_count, all_runs,
+                first_run + run, run - RUNS_0 - RUNS_1, scale, cap, window, table_2, tokens_2,
+                slots_2, width_2, by_slot_2, by_head_2, by_page_2, count_slot_2, count_head_2,
+                FORM_2, BACKWARD_2, RUNS_2, G, HEADS, TILE, EXACT, CAPPED,
+            )  # fmt: skip
+
+
+@triton.jit
+def run_of(
+    table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, run,
+    RUNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Table, width, tokens, first and last tile (exclusive) of a run of this head row.
+
+    Runs differ by no more than one tile.
+    """
+    table, width, count = row_of(
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
+    )
+    tiles = (count + TILE - 1) // TILE
+    each = (tiles + RUNS - 1) // RUNS
+    first = run * each
+    return table, width, count, first, tl.minimum(first + each, tiles)
+
+
+@triton.jit
+def oldest_of(positions, window):
+    """The oldest position that this request's query sees; 0 without a window."""
+    oldest = 0
+    if positions is not None:
+        oldest = tl.load(positions + tl.program_id(2)) - window + 1
+    return oldest
+
+
+@triton.jit
+def attend_run(
+    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, place, run,
+    scale, cap, window, table, tokens, slot_count, width, by_slot, by_head, by_page,
+    count_slot, count_head,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    EXACT: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """A softmax over a run of tokens: its largest logit, sum, and unnormalised output."""
+    table, width, count, first_tile, last_tile = run_of(
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, run,
+        RUNS, TILE,
+    )  # fmt: skip
+    group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
+    first_high, first_low, second_high, second_low, total, unit = split_query(
+        query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM
+    )
+    factor = (unit * scale)[:, None]
+    oldest = oldest_of(positions, window)
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([HEADS], tl.float32)
+    out_0 = tl.full([HEADS, FORM.value_tile], 0.0, tl.float32)
+    out_1 = out_0
+    out_2 = out_0
+    out_3 = out_0
+    for tile in range(first_tile, last_tile):
+        page, row, live, wrong = cells_of(
+            arena, page_count, table, width, by_page, tile * TILE, count, FORM, BACKWARD, TILE
+        )
+        logits = tile_logits(
+            first_high, first_low, second_high, second_low, total, page, row, live, FORM, EXACT
+        )
+        logits = capped(logits * factor, cap, CAPPED)
+        shown = live
+        if positions is not None:
+            shown = shown & (positions_of(page, row, live, FORM) >= oldest)
+        hidden = tl.where(wrong, float("nan"), float("-inf"))
+        logits = tl.where(shown[None, :], logits, hidden[None, :])
+        weights, rescale, peak, weight_sum = soften(logits, peak, weight_sum)
+        out_0, out_1, out_2, out_3 = add_values(
+            out_0 * rescale[:, None], out_1 * rescale[:, None], out_2 * rescale[:, None],
+            out_3 * rescale[:, None], weights, page, row, live, FORM, EXACT,
+        )  # fmt: skip
+    heads = tl.arange(0, HEADS)
+    slot_of_run = (group + heads) * all_runs + place
+    tl.store(peaks + slot_of_run, peak, mask=heads < G)
+    tl.store(sums + slot_of_run, weight_sum, mask=heads < G)
+    units = tl.arange(0, FORM.value_tile)
+    at = partial + slot_of_run.to(tl.int64)[:, None] * FORM.dim + units[None, :]
+    mask = (heads < G)[:, None] & (units < FORM.value_units)[None, :] & (first_tile < last_tile)
+    tl.store(at, out_0, mask=mask)
+    if FORM.value_bits < 8:
+        tl.store(at + FORM.value_units, out_1, mask=mask)
+    if FORM.value_bits < 4:
+        tl.store(at + 2 * FORM.value_units, out_2, mask=mask)
+        tl.store(at + 3 * FORM.value_units, out_3, mask=mask)
+
+
+@triton.jit
+def add_values(
+    out_0, out_1, out_2, out_3, weights, page, row, live, FORM: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Add the values of a tile, times their weights [HEADS, TILE], to each part of the output.
+
+    Weights take the scale of their value before they are rounded to fp16, relative to the
+    largest scale of the tile: small scales would be lost otherwise. Zeros are added in
+    float32.
+    """
+    units = value_units(page, row, live, FORM)
+    if FORM.value_bits == 16:
+        high, low = halves(weights)
+        out_0 += products(high, low, units, EXACT)
+    else:
+        scale, zero = metadata_of(page, row, live, FORM, False)
+        top = tl.max(scale, 0)
+        relative = scale * (1.0 / tl.where(top > 0, top, 1.0))
+        high, low = halves(weights * relative[None, :])
+        shift = tl.sum(weights * zero[None, :], 1)[:, None]
+        if FORM.value_bits == 8:
+            out_0 += products(high, low, half_of(units), EXACT) * top + shift
+        if FORM.value_bits == 4:
+            out_0 += products(high, low, half_of(units & 15), EXACT) * top + shift
+            out_1 += products(high, low, half_of(units >> 4), EXACT) * top + shift
+        if FORM.value_bits == 2:
+            out_0 += products(high, low, half_of(units & 3), EXACT) * top + shift
+            out_1 += products(high, low, half_of((units >> 2) & 3), EXACT) * top + shift
+            out_2 += products(high, low, half_of((units >> 4) & 3), EXACT) * top + shift
+            out_3 += products(high, low, half_of(units >> 6), EXACT) * top + shift
+    return out_0, out_1, out_2, out_3
+
+
+@triton.jit
+def halves(numbers):
+    """A float32 tile as fp16, and what rounding lost."""
+    high = numbers.to(tl.float16)
+    return high, (numbers - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def score_run(
+    query, arena, slots, positions, lse, page_count, scale, cap, window, weight,
+    table, tokens, slot_count, width, by_slot, by_head, by_page, count_slot, count_head,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    EXACT: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Add to the scores of a run of tokens; requests that share a page both count.
+
+    Grid: runs of one section, KV heads, requests.
+    """
+    table, width, count, first_tile, last_tile = run_of(
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head,
+        tl.program_id(0), RUNS, TILE,
+    )  # fmt: skip
+    group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
+    first_high, first_low, second_high, second_low, total, unit = split_query(
+        query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM
+    )
+    factor = (unit * scale)[:, None]
+    oldest = oldest_of(positions, window)
+    heads = tl.arange(0, HEADS)
+    sums = tl.load(lse + group + heads, mask=heads < G, other=float("inf"))
+    sums *= 1.4426950408889634  # log2(e)
+    for tile in range(first_tile, last_tile):
+        page, row, live, _wrong = cells_of(
+            arena, page_count, table, width, by_page, tile * TILE, count, FORM, BACKWARD, TILE
+        )
+        logits = tile_logits(
+            first_high, first_low, second_high, second_low, total, page, row, live, FORM, EXACT
+        )
+        logits = capped(logits * factor, cap, CAPPED)
+        received = tl.max(tl.exp2(logits - sums[:, None]), 0) * weight
+        shown = live & (received > 0)  # not where the sum is NaN: that would stay
+        if positions is not None:
+            shown = shown & (positions_of(page, row, live, FORM) >= oldest)
+        at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row
+        tl.atomic_add(at, received, mask=shown, sem="relaxed")
+
+
+@triton.jit
+def merge_runs(
+    partial, peaks, sums, out, lse, all_runs,
+    DIM: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One query head: its runs weighted by exp(peak - largest peak), divided by their sum.
+
+    Runs without a token wrote no output, and their part of ``partial`` may be NaN.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    runs = tl.arange(0, RUNS)
+    channel = tl.arange(0, WIDE)
+    mass = tl.load(sums + row * all_runs + runs, mask=runs < all_runs, other=0.0)
+    peak = tl.load(peaks + row * all_runs + runs, mask=runs < all_runs, other=float("-inf"))
+    largest = tl.max(peak, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(peak - base) * mass, 0)
+    mixed = tl.zeros([WIDE], tl.float32)
+    for first in range(0, all_runs, STEP):
+        step = first + tl.arange(0, STEP)
+        some_mass = tl.load(sums + row * all_runs + step, mask=step < all_runs, other=0.0)
+        used = (step < all_runs) & (some_mass != 0)
+        some_peak = tl.load(peaks + row * all_runs + step, mask=used, other=float("-inf"))
+        at = partial + (row * all_runs + step)[:, None] * DIM + channel[None, :]
+        part = tl.load(at, mask=used[:, None] & (channel < DIM)[None, :], other=0.0)
+        mixed += tl.sum(part * tl.exp2(some_peak - base)[:, None], 0)
+    mixed = mixed / tl.where(total == 0, 1.0, total)
+    tl.store(out + row * DIM + channel, mixed, mask=channel < DIM)
+    if lse is not None:
+        natural = (largest + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453
+        tl.store(lse + row, natural)

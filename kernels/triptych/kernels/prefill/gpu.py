@@ -1,0 +1,189 @@
+# pyright: reportUnknownVariableType=false
+# The arguments of kernels have no types.
+"""Prefill attention on the GPU: one pass for the output, a second for significance."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.kernels.form import MIN_DOT, form_of
+from triptych.kernels.launch import (
+    Argument,
+    Launch,
+    check_device,
+    dense,
+    factors_of,
+    is_interpreted,
+    power_of_two,
+)
+from triptych.kernels.pages import Past, check_arena, check_indices
+from triptych.kernels.prefill.gpu_blocks import attend_chunks, find_first, sum_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one program does."""
+
+    queries: int
+    keys: int
+    """At a time."""
+    warps: int
+    stages: int = 2
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.warps, self.stages
+
+
+BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
+"""By the largest head size that it is for. Chosen by registers: no spill for any format."""
+EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
+"""For float32, which no tensor core multiplies exactly."""
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Sequence[int],
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    past: Past | None = None,
+    significance: Tensor | None = None,
+) -> Tensor:
+    """See ``reference.prefill_attention``.
+
+    bfloat16 is multiplied as such, past keys and values too; float32 keeps its accuracy.
+    A page id that the arena does not have gives NaN.
+
+    Source:  FlashAttention (online softmax over blocks); column sums in a second pass over
+             the products, from the logarithms of the sums that the first one leaves
+    """
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    options = (scale, window, softcap, past, significance, out)
+    for launch in plan(query, key, value, offsets, *options):
+        launch.run()
+    return out
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Sequence[int],
+    scale: float,
+    window: int,
+    softcap: float,
+    past: Past | None,
+    significance: Tensor | None,
+    out: Tensor,
+) -> list[Launch]:
+    """The launches of one call: output, and if wanted the sums over new and over past keys."""
+    _check(query, key, value, past, significance)
+    total, heads, dim = query.shape
+    sequences = len(offsets) - 1
+    longest = max((end - start for start, end in pairwise(offsets)), default=0)
+    query, key, value = query.contiguous(), dense(key), dense(value)
+    is_exact = query.dtype == torch.float32
+    block = block_of(dim, is_exact)
+    starts = torch.tensor(offsets, dtype=torch.int32, device=query.device)
+    launches, first, lse = list[Launch](), None, None
+    if past is not None and window > 0:
+        first = torch.zeros(sequences, dtype=torch.int32, device=query.device)
+        launches.append(_plan_first(past, first))
+    if significance is not None:
+        lse = query.new_empty((total, heads), dtype=torch.float32)
+    shared = (*factors_of(scale, softcap), window, *_past_arguments(past))
+    constants = {
+        "FORM": None if past is None else form_of(past.layout),
+        "G": heads // key.shape[1],
+        "DIM": dim,
+        "WIDE": max(MIN_DOT, power_of_two(dim)),
+        "QUERIES": block.queries,
+        "KEYS": block.keys,
+        "CAPPED": softcap > 0,
+        "WINDOWED": window > 0,
+        # The interpreter cannot multiply bfloat16.
+        "TYPE": tl.float32 if is_exact or is_interpreted() else tl.bfloat16,
+    }
+    arguments = (
+        query, key, value, out, lse, starts, first, *key.stride()[:2], *value.stride()[:2],
+        *shared,
+    )  # fmt: skip
+    grid = (-(-longest // block.queries), heads, sequences)
+    launches.append(Launch(attend_chunks, grid, arguments, constants, *block.size))
+    if significance is None:
+        return launches
+    arguments = (
+        query, key, lse, starts, first, significance, *key.stride()[:2], *significance.stride(),
+        *shared,
+    )  # fmt: skip
+    old = 0 if past is None else past.pages.shape[2] * past.layout.tokens
+    for is_past, count in ((False, longest), (True, old)):
+        grid = (-(-count // block.keys), heads, sequences)
+        which = {**constants, "PAST": is_past}
+        if count:
+            launches.append(Launch(sum_columns, grid, arguments, which, *block.size))
+    return launches
+
+
+def block_of(dim: int, is_exact: bool) -> Block:
+    """How much a program does for vectors of ``dim`` channels."""
+    blocks = EXACT_BLOCKS if is_exact else BLOCKS
+    return next(block for size, block in blocks.items() if dim <= size)
+
+
+def _plan_first(past: Past, first: Tensor) -> Launch:
+    """Fill ``first`` with the position of each sequence's first new token."""
+    constants = {"FORM": form_of(past.layout), "TILE": 128}
+    arguments = (first, *_past_arguments(past))
+    return Launch(find_first, (len(first), past.tokens.shape[1]), arguments, constants)
+
+
+def _past_arguments(past: Past | None) -> Iterator[Argument]:
+    """Arena, its pages, table, width, strides, counts and their strides."""
+    if past is None:
+        yield from (None, 0, None, 0, 0, 0, 0, None, 0, 0)
+        return
+    yield past.arena
+    yield past.arena.shape[0]
+    yield past.pages
+    yield past.pages.shape[2]
+    yield from past.pages.stride()
+    yield past.tokens
+    yield from past.tokens.stride()
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, past: Past | None, significance: Tensor | None
+) -> None:
+    """Raise ``ConfigError`` unless a kernel can be compiled for the inputs."""
+    check_device("prefill_attention", query, key, value, significance)
+    dim = query.shape[2]
+    if query.dtype not in (torch.float32, torch.bfloat16) or {key.dtype, value.dtype} != {
+        query.dtype
+    }:
+        raise ConfigError(
+            f"prefill_attention: query {query.dtype}, key {key.dtype}, value {value.dtype}: "
+            "expected float32 or bfloat16 for all"
+        )
+    if dim > max(BLOCKS):
+        raise ConfigError(
+            f"prefill_attention: head_dim {dim}: GPU kernels take up to {max(BLOCKS)}"
+        )
+    if past is not None:
+        check_arena(past.arena, past.layout)
+        check_indices(past.pages, past.tokens)
+        check_device("prefill_attention", query, past.arena, past.pages, past.tokens)
+        if past.layout.head_dim != dim or past.tokens.shape[1] != key.shape[1]:
+            raise ConfigError(
+                f"prefill_attention: past of {past.tokens.shape[1]} KV heads, head_dim "
+                f"{past.layout.head_dim}: expected {key.shape[1]}, {dim}"
+            )

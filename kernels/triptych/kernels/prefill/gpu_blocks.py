@@ -1,0 +1,201 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# Triton's language is not Python: the checker sees integers where tiles will be, and a
+# condition on constants must not share an `if` with one on numbers.
+"""Kernels of prefill attention: a program has a block of queries, or sums a block of keys."""
+
+import triton
+import triton.language as tl
+
+from triptych.kernels.gpu_pages import capped, cells_of, numbers_of, positions_of, soften
+
+
+@triton.jit
+def past_of(table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head):
+    """A head row's page table, and how many tokens it holds."""
+    count = tl.load(counts + sequence.to(tl.int64) * count_sequence + head * count_head)
+    return table + sequence.to(tl.int64) * by_sequence + head.to(tl.int64) * by_head, count
+
+
+@triton.jit
+def find_first(
+    first, arena, page_count, table, width, by_sequence, by_head, by_page, counts,
+    count_sequence, count_head, FORM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Raise ``first[sequence]`` to one more than the largest position in one head row."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    table, count = past_of(
+        table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head
+    )
+    largest = tl.full([TILE], -1, tl.int32)
+    for start in range(0, count, TILE):
+        page, row, live, _wrong = cells_of(
+            arena, page_count, table, width, by_page, start, count, FORM, False, TILE
+        )
+        largest = tl.maximum(largest, positions_of(page, row, live, FORM))
+    tl.atomic_max(first + sequence, tl.max(largest, 0) + 1)
+
+
+@triton.jit
+def rows_at(start, stride, row, count, DIM: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
+    """Vectors ``row`` of a tensor [count, ...] as a tile [rows, WIDE]; zeros beyond its end."""
+    channel = tl.arange(0, WIDE)
+    at = start + row.to(tl.int64)[:, None] * stride + channel[None, :]
+    if DIM == WIDE:
+        mask = (row < count)[:, None]
+    else:
+        mask = (row < count)[:, None] & (channel < DIM)[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(TYPE)
+
+
+@triton.jit
+def soft_step(logits, values, peak, mass, mixed):
+    """Add a tile of values to the output ``mixed``, weighted by an online softmax."""
+    weights, rescale, peak, mass = soften(logits, peak, mass)
+    mixed = mixed * rescale[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return peak, mass, mixed
+
+
+@triton.jit
+def attend_chunks(
+    query, key, value, out, lse, starts, first, key_token, key_head, value_token, value_head,
+    scale, cap, window, arena, page_count, table, width, by_sequence, by_head, by_page, counts,
+    count_sequence, count_head,
+    FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """A block of queries of one head over the past in pages, then over new keys.
+
+    Grid: blocks of the longest sequence, query heads, sequences.
+    """
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - start
+    if tl.program_id(0) * QUERIES >= count:
+        return
+    heads = tl.num_programs(1)
+    asked = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    line = (start.to(tl.int64) * heads + head) * DIM
+    tile = rows_at(query + line, heads * DIM, asked, count, DIM, WIDE, TYPE)
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    mass = tl.full([QUERIES], 0.0, tl.float32)
+    mixed = tl.full([QUERIES, WIDE], 0.0, tl.float32)
+    if FORM is not None:
+        table, known = past_of(
+            table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head // G
+        )
+        channel = tl.arange(0, WIDE)
+        position = asked
+        if WINDOWED:
+            position = asked + tl.load(first + sequence)
+        # Codes are bytes, which no pipeline can fetch ahead but into registers.
+        for at in tl.range(0, known, KEYS, num_stages=1):
+            page, row, live, wrong = cells_of(
+                arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
+            )
+            keys = numbers_of(page, row, live, channel, FORM, True).to(TYPE)
+            logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+            logits = capped(logits * scale, cap, CAPPED)
+            shown = live[None, :]
+            if WINDOWED:
+                age = position[:, None] - positions_of(page, row, live, FORM)[None, :]
+                shown = shown & (age < window)
+            hidden = tl.where(wrong, float("nan"), float("-inf"))
+            logits = tl.where(shown, logits, hidden[None, :])
+            values = numbers_of(page, row, live, channel, FORM, False).to(TYPE)
+            peak, mass, mixed = soft_step(logits, values, peak, mass, mixed)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(tl.program_id(0) * QUERIES - window + 1, 0) // KEYS * KEYS
+    end = tl.minimum((tl.program_id(0) + 1) * QUERIES, count)
+    key += start.to(tl.int64) * key_token + (head // G) * key_head
+    value += start.to(tl.int64) * value_token + (head // G) * value_head
+    for at in range(begin, end, KEYS):
+        given = at + tl.arange(0, KEYS)
+        keys = rows_at(key, key_token, given, count, DIM, WIDE, TYPE)
+        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        logits = capped(logits * scale, cap, CAPPED)
+        shown = (given[None, :] <= asked[:, None]) & (given < count)[None, :]
+        if WINDOWED:
+            shown = shown & (asked[:, None] - given[None, :] < window)
+        logits = tl.where(shown, logits, float("-inf"))
+        values = rows_at(value, value_token, given, count, DIM, WIDE, TYPE)
+        peak, mass, mixed = soft_step(logits, values, peak, mass, mixed)
+    mass = tl.where(mass == 0, 1.0, mass)  # rows beyond the last query
+    channel = tl.arange(0, WIDE)
+    to = out + line + asked.to(tl.int64)[:, None] * (heads * DIM) + channel[None, :]
+    mask = (asked < count)[:, None] & (channel < DIM)[None, :]
+    tl.store(to, (mixed / mass[:, None]).to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        to = lse + (start + asked).to(tl.int64) * heads + head
+        tl.store(to, peak + tl.log2(mass), mask=asked < count)
+
+
+@triton.jit
+def sum_columns(
+    query, key, lse, starts, first, sums, key_token, key_head, sum_sequence, sum_head, sum_key,
+    scale, cap, window, arena, page_count, table, width, by_sequence, by_head, by_page, counts,
+    count_sequence, count_head,
+    FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    TYPE: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
+    """Add the weights that a block of keys gets from all new queries of one head.
+
+    ``lse`` holds log2 of each query's sum, so a weight is one exponential. No two programs
+    write one number. Grid: blocks of keys (past or new ones), query heads, sequences.
+    """
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    start = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - start
+    known = 0
+    if FORM is not None:
+        table, known = past_of(
+            table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head // G
+        )
+    at = tl.program_id(0) * KEYS
+    given = at + tl.arange(0, KEYS)
+    begin, end = 0, count
+    if PAST:
+        if at >= known:
+            return
+        page, row, live, _wrong = cells_of(
+            arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
+        )
+        keys = numbers_of(page, row, live, tl.arange(0, WIDE), FORM, True).to(TYPE)
+        position = given
+        if WINDOWED:
+            position = positions_of(page, row, live, FORM) - tl.load(first + sequence)
+        exists, index = live, given
+    else:
+        if at >= count:
+            return
+        key += start.to(tl.int64) * key_token + (head // G) * key_head
+        keys = rows_at(key, key_token, given, count, DIM, WIDE, TYPE)
+        begin = at // QUERIES * QUERIES
+        if WINDOWED:
+            end = tl.minimum(count, at + KEYS + window)
+        position, exists, index = given, given < count, known + given
+    received = tl.full([KEYS], 0.0, tl.float32)
+    line = query + (start.to(tl.int64) * heads + head) * DIM
+    for other in range(begin, end, QUERIES):
+        asked = other + tl.arange(0, QUERIES)
+        tile = rows_at(line, heads * DIM, asked, count, DIM, WIDE, TYPE)
+        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        logits = capped(logits * scale, cap, CAPPED)
+        total = tl.load(
+            lse + (start + asked).to(tl.int64) * heads + head, mask=asked < count, other=0.0
+        )
+        shown = exists[None, :] & (asked < count)[:, None]
+        if not PAST:
+            shown = shown & (given[None, :] <= asked[:, None])
+        if WINDOWED:
+            shown = shown & (asked[:, None] - position[None, :] < window)
+        weights = tl.where(shown, tl.exp2(logits - total[:, None]), 0.0)
+        received += tl.sum(weights, 0)
+    to = (
+        sums + sequence.to(tl.int64) * sum_sequence + head.to(tl.int64) * sum_head + index * sum_key
+    )
+    tl.store(to, tl.load(to, mask=exists, other=0.0) + received, mask=exists)

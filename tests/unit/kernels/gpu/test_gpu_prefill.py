@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS
+from triptych.kernels import Past, prefill_attention
+
+NewCache = Callable[..., Any]
+"""``conftest.Cache``."""
+RAGGED = [1, 70, 0, 40]
+"""New tokens of each sequence."""
+
+
+def offsets_of(counts: list[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts) + 1)]
+
+
+def check(
+    device: Any,
+    counts: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    past: Past | None = None,
+    **options: Any,
+) -> None:
+    """Output and significance must be those of the reference, and nothing else be written."""
+    offsets = offsets_of(counts)
+    query = torch.randn(offsets[-1], heads, head_dim).to(dtype)
+    # Keys and values as a model has them: views of one tensor.
+    both = torch.randn(offsets[-1], kv_heads, 2 * head_dim).to(dtype)
+    key, value = both[..., :head_dim], both[..., head_dim:]
+    longest = max(counts) + (0 if past is None else int(past.tokens.max()))
+    want_sums = torch.rand(len(counts), heads, longest + 3)
+    (got_sums,) = device.take(want_sums.clone())
+    options = {"scale": head_dim**-0.5, **options}
+    want = prefill_attention.on("reference")(
+        query, key, value, offsets, past=past, significance=want_sums, **options
+    )
+    moved = None
+    if past is not None:
+        arena, pages, tokens = device.take(past.arena, past.pages, past.tokens)
+        moved = Past(arena, past.layout, pages, tokens)
+    inputs = device.take(query, key, value)
+    attend = prefill_attention.on("cuda")
+    got = attend(*inputs, offsets, past=moved, significance=got_sums, **options)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got_sums.cpu(), want_sums, rtol=limit, atol=limit)
+    plain = attend(*inputs, offsets, past=moved, **options)
+    torch.testing.assert_close(plain, got, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+def test_each_sequence_attends_to_itself_causally(head_dim: int, device: Any) -> None:
+    check(device, RAGGED, 4, 2, head_dim)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (16, 1)])
+def test_query_heads_share_the_keys_of_their_group(heads: int, kv_heads: int, device: Any) -> None:
+    check(device, [35, 3], heads, kv_heads, 64)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bfloat16_in_is_bfloat16_out(head_dim: int, device: Any) -> None:
+    check(device, RAGGED, 4, 2, head_dim, torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{"window": 1}, {"window": 33}, {"softcap": 1.5}])
+def test_windows_and_soft_caps_change_the_weights(options: dict[str, Any], device: Any) -> None:
+    check(device, RAGGED, 4, 2, 64, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 25}, {"softcap": 2.0}])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_past_in_pages_comes_first(
+    name: str, options: dict[str, Any], device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=60)
+    stored = cache.fill(name, [[40, 11], [0, 0], [7, 50]], first_position=100, order="token")
+    section = stored.section
+    past = Past(cache.arena, section.layout, section.pages, section.tokens)
+    check(device, [20, 5, 50], 4, 2, 64, past=past, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_a_past_of_other_head_sizes(
+    head_dim: int, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim, pages=60)
+    section = cache.fill("k8v4", [[70, 11], [13, 0]]).section
+    past = Past(cache.arena, section.layout, section.pages, section.tokens)
+    check(device, [20, 35], 4, 2, head_dim, dtype, past)
+
+
+def test_a_page_that_there_is_not_gives_no_number(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=30)
+    section = cache.fill("k8v4", [[40], [3]]).section
+    section.pages[0] += 10**6
+    arena, pages, tokens = device.take(cache.arena, section.pages, section.tokens)
+    past = Past(arena, section.layout, pages, tokens)
+    query, key, value = device.take(*torch.randn(3, 6, 1, 64).unbind())
+    got = prefill_attention.on("cuda")(query, key, value, [0, 3, 6], scale=0.1, past=past)
+    assert got[:3].isnan().all()
+    assert got[3:].isfinite().all()
+
+
+def _tables(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return tensor, tensor[:, :1], tensor[:, :1]
+
+
+def test_no_new_tokens_are_no_work(device: Any) -> None:
+    (empty,) = device.take(torch.randn(0, 2, 64))
+    got = prefill_attention.on("cuda")(*_tables(empty), [0, 0, 0], scale=0.1)
+    assert got.shape == (0, 2, 64)
+
+
+def test_what_kernels_cannot_read_is_an_error(device: Any) -> None:
+    (wide,) = device.take(torch.randn(4, 2, 320))
+    attend = prefill_attention.on("cuda")
+    with pytest.raises(ConfigError, match="head_dim 320"):
+        attend(*_tables(wide), [0, 4], scale=0.1)
+    with pytest.raises(ConfigError, match="float16"):
+        attend(*_tables(wide[..., :64].half()), [0, 4], scale=0.1)

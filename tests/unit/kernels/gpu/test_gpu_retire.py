@@ -1,0 +1,68 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.layout import PageLayout
+from triptych.kernels import plan_retirement
+from triptych.kernels.pages import segments
+
+NewCache = Callable[..., Any]
+"""``conftest.Cache``."""
+
+
+def set_scores(arena: Tensor, layout: PageLayout, pages: Tensor, now: int) -> None:
+    """Sums that give means around the thresholds, some of them equal."""
+    scores, positions = segments(arena, layout).scores, segments(arena, layout).positions
+    means = torch.tensor([0.0, 0.3, 0.9, 1.0, 1.1, 4.0])[torch.randint(0, 6, scores.shape)]
+    scores[pages] = (means / now * (now - positions))[pages]
+
+
+def check(
+    device: Any, new_cache: NewCache, counts: list[list[list[int]]], alphas: tuple[float, float]
+) -> None:
+    """``counts[kind][slot][head]``: high and low tokens; all integers must be the reference's."""
+    cache, now = new_cache(64, pages=120), torch.tensor([900, 800], dtype=torch.int32)
+    judged = torch.tensor([3, 60], dtype=torch.int32)
+    stored = [
+        cache.fill(name, tokens).section
+        for name, tokens in zip(("k8v4", "k4v2"), counts, strict=False)
+    ]
+    for section in stored:
+        used = section.pages[section.pages < 2**30].unique().long()
+        set_scores(cache.arena, section.layout, used, 800)
+    if len(stored) > 1:
+        stored[1] = replace(stored[1], pages=stored[1].pages.flip(-1), backward=True)
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    options: dict[str, Any] = {"count": 13, "alpha_high": alphas[0], "alpha_low": alphas[1]}
+    low = stored[1] if len(stored) > 1 else None
+    want = plan_retirement.on("reference")(
+        cache.arena, stored[0], low, slots, now, judged, **options
+    )
+    moved = [device.section(section) for section in stored]
+    inputs = device.take(slots, now, judged)
+    (arena,) = device.take(cache.arena)
+    low = moved[1] if len(moved) > 1 else None
+    got = plan_retirement.on("cuda")(arena, moved[0], low, *inputs, **options)
+    for name, mine, its in zip(want._fields, got, want, strict=True):
+        assert mine.dtype == its.dtype
+        assert torch.equal(mine.cpu(), its), name
+
+
+MANY = [[[90, 3], [40, 700]], [[200, 0], [7, 55]]]
+FEW = [[[2, 0], [1, 5]], [[1, 3], [0, 2]]]
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 0.3), (3.0, 0.0), (1.0, 1.0), (1e6, 1.0), (0.7, 0.1)])
+@pytest.mark.parametrize("counts", [MANY, FEW])
+def test_tokens_leave_as_the_reference_says(
+    counts: list[list[list[int]]], alphas: tuple[float, float], device: Any, new_cache: NewCache
+) -> None:
+    check(device, new_cache, counts, alphas)
+
+
+def test_without_a_low_section_all_is_appended(device: Any, new_cache: NewCache) -> None:
+    check(device, new_cache, [[[90, 3], [40, 30]]], (0.0, 0.0))

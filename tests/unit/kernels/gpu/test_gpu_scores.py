@@ -1,0 +1,121 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS
+from triptych.kernels import Section, decode_attention, score_tokens
+
+NewCache = Callable[..., Any]
+"""``conftest.Cache``."""
+
+
+def check(
+    device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
+) -> None:
+    """The bytes of all pages must be those of the reference, but for the last digits."""
+    slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
+    options = {"scale": query.shape[2] ** -0.5, **options}
+    weight = options.pop("weight", 1.0)
+    lse = torch.empty(query.shape[:2])
+    decode_attention.on("reference")(query, arena, sections, slots, lse=lse, **options)
+    # Twice: scores are added to.
+    want, (got,) = arena.clone(), device.take(arena.clone())
+    for _ in range(2):
+        score_tokens.on("reference")(query, want, sections, slots, lse, weight=weight, **options)
+        moved = {
+            name: value.to(device.name) if isinstance(value, Tensor) else value
+            for name, value in options.items()
+        }
+        inputs = device.take(query, slots, lse)
+        score_tokens.on("cuda")(
+            inputs[0], got, [device.section(part) for part in sections], *inputs[1:],
+            weight=weight, **moved,
+        )  # fmt: skip
+    assert not torch.equal(want, arena)
+    same = got.cpu() == want
+    tolerance = 1e-4 if query.dtype == torch.float32 else 5e-3
+    words = (~same).view(*want.shape[:1], -1, 4).any(2)
+    mine, its = got.cpu().view(torch.float32)[words], want.view(torch.float32)[words]
+    torch.testing.assert_close(mine, its, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_scores_grow_by_the_largest_weight_of_the_group(
+    name: str, head_dim: int, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim, pages=30)
+    order = "channel" if head_dim == 64 else "token"
+    stored = cache.fill(name, [[1, 33], [70, 5]], order=order)
+    check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
+
+
+@pytest.mark.parametrize("group", [1, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_sections_and_heads_count(
+    group: int, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(128, pages=60)
+    high = cache.fill("k8v4", [[40, 5], [3, 90]], order="token").section
+    low = cache.fill("k4v2", [[3, 60], [0, 1]], order="token").section
+    low = replace(low, pages=low.pages.flip(-1), backward=True)
+    query = torch.randn(2, 2 * group, 128).to(dtype)
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    check(device, query, cache.arena, [high, low], slots=slots, weight=0.25)
+
+
+@pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 1.5}])
+def test_hidden_tokens_get_nothing_and_caps_hold(
+    options: dict[str, Any], device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30)
+    stored = cache.fill("k8v4", [[100, 60]]).section
+    positions = torch.tensor([70], dtype=torch.int32)
+    check(device, torch.randn(1, 4, 64) * 5, cache.arena, [stored], positions=positions, **options)
+
+
+def test_requests_that_share_pages_all_count(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=30)
+    section = cache.fill("fp16", [[30]]).section
+    query = torch.randn(1, 2, 64)
+    (want,) = device.take(cache.arena.clone())
+    (got,) = device.take(cache.arena)
+    lse = torch.zeros(1, 2)
+    score = score_tokens.on("cuda")
+    for arena, times, weight in ((want, 1, 3.0), (got, 3, 1.0)):
+        repeated = device.take(query.repeat(times, 1, 1), torch.zeros(times).int())
+        (sums,) = device.take(lse.repeat(times, 1))
+        score(repeated[0], arena, [device.section(section)], repeated[1], sums, scale=0.1,
+              weight=weight)  # fmt: skip
+    words = (got != want).view(len(got), -1, 4).any(2)
+    torch.testing.assert_close(got.view(torch.float32)[words], want.view(torch.float32)[words])
+
+
+def test_a_row_with_a_wrong_page_keeps_its_scores(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=30)
+    section = cache.fill("k8v4", [[70]]).section
+    section.pages[0, 0, -1] = 10**6
+    (arena,) = device.take(cache.arena.clone())
+    moved, (query, slots) = (
+        device.section(section),
+        device.take(torch.randn(1, 2, 64), torch.zeros(1).int()),
+    )
+    lse = torch.empty(1, 2, device=device.name)
+    decode_attention.on("cuda")(query, arena, [moved], slots, scale=0.1, lse=lse)
+    score_tokens.on("cuda")(query, arena, [moved], slots, lse, scale=0.1)
+    assert torch.equal(arena.cpu(), cache.arena)
+
+
+def test_a_sum_of_another_shape_is_an_error(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=30)
+    section = device.section(cache.fill("k8v4", [[4]]).section)
+    query, slots, lse = device.take(torch.randn(1, 2, 64), torch.zeros(1).int(), torch.zeros(2, 1))
+    with pytest.raises(ConfigError, match="lse"):
+        score_tokens.on("cuda")(
+            query, cache.arena.to(device.name), [section], slots, lse, scale=1.0
+        )

@@ -53,7 +53,7 @@ def test_chat_answers_the_question(client: openai.OpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 3
     compression = answer.usage.model_dump()["compression"]
-    assert compression["policy"] == "uniform:k8v4"
+    assert compression["policy"] == "diffkv"
 
 
 def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) -> None:

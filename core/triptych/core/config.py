@@ -106,8 +106,8 @@ class CompressorConfig:
 
     policy: str = "auto"
     """What becomes of each token: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
-    significant ones in ``high_format``, others in ``low_format`` or nowhere. ``auto`` without a
-    profile: ``uniform:k8v4``."""
+    significant ones in ``high_format``, others in ``low_format`` or nowhere; ``leankv`` does so by
+    their share of all attention. ``auto`` without a profile: ``uniform:k8v4``."""
 
     high_format: str = "auto"
     """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
@@ -121,6 +121,13 @@ class CompressorConfig:
 
     alpha_low: float | Auto = "auto"
     """Below ``alpha_low / n`` it is dropped; 0, which is ``auto`` without a profile, drops none."""
+
+    mass_high: float = 0.05
+    """The least significant tokens that together receive less than this share of all attention are
+    not high (``leankv``)."""
+
+    mass_low: float = 0.0
+    """Those that together receive less than this share are dropped (``leankv``)."""
 
     recent_window_tokens: int | Auto = "auto"
     """Newest tokens that stay in 16 bits; ``auto`` without a profile: 64."""
@@ -143,14 +150,17 @@ class CompressorConfig:
         require(bool(self.profile), "compressor.profile", self.profile, "'auto', 'none' or a file")
         kind, _, form = self.policy.partition(":")
         require(
-            kind == "uniform" or self.policy in {"auto", "diffkv"},
+            kind == "uniform" or self.policy in {"auto", "diffkv", "leankv"},
             "compressor.policy",
             self.policy,
-            "'auto', 'uniform:<format>' or 'diffkv'",
+            "'auto', 'uniform:<format>', 'diffkv' or 'leankv'",
         )
         for name in (form if kind == "uniform" else "auto", self.high_format, self.low_format):
             if name != "auto":
                 page_format(name)
+        low, high = self.mass_low, self.mass_high
+        require(0 <= high <= 1, "compressor.mass_high", high, "0 to 1")
+        require(0 <= low <= high, "compressor.mass_low", low, f"0 to mass_high ({high})")
         window = self.recent_window_tokens
         require(window == "auto" or window >= 0, "compressor.recent_window_tokens", window, ">= 0")
         require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")

@@ -32,8 +32,10 @@ class Policy:
     The first ``sink_tokens`` and the newest ``window_tokens`` stay in 16 bits, since most
     attention rests on them; the newest ``high_window_tokens`` are high at least. Of the others,
     those whose mean attention from later tokens reaches ``alpha_high / n`` of ``n`` tokens are
-    high; from ``alpha_low / n`` on they are low; the rest is dropped. A uniform policy is the
-    case in which all are high.
+    high; from ``alpha_low / n`` on they are low; the rest is dropped. Or, with ``mass_*``, the
+    least significant ones that together receive less than that share of all attention are not;
+    then tokens of an answer stay high, since such shares say nothing of a single token. A uniform
+    policy is the case in which all are high.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window in 16 bits are ours (docs/log.md)
@@ -46,6 +48,9 @@ class Policy:
     """None: there is no low class, and nothing is dropped."""
     alpha_high: float = 0.0
     alpha_low: float = 0.0
+    mass_high: float = 0.0
+    """LeanKV's thresholds, as shares of all attention; 0: the policy goes by ``alpha_*``."""
+    mass_low: float = 0.0
     window_tokens: int = 64
     high_window_tokens: int = 64
     """Newest tokens that are high at least, whatever attention they receive."""
@@ -66,13 +71,17 @@ class Policy:
         is_uniform = kind == "uniform"
         high = form if is_uniform else _chosen(config.high_format, known.high_format)
         window = _chosen(config.recent_window_tokens, known.recent_window_tokens)
-        alpha_high = 0.0 if is_uniform else _chosen(config.alpha_high, known.alpha_high)
+        by_mass = name == "leankv"
+        by_mean = not is_uniform and not by_mass
+        alpha_high = _chosen(config.alpha_high, known.alpha_high) if by_mean else 0.0
         policy = cls(
             name=name,
             high_format=high.lower(),
             low_format=None if is_uniform else _chosen(config.low_format, known.low_format).lower(),
             alpha_high=alpha_high,
-            alpha_low=0.0 if is_uniform else _chosen(config.alpha_low, known.alpha_low),
+            alpha_low=_chosen(config.alpha_low, known.alpha_low) if by_mean else 0.0,
+            mass_high=config.mass_high if by_mass else 0.0,
+            mass_low=config.mass_low if by_mass else 0.0,
             window_tokens=window,
             high_window_tokens=config.high_window_tokens,
             sink_tokens=config.sink_tokens,
@@ -102,7 +111,7 @@ class Policy:
     @property
     def needs_significance(self) -> bool:
         """Whether tokens are told apart by the attention that they receive."""
-        return self.low_format is not None and self.alpha_high > 0
+        return self.low_format is not None and max(self.alpha_high, self.mass_high) > 0
 
 
 def _chosen(setting: T | Auto, otherwise: T) -> T:

@@ -7,7 +7,7 @@ An operation is an ``Op``: calling it runs the version for the device of its ten
 from typing import Any
 
 from triptych.kernels.codec import load_tokens, store_tokens, transcode
-from triptych.kernels.compact import Retirement, plan_retirement, plan_tokens
+from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.op import Op
 from triptych.kernels.pages import Past, Section
@@ -21,6 +21,7 @@ __all__ = [
     "Section",
     "decode_attention",
     "load_tokens",
+    "mass_limits",
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",

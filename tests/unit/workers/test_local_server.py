@@ -239,3 +239,19 @@ def test_tokens_of_an_answer_are_told_apart_too(tiny_model: Path) -> None:
     low = pages_after(tiny_model, 400, alpha_high=1e9, score_every_tokens=4)
     assert low < mixed < high
     assert low < frozen <= high
+
+
+def test_leankv_goes_by_the_share_of_attention(tiny_model: Path) -> None:
+    """The larger the share that may go, the fewer the bytes; none: uniform, bit for bit."""
+    asked = LONG[2:]
+    sizes = [
+        sum(
+            stored_bytes(answer)
+            for answer in served(tiny_model, asked, policy="leankv", mass_high=high, mass_low=low)
+        )
+        for high, low in ((0.0, 0.0), (0.2, 0.0), (0.9, 0.0), (0.9, 0.5))
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+    uniform = served(tiny_model, asked, policy="uniform:k8v4")
+    assert sizes[0] == sum(stored_bytes(answer) for answer in uniform)

@@ -32,7 +32,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import plan_tokens, transcode
+from triptych.kernels import mass_limits, plan_tokens, transcode
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
@@ -173,16 +173,19 @@ class CompressEngine:
     def _classes(self, raw: Ids, leaving: slice, tokens: int) -> list[ClassPlan]:
         """Class the tokens of the leaving pages; they are counted exactly, page by page."""
         policy, rows = self.plan.policy, len(raw)
+        high, low = torch.zeros(2, rows)
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
         if policy.needs_significance and first < end:
-            scores = self._significance(raw, tokens)[:, first:end]
+            significance = self._significance(raw, tokens)
+            scores = significance[:, first:end]
+            high, low = self._limits(scores, significance.sum(1), tokens)
         else:
             scores = torch.zeros(rows, end - first)
         classes, ranks, counts = plan_tokens(
             scores,
             torch.full((rows,), end - first, dtype=torch.int32),
-            torch.full((rows,), min(1.0, policy.alpha_high / tokens)),
-            torch.full((rows,), min(1.0, policy.alpha_low / tokens)),
+            high,
+            low,
             window=max(0, policy.high_window_tokens - (tokens - end)),
         )
         wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
@@ -200,6 +203,15 @@ class CompressEngine:
                     )
                 )
         return plans
+
+    def _limits(self, scores: Tensor, total: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Significance from which on a token is high, and low: [head rows] each."""
+        policy = self.plan.policy
+        if policy.mass_high > 0:
+            high = mass_limits(scores, total, policy.mass_high)
+            return high, mass_limits(scores, total, policy.mass_low)
+        high = torch.full((len(scores),), min(1.0, policy.alpha_high / tokens))
+        return high, torch.full((len(scores),), min(1.0, policy.alpha_low / tokens))
 
     def _significance(self, raw: Ids, tokens: int) -> Tensor:
         """Mean attention of each token from itself and all later ones, [head rows, tokens].

@@ -1,10 +1,11 @@
 """Which tokens stay high, go low or are dropped, and where each goes within its class."""
 
 from triptych.kernels.compact import reference, retire
+from triptych.kernels.compact.mass import mass_limits
 from triptych.kernels.compact.retire import Retirement
 from triptych.kernels.op import Op
 
-__all__ = ["Retirement", "plan_retirement", "plan_tokens"]
+__all__ = ["Retirement", "mass_limits", "plan_retirement", "plan_tokens"]
 
 plan_tokens = Op(
     name="plan_tokens",

@@ -18,10 +18,12 @@ FULL, DEFAULT, SIMULATED = "full", "default", "simulated:"
 
 BASELINES = (
     DEFAULT,
-    "uniform:k8v8",
-    "uniform:k8v4",
-    "uniform:k4v4",
-    "uniform:k4v2",
+    "leankv",
+    "diffkv+alpha_high=1+recent_window_tokens=64+basis=plain",
+    "uniform:k8v8+basis=plain",
+    "uniform:k8v4+basis=plain",
+    "uniform:k4v4+basis=plain",
+    "uniform:k4v2+basis=plain",
     "simulated:k4v8",
     "simulated:k2v4",
 )

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.core.layout import FORMATS
 from triptych.kernels import plan_tokens
 
 BACKENDS = [name for name in plan_tokens.backends if name != "cuda"]
@@ -47,3 +48,25 @@ def test_classes_ranks_and_counts(
         assert got[len(row) :] == [(255, 0)] * (longest - len(row))
         names = [name for name, _ in want]
         assert counts[i].tolist() == [names.count(2), names.count(1)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_example_of_the_paper_takes_20_6_percent(backend: str) -> None:
+    """Two requests, two heads, five tokens: DiffKV's figure 1, data bits alone."""
+    high, low = FORMATS["k8v4"], FORMATS["k4v2"]
+    scores = torch.tensor(
+        [
+            [0.9, 0.2, 0.0, 0.3, 0.1],  # request 1, head A: one high, three low, one dropped
+            [0.9, 0.8, 0.2, 0.1, 0.0],  # head B: two high, two low, one dropped
+            [0.9, 0.2, 0.3, 0.3, 0.1],  # request 2, head A: one high, four low
+            [0.9, 0.8, 0.2, 0.0, 0.0],  # head B: two high, one low, two dropped
+        ]
+    )
+    limits = torch.full((4,), 0.5), torch.full((4,), 0.05)
+    _, _, counts = plan_tokens.on(backend)(scores, torch.full((4,), 5, dtype=torch.int32), *limits)
+    keys = counts @ torch.tensor([high.key_bits, low.key_bits], dtype=torch.int32) / (5 * 16)
+    values = counts @ torch.tensor([high.value_bits, low.value_bits], dtype=torch.int32) / (5 * 16)
+    assert keys.tolist() == pytest.approx([0.25, 0.3, 0.3, 0.25])
+    assert values.tolist() == pytest.approx([0.125, 0.15, 0.15, 0.125])
+    both = torch.stack((keys, values)).view(2, 2, 2).mean((0, 2))
+    assert both.tolist() == pytest.approx([0.20625, 0.20625])

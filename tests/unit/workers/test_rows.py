@@ -130,7 +130,7 @@ def test_no_page_is_lost_and_none_is_named_twice(
         assert sorted([*held, *slots.free.peek().tolist()]) == list(range(PAGES))
         if rounds % 50 == 0 and slots.seen.get(slot):
             _check_positions(slots, slot, alpha_low)
-    assert dry > 10
+    assert dry > 3
 
 
 def _check_positions(slots: Slots, slot: int, alpha_low: float) -> None:

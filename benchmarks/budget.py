@@ -1,0 +1,112 @@
+"""How many requests one budget of page memory decodes at once, and how fast, by policy.
+
+    python benchmarks/budget.py --json benchmarks/results/budget.json
+
+More requests wait than fit. The batch is counted at every decode step while some still wait, so it
+is the batch that the memory sustains; prefill takes its raw pages from the same budget.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.output import console, make_table, write_json
+from triptych.core.config import MIB, AppConfig
+from triptych.core.messages import Sampling, Send
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.local import LocalServer
+
+VOCAB = 49_152
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy under the budget."""
+
+    policy: str
+    mean_batch: float
+    """Requests of a decode step while others wait for memory."""
+    largest_batch: int
+    decode_tokens_per_s: float
+    """Tokens of those steps over the time that they took."""
+    tokens_per_s: float
+    """Tokens of all answers over the whole run, prefill included."""
+    seconds: float
+
+
+def measure(policy: str, budget: int, requests: int, prompt: int, answer: int) -> Row:
+    config = AppConfig.from_mapping(
+        {
+            "compressor": {"policy": policy},
+            "pool": {"capacity_bytes": budget},
+            "decode": {"max_batch_requests": 64},
+        }
+    )
+    generator, steps = random.Random(0), list[tuple[int, float, int]]()
+    original = DecodeEngine.step
+
+    def step(engine: DecodeEngine) -> Iterable[Send]:
+        start = time.perf_counter()
+        sends = original(engine)
+        steps.append((len(engine.requests()), time.perf_counter() - start, finished[0]))
+        return sends
+
+    finished = [0]
+    with LocalServer(config) as server, patch.object(DecodeEngine, "step", step):
+        sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        asked = [
+            server.request([generator.randrange(VOCAB) for _ in range(prompt)], sampling)
+            for _ in range(requests)
+        ]
+        steps.clear()
+        start, started = time.perf_counter(), set[str]()
+        crowded = 0
+        for event in server.stream(asked):
+            if event.request not in started:
+                started.add(event.request)
+                crowded = len(steps) if len(started) == requests else crowded
+            finished[0] += getattr(event, "finish", None) is not None
+        seconds = time.perf_counter() - start
+    first = next((i for i, one in enumerate(steps) if one[2] or one[0] > 1), 0)
+    waiting = steps[first:crowded] or steps
+    tokens = sum(batch for batch, _, _ in waiting)
+    return Row(
+        policy=policy,
+        mean_batch=round(tokens / len(waiting), 2),
+        largest_batch=max(batch for batch, _, _ in steps),
+        decode_tokens_per_s=round(tokens / sum(spent for _, spent, _ in waiting), 1),
+        tokens_per_s=round(requests * answer / seconds, 1),
+        seconds=round(seconds, 1),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget-mib", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--answer", type=int, default=512)
+    parser.add_argument("--policies", default="uniform:fp16,uniform:k8v4,auto")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    host = host_info()
+    rows = [
+        measure(policy, options.budget_mib * MIB, options.requests, options.prompt, options.answer)
+        for policy in options.policies.split(",")
+    ]
+    columns = list(asdict(rows[0]))
+    console.print(make_table(columns, [list(asdict(row).values()) for row in rows]))
+    if options.json:
+        told = {
+            key: getattr(options, key) for key in ("budget_mib", "requests", "prompt", "answer")
+        }
+        write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
+
+
+if __name__ == "__main__":
+    main()

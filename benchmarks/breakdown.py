@@ -79,14 +79,8 @@ def run(config: AppConfig, requests: int, prompt: int, answer: int) -> Stopwatch
         server.complete([server.request([5] * 700, _sampling(40))])  # compiles and warms up
         for owner, name, label in PARTS:
             watch.watch(stack, owner, name, label)
-        server.complete(
-            [
-                server.request(
-                    [generator.randrange(VOCAB) for _ in range(prompt)], _sampling(answer)
-                )
-                for _ in range(requests)
-            ]
-        )
+        prompts = [[generator.randrange(VOCAB) for _ in range(prompt)] for _ in range(requests)]
+        server.complete([server.request(asked, _sampling(answer)) for asked in prompts])
     return watch
 
 

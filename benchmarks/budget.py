@@ -47,39 +47,32 @@ def measure(policy: str, budget: int, requests: int, prompt: int, answer: int) -
             "decode": {"max_batch_requests": 64},
         }
     )
-    generator, steps = random.Random(0), list[tuple[int, float, int]]()
+    generator, steps = random.Random(0), list[tuple[int, float]]()
     original = DecodeEngine.step
 
     def step(engine: DecodeEngine) -> Iterable[Send]:
-        start = time.perf_counter()
+        batch, begun = len(engine.requests()), time.perf_counter()
         sends = original(engine)
-        steps.append((len(engine.requests()), time.perf_counter() - start, finished[0]))
+        steps.append((batch, time.perf_counter() - begun))
         return sends
 
-    finished = [0]
     with LocalServer(config) as server, patch.object(DecodeEngine, "step", step):
         sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        asked = [
-            server.request([generator.randrange(VOCAB) for _ in range(prompt)], sampling)
-            for _ in range(requests)
-        ]
-        steps.clear()
-        start, started = time.perf_counter(), set[str]()
+        prompts = [[generator.randrange(VOCAB) for _ in range(prompt)] for _ in range(requests)]
+        start, begun = time.perf_counter(), set[str]()
         crowded = 0
-        for event in server.stream(asked):
-            if event.request not in started:
-                started.add(event.request)
-                crowded = len(steps) if len(started) == requests else crowded
-            finished[0] += getattr(event, "finish", None) is not None
+        for event in server.stream([server.request(asked, sampling) for asked in prompts]):
+            if len(begun) < requests:
+                begun.add(event.request)
+                crowded = len(steps)
         seconds = time.perf_counter() - start
-    first = next((i for i, one in enumerate(steps) if one[2] or one[0] > 1), 0)
-    waiting = steps[first:crowded] or steps
-    tokens = sum(batch for batch, _, _ in waiting)
+    waiting = steps[:crowded]
+    tokens = sum(batch for batch, _ in waiting)
     return Row(
         policy=policy,
         mean_batch=round(tokens / len(waiting), 2),
-        largest_batch=max(batch for batch, _, _ in steps),
-        decode_tokens_per_s=round(tokens / sum(spent for _, spent, _ in waiting), 1),
+        largest_batch=max(batch for batch, _ in steps),
+        decode_tokens_per_s=round(tokens / sum(spent for _, spent in waiting), 1),
         tokens_per_s=round(requests * answer / seconds, 1),
         seconds=round(seconds, 1),
     )
@@ -102,9 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     columns = list(asdict(rows[0]))
     console.print(make_table(columns, [list(asdict(row).values()) for row in rows]))
     if options.json:
-        told = {
-            key: getattr(options, key) for key in ("budget_mib", "requests", "prompt", "answer")
-        }
+        asked = ("budget_mib", "requests", "prompt", "answer")
+        told = {key: getattr(options, key) for key in asked}
         write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
 
 

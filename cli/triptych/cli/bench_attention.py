@@ -18,6 +18,7 @@ COLUMNS = {
     "ms": "time_ms",
     "ms median": "median_ms",
     "GB/s": "gb_per_s",
+    "of read": "share_of_read",
     "SDPA ms": "sdpa_ms",
     "speed-up": "speedup_vs_sdpa_fp32",
 }

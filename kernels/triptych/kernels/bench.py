@@ -16,6 +16,9 @@ from triptych.kernels.codec import store_tokens
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.pages import Section
 
+READ_BYTES = 1 << 28
+"""More than any cache holds."""
+
 TOLERANCE = 1e-3
 """A backend further from the reference than this is wrong, and gets no time."""
 
@@ -45,6 +48,8 @@ class Row:
     bytes: int
     """Bytes of pages that attention has to read."""
     gb_per_s: float
+    share_of_read: float
+    """Of the bytes that a plain sum reads in a second; above 1 where pages stay in the cache."""
     sdpa_ms: float
     """Fastest call of the fastest form of torch's attention, in turns with ours."""
     sdpa_median_ms: float
@@ -85,13 +90,14 @@ def run(
              disagrees with the reference
     """
     rows: list[Row] = []
+    speed = READ_BYTES / min(read_seconds(repeats))
     for batch, context in product(batches, contexts):
         query, baselines = torch_attention(shape or Shape(), batch, context)
         for name in formats:
             case = build_case(shape or Shape(), name, query, context)
             for backend in backends:
                 check_case(case, backend, name)
-                rows.append(_measure(case, backend, name, context, baselines, repeats))
+                rows.append(_measure(case, backend, name, context, baselines, speed, repeats))
     return rows
 
 
@@ -160,6 +166,7 @@ def _measure(
     name: str,
     context: int,
     baselines: Sequence[Callable[[], Tensor]],
+    read_speed: float,
     repeats: int,
 ) -> Row:
     ours, *theirs = _in_turns([lambda: case.attend(backend), *baselines], repeats)
@@ -173,10 +180,18 @@ def _measure(
         median_ms=median(ours) * 1e3,
         bytes=case.read_bytes,
         gb_per_s=case.read_bytes / min(ours) / 1e9,
+        share_of_read=case.read_bytes / min(ours) / read_speed,
         sdpa_ms=min(best) * 1e3,
         sdpa_median_ms=median(best) * 1e3,
         speedup_vs_sdpa_fp32=min(best) / min(ours),
     )
+
+
+def read_seconds(repeats: int) -> list[float]:
+    """Seconds of summing ``READ_BYTES``: what memory gives a kernel with hardly any arithmetic."""
+    numbers = torch.ones(READ_BYTES // 4)
+    (seconds,) = _in_turns([numbers.sum], repeats)
+    return seconds
 
 
 def _in_turns(calls: Sequence[Callable[[], Tensor]], repeats: int) -> list[list[float]]:

@@ -15,8 +15,8 @@ def mass_limits(scores: Tensor, total: Tensor, mass: float) -> Tensor:
     Source:  LeanKV, section 4.2 (cumulative thresholds, prompt phase)
     """
     if mass <= 0 or scores.shape[1] == 0:
-        return torch.zeros(len(scores))
+        return scores.new_zeros(len(scores))
     ordered = scores.sort(dim=1).values
     gone = (ordered.cumsum(1) < mass * total[:, None]).sum(1, keepdim=True)
-    beyond = torch.full((len(scores), 1), float("inf"))
+    beyond = scores.new_full((len(scores), 1), float("inf"))
     return torch.cat((ordered, beyond), 1).gather(1, gone)[:, 0]

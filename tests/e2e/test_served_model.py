@@ -23,7 +23,7 @@ from triptych.deployments.app import check_gpus
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m-instruct"
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_nothing_is_copied_between_stages(server: Any, client: openai.OpenAI) ->
 
 def test_chat_answers_the_question(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
-    assert "Paris" in (answer.choices[0].message.content or "")
+    assert "Tokyo" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 3
@@ -66,7 +66,7 @@ def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) ->
         timeout=120,
         check=True,
     )
-    assert "Paris" in run.stdout
+    assert "Tokyo" in run.stdout
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:

@@ -44,8 +44,8 @@ class Profile:
 
     model: str
     """Its name, for people."""
-    revision: str
-    """Of the weights and tokenizer for which all this holds."""
+    weights: str
+    """Hash of the weights for which all this holds."""
     geometry: Geometry
     settings: Settings
     key_centre: str = ""
@@ -85,12 +85,12 @@ class Profile:
         """Little-endian fp16 [layers, kv_heads, head_dim], or nothing."""
         return b64decode(self.key_centre, validate=True)
 
-    def check_model(self, revision: str, path: Path) -> None:
+    def check_model(self, weights: str, path: Path) -> None:
         """Raise ConfigError if this profile is of another model."""
-        if self.revision != revision:
+        if self.weights != weights:
             raise ConfigError(
-                f"compressor.profile={str(path)!r}: made for {self.model} (revision "
-                f"{self.revision}), but the model served is of revision {revision}; run "
+                f"compressor.profile={str(path)!r}: made for {self.model} (weights "
+                f"{self.weights}), but the model served has weights {weights}; run "
                 "'triptych calibrate' for it, or set compressor.profile to auto or none"
             )
 

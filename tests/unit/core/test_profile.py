@@ -16,7 +16,7 @@ GEOMETRY = Geometry(layers=2, kv_heads=3, head_dim=32)
 CENTRE = bytes(range(192)) * 2
 PROFILE = Profile(
     model="some-model",
-    revision="abc123",
+    weights="abc123",
     geometry=GEOMETRY,
     settings=Settings(policy="diffkv", alpha_high=5.0, recent_window_tokens=16),
     key_centre=Profile.pack_centre(CENTRE),

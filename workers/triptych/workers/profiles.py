@@ -7,7 +7,7 @@ from triptych.core.profile import Profile
 from triptych.workers.models import ModelFacts
 
 PACKAGED = Path(__file__).parent / "known_profiles"
-"""One file for each known model, named after its revision."""
+"""One file for each known model, named after its weights."""
 
 
 def find_profile(config: AppConfig, facts: ModelFacts) -> Profile | None:
@@ -18,9 +18,9 @@ def find_profile(config: AppConfig, facts: ModelFacts) -> Profile | None:
     asked = config.compressor.profile
     if asked == "none":
         return None
-    path = PACKAGED / f"{facts.revision}.json" if asked == "auto" else Path(asked)
+    path = PACKAGED / f"{facts.weights}.json" if asked == "auto" else Path(asked)
     if asked == "auto" and not path.is_file():
         return None
     profile = Profile.read(path)
-    profile.check_model(facts.revision, path)
+    profile.check_model(facts.weights, path)
     return profile

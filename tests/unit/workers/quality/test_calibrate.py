@@ -68,6 +68,6 @@ def test_the_engines_take_the_profile(tiny_model: Path, found: Calibrated, tmp_p
         assert policy == Policy.of(config.compressor, Profile.read(path))
         assert policy.name == "diffkv"
         assert len(policy.basis.key_centre) == 2 * 2 * 2 * 32
-    replace(found.profile, revision="of another").write(path)
+    replace(found.profile, weights="of another").write(path)
     with pytest.raises(ConfigError, match="of another"):
         LocalServer(config, tiny_model)

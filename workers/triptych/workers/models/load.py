@@ -12,7 +12,7 @@ from triptych.core.config import DType
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.attention import ATTENTION, LayerTraits, run_stock
-from triptych.workers.models.files import MANIFEST
+from triptych.workers.models.files import MANIFEST, file_hashes
 from triptych.workers.models.pretrained import (
     read_config,
     read_end_tokens,
@@ -42,6 +42,8 @@ class ModelFacts:
     """Length of a row of logits; may exceed the tokenizer's vocabulary."""
     revision: str
     """Changes with config, tokenizer or weights: part of the key of anything cached."""
+    weights: str
+    """Changes with the weights alone: what a profile belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ def describe(path: Path) -> ModelFacts:
         eos_token_ids=read_end_tokens(path, config),
         vocab_size=int(config.vocab_size),
         revision=revision_of(path),
+        weights=weights_of(path),
     )
 
 
@@ -146,22 +149,31 @@ def _uniform(
 
 
 def revision_of(path: Path) -> str:
-    """Hash what decides the model's answers.
-
-    A converted model has a manifest of full hashes. Of any other directory the settings
-    are hashed in full, of each weight file the size and 64 samples of 4 KiB, header first:
-    fine-tuned weights of the same shape differ in nearly every sample.
-    """
+    """Hash what decides the model's answers: settings, tokenizer and weights."""
+    if (path / MANIFEST).is_file():
+        return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:16]
     digest = hashlib.sha256()
-    manifest = path / MANIFEST
-    if manifest.is_file():
-        digest.update(manifest.read_bytes())
-        return digest.hexdigest()[:16]
     for file in sorted(path.glob("*.json")):
         digest.update(file.name.encode() + file.read_bytes())
+    digest.update(weights_of(path).encode())
+    return digest.hexdigest()[:16]
+
+
+def weights_of(path: Path) -> str:
+    """Hash the weights.
+
+    A converted model has a manifest with full hashes. Of any other weight file the size and 64
+    samples of 4 KiB count, header first: fine-tuned weights of the same shape differ in nearly
+    every sample.
+    """
+    digest = hashlib.sha256()
+    known = file_hashes(path)
     for file in sorted(path.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
+        if file.name in known:
+            digest.update(known[file.name].encode())
+            continue
         with file.open("rb") as stream:
             for sample in range(_SAMPLES):
                 stream.seek(sample * size // _SAMPLES)

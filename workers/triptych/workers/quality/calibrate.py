@@ -146,7 +146,7 @@ def profile_with_centre(plan: Calibration) -> Profile:
         packed = centre.numpy().astype(np.dtype("<f2")).tobytes()
     return Profile(
         model=plan.model,
-        revision=facts.revision,
+        weights=facts.weights,
         geometry=facts.geometry,
         settings=next(iter(plan.candidates.values())),
         key_centre=Profile.pack_centre(packed),

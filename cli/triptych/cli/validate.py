@@ -23,8 +23,8 @@ class Facts:
     model: str
     topology: str
     actors: dict[str, dict[str, object]]
-    pages: dict[str, int] | None
-    """None while the model is not on this machine, so that its shape is unknown."""
+    pages: dict[str, object] | None
+    """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
 
 
 def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
@@ -57,7 +57,7 @@ def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
     return {name: asdict(actor) for name, actor in actors.items()}
 
 
-def check_pages(config: AppConfig) -> dict[str, int] | None:
+def check_pages(config: AppConfig) -> dict[str, object] | None:
     """Shape of the pages for the model that is served; none if it is not on this machine.
 
     Raises: ConfigError if a page is too small for a format, or the pool for a request
@@ -78,16 +78,28 @@ def check_pages(config: AppConfig) -> dict[str, int] | None:
         "pages": config.pool.capacity_bytes // plan.page_bytes,
         "raw_tokens_per_page": plan.raw.tokens,
         "stored_tokens_per_page": plan.high.tokens,
+        "policy": plan.policy.name,
+        "high_format": plan.policy.high_format,
+        "low_format": plan.policy.low_format,
+        "alpha_high": plan.policy.alpha_high,
+        "alpha_low": plan.policy.alpha_low,
+        "window_tokens": plan.policy.window_tokens,
+        "rotated": plan.policy.basis.rotated,
+        "centred": bool(plan.policy.basis.key_centre),
     }
 
 
-def _in_words(pages: dict[str, int] | None) -> str:
+def _in_words(pages: dict[str, object] | None) -> str:
     if pages is None:
         return "pages: not checked, the model is not on this machine yet"
-    return (
+    told = (
         "pages: {pages} of {page_bytes} bytes; one holds {raw_tokens_per_page} raw or "
-        "{stored_tokens_per_page} stored tokens of a KV head".format_map(pages)
+        "{stored_tokens_per_page} stored tokens of a KV head\n"
+        "compression: {policy}, the newest {window_tokens} tokens in 16 bits"
     )
+    if pages["low_format"] is not None:
+        told += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
+    return told.format_map(pages)
 
 
 def _facts(app: ServedApp) -> Facts:

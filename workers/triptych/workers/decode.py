@@ -175,6 +175,8 @@ class DecodeEngine:
         """Move old tokens out of raw pages, and see that every row can take one more token."""
         refused = self._retire_old_pages()
         for one in list(self._running.values()):
+            if self._raw.has_room(one.slot):
+                continue
             try:
                 self._grow(one, self._raw, self._raw.tokens[:, one.slot] + 1)
             except TriptychError as error:

@@ -80,6 +80,10 @@ class SectionTable:
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
 
+    def has_room(self, slot: int) -> bool:
+        """Whether each row can take one more token; for tables whose rows are equally long."""
+        return int(self.tokens[0, slot, 0]) % self.layout.tokens != 0
+
     def shortage(self, slot: int, tokens: Ids) -> Ids:
         """Pages that each head row lacks to hold ``tokens`` in all, [layers, kv_heads]."""
         have = -(-self.tokens[:, slot] // self.layout.tokens)

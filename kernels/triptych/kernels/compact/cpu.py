@@ -116,20 +116,24 @@ def _plan_row(row, low_row, judged, is_high, is_low, places, movers, mover_place
 def _judge(row, first, end, is_high, is_low):
     """Those at some positions that are no longer high, low ones first; and how many still are."""
     words, numbers, layout, pages, count, seen = row
-    places, means = np.empty(end - first, np.int32), np.empty(end - first, np.float32)
-    found = still_high = 0
-    for wants_low in range(1, -1, -1):
+    found, places, means = 0, np.empty(end - first, np.int32), np.empty(end - first, np.float32)
+    if is_high > 0:
         for place in range(count):
             page, token = pages[place // layout[0]], place % layout[0]
             position = words[page, layout[2] + token]
             if first <= position < end:
-                mean = np.float32(numbers[page, layout[1] + token] / np.float32(seen - position))
-                if mean >= is_high:
-                    still_high += wants_low
-                elif (mean >= is_low) == (wants_low == 1):
-                    places[found], means[found] = place, mean
-                    found += 1
-    return places[:found], means[:found], still_high
+                places[found] = place
+                means[found] = numbers[page, layout[1] + token] / np.float32(seen - position)
+                found += 1
+    order = np.empty(found, np.int64)
+    leaving = 0
+    for wants_low in range(1, -1, -1):
+        for i in range(found):
+            if means[i] < is_high and (means[i] >= is_low) == (wants_low == 1):
+                order[leaving] = i
+                leaving += 1
+    order = order[:leaving]
+    return places[order], means[order], found - leaving
 
 
 @kernel

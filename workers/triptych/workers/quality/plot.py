@@ -33,14 +33,15 @@ def draw(rows: Sequence[Row], context: Context, stem: Path) -> list[Path]:
     shown = [row for row in rows if row.context == context and row.summary.kl > 0]
     if not shown:
         raise ConfigError(f"plot of context {context}: there is no method with that context")
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    for row in shown:
-        _point(axes, row)
+    for index, row in enumerate(sorted(shown, key=lambda row: -row.summary.kl)):
+        _point(axes, row, f"C{index % 10}")
     axes.set_yscale("log")
     axes.set_xlabel("bytes, all included, of the same in 16 bits")
     axes.set_ylabel("KL(full cache || method), nats per token")
     axes.set_title(f"context of {context} tokens" if context != "all" else "all context lengths")
+    figure.legend(loc="outside right upper", fontsize=8)
     axes.grid(visible=True, which="both", alpha=0.25)
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ def draw(rows: Sequence[Row], context: Context, stem: Path) -> list[Path]:
     return paths
 
 
-def _point(axes: "Axes", row: Row) -> None:
+def _point(axes: "Axes", row: Row, colour: str) -> None:
     kl, interval = max(row.summary.kl, LEAST_KL), row.summary.kl_ci95
     spread = None
     if interval is not None:
@@ -57,5 +58,6 @@ def _point(axes: "Axes", row: Row) -> None:
         spread = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
     marker = FAMILIES.get(row.method.partition(":")[0], OURS)
     at = row.bytes_all_in_ratio
-    axes.errorbar([at], [kl], yerr=spread, fmt=marker, markersize=6, capsize=2)
-    axes.annotate(row.method, (at, kl), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    axes.errorbar(
+        [at], [kl], yerr=spread, fmt=marker, color=colour, markersize=6, capsize=2, label=row.method
+    )

@@ -93,6 +93,8 @@ class Policy:
 
     def check(self) -> None:
         """Raise ConfigError if thresholds or formats are out of order."""
+        window = self.window_tokens
+        require(window >= 0, "compressor.recent_window_tokens", window, ">= 0")
         high, low = self.alpha_high, self.alpha_low
         require(high >= 0, "compressor.alpha_high", high, ">= 0")
         require(0 <= low <= high, "compressor.alpha_low", low, f"0 to alpha_high ({high})")
@@ -107,6 +109,11 @@ class Policy:
             below.name,
             f"a format with fewer bits than high_format ({above.name})",
         )
+
+    @property
+    def answer_alphas(self) -> tuple[float, float]:
+        """``alpha_high`` and ``alpha_low`` for tokens of an answer; without scores all are high."""
+        return (self.alpha_high, self.alpha_low) if self.score_every else (0.0, 0.0)
 
     @property
     def needs_significance(self) -> bool:

@@ -1,14 +1,19 @@
 """The three engines, the pool and the coordinator together, against the model alone."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
 from triptych.core.config import AppConfig
-from triptych.core.messages import Sampling
+from triptych.core.errors import PoolExhausted
+from triptych.core.messages import Failed, Sampling
 from triptych.workers.local import Completion, LocalServer
 
 VOCAB = 258
@@ -255,3 +260,30 @@ def test_leankv_goes_by_the_share_of_attention(tiny_model: Path) -> None:
     assert len(set(sizes)) == 4
     uniform = served(tiny_model, asked, policy="uniform:k8v4")
     assert sizes[0] == sum(stored_bytes(answer) for answer in uniform)
+
+
+def take_all(server: LocalServer) -> Iterator[NDArray[np.int32]]:
+    """Every page that nobody has."""
+    with contextlib.suppress(PoolExhausted):
+        while True:
+            yield server.pool.take(1)
+
+
+@pytest.mark.parametrize("asked", range(60, 73))
+def test_a_pool_that_runs_dry_ends_the_request_and_nothing_else(
+    tiny_model: Path, asked: int
+) -> None:
+    """Wherever the next page is missed: for a raw page, or for tokens that leave the window."""
+    with LocalServer(config(compressor={"policy": "uniform:k8v4"}), tiny_model) as server:
+        stream = server.stream([server.request(prompt(asked), greedy(300))])
+        next(stream)
+        next(stream)
+        hoard = list(take_all(server))
+        *_, last = stream
+        assert isinstance(last, Failed)
+        assert last.status == 503
+        for pages in hoard:
+            server.pool.give(pages)
+        (answer,) = server.complete([server.request(prompt(5), greedy(3))])
+        assert len(answer.tokens) == 3
+        assert server.pool.stat().request_pages == 0

@@ -19,7 +19,7 @@ def test_there_is_one_for_the_default_model() -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_packaged_profile_is_whole(path: Path) -> None:
     profile = Profile.read(path)
-    profile.check_model(path.stem, path)
+    profile.check_model(path.stem, profile.geometry, path)
     policy = Policy.of(CompressorConfig(), profile)
     assert policy.basis.rotated
     assert (

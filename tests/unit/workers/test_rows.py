@@ -56,7 +56,7 @@ class Slots:
             leaving = self.window.leaving([slot], [self.seen[slot]])
             for column, table in enumerate((self.high, self.low)):
                 self._grow(table, slot, leaving.counts[:, 0, :, column])
-            self.spare[slot] += self.window.move(leaving).ravel().tolist()
+            self.spare[slot] += self.window.move(leaving)[0].tolist()
         self._grow(self.raw, slot, self.raw.tokens[:, slot] + 1)
         pages, rows = self.raw.next_cells(np.array([slot], np.int32))
         parts = segments(self.arena, self.plan.raw)

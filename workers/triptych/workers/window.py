@@ -77,8 +77,7 @@ class Window:
         first: Ids = np.arange(layers, dtype=np.int32) * np.int32(all_slots)
         rows: Ids = (first[:, None] + at).ravel()
         now: Ids = np.array(seen, np.int32)
-        policy = self.plan.policy
-        told_apart = float(policy.score_every > 0)
+        alpha_high, alpha_low = self.plan.policy.answer_alphas
         plan = plan_retirement(
             self.arena,
             self.high.every_layer,
@@ -87,8 +86,8 @@ class Window:
             torch.from_numpy(np.tile(now, layers)),
             torch.from_numpy(np.tile(self._first_judged(at, now), layers)),
             count=self.raw.layout.tokens,
-            alpha_high=policy.alpha_high * told_apart,
-            alpha_low=policy.alpha_low * told_apart,
+            alpha_high=alpha_high,
+            alpha_low=alpha_low,
         )
         shape = (layers, len(slots), kv_heads, -1)
         return Leaving(
@@ -109,12 +108,12 @@ class Window:
         lag = max(self.raw.layout.tokens, policy.high_window_tokens - policy.window_tokens)
         return seen - behind_sink - np.int32(lag)
 
-    def move(self, leaving: Leaving) -> Ids:
+    def move(self, leaving: Leaving) -> list[Ids]:
         """Move tokens as planned, into pages that the tables have by now.
 
         Who steps down goes first, since newcomers take those places.
 
-        Returns: the raw pages that hold nothing any more, [requests, pages]
+        Returns: of each request, the raw pages that hold nothing any more
         """
         raw, high, low = self.raw, self.high, self.low
         if low is not None:
@@ -127,8 +126,7 @@ class Window:
         self._transcode(raw, high, source, _cells(high, leaving, every, leaving.places))
         high.tokens[:, leaving.slots] = leaving.counts[..., 0]
         first = self.plan.sink_pages
-        gone = [raw.drop_pages(slot, slice(first, first + 1)) for slot in leaving.slots.tolist()]
-        return np.stack(gone)
+        return [raw.drop_pages(slot, slice(first, first + 1)) for slot in leaving.slots.tolist()]
 
     def _raw_cells(self, leaving: Leaving, chosen: tuple[NDArray[np.intp], ...]) -> Cells:
         layer, request, head, token = chosen

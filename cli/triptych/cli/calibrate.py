@@ -59,6 +59,7 @@ def calibrate(
         documents=documents,
         steps=steps,
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     found = calibrate(plan, run_with_progress)
     found.profile.write(output)
     if json_file:

@@ -93,6 +93,15 @@ class PrefillConfig:
         require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, ">= 1")
 
 
+def check_policy(name: str) -> None:
+    """Raise ConfigError unless ``name`` is a policy, and its format one that pages have."""
+    kind, _, form = name.partition(":")
+    expected = "'auto', 'uniform:<format>', 'diffkv' or 'leankv'"
+    require(kind == "uniform" or name in {"diffkv", "leankv"}, "compressor.policy", name, expected)
+    if kind == "uniform":
+        page_format(form)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorConfig:
     """The stage that turns raw pages into compressed ones."""
@@ -148,14 +157,9 @@ class CompressorConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.profile), "compressor.profile", self.profile, "'auto', 'none' or a file")
-        kind, _, form = self.policy.partition(":")
-        require(
-            kind == "uniform" or self.policy in {"auto", "diffkv", "leankv"},
-            "compressor.policy",
-            self.policy,
-            "'auto', 'uniform:<format>', 'diffkv' or 'leankv'",
-        )
-        for name in (form if kind == "uniform" else "auto", self.high_format, self.low_format):
+        if self.policy != "auto":
+            check_policy(self.policy)
+        for name in (self.high_format, self.low_format):
             if name != "auto":
                 page_format(name)
         low, high = self.mass_low, self.mass_high

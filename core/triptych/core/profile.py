@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
+from triptych.core.config import check_policy
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
 from triptych.core.schema import SchemaError, build
@@ -85,28 +86,31 @@ class Profile:
         """Little-endian fp16 [layers, kv_heads, head_dim], or nothing."""
         return b64decode(self.key_centre, validate=True)
 
-    def check_model(self, weights: str, path: Path) -> None:
+    def check_model(self, weights: str, geometry: Geometry, path: Path) -> None:
         """Raise ConfigError if this profile is of another model."""
-        if self.weights != weights:
+        if (self.weights, self.geometry) != (weights, geometry):
             raise ConfigError(
                 f"compressor.profile={str(path)!r}: made for {self.model} (weights "
-                f"{self.weights}), but the model served has weights {weights}; run "
+                f"{self.weights}, {self.geometry}), but the model served has weights {weights}, "
+                f"{geometry}; run "
                 "'triptych calibrate' for it, or set compressor.profile to auto or none"
             )
 
     def _check(self, path: Path) -> None:
+        name = f"compressor.profile={str(path)!r}"
         if self.version != VERSION:
             raise ConfigError(
-                f"compressor.profile={str(path)!r}: version {self.version}, this Triptych reads "
+                f"{name}: version {self.version}, this Triptych reads "
                 f"version {VERSION}; run 'triptych calibrate' again"
             )
         shape = self.geometry
         wanted = 2 * shape.head_rows * shape.head_dim
         try:
+            check_policy(self.settings.policy)
             found = len(self.centre)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"compressor.profile={str(path)!r}: key_centre: {error}") from error
+            raise ConfigError(f"{name}: key_centre: {error}") from error
         if found not in (0, wanted):
-            raise ConfigError(
-                f"compressor.profile={str(path)!r}: key_centre has {found} bytes, expected {wanted}"
-            )
+            raise ConfigError(f"{name}: key_centre has {found} bytes, expected {wanted}")

@@ -11,7 +11,7 @@ from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, p
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.op import Op
 from triptych.kernels.pages import Past, Section
-from triptych.kernels.prefill import prefill_attention, significance_of
+from triptych.kernels.prefill import largest_sums, prefill_attention, significance_of
 
 __all__ = [
     "OPS",
@@ -20,6 +20,7 @@ __all__ = [
     "Retirement",
     "Section",
     "decode_attention",
+    "largest_sums",
     "load_tokens",
     "mass_limits",
     "plan_retirement",

@@ -1,6 +1,7 @@
 """Profiles on disk, and what they answer where the settings say ``auto``."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,30 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = Profile.read(path)
     assert found == PROFILE
     assert found.centre == CENTRE
-    found.check_model("abc123", path)
+    found.check_model("abc123", GEOMETRY, path)
 
 
 def test_a_profile_of_another_model_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"made for some-model .*abc123\).*xyz.*calibrate"):
-        PROFILE.check_model("xyz", tmp_path / "profile.json")
+    with pytest.raises(ConfigError, match=r"made for some-model .*abc123.*xyz.*calibrate"):
+        PROFILE.check_model("xyz", GEOMETRY, tmp_path / "profile.json")
+
+
+def test_a_profile_of_another_shape_says_so(tmp_path: Path) -> None:
+    other = Geometry(layers=2, kv_heads=6, head_dim=16)
+    with pytest.raises(ConfigError, match=r"kv_heads=3.*kv_heads=6.*calibrate"):
+        PROFILE.check_model("abc123", other, tmp_path / "profile.json")
+
+
+def test_a_window_of_a_profile_is_checked_like_one_of_the_settings() -> None:
+    wrong = replace(PROFILE, settings=Settings(recent_window_tokens=-5))
+    with pytest.raises(ConfigError, match="recent_window_tokens=-5"):
+        policy(wrong)
+
+
+def test_without_scores_tokens_of_an_answer_stay_high() -> None:
+    found = policy(PROFILE, alpha_high=float("inf"), score_every_tokens=0)
+    assert found.answer_alphas == (0.0, 0.0)
+    assert policy(PROFILE).answer_alphas == (5.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +76,7 @@ def test_a_profile_of_another_model_says_so(tmp_path: Path) -> None:
         ({"key_centre": "not base64!"}, "key_centre"),
         ({"settings": {"alpha_high": "much"}}, "alpha_high"),
         ({"geometry": {"layers": 2}}, "kv_heads"),
+        ({"settings": {"policy": "magic"}}, "compressor.policy='magic'"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(

@@ -32,7 +32,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import mass_limits, plan_tokens, transcode
+from triptych.kernels import mass_limits, plan_tokens, significance_of, transcode
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
@@ -216,11 +216,10 @@ class CompressEngine:
     def _significance(self, raw: Ids, tokens: int) -> Tensor:
         """Mean attention of each token from itself and all later ones, [head rows, tokens].
 
-        Prefill left the sums in the score segment of the raw pages.
+        Prefill left each KV head's sums in the score segment of the raw pages.
         """
         kept = segments(self._arena, self.plan.raw).scores[torch.from_numpy(raw).long()]
-        sums = kept.flatten(1)[:, :tokens]
-        return sums / torch.arange(tokens, 0, -1)
+        return significance_of(kept.flatten(1), tokens, len(raw))
 
     # ---------------------------------------------------------------- encode
 

@@ -15,7 +15,7 @@ from triptych.core.errors import TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.messages import ROUTER, Message, Prefill, Prefilled, Request, Send, Stage
 from triptych.core.pages import PagePlan
-from triptych.kernels import Past, prefill_attention, store_tokens
+from triptych.kernels import Past, largest_sums, prefill_attention, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
@@ -190,17 +190,14 @@ class PrefillEngine:
         return [*sends, *self._hand_over(going_on)]
 
     def _leave_significance(self, prompt: Prompt) -> None:
-        """Write the attention that each token received into the score segments of its pages.
-
-        The largest sum among the query heads of a KV head counts (DiffKV, section 4).
-        """
+        """Write the attention that each token received into the score segments of its pages."""
         if prompt.attention is None:
             return
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
-        grouped = prompt.attention.view(geometry.layers, geometry.kv_heads, -1, prompt.read)
-        sums = F.pad(grouped.amax(2), (0, -prompt.read % per_page))
+        sums = largest_sums(prompt.attention, geometry.kv_heads)
+        padded = F.pad(sums, (0, -prompt.read % per_page))
         ids = torch.from_numpy(prompt.pages).long().flatten()
-        segments(self._arena, self.plan.raw).scores[ids] = sums.reshape(-1, per_page)
+        segments(self._arena, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
     def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
         for prompt, _ in going_on:

@@ -22,5 +22,5 @@ def find_profile(config: AppConfig, facts: ModelFacts) -> Profile | None:
     if asked == "auto" and not path.is_file():
         return None
     profile = Profile.read(path)
-    profile.check_model(facts.weights, path)
+    profile.check_model(facts.weights, facts.geometry, path)
     return profile

@@ -4,6 +4,16 @@ import torch
 from torch import Tensor
 
 
+def largest_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
+    """The largest column sum among the query heads of each KV head: what a page keeps as score.
+
+    Shapes:  sums [..., H, N] -> [..., KH, N]
+    Dtypes:  float32
+    Source:  DiffKV, significance of prompt tokens (maximum over the group)
+    """
+    return sums.reshape(*sums.shape[:-2], num_kv_heads, -1, sums.shape[-1]).amax(-2)
+
+
 def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:
     """Turn column sums into mean attention per key, the largest over a KV head's query heads.
 
@@ -15,5 +25,4 @@ def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:
              group); with self-attention counted, so the last token has a mean too
     """
     seen_by = torch.arange(tokens, 0, -1, dtype=sums.dtype, device=sums.device)
-    heads = sums[..., :tokens].reshape(*sums.shape[:-2], num_kv_heads, -1, tokens)
-    return heads.amax(-2) / seen_by
+    return largest_sums(sums[..., :tokens], num_kv_heads) / seen_by

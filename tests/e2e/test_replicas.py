@@ -65,18 +65,18 @@ def test_every_replica_takes_part(server: Any) -> None:
     assert all(seconds > 0 for seconds in by_worker(busy, "prefill"))
 
 
-def test_a_killed_replica_takes_only_its_own_streams_with_it(server: Any) -> None:
+@pytest.mark.parametrize("victim", ["Prefill", "Compressor", "Decode"])
+def test_streams_go_on_when_a_replica_is_killed(server: Any, victim: str) -> None:
     prompts = [f"{STORY} Part {index}:" for index in range(12)]
-    whole = server.crowd(prompts, max_tokens=160)
+    whole = server.crowd(prompts, max_tokens=64)
     assert whole.join() == {"length": 12}
-    crowd = server.crowd(prompts, max_tokens=160)
-    crowd.wait_for_chunks(4)
-    victim, _ = server.replicas("Decode")
-    os.kill(victim.pid, signal.SIGKILL)
-    assert crowd.join() == {"length": 6, "worker_lost": 6}
-    for index, ending in enumerate(crowd.endings):
-        if ending == "length":
-            assert crowd.texts[index] == whole.texts[index]
+    crowd = server.crowd(prompts, max_tokens=64)
+    if victim == "Decode":
+        crowd.wait_for_chunks(4)
+    os.kill(server.replicas(victim)[0].pid, signal.SIGKILL)
+    assert crowd.join() == {"length": 12}
+    if victim != "Decode":
+        assert crowd.texts == whole.texts
     assert answer(server, "Hello") != ""
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
     server.wait_until(lambda: server.metrics("triptych_workers")['stage="decode"'] == 2, 90)

@@ -147,6 +147,15 @@ class Request:
     """How to continue it."""
     reply_to: str
     """Address of the mailbox that gets the tokens."""
+    said: tuple[int, ...] = ()
+    """Tokens of the answer that the client has already: the answer goes on behind them."""
+    attempt: int = 0
+    """How many workers lost this request before."""
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """All tokens before the next one."""
+        return self.prompt + self.said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +211,8 @@ class Failed:
     code: str | None
     status: int
     retry_after_s: float | None = None
+    resumable: bool = False
+    """Whether another attempt may go on from the tokens that the client has."""
 
 
 def failed(request: str, error: TriptychError) -> Failed:
@@ -213,6 +224,7 @@ def failed(request: str, error: TriptychError) -> Failed:
         code=error.code,
         status=error.http_status,
         retry_after_s=getattr(error, "retry_after_s", None),
+        resumable=error.resumable,
     )
 
 

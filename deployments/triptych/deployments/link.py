@@ -16,7 +16,7 @@ class RouterLink:
     """A mailbox that introduces itself to the router, and again whenever the router is new.
 
     ``on_router_lost`` is called each time the router dies: what it had decided is void, so
-    a worker drops its requests and an ingress fails its own.
+    a worker drops its requests and an ingress sends its own again.
     """
 
     def __init__(
@@ -25,9 +25,14 @@ class RouterLink:
         router: str,
         hello: Hello,
         receive: Receive,
+        *,
+        on_router_found: Callable[[], None],
         on_router_lost: Callable[[], None],
     ) -> None:
-        self._router, self._hello, self._on_router_lost = router, hello, on_router_lost
+        self._router, self._hello = router, hello
+        self._on_router_found, self._on_router_lost = on_router_found, on_router_lost
+        self.is_up = False
+        """Whether the router is there, as far as one knows."""
         self.mailbox = Mailbox(address, receive, self._lost)
         self._retry: asyncio.Task[None] | None = None
 
@@ -44,14 +49,20 @@ class RouterLink:
         self.mailbox.post(self._router, message)
 
     def _introduce(self) -> None:
-        self.mailbox.watch(self._router)
+        self.mailbox.watch(self._router, found=self._found)
         self.to_router(self._hello)
+
+    def _found(self) -> None:
+        self.is_up = True
+        self._on_router_found()
 
     def _lost(self, address: str) -> None:
         if address != self._router:
             return  # an ingress that died: the router tells us what to cancel
-        self._on_router_lost()
         self._retry = asyncio.create_task(self._introduce_later())
+        if self.is_up:
+            self.is_up = False
+            self._on_router_lost()
 
     async def _introduce_later(self) -> None:
         await asyncio.sleep(RETRY_S)

@@ -41,7 +41,12 @@ class WorkerShell:
             max_requests=plan.config.decode.max_batch_requests if "decode" in stages else 0,
         )
         self._link = RouterLink(
-            address, plan.router_address, hello, self._receive, self._on_router_lost
+            address,
+            plan.router_address,
+            hello,
+            self._receive,
+            on_router_found=lambda: None,
+            on_router_lost=self._on_router_lost,
         )
         self._loop.start()
         await self._link.start()

@@ -167,7 +167,8 @@ class Coordinator:
             books.counters["duplicate_submit"] += 1
             return
         books.counters["submitted"] += 1
-        sizes = self._model.estimate(len(request.prompt), max(0, request.sampling.max_tokens))
+        left = max(0, request.sampling.max_tokens - len(request.said))
+        sizes = self._model.estimate(len(request.known), left)
         refusal = self._refusal(request, sizes, now)
         if refusal is None:
             books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now))
@@ -186,7 +187,7 @@ class Coordinator:
             )
         limit = self._config.max_queued_requests
         waiting = self._books.requests.count(State.WAITING)
-        if waiting >= limit:
+        if waiting >= limit and not request.attempt:
             return QueueFull(waiting, limit, self._books.drain.retry_after_s(waiting, now))
         return None
 

@@ -46,7 +46,7 @@ class Endings:
         for entry in list(self.books.requests):
             if entry.state is State.LEAVING:
                 if address in entry.owed:
-                    entry.deadline = now + self.reclaim_s
+                    entry.owed[address] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
             elif entry.worker == address:
@@ -56,14 +56,15 @@ class Endings:
 
     def settle(self, entry: Entry, address: str) -> None:
         """A worker says that it holds nothing of a leaving request."""
-        entry.owed.discard(address)
+        entry.owed.pop(address, None)
         if not entry.owed:
             self._remove(entry)
 
     def expire(self, now: float) -> None:
         """Stop waiting for workers that do not answer."""
         for entry in self.books.requests.in_state(State.LEAVING):
-            if now >= entry.deadline:
+            entry.owed = {who: until for who, until in entry.owed.items() if now < until}
+            if not entry.owed:
                 self.books.counters["leaving_timed_out"] += 1
                 self._remove(entry)
 
@@ -85,13 +86,13 @@ class Endings:
             self.books.outbox.cancel(address, entry.id)
         if entry.stage != "decode" or entry.decode not in living:
             entry.decode = ""
-        entry.owed = set(entry.holders)
-        if not entry.owed:
+        for address in entry.holders:
+            wait_s = self.cancel_timeout_s if address in living else self.reclaim_s
+            entry.owed[address] = now + wait_s
+        if entry.owed:
+            self.books.requests.move(entry, State.LEAVING, now)
+        else:
             self._remove(entry)
-            return
-        has_dead = len(living) < len(entry.owed)
-        entry.deadline = now + (self.reclaim_s if has_dead else self.cancel_timeout_s)
-        self.books.requests.move(entry, State.LEAVING, now)
 
     def _tell(self, request: Request, last_word: Failed) -> None:
         self.books.outbox.post(request.reply_to, last_word)

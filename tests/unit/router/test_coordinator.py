@@ -1,5 +1,6 @@
 """The coordinator's rules one by one: each message in, the messages that must come out."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -70,6 +71,7 @@ class Driver:
         slots: int = 2,
         capacity: int = 10**9,
         arenas: dict[str, str] | None = None,
+        patience: Patience = PATIENCE,
         **config: object,
     ) -> None:
         self.now = 0.0
@@ -79,7 +81,7 @@ class Driver:
             RouterConfig(**settings),  # pyright: ignore[reportArgumentType]
             MODEL.plan,
             capacity,
-            PATIENCE,
+            patience,
         )
         for worker in workers:
             self.hello(worker)
@@ -480,6 +482,27 @@ def test_bytes_of_a_dead_worker_are_free_when_the_pool_has_reclaimed_them() -> N
     assert driver.booked > 0
     driver.tick(0.1)
     assert driver.booked == 0
+
+
+def test_a_living_worker_is_waited_for_longer_than_the_dead_one_beside_it() -> None:
+    driver = whole(patience=replace(PATIENCE, cancel_timeout_s=60.0))
+    driver.bring_to("compressing")
+    driver.router.lost("C", driver.now)
+    driver.tick(PATIENCE.reclaim_s)
+    assert driver.booked > 0
+    driver.on(Finished(request="r", tokens=0), "P")
+    assert driver.booked == 0
+
+
+def test_a_request_that_lost_its_worker_goes_to_the_front_and_finds_the_line_never_full() -> None:
+    driver = Driver("C", "D", max_queued_requests=1)
+    assert failures(driver.submit(request("first"))) == []
+    assert len(failures(driver.submit(request("late")))) == 1
+    again = replace(request("again~1"), said=(5, 6), attempt=1)
+    assert failures(driver.submit(again)) == []
+    [send] = driver.hello("P")
+    assert isinstance(send.message, Prefill)
+    assert send.message.requests[0] == again
 
 
 @pytest.mark.parametrize(("step", "giver"), [("compressing", "P"), ("decoding", "C")])

@@ -89,13 +89,12 @@ class DecodeEngine:
         if not isinstance(message, Join):
             return None
         try:
-            self._join(message)
+            return self._join(message)
         except StaleHandle:
             return [refuse(message.request.id, StageLost("compress"), tokens=1)]
         except TriptychError as error:
             self.pool.withdraw([message.request.id])
             return [refuse(message.request.id, error, tokens=1)]
-        return ()
 
     def has_work(self) -> bool:
         return bool(self._running)
@@ -132,7 +131,7 @@ class DecodeEngine:
 
     # ---------------------------------------------------------------- join and leave
 
-    def _join(self, message: Join) -> None:
+    def _join(self, message: Join) -> list[Send]:
         if not self._free_slots:
             raise MessageError(f"no free slot: all {self.max_requests} are taken")
         rows = self.plan.geometry.head_rows
@@ -148,9 +147,15 @@ class DecodeEngine:
         slot = self._free_slots.pop()
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
-        answer = self.answers.start(message.request, replayed=[message.first_token])
+        answer = self.answers.start(message.request)
         answer.report = message.report
         self._running[message.request.id] = Running(slot, claim, answer, message.handle.tokens)
+        return self._repeat(answer, [message.first_token])
+
+    def _repeat(self, answer: Answer, tokens: Sequence[int]) -> list[Send]:
+        """Have an answer say again what the worker before this one said."""
+        sends = [answer.replay(token) for token in tokens]
+        return sends if answer.request.sampling.logprobs < 0 else []
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""

@@ -341,6 +341,25 @@ class Join:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Router to decode worker: take over this request from a dead one."""
+
+    request: Request
+    former: str
+    """Name of the worker that died."""
+    report: CompressionReport
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Decode worker to router: the request goes on here, and the dead one has nothing of it."""
+
+    request: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Worker to router: the request left this worker and holds nothing here any more."""
 

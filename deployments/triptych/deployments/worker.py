@@ -11,12 +11,19 @@ from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.rundir import RunDir
 from triptych.kvpool import PoolClient
 from triptych.workers.build import build_engines, cores_for
+from triptych.workers.journal import journal_bytes
 from triptych.workers.loop import StageLoop
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 STUCK_STEP_S = 120.0
+
+
+def _journal_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
+    """Only decode has more to leave than can be computed again at once."""
+    slots = plan.config.decode.max_batch_requests
+    return journal_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
 
 
 class WorkerShell:
@@ -26,7 +33,9 @@ class WorkerShell:
         self.name = new_name("-".join(stages))
         self._run_dir = RunDir.enter(plan.run_dir)
         self._events = asyncio.get_running_loop()
-        self._pool = await asyncio.to_thread(PoolClient, plan.pool_address, self.name)
+        self._pool = await asyncio.to_thread(
+            PoolClient, plan.pool_address, self.name, journal_bytes=_journal_bytes(plan, stages)
+        )
         engines = await asyncio.to_thread(
             build_engines, plan.config, plan.pages, plan.model_path, self._pool, stages
         )

@@ -206,19 +206,13 @@ class WorkerPool:
 
     # -------------------------------------------------------------- what the dead left
 
-    @contextmanager
-    def inherited(self, former: str) -> Generator[NDArray[np.uint8], None, None]:
+    def inherit(self, former: str) -> NDArray[np.uint8]:
         """The journal of a dead worker. If it still lives, it does not afterwards.
 
         Raises: StaleHandle if it left nothing; PoolUnavailable
         """
         left = self._calls.inherit(former)
-        memory = self._open_journal(left.journal, left.journal_bytes)
-        try:
-            yield memory.data[0]
-        finally:
-            if self._registered.journal != left.journal:
-                memory.close()
+        return self._open_journal(left.journal, left.journal_bytes).data[0]
 
     def adopt(self, former: str, request: str, lease: LeaseId, ids: PageIds) -> Claim:
         """Take over one request of a dead worker: exactly these of its pages.

@@ -119,8 +119,7 @@ def test_what_a_dead_worker_held_goes_to_another_one(
     if way == "buried by the sweeper":
         time.sleep(2.5 * SWEEP_PERIOD_S)
     held = server.stat().held_pages
-    with heir.inherited("former") as journal:
-        lease, *ids = journal[: 4 * 61].view("<i4").tolist()
+    lease, *ids = heir.inherit("former")[: 4 * 61].view("<i4").tolist()
     assert child.wait(timeout=1) == -signal.SIGKILL
     assert server.stat().held_pages == held
     wanted = np.array(ids[:30], np.int32)  # some it had taken, some it had committed
@@ -133,8 +132,8 @@ def test_what_a_dead_worker_held_goes_to_another_one(
     heir.release([claim.lease])
     assert server.stat().by_request == {}
     assert server.stat().held_pages == heir.idle_pages
-    with pytest.raises(StaleHandle, match="left nothing"), heir.inherited("former"):
-        pass
+    with pytest.raises(StaleHandle, match="left nothing"):
+        heir.inherit("former")
 
 
 def test_nothing_is_left_of_a_worker_without_a_journal_or_one_that_went_by_itself(
@@ -150,8 +149,8 @@ def test_nothing_is_left_of_a_worker_without_a_journal_or_one_that_went_by_itsel
     polite.close()
     assert len(list(tmp_path.glob("triptych-*"))) == 1
     for former in ("plain", "polite", "nobody"):
-        with pytest.raises(StaleHandle, match="left nothing"), heir.inherited(former):
-            pass
+        with pytest.raises(StaleHandle, match="left nothing"):
+            heir.inherit(former)
         with pytest.raises(StaleHandle, match="left nothing"):
             heir.adopt(former, "r", claim.lease, plain.take(0))
 

@@ -18,6 +18,7 @@ from triptych.core.messages import (
     Message,
     Prefill,
     Report,
+    Resume,
     Send,
 )
 from triptych.workers.cores import Cores
@@ -42,7 +43,7 @@ def requests_of(message: Message) -> list[str]:
             return [item.request for item in items]
         case Encode(requests=names):
             return list(names)
-        case Join(request=request):
+        case Join(request=request) | Resume(request=request):
             return [request.id]
         case _:
             return []

@@ -25,6 +25,9 @@ C = TypeVar("C", bound=type)
 ROUTER = "router"
 """The address of the router, wherever it runs."""
 
+POOL = "pool"
+"""The address of the pool, for the one thing that the router tells it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -356,6 +359,14 @@ class Resumed:
     """Decode worker to router: the request goes on here, and the dead one has nothing of it."""
 
     request: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expel:
+    """Router to pool: nobody will take over anything more from this dead worker."""
+
+    worker: str
 
 
 @message

@@ -353,6 +353,13 @@ class PoolWatcher:
         except PoolUnavailable:
             return None
 
+    def expel(self, worker: str) -> None:
+        """Have what a dead worker left freed.
+
+        Raises: PoolUnavailable
+        """
+        self._remote.expel(worker)
+
     def close(self) -> None:
         self._remote.close()
 

@@ -15,6 +15,7 @@ from triptych.core.messages import (
     Prefilled,
     Report,
     Request,
+    Resumed,
     Send,
     Stage,
     Submit,
@@ -99,6 +100,7 @@ class Coordinator:
     def tick(self, now: float) -> list[Send]:
         """Let time pass: call it about twice a second."""
         self._endings.expire(now)
+        self._endings.expel_formers()
         self._give_up(now)
         return self._advance(now)
 
@@ -118,6 +120,8 @@ class Coordinator:
                 self._planned(message, sender, now)
             case Compressed():
                 self._compressed(message, sender, now)
+            case Resumed():
+                self._resumed(message, sender)
             case Finished():
                 self._finished(message, sender, now)
             case Report():
@@ -137,8 +141,11 @@ class Coordinator:
 
     def _lose(self, address: str, now: float) -> None:
         self._books.counters["peers_lost"] += 1
-        self._books.fleet.leave(address, now)
-        self._endings.lost(address, now)
+        peer = self._books.fleet.leave(address, now)
+        name = peer.name if peer and "decode" in peer.hello.stages else ""
+        if name:
+            self._books.formers.add(name)
+        self._endings.lost(address, name, now)
 
     def _give_up(self, now: float) -> None:
         """Fail requests that have waited too long for a stage without workers."""
@@ -149,10 +156,11 @@ class Coordinator:
                 for state in states:
                     for entry in requests.in_state(state):
                         self._give_up_on(entry, stage, absent, now)
-        for entry in requests.in_state(State.COMPRESSED):  # only its own arena can help it
-            absent = fleet.absent_since("decode", entry.final_arena)
-            if absent is not None:
-                self._give_up_on(entry, "decode", absent, now)
+        for state in (State.COMPRESSED, State.ORPHANED):  # only their own arena can help them
+            for entry in requests.in_state(state):
+                absent = fleet.absent_since("decode", entry.final_arena)
+                if absent is not None:
+                    self._give_up_on(entry, "decode", absent, now)
 
     def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
         if now - max(absent, entry.since) >= self._patience.grace_s:
@@ -232,6 +240,14 @@ class Coordinator:
             lines = lines_after_encoding(entry.sizes, entry.final_arena)
             self._books.ledger.book(entry.id, lines)
             self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _resumed(self, message: Resumed, sender: str) -> None:
+        entry = self._books.requests.get(message.request)
+        if entry is not None and entry.worker == sender and entry.former:
+            self._books.counters["resumed"] += 1
+            entry.former = ""
+        else:
+            self._books.counters["stray_resumed"] += 1
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
         entry = self._books.requests.get(message.request)

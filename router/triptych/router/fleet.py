@@ -63,11 +63,12 @@ class Fleet:
         peer.reported, peer.pages_held = now, report.pages_held
         return True
 
-    def leave(self, address: str, now: float) -> None:
-        """Forget a peer that died."""
+    def leave(self, address: str, now: float) -> Peer | None:
+        """Forget a peer that died; returns who it was."""
         peer = self._peers.pop(address, None)
         for stage in peer.hello.stages if peer else ():
             self._left[stage, peer.hello.arena if peer else ""] = now
+        return peer
 
     def is_full(self, peer: Peer, now: float) -> bool:
         """Whether the peer takes nothing because nobody knows how it fares."""

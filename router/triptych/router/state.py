@@ -28,6 +28,8 @@ class State(StrEnum):
     """The compressor holds the finished pages; no decode worker was told."""
     DECODING = "decoding"
     """Sent to a decode worker, which may or may not have attached the pages yet."""
+    ORPHANED = "orphaned"
+    """Its decode worker died, and its pages wait in the pool for another one."""
     LEAVING = "leaving"
     """Over for the client, but some worker may still hold pages of it."""
 
@@ -50,6 +52,8 @@ class Entry:
     """The worker before, while it may still hold the lease that ``worker`` is to attach."""
     decode: str = ""
     """The decode worker with a slot for it."""
+    former: str = ""
+    """Name of the dead worker that left its pages, until another one has taken them over."""
     raw_arena: str = ""
     final_arena: str = ""
     first_token: int = 0

@@ -10,12 +10,14 @@ from triptych.core.errors import StageLost, StaleHandle
 from triptych.core.handles import Claim, KVHandle, LeaseId
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
+    POOL,
     Cancel,
     Compress,
     Compressed,
     CompressionReport,
     CompressItem,
     Encode,
+    Expel,
     Failed,
     Finished,
     Hello,
@@ -26,6 +28,8 @@ from triptych.core.messages import (
     Prefilled,
     Report,
     Request,
+    Resume,
+    Resumed,
     Sampling,
     Send,
     Stage,
@@ -347,7 +351,7 @@ def test_the_grace_time_starts_anew_when_the_last_worker_dies() -> None:
     driver.submit(request())
     driver.now = 100.0
     driver.router.lost("D", driver.now)
-    assert driver.tick(29.0) == []
+    assert driver.tick(29.0) == [Send(POOL, Expel(worker="D#1"))]
     assert len(failures(driver.tick(1.0))) == 1
 
 
@@ -356,7 +360,7 @@ def test_finished_pages_wait_the_grace_time_for_a_decode_worker_that_can_map_the
     driver.bring_to("encoding")
     driver.router.lost("E", driver.now)
     assert driver.compressed("r") == []
-    assert driver.tick(29.9) == []
+    assert driver.tick(29.9) == [Send(POOL, Expel(worker="E#1"))]
     cancel, failure = driver.tick(0.1)
     assert cancel == Send("C", Cancel(requests=("r",)))
     assert "no decode worker" in failure.message.message
@@ -454,7 +458,6 @@ def test_the_error_of_a_cancelled_request_is_not_forwarded() -> None:
         ("prefilling", "P", "prefill", []),
         ("compressing", "C", "compress", ["P"]),
         ("encoding", "C", "compress", []),
-        ("decoding", "D", "decode", ["C"]),
     ],
 )
 def test_a_lost_worker_fails_its_requests_and_frees_what_others_hold(
@@ -466,6 +469,86 @@ def test_a_lost_worker_fails_its_requests_and_frees_what_others_hold(
     [failure] = failures(sends)
     assert failure == failed("r", StageLost(stage))
     assert [send.to for send in sends if isinstance(send.message, Cancel)] == told
+
+
+def resume(former: str = "D#1") -> Resume:
+    return Resume(request=request(), former=former, report=REPORT)
+
+
+def expel(worker: str = "D#1") -> Send:
+    return Send(POOL, Expel(worker=worker))
+
+
+def test_another_decode_worker_takes_over_from_a_dead_one() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    booked = driver.booked
+    assert driver.router.lost("D", driver.now) == [Send("E", resume())]
+    assert driver.tick(1.0) == []  # the pool keeps what the dead one left
+    assert driver.on(Resumed(request="r"), "E") == []
+    assert driver.tick(1.0) == [expel()]
+    assert (driver.state(), driver.booked) == ("decoding", booked)
+    assert driver.on(Finished(request="r", tokens=9), "E") == []
+    assert (driver.state(), driver.booked) == (None, 0)
+
+
+def test_orphans_wait_for_a_decode_worker() -> None:
+    driver = Driver("P", "C", "D")
+    driver.bring_to("decoding")
+    assert driver.router.lost("D", driver.now) == []
+    assert driver.state() == "orphaned"
+    assert driver.tick(20.0) == []
+    assert driver.hello("D", start=2) == [Send("D", resume())]
+
+
+def test_orphans_that_nobody_takes_fail_after_the_grace_time() -> None:
+    driver = Driver("P", "C", "D")
+    driver.bring_to("decoding")
+    driver.router.lost("D", driver.now)
+    sends = driver.tick(PATIENCE.grace_s)
+    assert "no decode worker" in failures(sends)[0].message
+    assert driver.tick(0.5) == [expel()]
+
+
+@pytest.mark.parametrize("how", ["refused", "died", "cancelled"])
+def test_a_take_over_that_fails_leaves_nothing(how: str) -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.router.lost("D", driver.now)
+    lost = failed("r", StageLost("decode"))
+    if how == "refused":
+        assert failures(driver.on(Finished(request="r", tokens=0, error=lost), "E")) == [lost]
+    elif how == "died":
+        assert failures(driver.router.lost("E", driver.now)) == [lost]
+    else:
+        driver.on(Cancel(requests=("r",)), "in")
+        driver.on(Finished(request="r", tokens=0), "E")
+    driver.on(Finished(request="r", tokens=0), "C")
+    expelled = driver.tick(0.5)
+    assert expelled == ([expel(), expel("E#1")] if how == "died" else [expel()])
+    assert driver.booked > 0  # the pool may not have heard it yet
+    driver.tick(PATIENCE.reclaim_s)
+    assert driver.booked == 0
+
+
+def test_log_probabilities_cannot_be_told_again_so_the_request_begins_anew() -> None:
+    driver = whole()
+    asked = replace(request(), sampling=Sampling(max_tokens=50, logprobs=2))
+    driver.bring_to("decoding", asked)
+    [failure] = failures(driver.router.lost("D", driver.now))
+    assert failure == failed("r", StageLost("decode"))
+    assert failure.resumable
+
+
+def test_only_the_heir_can_say_that_it_took_over() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.on(Resumed(request="r"), "D")
+    driver.router.lost("D", driver.now)
+    driver.on(Resumed(request="r"), "C")
+    driver.on(Resumed(request="?"), "E")
+    assert driver.count("stray_resumed") == 3
+    assert driver.tick(0.5) == []
 
 
 def test_raw_pages_that_nobody_attached_are_lost_with_their_prefill_worker() -> None:
@@ -552,7 +635,9 @@ def test_slots_that_come_back_go_to_requests_in_the_order_of_planning() -> None:
 def test_a_new_process_at_a_known_address_means_that_the_old_one_died() -> None:
     driver = whole()
     driver.bring_to("decoding")
-    assert failures(driver.hello("D", start=2)) == [failed("r", StageLost("decode"))]
+    [send] = driver.hello("D", start=2)
+    assert isinstance(send.message, Resume)
+    assert send.message.former == "D#1"
 
 
 def test_the_same_process_saying_hello_again_changes_nothing() -> None:

@@ -25,6 +25,7 @@ from triptych.core.messages import (
     Compressed,
     CompressionReport,
     Encode,
+    Expel,
     Failed,
     Finished,
     Hello,
@@ -35,6 +36,8 @@ from triptych.core.messages import (
     Prefilled,
     Report,
     Request,
+    Resume,
+    Resumed,
     Sampling,
     Send,
     Stage,
@@ -113,6 +116,7 @@ class FakeWorld:
         self.unnoticed = list[str]()
         self.heard = list[tuple[str, Message]]()
         self.check_admissions = True
+        self.resumed = 0
 
     # ---------------------------------------------------------------- the router's side
 
@@ -125,6 +129,8 @@ class FakeWorld:
         for send in sends:
             if isinstance(send.message, Failed):
                 self.end(send.message.request, f"failed {send.message.code}")
+            elif isinstance(send.message, Expel):
+                self.expel(send.message.worker)
             elif send.to in self.workers:
                 self.workers[send.to].inbox.append(send.message)
             if isinstance(send.message, Prefill):
@@ -166,7 +172,15 @@ class FakeWorld:
         raise StaleHandle(int(claim.lease), "nobody offers it")
 
     def reclaim(self) -> None:
-        self.dead = [(worker, when) for worker, when in self.dead if self.now < when + LEASE_S]
+        """What a decode worker held is kept for others until the router says otherwise."""
+        self.dead = [
+            (worker, when)
+            for worker, when in self.dead
+            if self.now < when + LEASE_S or "decode" in worker.stages
+        ]
+
+    def expel(self, name: str) -> None:
+        self.dead = [(worker, when) for worker, when in self.dead if worker.name != name]
 
     # ---------------------------------------------------------------- workers
 
@@ -220,6 +234,8 @@ class FakeWorld:
                 worker.queue.extend((name, message.arena) for name in named)
             case Join():
                 self.join(worker, message)
+            case Resume():
+                self.resume(worker, message)
             case Cancel():
                 for name in message.requests:
                     self.cancel(worker, name)
@@ -291,6 +307,18 @@ class FakeWorld:
             return
         held.decoding = message.request
         assert len(worker.running) <= SLOTS
+
+    def resume(self, worker: FakeWorker, message: Resume) -> None:
+        name = message.request.id
+        [former] = [dead for dead, _ in self.dead if dead.name == message.former]
+        held = former.held.get(name)
+        if held is None or held.decoding is None:
+            self.refuse(worker, name, StaleHandle(0, "it left nothing"), 0)
+            return
+        worker.held[name] = former.held.pop(name)
+        self.resumed += 1
+        assert len(worker.running) <= SLOTS
+        worker.outbox.append(Resumed(request=name))
 
     def decode(self, worker: FakeWorker, name: str) -> None:
         """Write up to ten tokens of one request."""
@@ -462,7 +490,7 @@ class RouterMachine(RuleBasedStateMachine):
     def repeat(self, index: int) -> None:
         """A message of a stage comes a second time."""
         sender, message = self.world.heard[index % len(self.world.heard)]
-        if isinstance(message, Prefilled | Planned | Compressed | Finished):
+        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Finished):
             self.world.deliver(self.world.router.on(message, sender, self.world.now))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 3.0, 5.0]))

@@ -468,6 +468,22 @@ class RouterMachine(RuleBasedStateMachine):
                 for message in list(worker.outbox)[:last_words]:
                     self.world.tell(message, worker.address)
 
+    @rule(steps=st.integers(0, 60))
+    @precondition(lambda self: self.world.requests)
+    def kill_while_it_decodes(self, steps: int) -> None:
+        """Go on until somebody decodes, and a little further."""
+        for _ in range(200):
+            busy = [one for one in self.world.workers.values() if one.running]
+            if busy and steps <= 0:
+                self.world.kill(busy[0].address)
+                self.world.notice()
+                return
+            steps -= bool(busy)
+            for worker in list(self.world.workers.values()):
+                self.world.step(worker)
+                if worker.outbox:
+                    self.world.tell(worker.outbox.popleft(), worker.address)
+
     @rule(index=st.integers(0, 9))
     def restart(self, index: int) -> None:
         missing = [address for address in self.addresses if address not in self.world.workers]

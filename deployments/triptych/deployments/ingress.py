@@ -51,7 +51,6 @@ class RouterEngine:
 
     def __init__(self, plan: AppPlan, router: RouterHandle) -> None:
         self.address = plan.address(new_name("ingress"))
-        hello = Hello(name=new_name("ingress"), address=self.address)
         self._router = router
         self._journeys = Journeys()
         self._unsent = dict[str, Journey]()
@@ -60,14 +59,13 @@ class RouterEngine:
         self._link = RouterLink(
             self.address,
             plan.router_address,
-            hello,
             self._receive,
             on_router_found=self._on_router_found,
             on_router_lost=self._on_router_lost,
         )
 
     async def start(self) -> None:
-        await self._link.start()
+        await self._link.start(Hello(name=new_name("ingress"), address=self.address))
 
     async def stop(self) -> None:
         await self._link.stop()
@@ -120,10 +118,17 @@ class RouterEngine:
     def _failed(self, journey: Journey, failure: Failed) -> None:
         if failure.resumable and self._journeys.again(journey):
             logger.info("request %s goes on: %s", journey.id, failure.message)
-            self._submit(journey)
+            self._submit_later(journey, journey.id)
         else:
             self._end(journey)
             journey.fail(failure)
+
+    def _submit_later(self, journey: Journey, attempt: str) -> None:
+        def submit() -> None:
+            if self._journeys.get(attempt) is journey:  # its client still waits for it
+                self._submit(journey)
+
+        asyncio.get_running_loop().call_later(journey.delay_s, submit)
 
     def _submit(self, journey: Journey) -> None:
         """Send the present attempt to the router, now or when there is one."""

@@ -23,22 +23,27 @@ class RouterLink:
         self,
         address: str,
         router: str,
-        hello: Hello,
         receive: Receive,
         *,
         on_router_found: Callable[[], None],
         on_router_lost: Callable[[], None],
     ) -> None:
-        self._router, self._hello = router, hello
+        self._router, self._hello = router, Hello(name="", address=address)
         self._on_router_found, self._on_router_lost = on_router_found, on_router_lost
         self.is_up = False
         """Whether the router is there, as far as one knows."""
         self.mailbox = Mailbox(address, receive, self._lost)
         self._retry: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, hello: Hello) -> None:
+        self._hello = hello
         await self.mailbox.start()
         self._introduce()
+
+    def introduce(self, hello: Hello) -> None:
+        """Say hello under another name: who had the old one is no more."""
+        self._hello = hello
+        self.to_router(hello)
 
     async def stop(self) -> None:
         if self._retry is not None:

@@ -135,9 +135,12 @@ class Coordinator:
     # ---------------------------------------------------------------- peers
 
     def _hello(self, hello: Hello, now: float) -> None:
+        former = self._books.fleet.get(hello.address)
         for address in self._books.fleet.replaced_by(hello):
             self._lose(address, now)
         self._books.fleet.join(hello)
+        if former is not None and former.hello.arena != hello.arena:
+            self._endings.lost_arena(former.hello.arena, now)
 
     def _lose(self, address: str, now: float) -> None:
         self._books.counters["peers_lost"] += 1

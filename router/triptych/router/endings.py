@@ -59,6 +59,12 @@ class Endings:
             else:
                 self._survive(entry, address)
 
+    def lost_arena(self, arena: str, now: float) -> None:
+        """A worker has another arena than before: its pool died, and all pages with it."""
+        for entry in self.books.requests.in_state(State.ORPHANED):
+            if entry.final_arena == arena:
+                self.fail(entry, StageLost(entry.stage), now)
+
     def expel_formers(self) -> None:
         """Have the pool free what the dead left, once nobody is to take it over any more."""
         for name in sorted(self.books.formers - {entry.former for entry in self._living}):

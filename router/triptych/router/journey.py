@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from triptych.core.messages import Failed, Request, Tokens
 
-MAX_ATTEMPTS = 5
+MAX_ATTEMPTS = 6
 """Attempts after which a request fails: it may be what kills its workers."""
+FIRST_DELAY_S = 0.5
+"""Wait before the third attempt; it doubles from there. The second one begins at once."""
 
 
 @dataclass(eq=False)
@@ -31,6 +33,11 @@ class Journey:
         """The id of the present attempt."""
         name = self.request.id
         return f"{name}~{self.attempt}" if self.attempt else name
+
+    @property
+    def delay_s(self) -> float:
+        """How long to wait before the present attempt: what lost so many may need time."""
+        return 0.0 if self.attempt < 2 else float(FIRST_DELAY_S * 2 ** (self.attempt - 2))
 
     def present(self) -> Request:
         """The present attempt, as the router is to see it."""

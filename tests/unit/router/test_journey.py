@@ -65,7 +65,11 @@ def test_another_attempt_begins_behind_what_the_client_has() -> None:
 def test_a_request_that_kills_its_workers_ends() -> None:
     heard, journeys = list[Tokens | Failed](), Journeys()
     journey = journeys.start(REQUEST, heard.append)
-    assert sum(journeys.again(journey) for _ in range(20)) == MAX_ATTEMPTS - 1
+    delays = list[float]()
+    while journeys.again(journey):
+        delays.append(journey.delay_s)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert len(delays) == MAX_ATTEMPTS - 1
     journey.fail(failed(journey.id, StageLost("decode")))
     assert heard == [failed("r", StageLost("decode"))]
     journeys.end(journey)

@@ -37,7 +37,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool
 from triptych.workers import decode, journal, rows, window
-from triptych.workers.build import build_engines
+from triptych.workers.build import load_brain, make_engines
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.journal import Journal, journal_bytes
 from triptych.workers.models import describe
@@ -107,7 +107,9 @@ class Stages:
         config = build(AppConfig, settings)
         plan = PagePlan.of(config, describe(model).geometry)
         pool = LocalPool(config.pool.capacity_bytes // plan.page_bytes, plan.page_bytes)
-        made = build_engines(config, plan, model, pool, ("prefill", "compress", "decode"))
+        stages = ("prefill", "compress", "decode")
+        brain = load_brain(config, plan, model, stages)
+        made = make_engines(config, plan, brain, pool, stages)
         return cls(pool, plan, {engine.stage: engine for engine in made})
 
     def decoder(self) -> tuple[str, DecodeEngine]:

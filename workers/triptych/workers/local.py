@@ -40,7 +40,7 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.kvpool import LocalPool
 from triptych.router import Coordinator, Journeys, Patience
-from triptych.workers.build import build_engines
+from triptych.workers.build import load_brain, make_engines
 from triptych.workers.cores import Turns
 from triptych.workers.loop import StageLoop
 from triptych.workers.models import describe, resolve
@@ -101,7 +101,8 @@ class LocalServer:
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
-        engines = build_engines(config, self.plan, path, self.pool, STAGES, draw)
+        brain = load_brain(config, self.plan, path, STAGES)
+        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = Coordinator(
             config.router,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
-from triptych.core.errors import TriptychError
+from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
     ROUTER,
     Cancel,
@@ -105,6 +105,12 @@ class StageLoop:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except PoolError as error:  # nothing that is held here means anything any more
+            logger.warning("%s: the compute loop ends: %s", self.name, error)
+
+    def _serve(self) -> None:
         while self._take_messages():
             for engine in self._engines:
                 if engine.has_work():

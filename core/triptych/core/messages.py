@@ -392,5 +392,9 @@ class Report:
     pages_held: int
     busy_s: float
     """Seconds of compute since the worker started."""
+    step_age_s: float = 0.0
+    """Seconds that its present step has taken so far."""
+    longest_step_s: float = 0.0
+    """Seconds that the longest of its last steps took; 0 before the first."""
     bytes_copied: int = 0
     """Bytes of keys and values that were copied to bring them here from another stage."""

@@ -39,6 +39,9 @@ class Patience:
     report_bound_s: float = 3.0
     """A worker whose last report is older takes nothing new."""
 
+    stall_s: float = 8.0
+    """A worker that is silent, or in one step, for less is never taken for stuck."""
+
     grace_s: float = 30.0
     """Time that a request waits for a stage without any worker before it fails with 503."""
 
@@ -48,6 +51,9 @@ class Patience:
     reclaim_s: float = 10.0
     """Time after which the pool has taken back the pages of a dead worker: its lease."""
 
+
+MISSED_TICK_S = 2.0
+"""Time between two ticks after which the router itself must have stood still."""
 
 NEEDED_IN: dict[Stage, tuple[State, ...]] = {
     "prefill": (State.WAITING,),
@@ -79,6 +85,7 @@ class Coordinator:
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
         policy = BATCH_POLICIES.load(config.batch_policy)
         self._dispatch = Dispatch(self._books, policy, config)
+        self._ticked = 0.0
 
     # ---------------------------------------------------------------- what happens
 
@@ -100,6 +107,7 @@ class Coordinator:
     def tick(self, now: float) -> list[Send]:
         """Let time pass: call it about twice a second."""
         self._endings.expire(now)
+        self._lose_stalled(now)
         self._endings.expel_formers()
         self._give_up(now)
         return self._advance(now)
@@ -149,6 +157,16 @@ class Coordinator:
         if name:
             self._books.formers.add(name)
         self._endings.lost(address, name, now)
+
+    def _lose_stalled(self, now: float) -> None:
+        """Give up workers that are stuck; the pool ends their processes."""
+        if now - self._ticked > MISSED_TICK_S:
+            self._books.fleet.forgive(now)  # it was this process that stood still
+        self._ticked = now
+        for peer in self._books.fleet.stalled(now, self._patience.stall_s):
+            self._books.counters["stalled"] += 1
+            self._books.formers.add(peer.name)
+            self._lose(peer.address, now)
 
     def _give_up(self, now: float) -> None:
         """Fail requests that have waited too long for a stage without workers."""

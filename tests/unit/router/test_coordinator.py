@@ -1,6 +1,7 @@
 """The coordinator's rules one by one: each message in, the messages that must come out."""
 
 from dataclasses import replace
+from math import inf
 from typing import Literal
 
 import pytest
@@ -43,7 +44,9 @@ from triptych.router import ByteModel, Coordinator, Patience
 
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
 MODEL = ByteModel(PagePlan(Geometry(layers=1, kv_heads=1, head_dim=64), 3584, POLICY))
-PATIENCE = Patience(report_bound_s=3.0, grace_s=30.0, cancel_timeout_s=1.0, reclaim_s=10.0)
+PATIENCE = Patience(
+    report_bound_s=3.0, grace_s=30.0, cancel_timeout_s=1.0, reclaim_s=10.0, stall_s=inf
+)
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
 WORKERS: dict[str, tuple[Stage, ...]] = {
     "P": ("prefill",),
@@ -538,6 +541,66 @@ def test_log_probabilities_cannot_be_told_again_so_the_request_begins_anew() -> 
     [failure] = failures(driver.router.lost("D", driver.now))
     assert failure == failed("r", StageLost("decode"))
     assert failure.resumable
+
+
+def stall_driver() -> Driver:
+    driver = whole(patience=replace(PATIENCE, stall_s=5.0))
+    driver.bring_to("decoding")
+    return driver
+
+
+def beat(driver: Driver, address: str, **measured: float) -> None:
+    report = Report(name=f"{address}#1", running=1, waiting=0, pages_held=0, busy_s=0.0, **measured)
+    assert driver.on(report, address) == []
+
+
+def pass_time(driver: Driver, seconds: float, silent: str) -> list[Send]:
+    """Ticks and reports, but of one."""
+    sends = list[Send]()
+    for _ in range(round(2 * seconds)):
+        for address in set(WORKERS) - {silent}:
+            beat(driver, address, longest_step_s=0.1)
+        sends += driver.tick(0.5)
+    return sends
+
+
+def test_a_worker_that_falls_silent_is_succeeded_and_ended() -> None:
+    driver = stall_driver()
+    beat(driver, "D", longest_step_s=0.1)
+    assert pass_time(driver, 5.0, silent="D") == []
+    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume())]
+    driver.on(Resumed(request="r"), "E")
+    assert pass_time(driver, 0.5, silent="D") == [expel()]
+    assert driver.count("stalled") == 1
+
+
+def test_how_long_a_step_may_take_goes_by_those_that_were_measured() -> None:
+    driver = stall_driver()
+    for _ in range(70):  # its first step: it may have to compile
+        beat(driver, "D", step_age_s=driver.now)
+        assert pass_time(driver, 0.5, silent="D") == []
+        if driver.now >= 55:
+            break
+    beat(driver, "D", longest_step_s=2.0, step_age_s=39.0)
+    assert pass_time(driver, 0.5, silent="D") == []
+    beat(driver, "D", longest_step_s=2.0, step_age_s=40.0)
+    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume())]
+
+
+def test_a_silent_prefill_worker_is_ended_too() -> None:
+    driver = whole(patience=replace(PATIENCE, stall_s=5.0))
+    driver.bring_to("prefilling")
+    beat(driver, "P", longest_step_s=0.1)
+    sends = pass_time(driver, 6.0, silent="P")
+    assert failures(sends) == [failed("r", StageLost("prefill"))]
+    assert expel("P#1") in sends
+
+
+def test_a_router_that_stood_still_blames_nobody() -> None:
+    driver = stall_driver()
+    beat(driver, "D", longest_step_s=0.1)
+    assert driver.tick(60.0) == []
+    assert pass_time(driver, 4.0, silent="") == []
 
 
 def test_only_the_heir_can_say_that_it_took_over() -> None:

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[Sequence[Send]], None]
 """Takes what a step has to say; called in the loop's thread, must not block."""
 
+
+MEASURED_STEPS = 512
+"""Steps whose times say how long one may take."""
 
 CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
@@ -62,6 +66,7 @@ class StageLoop:
         self._inbox = queue.SimpleQueue[Message | None]()
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
+        self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: float | None = None
         self._running = 0
 
@@ -99,6 +104,8 @@ class StageLoop:
             waiting=self._inbox.qsize(),
             pages_held=pages_held,
             busy_s=self._busy_s,
+            step_age_s=self.step_age_s,
+            longest_step_s=max(self._steps_s, default=0.0),
             bytes_copied=bytes_copied,
         )
 
@@ -173,7 +180,9 @@ class StageLoop:
         try:
             yield
         finally:
-            self._busy_s += time.monotonic() - started
+            took_s = time.monotonic() - started
+            self._busy_s += took_s
+            self._steps_s.append(took_s)
             self._step_since = None
 
     def _send(self, sends: Iterable[Send] | None) -> None:

@@ -183,7 +183,21 @@ class StatPool:
     """The answer is a ``Ledger``."""
 
 
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPool:
+    """Compare the pool's books with each other."""
+
+
 # ------------------------------------------------------------------ answers
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Where the books contradict each other; empty: nowhere."""
+
+    faults: tuple[str, ...]
 
 
 @message

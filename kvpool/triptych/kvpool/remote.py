@@ -96,6 +96,10 @@ class RemotePool:
     def stat(self) -> Ledger:
         return self._ask(protocol.StatPool(), Ledger)
 
+    def check(self) -> list[str]:
+        """Contradictions in the pool's books; empty if there are none."""
+        return list(self._ask(protocol.CheckPool(), protocol.Checked).faults)
+
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()

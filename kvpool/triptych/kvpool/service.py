@@ -168,6 +168,8 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
             return protocol.Claims(claims=(claim,))
         case protocol.StatPool():
             return calls.stat()
+        case protocol.CheckPool():
+            return protocol.Checked(faults=tuple(calls.check()))
         case _:
             raise MessageError(f"{type(asked).__name__} is not a question to the pool")
     return protocol.PoolDone()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
+import grpc
 import msgpack
 import numpy as np
 import pytest
@@ -265,6 +266,18 @@ def test_a_watcher_reads_the_books_and_notices_that_the_pool_is_gone(
     server.stop()
     assert watcher.stat() is None
     watcher.close()
+
+
+def test_standard_health_probes_are_answered_until_the_pool_stops(
+    make_server: MakeServer,
+) -> None:
+    server = make_server()
+    with grpc.insecure_channel(server.address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=5, wait_for_ready=True) == b"\x08\x01"
+        server.stop()
+        with pytest.raises(grpc.RpcError):
+            check(b"", timeout=1)
 
 
 class TestNonsense:

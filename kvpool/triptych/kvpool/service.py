@@ -100,10 +100,6 @@ class PoolServer:
         """Contradictions in the books; empty if there are none."""
         return self._calls.check()
 
-    def expel(self, worker: str) -> bool:
-        """Take everything back from a worker that is known to be dead, if it is there."""
-        return self._calls.expel(worker)
-
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -140,6 +140,10 @@ class LockedPool:
         with self._lock:
             return self._heard(worker).withdraw(worker, labels)
 
+    def withdraw_all(self, worker: WorkerId) -> list[LeaseId]:
+        with self._lock:
+            return self._heard(worker).withdraw_all(worker)
+
     def stat(self) -> Ledger:
         with self._lock:
             return self._pool.stat(self._clock())

@@ -152,6 +152,8 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
         case protocol.WithdrawRequests():
             ended = calls.withdraw(asked.worker, asked.labels)
             return protocol.Withdrawn(leases=tuple(ended))
+        case protocol.WithdrawAll():
+            return protocol.Withdrawn(leases=tuple(calls.withdraw_all(asked.worker)))
         case protocol.UnregisterWorker():
             calls.unregister(asked.worker)
         case protocol.ExpelWorker():

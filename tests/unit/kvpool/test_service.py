@@ -297,6 +297,7 @@ class TestNonsense:
             protocol.AttachLeases(worker=worker, wanted=(wanted,)),
             protocol.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
             protocol.WithdrawRequests(worker=worker, labels=("r",)),
+            protocol.WithdrawAll(worker=worker),
             protocol.InheritFrom(former="former"),
             protocol.AdoptRequest(
                 worker=worker, former="former", label="r", lease=LeaseId(1), pages=pages

@@ -31,7 +31,7 @@ from server import Server, serving
 
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
-from triptych.cli.pool import find_pool, pool_at
+from triptych.cli.pool import pool_at
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
@@ -205,12 +205,20 @@ def pages_held(server: Server) -> float:
     return sum(sum(metric(server, name).values()) for name in names)
 
 
+def check_pool(server: Server) -> list[str]:
+    """Contradictions in the books of this server's pool."""
+    process = victim(server, "pool")
+    paths = {Path(str(one.laddr)) for one in process.net_connections("unix")}
+    (socket,) = {path for path in paths if path.name == "pool.sock"}
+    with pool_at(f"unix:{socket}") as pool:
+        return pool.check()
+
+
 def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[Stream]) -> Round:
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     streams, died, waited = asyncio.run(crowd(server, asked, kind))
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
-    with pool_at(find_pool()) as pool:
-        faults = pool.check()
+    faults = check_pool(server)
     errors = [one.ending for one in streams if one.ending != "length"]
     return Round(
         kind=kind,
@@ -233,8 +241,7 @@ def leave(server: Server, asked: argparse.Namespace) -> Round:
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     _, cut = asyncio.run(half_leave(server, asked))
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
-    with pool_at(find_pool()) as pool:
-        faults = pool.check()
+    faults = check_pool(server)
     errors = {"cut": cut} if cut else {}
     return Round("clients", CLIENTS, cut, 0, errors, [], 0.0, round(ledger_s, 3), faults)
 

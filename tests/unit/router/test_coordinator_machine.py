@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from triptych.core.config import RouterConfig
-from triptych.core.errors import StaleHandle
+from triptych.core.errors import StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim, KVHandle, LeaseId
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.core.messages import (
@@ -252,7 +252,7 @@ class FakeWorld:
         if self.answers_cancel:
             worker.outbox.append(Finished(request=name, tokens=0))
 
-    def refuse(self, worker: FakeWorker, name: str, error: StaleHandle, tokens: int) -> None:
+    def refuse(self, worker: FakeWorker, name: str, error: TriptychError, tokens: int) -> None:
         worker.outbox.append(Finished(request=name, tokens=tokens, error=failed(name, error)))
 
     def work(self, worker: FakeWorker, task: Request | tuple[str, str]) -> None:
@@ -311,12 +311,11 @@ class FakeWorld:
 
     def resume(self, worker: FakeWorker, message: Resume) -> None:
         name = message.request.id
-        [former] = [dead for dead, _ in self.dead if dead.name == message.former]
-        held = former.held.get(name)
-        if held is None or held.decoding is None:
-            self.refuse(worker, name, StaleHandle(0, "it left nothing"), 0)
+        left = [dead for dead, _ in self.dead if dead.name == message.former and name in dead.held]
+        if not left or left[0].held[name].decoding is None:
+            self.refuse(worker, name, StageLost("decode"), 0)
             return
-        worker.held[name] = former.held.pop(name)
+        worker.held[name] = left[0].held.pop(name)
         self.resumed += 1
         assert len(worker.running) <= SLOTS
         worker.outbox.append(Resumed(request=name))

@@ -210,6 +210,8 @@ class Checked:
             assert done.refused is None
             assert done.added == len(new)
             self.note_evicted(done.evicted, guard, tenant, over)
+            spared = sum(block.nbytes for block in done.evicted[:-1])
+            assert not done.evicted or spared < max(over, too_much), "no more than must go"
             for path in chain[before:]:
                 self.kept[path].uses.append(self.tick)
             self.note_new(space, tokens, new, tenant)

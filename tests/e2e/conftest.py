@@ -48,11 +48,11 @@ class Server:
     def replicas(self, deployment: str) -> list[psutil.Process]:
         return self.processes(f"ServeReplica:triptych:{deployment}")
 
-    def arena(self) -> Path:
-        """The file of the pool's memory."""
+    def shared_memory(self) -> list[Path]:
+        """The files of the pool's memory, largest first: the arena, then journals."""
         (pool,) = self.processes("PoolShell")
-        (path,) = {m.path for m in pool.memory_maps() if m.path.startswith("/dev/shm/triptych-")}
-        return Path(path)
+        paths = {Path(m.path) for m in pool.memory_maps() if "/dev/shm/triptych-" in m.path}
+        return sorted(paths, key=lambda path: -path.stat().st_size)
 
     def run_dir(self) -> Path:
         """Where the sockets of this application are."""

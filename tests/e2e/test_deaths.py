@@ -2,11 +2,9 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
-import openai
 import psutil
 import pytest
 
@@ -29,40 +27,21 @@ def ask(server: Any) -> int:
     return int(answer.usage.completion_tokens)
 
 
-def wait_for_an_answer(server: Any) -> None:
-    """Ask until a request succeeds; those before it must be refused properly, and at once."""
-    deadline = time.monotonic() + BACK_WITHIN_S
-    while True:
-        refusal = None
-        try:
-            assert ask(server) == 3
-        except openai.APIStatusError as error:
-            refusal = error
-        if refusal is None:
-            return
-        assert refusal.status_code == 503
-        assert refusal.body.keys() >= {"message", "type", "param", "code"}
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 @pytest.mark.parametrize("victim", ["ServeReplica:triptych:Router", "PoolShell"])
-def test_its_requests_end_with_an_error_and_the_service_comes_back(
-    server: Any, victim: str
-) -> None:
-    arena = server.arena()
-    crowd = server.crowd([f"{i}: " + "word " * 40 * i for i in range(8)], max_tokens=2000)
+def test_every_stream_goes_on_and_new_requests_are_answered(server: Any, victim: str) -> None:
+    """Nobody is refused meanwhile; what was in the dead pool is computed again."""
+    arena = server.shared_memory()[0]
+    crowd = server.crowd([f"{i}: " + "word " * 40 * i for i in range(8)], max_tokens=100)
     crowd.wait_for_chunks(2)
     (process,) = server.processes(victim)
     os.kill(process.pid, signal.SIGKILL)
-    endings = crowd.join()
-    assert endings.total() == 8
-    assert set(endings) <= {"worker_lost", "overloaded"}
-    wait_for_an_answer(server)
+    assert ask(server) == 3
+    assert crowd.join() == {"length": 8}
+    assert min(crowd.chunks) > 50
     server.wait_until(server.is_healthy, timeout_s=BACK_WITHIN_S)
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
     assert arena.exists() == (victim != "PoolShell")
-    assert server.arena().exists()
+    assert server.shared_memory()[0].exists()
 
 
 def test_a_server_leaves_nothing_when_it_is_stopped_and_sweeps_up_after_one_that_was_killed(
@@ -70,13 +49,13 @@ def test_a_server_leaves_nothing_when_it_is_stopped_and_sweeps_up_after_one_that
 ) -> None:
     small = {"topology": "colocated", "pool": {"capacity_bytes": 128 << 20}}
     with serving(**small) as killed:
-        left = [killed.arena(), killed.run_dir()]
+        left = [*killed.shared_memory(), killed.run_dir()]
         kill_all(killed)
         assert all(path.exists() for path in left)
     with serving(**small) as stopped:
         assert ask(stopped) == 3
         assert not any(path.exists() for path in left)
-        left = [stopped.arena(), stopped.run_dir()]
+        left = [*stopped.shared_memory(), stopped.run_dir()]
         assert all(path.exists() for path in left)
     assert not any(path.exists() for path in left)
 

@@ -1,6 +1,8 @@
 """``triptych pool``: look into the page pool of a running server."""
 
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -25,31 +27,41 @@ def group() -> None:
     """Look into the page pool of a running server."""
 
 
+Address = Annotated[
+    str | None,
+    typer.Option(help="unix:/path/of.sock; without it, the one pool that this user runs."),
+]
+
+
 @app.command()
-def stat(
-    address: Annotated[
-        str | None,
-        typer.Option(help="unix:/path/of.sock; without it, the one pool that this user runs."),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Show who holds how many pages. Exit code 1 if the books do not add up."""
-    ledger = read_ledger(address or find_pool())
+def stat(address: Address = None, as_json: JsonFlag = False) -> None:
+    """Show who holds how many pages. Exit code 1 if the sums do not add up."""
+    with pool_at(address or find_pool()) as pool:
+        ledger = pool.stat()
     show(_as_data(ledger), _as_table(ledger), as_json=as_json)
     if ledger.free_pages + ledger.held_pages != ledger.pages:
         raise typer.Exit(1)
 
 
-def read_ledger(address: str) -> Ledger:
-    """Ask a pool for its books.
+@app.command()
+def check(address: Address = None, as_json: JsonFlag = False) -> None:
+    """Compare every page's owner, lease and place in the free list. Exit code 1 for a fault."""
+    with pool_at(address or find_pool()) as pool:
+        faults, ledger = pool.check(), pool.stat()
+    rows = [(fault,) for fault in faults] or [(f"all {ledger.pages} pages are accounted for",)]
+    show({"faults": faults, "pages": ledger.pages}, make_table(("check",), rows), as_json=as_json)
+    if faults:
+        raise typer.Exit(1)
 
-    Raises: PoolUnavailable if it does not answer
-    """
-    remote = RemotePool(FrameChannel(address), TIMEOUT_S)
+
+@contextmanager
+def pool_at(address: str) -> Generator[RemotePool, None, None]:
+    """A pool to ask; asking raises PoolUnavailable if it does not answer."""
+    pool = RemotePool(FrameChannel(address), TIMEOUT_S)
     try:
-        return remote.stat()
+        yield pool
     finally:
-        remote.close()
+        pool.close()
 
 
 def find_pool() -> str:

@@ -16,6 +16,8 @@ class TriptychError(Exception):
     """OpenAI's ``error.type``."""
     code: ClassVar[str | None] = "internal_error"
     """OpenAI's ``error.code``."""
+    resumable: ClassVar[bool] = False
+    """Whether a request that it ended can go on elsewhere from the tokens it has."""
 
 
 class ConfigError(TriptychError, ValueError):
@@ -59,6 +61,8 @@ class PoolExhausted(PoolError):
 class StaleHandle(PoolError):
     """The handle outlived its lease: the pages were freed, or handed to somebody else."""
 
+    resumable = True
+
     def __init__(self, lease: int, reason: str) -> None:
         super().__init__(lease, reason)
         self.lease, self.reason = lease, reason
@@ -88,6 +92,7 @@ class NotRegistered(PoolError):
     retryable = True
     kind = "service_unavailable"
     code = "worker_lost"
+    resumable = True
 
     def __init__(self, worker: str) -> None:
         super().__init__(worker)
@@ -107,6 +112,7 @@ class PoolUnavailable(PoolError):
     retryable = True
     kind = "service_unavailable"
     code = "overloaded"
+    resumable = True
 
 
 # ------------------------------------------------------------------ requests
@@ -204,6 +210,7 @@ class StageLost(TriptychError):
     retryable = True
     kind = "service_unavailable"
     code = "worker_lost"
+    resumable = True
 
     def __init__(self, stage: str) -> None:
         super().__init__(stage)

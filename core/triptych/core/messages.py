@@ -25,6 +25,9 @@ C = TypeVar("C", bound=type)
 ROUTER = "router"
 """The address of the router, wherever it runs."""
 
+POOL = "pool"
+"""The address of the pool, for the one thing that the router tells it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -147,6 +150,15 @@ class Request:
     """How to continue it."""
     reply_to: str
     """Address of the mailbox that gets the tokens."""
+    said: tuple[int, ...] = ()
+    """Tokens of the answer that the client has already: the answer goes on behind them."""
+    attempt: int = 0
+    """How many workers lost this request before."""
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """All tokens before the next one."""
+        return self.prompt + self.said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +214,8 @@ class Failed:
     code: str | None
     status: int
     retry_after_s: float | None = None
+    resumable: bool = False
+    """Whether another attempt may go on from the tokens that the client has."""
 
 
 def failed(request: str, error: TriptychError) -> Failed:
@@ -213,6 +227,7 @@ def failed(request: str, error: TriptychError) -> Failed:
         code=error.code,
         status=error.http_status,
         retry_after_s=getattr(error, "retry_after_s", None),
+        resumable=error.resumable,
     )
 
 
@@ -329,6 +344,33 @@ class Join:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Router to decode worker: take over this request from a dead one."""
+
+    request: Request
+    former: str
+    """Name of the worker that died."""
+    report: CompressionReport
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Decode worker to router: the request goes on here, and the dead one has nothing of it."""
+
+    request: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expel:
+    """Router to pool: nobody will take over anything more from this dead worker."""
+
+    worker: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Worker to router: the request left this worker and holds nothing here any more."""
 
@@ -350,5 +392,9 @@ class Report:
     pages_held: int
     busy_s: float
     """Seconds of compute since the worker started."""
+    step_age_s: float = 0.0
+    """Seconds that its present step has taken so far."""
+    longest_step_s: float = 0.0
+    """Seconds that the longest of its last steps took; 0 before the first."""
     bytes_copied: int = 0
     """Bytes of keys and values that were copied to bring them here from another stage."""

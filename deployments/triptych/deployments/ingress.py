@@ -4,6 +4,7 @@
 """The HTTP shell: the OpenAI app in a Serve replica, fed with tokens by its mailbox."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -29,49 +30,64 @@ from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.rundir import RunDir
 from triptych.deployments.status import Status
+from triptych.router import Journey, Journeys
 from triptych.workers.models.pretrained import read_tokenizer
+
+logger = logging.getLogger(__name__)
+
+ROUTER_GRACE_S = 30.0
+"""How long requests wait for a router that is being started anew."""
 
 Event = Tokens | Failed
 RouterHandle = DeploymentHandle[Any]
 
 
 class RouterEngine:
-    """What the HTTP app talks to: requests go to the router, tokens come from the workers."""
+    """What the HTTP app talks to: requests go to the router, tokens come from the workers.
+
+    A request whose worker or router dies is sent again, with what its client has so far; the
+    stream goes on where it stopped.
+    """
 
     def __init__(self, plan: AppPlan, router: RouterHandle) -> None:
         self.address = plan.address(new_name("ingress"))
-        hello = Hello(name=new_name("ingress"), address=self.address)
         self._router = router
-        self._streams = dict[str, asyncio.Queue[Event]]()
+        self._journeys = Journeys()
+        self._unsent = dict[str, Journey]()
+        """Attempts that wait for a router, by the request's id."""
+        self._giving_up: asyncio.TimerHandle | None = None
         self._link = RouterLink(
-            self.address, plan.router_address, hello, self._receive, self._on_router_lost
+            self.address,
+            plan.router_address,
+            self._receive,
+            on_router_found=self._on_router_found,
+            on_router_lost=self._on_router_lost,
         )
 
     async def start(self) -> None:
-        await self._link.start()
+        await self._link.start(Hello(name=new_name("ingress"), address=self.address))
 
     async def stop(self) -> None:
         await self._link.stop()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
         """Tokens of all the requests as they come; leaving early cancels the rest."""
-        events, open_ids = asyncio.Queue[Event](), {request.id for request in requests}
-        for request in requests:
-            self._streams[request.id] = events
-            self._link.to_router(Submit(request=request))
+        events = asyncio.Queue[Event]()
+        open_journeys = {r.id: self._journeys.start(r, events.put_nowait) for r in requests}
+        for journey in open_journeys.values():
+            self._submit(journey)
         try:
-            while open_ids:
+            while open_journeys:
                 event = await events.get()
-                if event.request not in open_ids:
-                    continue  # its worker died after the last token: the answer is whole
                 if isinstance(event, Failed) or event.finish is not None:
-                    open_ids.discard(event.request)
+                    del open_journeys[event.request]
                 yield event
         finally:
-            for request in requests:
-                self._streams.pop(request.id, None)
-            if open_ids:
-                self._link.to_router(Cancel(requests=tuple(sorted(open_ids))))
+            for journey in open_journeys.values():
+                self._end(journey)
+            if open_journeys and self._link.is_up:
+                ids = (journey.id for journey in open_journeys.values())
+                self._link.to_router(Cancel(requests=tuple(sorted(ids))))
 
     async def health(self) -> Health:
         missing = (await self._status()).missing_stages
@@ -89,12 +105,64 @@ class RouterEngine:
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         for message in messages:
-            if isinstance(message, Tokens | Failed) and message.request in self._streams:
-                self._streams[message.request].put_nowait(message)
+            if not isinstance(message, Tokens | Failed):
+                continue
+            journey = self._journeys.get(message.request)
+            if journey is None:
+                continue  # of an attempt that was given up, or whose client is gone
+            if isinstance(message, Failed):
+                self._failed(journey, message)
+            elif journey.hear(message):
+                self._end(journey)
+
+    def _failed(self, journey: Journey, failure: Failed) -> None:
+        if failure.resumable and self._journeys.again(journey):
+            logger.info("request %s goes on: %s", journey.id, failure.message)
+            self._submit_later(journey, journey.id)
+        else:
+            self._end(journey)
+            journey.fail(failure)
+
+    def _submit_later(self, journey: Journey, attempt: str) -> None:
+        def submit() -> None:
+            if self._journeys.get(attempt) is journey:  # its client still waits for it
+                self._submit(journey)
+
+        asyncio.get_running_loop().call_later(journey.delay_s, submit)
+
+    def _submit(self, journey: Journey) -> None:
+        """Send the present attempt to the router, now or when there is one."""
+        if self._link.is_up:
+            self._link.to_router(Submit(request=journey.present()))
+            return
+        self._unsent[journey.request.id] = journey
+        if self._giving_up is None:
+            later = asyncio.get_running_loop().call_later
+            self._giving_up = later(ROUTER_GRACE_S, self._give_up_on_router)
+
+    def _end(self, journey: Journey) -> None:
+        self._journeys.end(journey)
+        self._unsent.pop(journey.request.id, None)
+
+    def _on_router_found(self) -> None:
+        for journey in self._take_unsent():
+            self._submit(journey)
 
     def _on_router_lost(self) -> None:
-        for request, stream in list(self._streams.items()):
-            stream.put_nowait(failed(request, StageLost("router")))
+        for journey in self._journeys:
+            self._failed(journey, failed(journey.id, StageLost("router")))
+
+    def _give_up_on_router(self) -> None:
+        for journey in self._take_unsent():
+            self._end(journey)
+            journey.fail(failed(journey.id, Overloaded("the router does not answer")))
+
+    def _take_unsent(self) -> list[Journey]:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        unsent, self._unsent = self._unsent, {}
+        return list(unsent.values())
 
 
 @serve.ingress()

@@ -16,24 +16,34 @@ class RouterLink:
     """A mailbox that introduces itself to the router, and again whenever the router is new.
 
     ``on_router_lost`` is called each time the router dies: what it had decided is void, so
-    a worker drops its requests and an ingress fails its own.
+    a worker drops its requests and an ingress sends its own again.
     """
 
     def __init__(
         self,
         address: str,
         router: str,
-        hello: Hello,
         receive: Receive,
+        *,
+        on_router_found: Callable[[], None],
         on_router_lost: Callable[[], None],
     ) -> None:
-        self._router, self._hello, self._on_router_lost = router, hello, on_router_lost
+        self._router, self._hello = router, Hello(name="", address=address)
+        self._on_router_found, self._on_router_lost = on_router_found, on_router_lost
+        self.is_up = False
+        """Whether the router is there, as far as one knows."""
         self.mailbox = Mailbox(address, receive, self._lost)
         self._retry: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, hello: Hello) -> None:
+        self._hello = hello
         await self.mailbox.start()
         self._introduce()
+
+    def introduce(self, hello: Hello) -> None:
+        """Say hello under another name: who had the old one is no more."""
+        self._hello = hello
+        self.to_router(hello)
 
     async def stop(self) -> None:
         if self._retry is not None:
@@ -44,14 +54,20 @@ class RouterLink:
         self.mailbox.post(self._router, message)
 
     def _introduce(self) -> None:
-        self.mailbox.watch(self._router)
+        self.mailbox.watch(self._router, found=self._found)
         self.to_router(self._hello)
+
+    def _found(self) -> None:
+        self.is_up = True
+        self._on_router_found()
 
     def _lost(self, address: str) -> None:
         if address != self._router:
             return  # an ingress that died: the router tells us what to cancel
-        self._on_router_lost()
         self._retry = asyncio.create_task(self._introduce_later())
+        if self.is_up:
+            self.is_up = False
+            self._on_router_lost()
 
     async def _introduce_later(self) -> None:
         await asyncio.sleep(RETRY_S)

@@ -85,10 +85,10 @@ class Mailbox:
             return
         self._peer(to).outbox.put_nowait(message)
 
-    def watch(self, address: str) -> None:
-        """From now on, say when this peer is gone."""
+    def watch(self, address: str, found: Callable[[], None] = lambda: None) -> None:
+        """From now on, say when this peer is gone; ``found`` is called once it answers."""
         peer = self._peer(address)
-        peer.tasks.append(asyncio.create_task(self._watch(address, peer)))
+        peer.tasks.append(asyncio.create_task(self._watch(address, peer, found)))
 
     # ---------------------------------------------------------------- receiving
 
@@ -147,10 +147,10 @@ class Mailbox:
                 self._report_lost(address, peer)
                 return
 
-    async def _watch(self, address: str, peer: Peer) -> None:
+    async def _watch(self, address: str, peer: Peer, found: Callable[[], None]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in peer.channel.unary_stream(WATCH)(b""):
-                pass
+                found()
         self._report_lost(address, peer)
 
     def _report_lost(self, address: str, peer: Peer) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 
-from triptych.core.messages import Hello, Message, Report, Send
+from triptych.core.errors import PoolError
+from triptych.core.messages import Expel, Hello, Message, Report, Send
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.rundir import RunDir
@@ -92,7 +93,16 @@ class RouterShell:
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
-            self._mailbox.post(send.to, send.message)
+            if isinstance(send.message, Expel):
+                self._expelling = asyncio.create_task(self._expel(send.message.worker))
+            else:
+                self._mailbox.post(send.to, send.message)
+
+    async def _expel(self, worker: str) -> None:
+        try:
+            await asyncio.to_thread(self._pool.expel, worker)
+        except PoolError as error:  # then nothing is left of anybody
+            logger.warning("what %s left cannot be freed: %s", worker, error)
 
 
 async def _close_pool() -> None:

@@ -3,58 +3,71 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 
+from triptych.core.errors import PoolError
 from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.rundir import RunDir
 from triptych.kvpool import PoolClient
-from triptych.workers.build import build_engines, cores_for
+from triptych.workers.build import cores_for, load_brain, make_engines
+from triptych.workers.journal import journal_bytes
 from triptych.workers.loop import StageLoop
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 STUCK_STEP_S = 120.0
+POOL_GRACE_S = 30.0
+"""How long a worker waits for a pool that is being started anew."""
+
+
+def _journal_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
+    """Only decode has more to leave than can be computed again at once."""
+    slots = plan.config.decode.max_batch_requests
+    return journal_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
 
 
 class WorkerShell:
-    """One replica of a stage, or of all three when they are colocated."""
+    """One replica of a stage, or of all three when they are colocated.
+
+    The model is loaded once. When the pool is lost, everything around it is made anew: another
+    name, another registration, engines that hold nothing.
+    """
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
-        self.name = new_name("-".join(stages))
+        self._plan, self._stages = plan, tuple(stages)
         self._run_dir = RunDir.enter(plan.run_dir)
         self._events = asyncio.get_running_loop()
-        self._pool = await asyncio.to_thread(PoolClient, plan.pool_address, self.name)
-        engines = await asyncio.to_thread(
-            build_engines, plan.config, plan.pages, plan.model_path, self._pool, stages
+        self._pool, self._lost_since = await asyncio.to_thread(self._join_pool), 0.0
+        self._brain = await asyncio.to_thread(
+            load_brain, plan.config, plan.pages, plan.model_path, stages
         )
-        cores = cores_for(plan.config, stages, plan.turns)
-        self._loop = StageLoop(self.name, engines, self._deliver, cores)
-        address = plan.address(self.name)
-        hello = Hello(
-            name=self.name,
-            address=address,
-            stages=tuple(stages),
-            arena=self._pool.arena.id,
-            max_requests=plan.config.decode.max_batch_requests if "decode" in stages else 0,
-        )
+        self._loop = await asyncio.to_thread(self._make_loop)
         self._link = RouterLink(
-            address, plan.router_address, hello, self._receive, self._on_router_lost
+            plan.address(new_name("-".join(stages))),
+            plan.router_address,
+            self._receive,
+            on_router_found=lambda: None,
+            on_router_lost=self._on_router_lost,
         )
         self._loop.start()
-        await self._link.start()
+        await self._link.start(self._hello)
         self._reporting = asyncio.create_task(self._report())
 
     def check_health(self) -> None:
         """Fail, so that Serve replaces this replica, if it can do no more work."""
-        if not self._loop.is_alive:
-            raise RuntimeError(f"{self.name}: the compute loop ended")
-        if self._loop.step_age_s > STUCK_STEP_S:
-            raise RuntimeError(f"{self.name}: a step is stuck for {self._loop.step_age_s:.0f} s")
-        if self._pool.is_lost:
-            raise RuntimeError(f"{self.name}: the pool does not know this worker any more")
+        if self._pool.is_lost:  # and the loop may have ended of it
+            lost_s = time.monotonic() - self._lost_since if self._lost_since else 0.0
+            if lost_s > POOL_GRACE_S:
+                raise RuntimeError(f"{self._pool.worker}: no pool for {lost_s:.0f} s")
+        elif not self._loop.is_alive:
+            raise RuntimeError(f"{self._pool.worker}: the compute loop ended")
+        elif self._loop.step_age_s > STUCK_STEP_S:
+            age_s = self._loop.step_age_s
+            raise RuntimeError(f"{self._pool.worker}: a step is stuck for {age_s:.0f} s")
 
     async def __del__(self) -> None:
         self._reporting.cancel()
@@ -63,7 +76,49 @@ class WorkerShell:
         await asyncio.to_thread(self._pool.close)
         self._run_dir.leave()
 
+    # ---------------------------------------------------------------- the pool
+
+    def _join_pool(self) -> PoolClient:
+        return PoolClient(
+            self._plan.pool_address,
+            new_name("-".join(self._stages)),
+            journal_bytes=_journal_bytes(self._plan, self._stages),
+            connect_timeout_s=POOL_GRACE_S,
+        )
+
+    def _make_loop(self) -> StageLoop:
+        plan = self._plan
+        engines = make_engines(plan.config, plan.pages, self._brain, self._pool, self._stages)
+        cores = cores_for(plan.config, self._stages, plan.turns)
+        return StageLoop(self._pool.worker, engines, self._deliver, cores)
+
+    @property
+    def _hello(self) -> Hello:
+        config = self._plan.config
+        return Hello(
+            name=self._pool.worker,
+            address=self._link.mailbox.address,
+            stages=self._stages,
+            arena=self._pool.arena.id,
+            max_requests=config.decode.max_batch_requests if "decode" in self._stages else 0,
+        )
+
+    async def _rejoin_pool(self) -> None:
+        """Begin anew with the next pool; the router fails what was here when it hears of it."""
+        self._lost_since = self._lost_since or time.monotonic()
+        logger.warning("%s: the pool is gone; waiting for the next one", self._pool.worker)
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._pool.close)
+        self._pool = await asyncio.to_thread(self._join_pool)
+        self._loop, self._lost_since = await asyncio.to_thread(self._make_loop), 0.0
+        self._loop.start()
+        self._link.introduce(self._hello)
+
+    # ---------------------------------------------------------------- messages
+
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
+        if self._pool.is_lost:
+            return  # the router gives these requests up when this worker has a new name
         for message in messages:
             self._loop.post(message)
 
@@ -80,11 +135,15 @@ class WorkerShell:
                 self._link.mailbox.post(send.to, send.message)
 
     def _on_router_lost(self) -> None:
-        logger.warning("%s: the router is gone; dropping every request", self.name)
+        logger.warning("%s: the router is gone; dropping every request", self._pool.worker)
         self._loop.cancel_all()
 
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied)
-            self._link.to_router(report)
+            if self._pool.is_lost:
+                with contextlib.suppress(PoolError):
+                    await self._rejoin_pool()
+            else:
+                report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied)
+                self._link.to_router(report)

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
@@ -42,15 +45,24 @@ class WorkerPool:
     """
 
     def __init__(
-        self, calls: PoolCalls, worker: str, transport: Callable[[Registered], Transport]
+        self,
+        calls: PoolCalls,
+        worker: str,
+        transport: Callable[[Registered], Transport],
+        open_journal: Callable[[str, int], Arena],
+        journal_bytes: int = 0,
     ) -> None:
         self.worker = worker
         self._calls = calls
         self._lock = threading.RLock()
         self._lost: PoolError | None = None
         self._renewed_s = time.monotonic()
-        self._registered = calls.register(worker, this_process())
+        self._registered = calls.register(worker, this_process(), journal_bytes)
         self._id = self._registered.worker
+        self._open_journal = open_journal
+        self._journal = (
+            open_journal(self._registered.journal, journal_bytes) if journal_bytes else None
+        )
         self._transport = transport(self._registered)
         self._stock = Stock(worker, self._registered.pages)
 
@@ -60,6 +72,11 @@ class WorkerPool:
     def arena(self) -> Arena:
         """The pages' memory, mapped into this process."""
         return self._transport.arena
+
+    @property
+    def journal(self) -> NDArray[np.uint8] | None:
+        """Memory that outlives this process, for what its successor must know; zeros at first."""
+        return None if self._journal is None else self._journal.data[0]
 
     @property
     def page_bytes(self) -> int:
@@ -187,6 +204,28 @@ class WorkerPool:
                 ended = self._calls.withdraw(self._id, requests)
             self._stock.released(ended, keep=False)
 
+    # -------------------------------------------------------------- what the dead left
+
+    def inherit(self, former: str) -> NDArray[np.uint8]:
+        """The journal of a dead worker. If it still lives, it does not afterwards.
+
+        Raises: StaleHandle if it left nothing; PoolUnavailable
+        """
+        left = self._calls.inherit(former)
+        return self._open_journal(left.journal, left.journal_bytes).data[0]
+
+    def adopt(self, former: str, request: str, lease: LeaseId, ids: PageIds) -> Claim:
+        """Take over one request of a dead worker: exactly these of its pages.
+
+        Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                claim = self._calls.adopt(self._id, former, request, lease, ids)
+            self._stock.attached(claim.lease, ids)
+            return claim
+
     # -------------------------------------------------------------- the pool as a whole
 
     def stat(self) -> Ledger:
@@ -256,11 +295,14 @@ class PoolClient(WorkerPool):
         *,
         directory: Path | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        journal_bytes: int = 0,
     ) -> None:
         """Connect, wait until the pool is there, and map its arena.
 
         ``worker`` is a name of one process and start: whoever registers with it next takes
-        its place. ``directory`` is where the pool was told to lay its arena.
+        its place. ``directory`` is where the pool was told to lay its arena. With
+        ``journal_bytes`` there is a journal, and what this worker holds is left to others when
+        it dies.
 
         Raises: PoolUnavailable if the pool does not answer in time
         """
@@ -270,8 +312,11 @@ class PoolClient(WorkerPool):
         def map_arena(pool: Registered) -> Transport:
             return SharedMemory(Arena.open(pool.arena, (pool.pages, pool.page_bytes), directory))
 
+        def open_journal(name: str, size: int) -> Arena:
+            return Arena.open(name, (1, size), directory)
+
         try:
-            super().__init__(self._remote, worker, map_arena)
+            super().__init__(self._remote, worker, map_arena, open_journal, journal_bytes)
         except BaseException:
             self._remote.close()
             raise
@@ -308,6 +353,13 @@ class PoolWatcher:
         except PoolUnavailable:
             return None
 
+    def expel(self, worker: str) -> None:
+        """Have what a dead worker left freed.
+
+        Raises: PoolUnavailable
+        """
+        self._remote.expel(worker)
+
     def close(self) -> None:
         self._remote.close()
 
@@ -321,11 +373,17 @@ class LocalPool(WorkerPool):
     def __init__(self, pages: int, page_bytes: int, worker: str = "local") -> None:
         self._memory = Arena.private(pages, page_bytes)
         self._pool = LockedPool(Pool(pages, page_bytes, self._memory.id, math.inf), extent_pages=0)
-        super().__init__(self._pool, worker, lambda _: SharedMemory(self._memory))
+        super().__init__(self._pool, worker, self._transport_of, self._journal_of)
 
-    def join(self, worker: str) -> WorkerPool:
+    def join(self, worker: str, journal_bytes: int = 0) -> WorkerPool:
         """Another worker of the same pool."""
-        return WorkerPool(self._pool, worker, lambda _: SharedMemory(self._memory))
+        return WorkerPool(self._pool, worker, self._transport_of, self._journal_of, journal_bytes)
+
+    def _transport_of(self, _: Registered) -> Transport:
+        return SharedMemory(self._memory)
+
+    def _journal_of(self, name: str, _: int) -> Arena:
+        return self._pool.journal(name)
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""

@@ -1,39 +1,94 @@
 """A pool with a clock and a lock: what one process asks directly, and the service answers with."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from triptych.core.errors import StaleHandle
 from triptych.core.handles import Claim, LeaseId
+from triptych.kvpool.arena import Arena
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, Pool, WorkerId
-from triptych.kvpool.processes import ProcessKey
-from triptych.kvpool.protocol import Registered
+from triptych.kvpool.processes import ProcessKey, end
+from triptych.kvpool.protocol import Inheritance, Registered
+
+logger = logging.getLogger(__name__)
 
 
 class LockedPool:
-    """``PoolCalls`` over a ``Pool`` of this process, from any number of threads."""
+    """``PoolCalls`` over a ``Pool`` of this process, from any number of threads.
+
+    It also owns the *journals*: memory in which a worker writes down what another one must know
+    to go on in its place. A journal lives as long as the pages that it tells of.
+    """
 
     def __init__(
-        self, pool: Pool, extent_pages: int, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: Pool,
+        extent_pages: int,
+        make_memory: Callable[[int, int], Arena] = Arena.private,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``make_memory`` takes pages and bytes per page."""
         self.pages = pool.pages
         self._pool = pool
         self._extent_pages = extent_pages
+        self._make_memory = make_memory
         self._clock = clock
         self._lock = threading.Lock()
+        self._journals = dict[str, Arena]()
+        """By the worker's name."""
 
-    def register(self, name: str, process: ProcessKey) -> Registered:
+    def register(self, name: str, process: ProcessKey, journal_bytes: int) -> Registered:
+        journal = self._make_memory(1, journal_bytes) if journal_bytes else None
         with self._lock:
+            worker = self._pool.register(name, process, self._clock(), keeps=journal is not None)
+            self._drop_journals(and_of=name)
+            if journal is not None:
+                self._journals[name] = journal
             return Registered(
-                worker=self._pool.register(name, process, self._clock()),
+                worker=worker,
                 arena=self._pool.arena_id,
                 pages=self._pool.pages,
                 page_bytes=self._pool.page_bytes,
                 lease_ttl_s=self._pool.lease_ttl_s,
                 extent_pages=self._extent_pages,
+                journal=journal.id if journal is not None else "",
             )
+
+    def inherit(self, former: str) -> Inheritance:
+        """Shut a dead worker out for good, and say where its journal is."""
+        with self._lock:
+            process = self._pool.process_of(former)
+        if process is not None:
+            self._fence(former, process)
+        with self._lock:
+            self._pool.bury(former, self._clock())
+            journal = self._journals.get(former)
+            if journal is None:
+                raise StaleHandle(0, f"worker {former!r} left nothing")
+            return Inheritance(journal=journal.id, journal_bytes=journal.page_bytes)
+
+    def adopt(
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+    ) -> Claim:
+        with self._lock:
+            return self._heard(worker).adopt(worker, former, label, lease, ids)
+
+    def journal(self, name: str) -> Arena:
+        """The journal of that name, for workers of this process."""
+        with self._lock:
+            return next(journal for journal in self._journals.values() if journal.id == name)
+
+    def close(self) -> None:
+        """Remove all journals."""
+        with self._lock:
+            for journal in self._journals.values():
+                journal.unlink()
+                journal.close()
+            self._journals.clear()
 
     def renew(self, worker: WorkerId) -> int:
         with self._lock:
@@ -42,10 +97,17 @@ class LockedPool:
     def unregister(self, worker: WorkerId) -> None:
         with self._lock:
             self._pool.unregister(worker)
+            self._drop_journals()
 
     def expel(self, name: str) -> bool:
         with self._lock:
-            return self._pool.expel(name)
+            process = self._pool.process_of(name)
+        if process is not None:
+            self._fence(name, process)
+        with self._lock:
+            was_there = self._pool.expel(name)
+            self._drop_journals()
+            return was_there
 
     def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
         with self._lock:
@@ -90,7 +152,24 @@ class LockedPool:
     def sweep(self, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
         """Take back what lost workers held, and return the workers' names."""
         with self._lock:
-            return self._pool.sweep(self._clock(), is_alive)
+            silent = self._pool.silent(self._clock())
+        for process in silent:
+            end(process)
+        with self._lock:
+            lost = self._pool.sweep(self._clock(), is_alive)
+            self._drop_journals()
+            return lost
+
+    def _fence(self, name: str, process: ProcessKey) -> None:
+        if not end(process):
+            logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
+
+    def _drop_journals(self, and_of: str = "") -> None:
+        for name in list(self._journals):
+            if name == and_of or not self._pool.knows(name):
+                journal = self._journals.pop(name)
+                journal.unlink()
+                journal.close()
 
     def _heard(self, worker: WorkerId) -> Pool:
         self._pool.renew(worker, self._clock())

@@ -19,6 +19,9 @@ WorkerId = NewType("WorkerId", str)
 Commit = tuple[str, PageIds]
 """A request's label, and the pages that become its own."""
 
+KEEP_S = 60.0
+"""How long what a dead worker held waits for another one: longer than one takes to start."""
+
 _FREE = 0
 """Owner of a page that nobody holds. Leases count from 1."""
 
@@ -37,12 +40,15 @@ class _Lease:
     """Pages at the time of the commit; those that moved on since have another owner."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     id: WorkerId
     name: str
     process: ProcessKey
     seen: float
+    """Its last sign of life; of one that left its pages to others, when it was found dead."""
+    keeps: bool
+    """Whether what it holds waits for another worker when it dies."""
     extent: _Lease = field(init=False)
     requests: dict[LeaseId, _Lease] = field(default_factory=dict[LeaseId, _Lease])
     unmet_pages: int = 0
@@ -60,18 +66,30 @@ class Pool:
     A decode worker's growing requests draw on its extent: moving each new page into the
     request's lease would cost a call per step.
 
+    What a worker that ``keeps`` held when it died is *left*: nobody can use it, until another
+    worker adopts it request by request, or ``keep_s`` has passed, or the dead one is expelled.
+
     Units: ``now`` in seconds of any clock that never goes back
     """
 
-    def __init__(self, pages: int, page_bytes: int, arena_id: str, lease_ttl_s: float) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_bytes: int,
+        arena_id: str,
+        lease_ttl_s: float,
+        keep_s: float = KEEP_S,
+    ) -> None:
         self.pages, self.page_bytes = pages, page_bytes
-        self.arena_id, self.lease_ttl_s = arena_id, lease_ttl_s
+        self.arena_id, self.lease_ttl_s, self.keep_s = arena_id, lease_ttl_s, keep_s
         self._free = FreeList(pages)
         self._owner: NDArray[np.int64] = np.full(pages, _FREE, np.int64)
         self._scratch: PageIds = np.empty(pages, np.int32)
         self._leases = dict[LeaseId, _Lease]()
         self._workers = dict[WorkerId, _Worker]()
         self._names = dict[str, _Worker]()
+        self._dead = dict[str, _Worker]()
+        """Workers that left pages, by name."""
         self._last_lease = 0
         self._last_worker = 0
         self._reclaimed_pages = 0
@@ -79,13 +97,14 @@ class Pool:
 
     # -------------------------------------------------------------- workers
 
-    def register(self, name: str, process: ProcessKey, now: float) -> WorkerId:
+    def register(
+        self, name: str, process: ProcessKey, now: float, *, keeps: bool = False
+    ) -> WorkerId:
         """Let a worker in; whoever had the name before loses everything it holds."""
-        if former := self._names.get(name):
-            self._reclaim([former])
+        self.expel(name)
         self._last_worker += 1
         ticket = WorkerId(f"{name}@{self.arena_id}/{self._last_worker}")
-        worker = _Worker(ticket, name, process, now)
+        worker = _Worker(ticket, name, process, now, keeps)
         worker.extent = self._open("extent", "", worker)
         self._workers[worker.id] = self._names[name] = worker
         return worker.id
@@ -107,22 +126,73 @@ class Pool:
         self._drop([self._worker(worker)])
 
     def expel(self, name: str) -> bool:
-        """Take everything back from a worker that is known to be dead, if it is there."""
-        worker = self._names.get(name)
-        if worker is None:
-            return False
-        self._reclaim([worker])
-        return True
+        """Take everything back from a worker that is known to be dead, and all that it left."""
+        found = [group[name] for group in (self._names, self._dead) if name in group]
+        self._reclaim(found)
+        return bool(found)
 
     def sweep(self, now: float, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
-        """Take everything back from workers that are dead or were silent for too long."""
+        """Take everything back from workers that are dead or were silent for too long.
+
+        What those that keep held is left for others; what nobody adopted in time goes too.
+
+        Returns: the names of the workers that are lost
+        """
         lost = [
             worker
             for worker in self._workers.values()
             if now - worker.seen > self.lease_ttl_s or not is_alive(worker.process)
         ]
-        self._reclaim(lost)
+        self._reclaim([dead for dead in self._dead.values() if now - dead.seen > self.keep_s])
+        for worker in lost:
+            self._bury(worker, now)
         return [worker.name for worker in lost]
+
+    def silent(self, now: float) -> list[ProcessKey]:
+        """Processes whose leases ran out; they may still run, and must not when pages move on."""
+        workers = self._workers.values()
+        return [worker.process for worker in workers if now - worker.seen > self.lease_ttl_s]
+
+    def knows(self, name: str) -> bool:
+        """Whether a worker of this name lives or left something."""
+        return name in self._names or name in self._dead
+
+    def process_of(self, name: str) -> ProcessKey | None:
+        """The process behind a name; None if no worker that lives has it."""
+        worker = self._names.get(name)
+        return worker.process if worker else None
+
+    def bury(self, name: str, now: float) -> None:
+        """Shut a worker out that is known to be dead; what it holds is left or taken back."""
+        if name in self._names:
+            self._bury(self._names[name], now)
+
+    def adopt(
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+    ) -> Claim:
+        """Give one request of a dead worker to another one: ``ids`` under a lease of its own.
+
+        The ids may come from that request's lease and from the dead worker's extent, on which
+        a growing request draws. What else is in the lease becomes free.
+
+        Raises: StaleHandle if nothing of it is left; NotHeld, NotRegistered
+        """
+        mine = self._worker(worker)
+        dead = self._dead.get(former)
+        left = dead.requests.get(lease) if dead else None
+        if dead is None or left is None or left.label != label:
+            raise StaleHandle(lease, f"worker {former!r} left nothing of {label!r}")
+        self._require_distinct(mine, ids)
+        held = {left.id: left, dead.extent.id: dead.extent}
+        counts = _count_each(self._owner[ids])
+        wrong = sum(count for owner, count in counts if owner not in held)
+        if wrong:
+            raise NotHeld(former, wrong)
+        for owner, count in counts:
+            held[LeaseId(owner)].pages -= count
+        claim = self._commit(mine, label, ids)
+        self._end([left], None)
+        return claim
 
     # -------------------------------------------------------------- extents
 
@@ -235,7 +305,7 @@ class Pool:
         for lease in self._leases.values():
             if lease.kind == "request":
                 by_request[lease.label] = by_request.get(lease.label, 0) + lease.pages
-        lines = tuple(_line(worker, now) for worker in self._workers.values())
+        lines = tuple(_line(worker, now) for worker in self._everybody)
         return Ledger(
             arena=self.arena_id,
             pages=self.pages,
@@ -262,19 +332,24 @@ class Pool:
         pages = dict(zip(owners.tolist(), counts.tolist(), strict=True))
         if pages.pop(_FREE, 0) != free.size:
             wrong.append("a page without an owner is not in the free list")
+        everybody = self._everybody
         for lease in self._leases.values():
             if pages.pop(lease.id, 0) != lease.pages:
                 wrong.append(f"lease {lease.id} does not count its pages right")
-            if self._workers.get(lease.worker.id) is not lease.worker:
+            if lease.worker not in everybody:
                 wrong.append(f"lease {lease.id} belongs to a worker that is gone")
         wrong += [f"{count} pages belong to no lease ({lease})" for lease, count in pages.items()]
-        known = {worker.extent.id for worker in self._workers.values()}
-        known.update(lease for worker in self._workers.values() for lease in worker.requests)
+        known = {worker.extent.id for worker in everybody}
+        known.update(lease for worker in everybody for lease in worker.requests)
         if known != set(self._leases):
             wrong.append("workers and leases do not name each other")
         return wrong
 
     # -------------------------------------------------------------- checks
+
+    @property
+    def _everybody(self) -> list[_Worker]:
+        return [*self._workers.values(), *self._dead.values()]
 
     def _worker(self, worker: WorkerId) -> _Worker:
         try:
@@ -371,9 +446,21 @@ class Pool:
         for lease in leases:
             del self._leases[lease]
         for worker in workers:
-            del self._workers[worker.id]
-            del self._names[worker.name]
+            self._forget(worker)
         return ids.size
+
+    def _forget(self, worker: _Worker) -> None:
+        group = self._names if worker.id in self._workers else self._dead
+        del group[worker.name]
+        self._workers.pop(worker.id, None)
+
+    def _bury(self, worker: _Worker, now: float) -> None:
+        if not worker.keeps:
+            self._reclaim([worker])
+            return
+        self._forget(worker)
+        worker.seen, worker.unmet_pages = now, 0
+        self._dead[worker.name] = worker
 
     def _reclaim(self, workers: Sequence[_Worker]) -> None:
         if workers:

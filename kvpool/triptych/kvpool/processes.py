@@ -1,6 +1,9 @@
 """Which process is meant, and whether it still lives: a pid alone is used again by the next one."""
 
 import os
+import select
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +41,33 @@ def is_alive(process: ProcessKey) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return started == process.started and state not in "ZX"
+
+
+def end(process: ProcessKey, timeout_s: float = 5.0) -> bool:
+    """Kill a process and wait until it is gone, so that it writes nothing any more.
+
+    This is the fence around memory that changes hands: a process that is only frozen, or slow,
+    would wake up and write into pages that are somebody else's by then.
+
+    Returns: False if it cannot be reached from here, or is the calling process itself
+    """
+    if process.space != _space() or process.pid == os.getpid():
+        return False
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        # Asked only now: the handle keeps the pid from meaning another process.
+        if not is_alive(process):
+            return True
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return bool(select.select([handle], [], [], timeout_s)[0])
+    except PermissionError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def _state_and_start(pid: str) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from triptych.kvpool.pool import Commit, WorkerId
 from triptych.kvpool.processes import ProcessKey
 
 MAX_NAME_CHARS = 256
+MAX_JOURNAL_BYTES = 1 << 30
 
 
 class PoolCalls(Protocol):
@@ -30,7 +31,7 @@ class PoolCalls(Protocol):
     of life of the worker that makes it.
     """
 
-    def register(self, name: str, process: ProcessKey) -> "Registered": ...
+    def register(self, name: str, process: ProcessKey, journal_bytes: int) -> "Registered": ...
     def renew(self, worker: WorkerId) -> int: ...
     def unregister(self, worker: WorkerId) -> None: ...
     def expel(self, name: str) -> bool: ...
@@ -47,6 +48,10 @@ class PoolCalls(Protocol):
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]: ...
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]: ...
+    def inherit(self, former: str) -> "Inheritance": ...
+    def adopt(
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+    ) -> Claim: ...
     def stat(self) -> Ledger: ...
 
 
@@ -58,9 +63,13 @@ class PoolCalls(Protocol):
 class RegisterWorker:
     name: str
     process: ProcessKey
+    journal_bytes: int = 0
+    """Memory that it wants for what another worker must know to go on in its place."""
 
     def __post_init__(self) -> None:
         _require_short(self.name)
+        if not 0 <= self.journal_bytes <= MAX_JOURNAL_BYTES:
+            raise ValueError(f"journal_bytes={self.journal_bytes}: 0 to {MAX_JOURNAL_BYTES}")
 
 
 @message
@@ -149,11 +158,46 @@ class WithdrawRequests:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InheritFrom:
+    """Shut a dead worker out, and say where its journal is."""
+
+    former: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptRequest:
+    worker: WorkerId
+    former: str
+    label: str
+    lease: LeaseId
+    pages: bytes
+
+    def __post_init__(self) -> None:
+        _require_short(self.label)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatPool:
     """The answer is a ``Ledger``."""
 
 
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPool:
+    """Compare the pool's books with each other."""
+
+
 # ------------------------------------------------------------------ answers
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Where the books contradict each other; empty: nowhere."""
+
+    faults: tuple[str, ...]
 
 
 @message
@@ -173,6 +217,17 @@ class Registered:
     page_bytes: int
     lease_ttl_s: float
     extent_pages: int
+    journal: str
+    """Name of its journal's memory; empty if it wanted none."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """Where the journal of a dead worker is."""
+
+    journal: str
+    journal_bytes: int
 
 
 @message

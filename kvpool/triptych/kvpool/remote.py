@@ -25,8 +25,8 @@ class RemotePool:
         self._timeout_s = connect_timeout_s
         self._pages = 0
 
-    def register(self, name: str, process: ProcessKey) -> protocol.Registered:
-        asked = protocol.RegisterWorker(name=name, process=process)
+    def register(self, name: str, process: ProcessKey, journal_bytes: int) -> protocol.Registered:
+        asked = protocol.RegisterWorker(name=name, process=process, journal_bytes=journal_bytes)
         frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=True)
         made = _only(frame, protocol.Registered)
         self._pages = made.pages
@@ -81,8 +81,24 @@ class RemotePool:
         asked = protocol.WithdrawRequests(worker=worker, labels=tuple(labels))
         return list(self._ask(asked, protocol.Withdrawn).leases)
 
+    def inherit(self, former: str) -> protocol.Inheritance:
+        return self._ask(protocol.InheritFrom(former=former), protocol.Inheritance)
+
+    def adopt(
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+    ) -> Claim:
+        asked = protocol.AdoptRequest(
+            worker=worker, former=former, label=label, lease=lease, pages=runs.pack(ids)
+        )
+        (claim,) = self._ask_claims(asked, 1)
+        return claim
+
     def stat(self) -> Ledger:
         return self._ask(protocol.StatPool(), Ledger)
+
+    def check(self) -> list[str]:
+        """Contradictions in the pool's books; empty if there are none."""
+        return list(self._ask(protocol.CheckPool(), protocol.Checked).faults)
 
     def close(self) -> None:
         """Close the channel."""

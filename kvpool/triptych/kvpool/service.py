@@ -55,7 +55,11 @@ class PoolServer:
             shutil.rmtree(_socket_dir(orphan), ignore_errors=True)
         self._arena = Arena.create(pages, page_bytes, directory)
         pool = Pool(pages, page_bytes, self._arena.id, config.lease_ttl_s)
-        self._calls = LockedPool(pool, config.extent_pages)
+        self._calls = LockedPool(
+            pool,
+            config.extent_pages,
+            lambda pages, size: Arena.create(pages, size, directory),
+        )
         self._address = address or f"unix:{_socket_dir(self._arena.id)}/pool.sock"
         self._server: FrameServer | None = None
         self._stopping = threading.Event()
@@ -83,6 +87,7 @@ class PoolServer:
             self._server.stop()
         if self._sweeper.is_alive():
             self._sweeper.join()
+        self._calls.close()
         self._arena.unlink()
         self._arena.close()
         shutil.rmtree(_socket_dir(self._arena.id), ignore_errors=True)
@@ -131,7 +136,7 @@ def answer(calls: LockedPool, frame: bytes) -> bytes:
 def _answer(calls: LockedPool, asked: Message) -> Message:
     match asked:
         case protocol.RegisterWorker():
-            return calls.register(asked.name, asked.process)
+            return calls.register(asked.name, asked.process, asked.journal_bytes)
         case protocol.RenewWorker():
             return protocol.Renewed(lacking_pages=calls.renew(asked.worker))
         case protocol.GrantPages():
@@ -155,8 +160,16 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
             calls.unregister(asked.worker)
         case protocol.ExpelWorker():
             return protocol.Expelled(was_there=calls.expel(asked.name))
+        case protocol.InheritFrom():
+            return calls.inherit(asked.former)
+        case protocol.AdoptRequest():
+            ids = runs.unpack(asked.pages, calls.pages)
+            claim = calls.adopt(asked.worker, asked.former, asked.label, asked.lease, ids)
+            return protocol.Claims(claims=(claim,))
         case protocol.StatPool():
             return calls.stat()
+        case protocol.CheckPool():
+            return protocol.Checked(faults=tuple(calls.check()))
         case _:
             raise MessageError(f"{type(asked).__name__} is not a question to the pool")
     return protocol.PoolDone()

@@ -2,6 +2,7 @@
 
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.estimate import ByteModel, RequestBytes
+from triptych.router.journey import Journey, Journeys
 from triptych.router.plugins import BATCH_POLICIES
 from triptych.router.snapshot import Explanation, RouterSnapshot
 
@@ -10,6 +11,8 @@ __all__ = [
     "ByteModel",
     "Coordinator",
     "Explanation",
+    "Journey",
+    "Journeys",
     "Patience",
     "RequestBytes",
     "RouterSnapshot",

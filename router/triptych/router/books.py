@@ -20,6 +20,8 @@ class Books:
     requests: Requests = field(default_factory=Requests)
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
+    formers: set[str] = field(default_factory=set[str])
+    """Dead decode workers, by name, that left pages which the pool keeps for others."""
     counters: Counter[str] = field(default_factory=Counter[str])
     """Decisions and oddities by reason."""
 

@@ -15,6 +15,7 @@ from triptych.core.messages import (
     Prefilled,
     Report,
     Request,
+    Resumed,
     Send,
     Stage,
     Submit,
@@ -38,6 +39,9 @@ class Patience:
     report_bound_s: float = 3.0
     """A worker whose last report is older takes nothing new."""
 
+    stall_s: float = 8.0
+    """A worker that is silent, or in one step, for less is never taken for stuck."""
+
     grace_s: float = 30.0
     """Time that a request waits for a stage without any worker before it fails with 503."""
 
@@ -47,6 +51,9 @@ class Patience:
     reclaim_s: float = 10.0
     """Time after which the pool has taken back the pages of a dead worker: its lease."""
 
+
+MISSED_TICK_S = 2.0
+"""Time between two ticks after which the router itself must have stood still."""
 
 NEEDED_IN: dict[Stage, tuple[State, ...]] = {
     "prefill": (State.WAITING,),
@@ -78,6 +85,7 @@ class Coordinator:
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
         policy = BATCH_POLICIES.load(config.batch_policy)
         self._dispatch = Dispatch(self._books, policy, config)
+        self._ticked = 0.0
 
     # ---------------------------------------------------------------- what happens
 
@@ -99,6 +107,8 @@ class Coordinator:
     def tick(self, now: float) -> list[Send]:
         """Let time pass: call it about twice a second."""
         self._endings.expire(now)
+        self._lose_stalled(now)
+        self._endings.expel_formers()
         self._give_up(now)
         return self._advance(now)
 
@@ -118,6 +128,8 @@ class Coordinator:
                 self._planned(message, sender, now)
             case Compressed():
                 self._compressed(message, sender, now)
+            case Resumed():
+                self._resumed(message, sender)
             case Finished():
                 self._finished(message, sender, now)
             case Report():
@@ -131,14 +143,30 @@ class Coordinator:
     # ---------------------------------------------------------------- peers
 
     def _hello(self, hello: Hello, now: float) -> None:
+        former = self._books.fleet.get(hello.address)
         for address in self._books.fleet.replaced_by(hello):
             self._lose(address, now)
         self._books.fleet.join(hello)
+        if former is not None and former.hello.arena != hello.arena:
+            self._endings.lost_arena(former.hello.arena, now)
 
     def _lose(self, address: str, now: float) -> None:
         self._books.counters["peers_lost"] += 1
-        self._books.fleet.leave(address, now)
-        self._endings.lost(address, now)
+        peer = self._books.fleet.leave(address, now)
+        name = peer.name if peer and "decode" in peer.hello.stages else ""
+        if name:
+            self._books.formers.add(name)
+        self._endings.lost(address, name, now)
+
+    def _lose_stalled(self, now: float) -> None:
+        """Give up workers that are stuck; the pool ends their processes."""
+        if now - self._ticked > MISSED_TICK_S:
+            self._books.fleet.forgive(now)  # it was this process that stood still
+        self._ticked = now
+        for peer in self._books.fleet.stalled(now, self._patience.stall_s):
+            self._books.counters["stalled"] += 1
+            self._books.formers.add(peer.name)
+            self._lose(peer.address, now)
 
     def _give_up(self, now: float) -> None:
         """Fail requests that have waited too long for a stage without workers."""
@@ -149,10 +177,11 @@ class Coordinator:
                 for state in states:
                     for entry in requests.in_state(state):
                         self._give_up_on(entry, stage, absent, now)
-        for entry in requests.in_state(State.COMPRESSED):  # only its own arena can help it
-            absent = fleet.absent_since("decode", entry.final_arena)
-            if absent is not None:
-                self._give_up_on(entry, "decode", absent, now)
+        for state in (State.COMPRESSED, State.ORPHANED):  # only their own arena can help them
+            for entry in requests.in_state(state):
+                absent = fleet.absent_since("decode", entry.final_arena)
+                if absent is not None:
+                    self._give_up_on(entry, "decode", absent, now)
 
     def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
         if now - max(absent, entry.since) >= self._patience.grace_s:
@@ -167,7 +196,8 @@ class Coordinator:
             books.counters["duplicate_submit"] += 1
             return
         books.counters["submitted"] += 1
-        sizes = self._model.estimate(len(request.prompt), max(0, request.sampling.max_tokens))
+        left = max(0, request.sampling.max_tokens - len(request.said))
+        sizes = self._model.estimate(len(request.known), left)
         refusal = self._refusal(request, sizes, now)
         if refusal is None:
             books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now))
@@ -186,7 +216,7 @@ class Coordinator:
             )
         limit = self._config.max_queued_requests
         waiting = self._books.requests.count(State.WAITING)
-        if waiting >= limit:
+        if waiting >= limit and not request.attempt:
             return QueueFull(waiting, limit, self._books.drain.retry_after_s(waiting, now))
         return None
 
@@ -231,6 +261,14 @@ class Coordinator:
             lines = lines_after_encoding(entry.sizes, entry.final_arena)
             self._books.ledger.book(entry.id, lines)
             self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _resumed(self, message: Resumed, sender: str) -> None:
+        entry = self._books.requests.get(message.request)
+        if entry is not None and entry.worker == sender and entry.former:
+            self._books.counters["resumed"] += 1
+            entry.former = ""
+        else:
+            self._books.counters["stray_resumed"] += 1
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
         entry = self._books.requests.get(message.request)

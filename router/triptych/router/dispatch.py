@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
-from triptych.core.messages import CompressItem, Join
+from triptych.core.messages import CompressItem, Join, Resume
 from triptych.router.batching import BatchPolicy
 from triptych.router.books import Books, worker_loads
 from triptych.router.ledger import lines_before_encoding
@@ -16,7 +16,7 @@ from triptych.router.placement import (
 from triptych.router.snapshot import Budget, HeldBy, Waiting, WorkerLoad
 from triptych.router.state import Entry, State
 
-MOVABLE = (State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
+MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
 """States in which a request waits for the router; those nearest to the end come first."""
 
 
@@ -37,10 +37,25 @@ class Dispatch:
         if not any(self.books.requests.count(state) for state in MOVABLE):
             return
         self._loads = worker_loads(self.books, now)
+        self._resume_all(now)
         self._join_all(now)
         self._encode_all(now)
         self._compress_all(now)
         self.held_by = self._admit(now)
+
+    # ---------------------------------------------------------------- orphaned -> decoding
+
+    def _resume_all(self, now: float) -> None:
+        for entry in self.books.requests.in_state(State.ORPHANED):
+            load = self._decode_worker_in_place(entry)
+            if load is None:
+                continue
+            assert entry.report is not None
+            self._take_slot(entry, load)
+            entry.worker, entry.stage = load.address, "decode"
+            resume = Resume(request=entry.request, former=entry.former, report=entry.report)
+            self.books.outbox.post(entry.worker, resume)
+            self.books.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- compressed -> decoding
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from triptych.core.errors import StageLost, TriptychError
-from triptych.core.messages import Failed, Request, failed
+from triptych.core.messages import POOL, Expel, Failed, Request, failed
 from triptych.router.books import Books
 from triptych.router.state import Entry, State
 
@@ -41,29 +41,56 @@ class Endings:
         self.books.counters["cancelled"] += 1
         self._part(entry, now)
 
-    def lost(self, address: str, now: float) -> None:
-        """A peer that has left the fleet died: end what was in it or was for it."""
+    def lost(self, address: str, name: str, now: float) -> None:
+        """A peer that has left the fleet died: end what was in it or was for it.
+
+        ``name``: what the pool calls it, if it keeps what the peer held.
+        """
         for entry in list(self.books.requests):
             if entry.state is State.LEAVING:
                 if address in entry.owed:
-                    entry.deadline = now + self.reclaim_s
+                    entry.owed[address] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
+            elif entry.worker == address and name and _can_go_on(entry):
+                self._orphan(entry, name, now)
             elif entry.worker == address:
                 self.fail(entry, StageLost(entry.stage), now)
             else:
                 self._survive(entry, address)
 
+    def lost_arena(self, arena: str, now: float) -> None:
+        """A worker has another arena than before: its pool died, and all pages with it."""
+        for entry in self.books.requests.in_state(State.ORPHANED):
+            if entry.final_arena == arena:
+                self.fail(entry, StageLost(entry.stage), now)
+
+    def expel_formers(self) -> None:
+        """Have the pool free what the dead left, once nobody is to take it over any more."""
+        for name in sorted(self.books.formers - {entry.former for entry in self._living}):
+            self.books.formers.remove(name)
+            self.books.outbox.post(POOL, Expel(worker=name))
+
+    @property
+    def _living(self) -> list[Entry]:
+        return [entry for entry in self.books.requests if entry.state is not State.LEAVING]
+
+    def _orphan(self, entry: Entry, former: str, now: float) -> None:
+        self.books.counters["orphaned"] += 1
+        entry.former, entry.worker, entry.decode = former, "", ""
+        self.books.requests.move(entry, State.ORPHANED, now)
+
     def settle(self, entry: Entry, address: str) -> None:
         """A worker says that it holds nothing of a leaving request."""
-        entry.owed.discard(address)
+        entry.owed.pop(address, None)
         if not entry.owed:
             self._remove(entry)
 
     def expire(self, now: float) -> None:
         """Stop waiting for workers that do not answer."""
         for entry in self.books.requests.in_state(State.LEAVING):
-            if now >= entry.deadline:
+            entry.owed = {who: until for who, until in entry.owed.items() if now < until}
+            if not entry.owed:
                 self.books.counters["leaving_timed_out"] += 1
                 self._remove(entry)
 
@@ -85,13 +112,15 @@ class Endings:
             self.books.outbox.cancel(address, entry.id)
         if entry.stage != "decode" or entry.decode not in living:
             entry.decode = ""
-        entry.owed = set(entry.holders)
-        if not entry.owed:
+        for address in entry.holders:
+            wait_s = self.cancel_timeout_s if address in living else self.reclaim_s
+            entry.owed[address] = now + wait_s
+        if entry.former:
+            entry.owed[entry.former] = now + self.reclaim_s
+        if entry.owed:
+            self.books.requests.move(entry, State.LEAVING, now)
+        else:
             self._remove(entry)
-            return
-        has_dead = len(living) < len(entry.owed)
-        entry.deadline = now + (self.reclaim_s if has_dead else self.cancel_timeout_s)
-        self.books.requests.move(entry, State.LEAVING, now)
 
     def _tell(self, request: Request, last_word: Failed) -> None:
         self.books.outbox.post(request.reply_to, last_word)
@@ -101,3 +130,18 @@ class Endings:
     def _remove(self, entry: Entry) -> None:
         self.books.requests.remove(entry)
         self.books.ledger.release(entry.id)
+
+
+def _can_go_on(entry: Entry) -> bool:
+    """Whether another decode worker can take over just where this one died.
+
+    Not if it had taken over from somebody itself and had not said yet that it did: then nobody
+    knows whose the pages are. And what it said last may be lost on its way; that can be said
+    again, but for log probabilities.
+    """
+    return (
+        entry.state is State.DECODING
+        and not entry.former
+        and entry.report is not None
+        and entry.request.sampling.logprobs < 0
+    )

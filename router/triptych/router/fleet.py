@@ -6,6 +6,10 @@ from math import inf
 
 from triptych.core.messages import Hello, Report, Stage
 
+STALL_FACTOR = 20.0
+"""Times the longest measured step after which a worker counts as stuck."""
+UNMEASURED_S = 60.0
+
 
 @dataclass(eq=False)
 class Peer:
@@ -14,7 +18,8 @@ class Peer:
     hello: Hello
     reported: float = -inf
     """When its last report came."""
-    pages_held: int = 0
+    report: Report | None = None
+    """The last one."""
 
     @property
     def name(self) -> str:
@@ -42,6 +47,9 @@ class Fleet:
     def __contains__(self, address: str) -> bool:
         return address in self._peers
 
+    def get(self, address: str) -> Peer | None:
+        return self._peers.get(address)
+
     def replaced_by(self, hello: Hello) -> list[str]:
         """Addresses whose process must be dead if ``hello`` is true."""
         return [
@@ -60,14 +68,33 @@ class Fleet:
         peer = self._peers.get(sender)
         if peer is None or peer.name != report.name:
             return False
-        peer.reported, peer.pages_held = now, report.pages_held
+        peer.reported, peer.report = now, report
         return True
 
-    def leave(self, address: str, now: float) -> None:
-        """Forget a peer that died."""
+    def stalled(self, now: float, least_s: float) -> list[Peer]:
+        """Workers that are silent, or in one step, for far longer than their steps take.
+
+        ``least_s``: what is never too long. A worker that has finished no step yet has
+        ``UNMEASURED_S``, since the first one may compile kernels.
+        """
+        return [
+            peer
+            for peer in self
+            if (report := peer.report) is not None
+            and now - peer.reported + report.step_age_s > _patience_s(report, least_s)
+        ]
+
+    def forgive(self, now: float) -> None:
+        """Count every worker as heard of now: it was the listener that was not there."""
+        for peer in self:
+            peer.reported = max(peer.reported, now) if peer.report else peer.reported
+
+    def leave(self, address: str, now: float) -> Peer | None:
+        """Forget a peer that died; returns who it was."""
         peer = self._peers.pop(address, None)
         for stage in peer.hello.stages if peer else ():
             self._left[stage, peer.hello.arena if peer else ""] = now
+        return peer
 
     def is_full(self, peer: Peer, now: float) -> bool:
         """Whether the peer takes nothing because nobody knows how it fares."""
@@ -87,3 +114,9 @@ class Fleet:
             if left_stage == stage and arena in (None, left_arena)
         )
         return max(times, default=-inf)
+
+
+def _patience_s(report: Report, least_s: float) -> float:
+    if report.longest_step_s == 0.0:
+        return max(least_s, UNMEASURED_S)
+    return max(least_s, STALL_FACTOR * report.longest_step_s)

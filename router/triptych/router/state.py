@@ -28,6 +28,8 @@ class State(StrEnum):
     """The compressor holds the finished pages; no decode worker was told."""
     DECODING = "decoding"
     """Sent to a decode worker, which may or may not have attached the pages yet."""
+    ORPHANED = "orphaned"
+    """Its decode worker died, and its pages wait in the pool for another one."""
     LEAVING = "leaving"
     """Over for the client, but some worker may still hold pages of it."""
 
@@ -50,16 +52,17 @@ class Entry:
     """The worker before, while it may still hold the lease that ``worker`` is to attach."""
     decode: str = ""
     """The decode worker with a slot for it."""
+    former: str = ""
+    """Name of the dead worker that left its pages, until another one has taken them over."""
     raw_arena: str = ""
     final_arena: str = ""
     first_token: int = 0
     handle: KVHandle | None = None
     """The pages that the next stage will attach."""
     report: CompressionReport | None = None
-    owed: set[str] = field(default_factory=set[str])
-    """While it is leaving: workers that have not said that they hold nothing of it."""
-    deadline: float = 0.0
-    """While it is leaving: when nobody waits for them any longer."""
+    owed: dict[str, float] = field(default_factory=dict[str, float])
+    """While it is leaving: workers that have not said that they hold nothing of it, and until
+    when that is waited for."""
 
     @property
     def id(self) -> str:
@@ -67,7 +70,8 @@ class Entry:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.request.prompt)
+        """Tokens that the prefill reads."""
+        return len(self.request.known)
 
     @property
     def holders(self) -> list[str]:
@@ -94,8 +98,13 @@ class Requests:
         return self._by_id.get(request)
 
     def add(self, entry: Entry) -> None:
+        """Put an entry at the end of its state; one that was in work before goes to the front."""
         self._by_id[entry.id] = entry
-        self._by_state[entry.state][entry.id] = entry
+        others = self._by_state[entry.state]
+        if entry.request.attempt:
+            self._by_state[entry.state] = {entry.id: entry, **others}
+        else:
+            others[entry.id] = entry
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from triptych.cli import main as command
-from triptych.cli.pool import find_pool, read_ledger
+from triptych.cli.pool import find_pool, pool_at
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
 from triptych.kvpool.client import PoolClient
@@ -38,13 +38,18 @@ def test_pool_stat_shows_what_a_worker_holds(
             assert [worker["name"] for worker in books["workers"]] == ["decode-1"]
             assert call(monkeypatch, "pool", "stat", "--address", server.address) == 0
             assert "decode-1" in capsys.readouterr().out
+            assert call(monkeypatch, "pool", "check", "--address", server.address) == 0
+            assert "all 4096 pages are accounted for" in capsys.readouterr().out
+            server._calls._pool._owner[3] = 77  # a page that nobody owns
+            assert call(monkeypatch, "pool", "check", "--address", server.address, "--json") == 1
+            assert json.loads(capsys.readouterr().out)["faults"]
         finally:
             client.close()
 
 
 def test_a_pool_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:
-    with pytest.raises(PoolUnavailable):
-        read_ledger(f"unix:{tmp_path}/pool.sock")
+    with pool_at(f"unix:{tmp_path}/pool.sock") as pool, pytest.raises(PoolUnavailable):
+        pool.stat()
 
 
 def test_the_only_pool_of_the_user_is_found_and_two_are_told_apart(

@@ -13,7 +13,7 @@ from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.pool import Pool, WorkerId
 from triptych.kvpool.processes import ProcessKey
 
-PAGES, TTL_S = 24, 10.0
+PAGES, TTL_S, KEEP_S = 24, 10.0, 15.0
 NAMES = ("prefill-0", "compress-0", "decode-0")
 
 
@@ -21,6 +21,7 @@ NAMES = ("prefill-0", "compress-0", "decode-0")
 class ModelWorker:
     id: WorkerId
     seen: float
+    keeps: bool
     dead: bool = False
 
 
@@ -34,11 +35,13 @@ class ModelLease:
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool(PAGES, 256, "arena", TTL_S)
+        self.pool = Pool(PAGES, 256, "arena", TTL_S, KEEP_S)
         self.now = 0.0
         self.owner = dict[int, str | LeaseId]()
         """Page to the name of the worker (its extent) or to the request lease; free: absent."""
         self.workers = dict[str, ModelWorker]()
+        self.left = dict[str, ModelWorker]()
+        """The dead whose pages wait for others."""
         self.leases = dict[LeaseId, ModelLease]()
         self.old_claims = [Claim("arena", LeaseId(99), 1), Claim("arena-of-before", LeaseId(1), 1)]
         self.old_workers = [WorkerId("nobody")]
@@ -69,7 +72,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.end(lease, None)
         for page in self.pages_of(name):
             del self.owner[page]
-        self.old_workers.append(self.workers.pop(name).id)
+        gone = self.workers.pop(name, None) or self.left.pop(name)
+        self.old_workers.append(gone.id)
+
+    def forget_if_known(self, name: str) -> bool:
+        known = name in self.workers or name in self.left
+        if known:
+            self.forget(name)
+        return known
 
     def some_worker(self, data: st.DataObject) -> tuple[str, WorkerId]:
         name = data.draw(st.sampled_from(sorted(self.workers)))
@@ -77,12 +87,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------- workers
 
-    @rule(name=st.sampled_from(NAMES))
-    def register(self, name: str) -> None:
-        worker = self.pool.register(name, ProcessKey(1, 1, name), self.now)
-        if name in self.workers:
-            self.forget(name)
-        self.workers[name] = ModelWorker(worker, self.now)
+    @rule(name=st.sampled_from(NAMES), keeps=st.booleans())
+    def register(self, name: str, keeps: bool) -> None:
+        worker = self.pool.register(name, ProcessKey(1, 1, name), self.now, keeps=keeps)
+        self.forget_if_known(name)
+        self.workers[name] = ModelWorker(worker, self.now, keeps)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -100,9 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def expel(self, name: str) -> None:
-        assert self.pool.expel(name) == (name in self.workers)
-        if name in self.workers:
-            self.forget(name)
+        assert self.pool.expel(name) == self.forget_if_known(name)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -121,8 +128,40 @@ class PoolMachine(RuleBasedStateMachine):
 
         lost = [n for n, w in self.workers.items() if w.dead or self.now - w.seen > TTL_S]
         assert sorted(self.pool.sweep(self.now, is_alive)) == sorted(lost)
-        for name in lost:
+        for name in [n for n, w in self.left.items() if self.now - w.seen > KEEP_S]:
             self.forget(name)
+        for name in lost:
+            self.bury_in_model(name)
+
+    def bury_in_model(self, name: str) -> None:
+        if not self.workers[name].keeps:
+            self.forget(name)
+            return
+        worker = self.left[name] = self.workers.pop(name)
+        worker.seen = self.now
+        self.old_workers.append(worker.id)
+
+    @rule(name=st.sampled_from(NAMES))
+    def bury(self, name: str) -> None:
+        assert (self.pool.process_of(name) is None) == (name not in self.workers)
+        self.pool.bury(name, self.now)
+        if name in self.workers:
+            self.bury_in_model(name)
+
+    @precondition(lambda self: self.workers and any(map(self.leases_of, self.left)))
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        name, worker = self.some_worker(data)
+        former = data.draw(st.sampled_from([n for n in sorted(self.left) if self.leases_of(n)]))
+        lease = data.draw(st.sampled_from(self.leases_of(former)))
+        label = self.leases[lease].label
+        pages = draw_some(data, self.pages_of(former) + self.pages_of(lease))
+        claim = self.pool.adopt(worker, former, label, lease, as_ids(pages))
+        assert claim.generation == 1
+        assert claim.lease not in self.leases
+        self.owner.update(dict.fromkeys(pages, claim.lease))
+        self.leases[claim.lease] = ModelLease(name, claim, label)
+        self.end(lease, None)
 
     # ---------------------------------------------------------- pages
 
@@ -251,6 +290,24 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(StaleHandle):
                 self.pool.handoff(worker, commits, [LeaseId(lease)])
 
+    @precondition(lambda self: self.workers and self.leases)
+    @rule(data=st.data(), stolen=st.lists(st.integers(-1, PAGES), min_size=1, max_size=3))
+    def only_what_the_dead_left_is_adopted(self, data: st.DataObject, stolen: list[int]) -> None:
+        _, worker = self.some_worker(data)
+        former = data.draw(st.sampled_from(NAMES))
+        lease = data.draw(st.sampled_from(sorted(self.leases)))
+        entry = self.leases[lease]
+        if former not in self.left or entry.worker != former:
+            with pytest.raises(StaleHandle):
+                self.pool.adopt(worker, former, entry.label, lease, as_ids(self.pages_of(lease)))
+            return
+        with pytest.raises(StaleHandle):
+            self.pool.adopt(worker, former, "another", lease, as_ids(self.pages_of(lease)))
+        left = self.pages_of(former) + self.pages_of(lease)
+        if set(stolen) - set(left) or len(set(stolen)) < len(stolen):
+            with pytest.raises(NotHeld):
+                self.pool.adopt(worker, former, entry.label, lease, as_ids(stolen))
+
     @rule(data=st.data())
     def a_former_worker_is_refused_everywhere(self, data: st.DataObject) -> None:
         old = data.draw(st.sampled_from(self.old_workers))
@@ -263,6 +320,7 @@ class PoolMachine(RuleBasedStateMachine):
             lambda: self.pool.release(old, []),
             lambda: self.pool.withdraw(old, []),
             lambda: self.pool.unregister(old),
+            lambda: self.pool.adopt(old, "anybody", "r", LeaseId(1), as_ids([])),
         ):
             with pytest.raises(NotRegistered):
                 call()
@@ -279,7 +337,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert ledger.free_pages == PAGES - len(self.owner)
         assert ledger.free_pages + ledger.held_pages == PAGES
         lines = {line.name: line for line in ledger.workers}
-        assert set(lines) == set(self.workers)
+        assert set(lines) == {*self.workers, *self.left}
         for name, line in lines.items():
             leases = self.leases_of(name)
             assert line.extent_pages == len(self.pages_of(name))

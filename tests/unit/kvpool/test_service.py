@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import msgpack
+import numpy as np
 import pytest
 
 from triptych.core.config import PoolConfig
@@ -31,7 +32,7 @@ from triptych.kvpool.arena import Arena
 from triptych.kvpool.client import PoolClient, PoolWatcher
 from triptych.kvpool.pool import WorkerId
 from triptych.kvpool.processes import this_process
-from triptych.kvpool.service import PoolServer
+from triptych.kvpool.service import SWEEP_PERIOD_S, PoolServer
 from triptych.kvpool.wire import MAX_FRAME_BYTES, FrameChannel
 
 HERE = Path(__file__).parent
@@ -94,7 +95,7 @@ def test_pages_of_a_killed_worker_are_free_within_a_second(
     assert server.check() == []
 
 
-def test_a_frozen_worker_loses_its_lease_and_cannot_go_on_afterwards(
+def test_a_frozen_worker_is_ended_before_its_pages_move_on(
     make_server: MakeServer, spawn: Spawn, tmp_path: Path
 ) -> None:
     server = make_server(lease_ttl_s=1.0)
@@ -103,10 +104,55 @@ def test_a_frozen_worker_loses_its_lease_and_cannot_go_on_afterwards(
     assert tell(child) == ["went on", "went on"]
     child.send_signal(signal.SIGSTOP)
     assert wait_until(lambda: server.stat().held_pages == 0, 5.0) < 5.0
-    child.send_signal(signal.SIGCONT)
-    answers = tell(child)
-    assert set(answers) <= {"NotRegistered", "PoolUnavailable"}
-    assert server.stat().held_pages == 0
+    assert child.wait(timeout=1) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("way", ["killed", "frozen", "buried by the sweeper"])
+def test_what_a_dead_worker_held_goes_to_another_one(
+    make_server: MakeServer, make_client: MakeClient, spawn: Spawn, tmp_path: Path, way: str
+) -> None:
+    server = make_server()
+    heir = make_client(server, "heir")
+    child = spawn("worker_process.py", server.address, "former", tmp_path, 4096)
+    assert said(child) == "holding"
+    child.send_signal(signal.SIGSTOP if way == "frozen" else signal.SIGKILL)
+    if way == "buried by the sweeper":
+        time.sleep(2.5 * SWEEP_PERIOD_S)
+    held = server.stat().held_pages
+    lease, *ids = heir.inherit("former")[: 4 * 61].view("<i4").tolist()
+    assert child.wait(timeout=1) == -signal.SIGKILL
+    assert server.stat().held_pages == held
+    wanted = np.array(ids[:30], np.int32)  # some it had taken, some it had committed
+    claim = heir.adopt("former", "r", LeaseId(lease), wanted)
+    assert set(heir.arena.data[wanted[:10]].flat) == {7}
+    assert set(heir.arena.data[wanted[10:]].flat) == {8}
+    assert server.stat().by_request == {"r": 30}
+    assert heir.expel("former")
+    assert server.check() == []
+    heir.release([claim.lease])
+    assert server.stat().by_request == {}
+    assert server.stat().held_pages == heir.idle_pages
+    with pytest.raises(StaleHandle, match="left nothing"):
+        heir.inherit("former")
+
+
+def test_nothing_is_left_of_a_worker_without_a_journal_or_one_that_went_by_itself(
+    make_server: MakeServer, make_client: MakeClient, tmp_path: Path
+) -> None:
+    server = make_server()
+    heir = make_client(server, "heir")
+    plain = make_client(server, "plain")
+    polite = PoolClient(server.address, "polite", directory=tmp_path, journal_bytes=4096)
+    assert polite.journal is not None
+    assert len(list(tmp_path.glob("triptych-*"))) == 2
+    (claim,) = polite.handoff([("r", polite.take(3))])
+    polite.close()
+    assert len(list(tmp_path.glob("triptych-*"))) == 1
+    for former in ("plain", "polite", "nobody"):
+        with pytest.raises(StaleHandle, match="left nothing"):
+            heir.inherit(former)
+        with pytest.raises(StaleHandle, match="left nothing"):
+            heir.adopt(former, "r", claim.lease, plain.take(0))
 
 
 def test_a_worker_that_computes_for_long_keeps_its_lease(

@@ -1,5 +1,7 @@
 """The coordinator's rules one by one: each message in, the messages that must come out."""
 
+from dataclasses import replace
+from math import inf
 from typing import Literal
 
 import pytest
@@ -9,12 +11,14 @@ from triptych.core.errors import StageLost, StaleHandle
 from triptych.core.handles import Claim, KVHandle, LeaseId
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
+    POOL,
     Cancel,
     Compress,
     Compressed,
     CompressionReport,
     CompressItem,
     Encode,
+    Expel,
     Failed,
     Finished,
     Hello,
@@ -25,6 +29,8 @@ from triptych.core.messages import (
     Prefilled,
     Report,
     Request,
+    Resume,
+    Resumed,
     Sampling,
     Send,
     Stage,
@@ -38,7 +44,9 @@ from triptych.router import ByteModel, Coordinator, Patience
 
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
 MODEL = ByteModel(PagePlan(Geometry(layers=1, kv_heads=1, head_dim=64), 3584, POLICY))
-PATIENCE = Patience(report_bound_s=3.0, grace_s=30.0, cancel_timeout_s=1.0, reclaim_s=10.0)
+PATIENCE = Patience(
+    report_bound_s=3.0, grace_s=30.0, cancel_timeout_s=1.0, reclaim_s=10.0, stall_s=inf
+)
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
 WORKERS: dict[str, tuple[Stage, ...]] = {
     "P": ("prefill",),
@@ -70,6 +78,7 @@ class Driver:
         slots: int = 2,
         capacity: int = 10**9,
         arenas: dict[str, str] | None = None,
+        patience: Patience = PATIENCE,
         **config: object,
     ) -> None:
         self.now = 0.0
@@ -79,7 +88,7 @@ class Driver:
             RouterConfig(**settings),  # pyright: ignore[reportArgumentType]
             MODEL.plan,
             capacity,
-            PATIENCE,
+            patience,
         )
         for worker in workers:
             self.hello(worker)
@@ -345,7 +354,7 @@ def test_the_grace_time_starts_anew_when_the_last_worker_dies() -> None:
     driver.submit(request())
     driver.now = 100.0
     driver.router.lost("D", driver.now)
-    assert driver.tick(29.0) == []
+    assert driver.tick(29.0) == [Send(POOL, Expel(worker="D#1"))]
     assert len(failures(driver.tick(1.0))) == 1
 
 
@@ -354,7 +363,7 @@ def test_finished_pages_wait_the_grace_time_for_a_decode_worker_that_can_map_the
     driver.bring_to("encoding")
     driver.router.lost("E", driver.now)
     assert driver.compressed("r") == []
-    assert driver.tick(29.9) == []
+    assert driver.tick(29.9) == [Send(POOL, Expel(worker="E#1"))]
     cancel, failure = driver.tick(0.1)
     assert cancel == Send("C", Cancel(requests=("r",)))
     assert "no decode worker" in failure.message.message
@@ -452,7 +461,6 @@ def test_the_error_of_a_cancelled_request_is_not_forwarded() -> None:
         ("prefilling", "P", "prefill", []),
         ("compressing", "C", "compress", ["P"]),
         ("encoding", "C", "compress", []),
-        ("decoding", "D", "decode", ["C"]),
     ],
 )
 def test_a_lost_worker_fails_its_requests_and_frees_what_others_hold(
@@ -464,6 +472,146 @@ def test_a_lost_worker_fails_its_requests_and_frees_what_others_hold(
     [failure] = failures(sends)
     assert failure == failed("r", StageLost(stage))
     assert [send.to for send in sends if isinstance(send.message, Cancel)] == told
+
+
+def resume(former: str = "D#1") -> Resume:
+    return Resume(request=request(), former=former, report=REPORT)
+
+
+def expel(worker: str = "D#1") -> Send:
+    return Send(POOL, Expel(worker=worker))
+
+
+def test_another_decode_worker_takes_over_from_a_dead_one() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    booked = driver.booked
+    assert driver.router.lost("D", driver.now) == [Send("E", resume())]
+    assert driver.tick(1.0) == []  # the pool keeps what the dead one left
+    assert driver.on(Resumed(request="r"), "E") == []
+    assert driver.tick(1.0) == [expel()]
+    assert (driver.state(), driver.booked) == ("decoding", booked)
+    assert driver.on(Finished(request="r", tokens=9), "E") == []
+    assert (driver.state(), driver.booked) == (None, 0)
+
+
+def test_orphans_wait_for_a_decode_worker() -> None:
+    driver = Driver("P", "C", "D")
+    driver.bring_to("decoding")
+    assert driver.router.lost("D", driver.now) == []
+    assert driver.state() == "orphaned"
+    assert driver.tick(20.0) == []
+    assert driver.hello("D", start=2) == [Send("D", resume())]
+
+
+def test_orphans_that_nobody_takes_fail_after_the_grace_time() -> None:
+    driver = Driver("P", "C", "D")
+    driver.bring_to("decoding")
+    driver.router.lost("D", driver.now)
+    sends = driver.tick(PATIENCE.grace_s)
+    assert "no decode worker" in failures(sends)[0].message
+    assert driver.tick(0.5) == [expel()]
+
+
+@pytest.mark.parametrize("how", ["refused", "died", "cancelled"])
+def test_a_take_over_that_fails_leaves_nothing(how: str) -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.router.lost("D", driver.now)
+    lost = failed("r", StageLost("decode"))
+    if how == "refused":
+        assert failures(driver.on(Finished(request="r", tokens=0, error=lost), "E")) == [lost]
+    elif how == "died":
+        assert failures(driver.router.lost("E", driver.now)) == [lost]
+    else:
+        driver.on(Cancel(requests=("r",)), "in")
+        driver.on(Finished(request="r", tokens=0), "E")
+    driver.on(Finished(request="r", tokens=0), "C")
+    expelled = driver.tick(0.5)
+    assert expelled == ([expel(), expel("E#1")] if how == "died" else [expel()])
+    assert driver.booked > 0  # the pool may not have heard it yet
+    driver.tick(PATIENCE.reclaim_s)
+    assert driver.booked == 0
+
+
+def test_log_probabilities_cannot_be_told_again_so_the_request_begins_anew() -> None:
+    driver = whole()
+    asked = replace(request(), sampling=Sampling(max_tokens=50, logprobs=2))
+    driver.bring_to("decoding", asked)
+    [failure] = failures(driver.router.lost("D", driver.now))
+    assert failure == failed("r", StageLost("decode"))
+    assert failure.resumable
+
+
+def stall_driver() -> Driver:
+    driver = whole(patience=replace(PATIENCE, stall_s=5.0))
+    driver.bring_to("decoding")
+    return driver
+
+
+def beat(driver: Driver, address: str, **measured: float) -> None:
+    report = Report(name=f"{address}#1", running=1, waiting=0, pages_held=0, busy_s=0.0, **measured)
+    assert driver.on(report, address) == []
+
+
+def pass_time(driver: Driver, seconds: float, silent: str) -> list[Send]:
+    """Ticks and reports, but of one."""
+    sends = list[Send]()
+    for _ in range(round(2 * seconds)):
+        for address in set(WORKERS) - {silent}:
+            beat(driver, address, longest_step_s=0.1)
+        sends += driver.tick(0.5)
+    return sends
+
+
+def test_a_worker_that_falls_silent_is_succeeded_and_ended() -> None:
+    driver = stall_driver()
+    beat(driver, "D", longest_step_s=0.1)
+    assert pass_time(driver, 5.0, silent="D") == []
+    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume())]
+    driver.on(Resumed(request="r"), "E")
+    assert pass_time(driver, 0.5, silent="D") == [expel()]
+    assert driver.count("stalled") == 1
+
+
+def test_how_long_a_step_may_take_goes_by_those_that_were_measured() -> None:
+    driver = stall_driver()
+    for _ in range(70):  # its first step: it may have to compile
+        beat(driver, "D", step_age_s=driver.now)
+        assert pass_time(driver, 0.5, silent="D") == []
+        if driver.now >= 55:
+            break
+    beat(driver, "D", longest_step_s=2.0, step_age_s=39.0)
+    assert pass_time(driver, 0.5, silent="D") == []
+    beat(driver, "D", longest_step_s=2.0, step_age_s=40.0)
+    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume())]
+
+
+def test_a_silent_prefill_worker_is_ended_too() -> None:
+    driver = whole(patience=replace(PATIENCE, stall_s=5.0))
+    driver.bring_to("prefilling")
+    beat(driver, "P", longest_step_s=0.1)
+    sends = pass_time(driver, 6.0, silent="P")
+    assert failures(sends) == [failed("r", StageLost("prefill"))]
+    assert expel("P#1") in sends
+
+
+def test_a_router_that_stood_still_blames_nobody() -> None:
+    driver = stall_driver()
+    beat(driver, "D", longest_step_s=0.1)
+    assert driver.tick(60.0) == []
+    assert pass_time(driver, 4.0, silent="") == []
+
+
+def test_only_the_heir_can_say_that_it_took_over() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.on(Resumed(request="r"), "D")
+    driver.router.lost("D", driver.now)
+    driver.on(Resumed(request="r"), "C")
+    driver.on(Resumed(request="?"), "E")
+    assert driver.count("stray_resumed") == 3
+    assert driver.tick(0.5) == []
 
 
 def test_raw_pages_that_nobody_attached_are_lost_with_their_prefill_worker() -> None:
@@ -480,6 +628,27 @@ def test_bytes_of_a_dead_worker_are_free_when_the_pool_has_reclaimed_them() -> N
     assert driver.booked > 0
     driver.tick(0.1)
     assert driver.booked == 0
+
+
+def test_a_living_worker_is_waited_for_longer_than_the_dead_one_beside_it() -> None:
+    driver = whole(patience=replace(PATIENCE, cancel_timeout_s=60.0))
+    driver.bring_to("compressing")
+    driver.router.lost("C", driver.now)
+    driver.tick(PATIENCE.reclaim_s)
+    assert driver.booked > 0
+    driver.on(Finished(request="r", tokens=0), "P")
+    assert driver.booked == 0
+
+
+def test_a_request_that_lost_its_worker_goes_to_the_front_and_finds_the_line_never_full() -> None:
+    driver = Driver("C", "D", max_queued_requests=1)
+    assert failures(driver.submit(request("first"))) == []
+    assert len(failures(driver.submit(request("late")))) == 1
+    again = replace(request("again~1"), said=(5, 6), attempt=1)
+    assert failures(driver.submit(again)) == []
+    [send] = driver.hello("P")
+    assert isinstance(send.message, Prefill)
+    assert send.message.requests[0] == again
 
 
 @pytest.mark.parametrize(("step", "giver"), [("compressing", "P"), ("decoding", "C")])
@@ -529,7 +698,9 @@ def test_slots_that_come_back_go_to_requests_in_the_order_of_planning() -> None:
 def test_a_new_process_at_a_known_address_means_that_the_old_one_died() -> None:
     driver = whole()
     driver.bring_to("decoding")
-    assert failures(driver.hello("D", start=2)) == [failed("r", StageLost("decode"))]
+    [send] = driver.hello("D", start=2)
+    assert isinstance(send.message, Resume)
+    assert send.message.former == "D#1"
 
 
 def test_the_same_process_saying_hello_again_changes_nothing() -> None:

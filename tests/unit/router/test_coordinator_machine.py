@@ -8,6 +8,7 @@ at the end whether anything was left behind.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from triptych.core.messages import (
     Compressed,
     CompressionReport,
     Encode,
+    Expel,
     Failed,
     Finished,
     Hello,
@@ -35,6 +37,8 @@ from triptych.core.messages import (
     Prefilled,
     Report,
     Request,
+    Resume,
+    Resumed,
     Sampling,
     Send,
     Stage,
@@ -113,6 +117,7 @@ class FakeWorld:
         self.unnoticed = list[str]()
         self.heard = list[tuple[str, Message]]()
         self.check_admissions = True
+        self.resumed = 0
 
     # ---------------------------------------------------------------- the router's side
 
@@ -125,6 +130,8 @@ class FakeWorld:
         for send in sends:
             if isinstance(send.message, Failed):
                 self.end(send.message.request, f"failed {send.message.code}")
+            elif isinstance(send.message, Expel):
+                self.expel(send.message.worker)
             elif send.to in self.workers:
                 self.workers[send.to].inbox.append(send.message)
             if isinstance(send.message, Prefill):
@@ -166,7 +173,15 @@ class FakeWorld:
         raise StaleHandle(int(claim.lease), "nobody offers it")
 
     def reclaim(self) -> None:
-        self.dead = [(worker, when) for worker, when in self.dead if self.now < when + LEASE_S]
+        """What a decode worker held is kept for others until the router says otherwise."""
+        self.dead = [
+            (worker, when)
+            for worker, when in self.dead
+            if self.now < when + LEASE_S or "decode" in worker.stages
+        ]
+
+    def expel(self, name: str) -> None:
+        self.dead = [(worker, when) for worker, when in self.dead if worker.name != name]
 
     # ---------------------------------------------------------------- workers
 
@@ -220,6 +235,8 @@ class FakeWorld:
                 worker.queue.extend((name, message.arena) for name in named)
             case Join():
                 self.join(worker, message)
+            case Resume():
+                self.resume(worker, message)
             case Cancel():
                 for name in message.requests:
                     self.cancel(worker, name)
@@ -292,6 +309,18 @@ class FakeWorld:
         held.decoding = message.request
         assert len(worker.running) <= SLOTS
 
+    def resume(self, worker: FakeWorker, message: Resume) -> None:
+        name = message.request.id
+        [former] = [dead for dead, _ in self.dead if dead.name == message.former]
+        held = former.held.get(name)
+        if held is None or held.decoding is None:
+            self.refuse(worker, name, StaleHandle(0, "it left nothing"), 0)
+            return
+        worker.held[name] = former.held.pop(name)
+        self.resumed += 1
+        assert len(worker.running) <= SLOTS
+        worker.outbox.append(Resumed(request=name))
+
     def decode(self, worker: FakeWorker, name: str) -> None:
         """Write up to ten tokens of one request."""
         held = worker.held[name]
@@ -359,6 +388,7 @@ class RouterMachine(RuleBasedStateMachine):
             grace_s=20.0,
             cancel_timeout_s=1e6 if self.answers_cancel else 1.0,
             reclaim_s=LEASE_S,
+            stall_s=inf,
         )
         kind = FifoWorld if self.policy == "fifo" else GreedyWorld
         router = Coordinator(config, MODEL.plan, CAPACITY, patience)
@@ -440,6 +470,22 @@ class RouterMachine(RuleBasedStateMachine):
                 for message in list(worker.outbox)[:last_words]:
                     self.world.tell(message, worker.address)
 
+    @rule(steps=st.integers(0, 60))
+    @precondition(lambda self: self.world.requests)
+    def kill_while_it_decodes(self, steps: int) -> None:
+        """Go on until somebody decodes, and a little further."""
+        for _ in range(200):
+            busy = [one for one in self.world.workers.values() if one.running]
+            if busy and steps <= 0:
+                self.world.kill(busy[0].address)
+                self.world.notice()
+                return
+            steps -= bool(busy)
+            for worker in list(self.world.workers.values()):
+                self.world.step(worker)
+                if worker.outbox:
+                    self.world.tell(worker.outbox.popleft(), worker.address)
+
     @rule(index=st.integers(0, 9))
     def restart(self, index: int) -> None:
         missing = [address for address in self.addresses if address not in self.world.workers]
@@ -462,7 +508,7 @@ class RouterMachine(RuleBasedStateMachine):
     def repeat(self, index: int) -> None:
         """A message of a stage comes a second time."""
         sender, message = self.world.heard[index % len(self.world.heard)]
-        if isinstance(message, Prefilled | Planned | Compressed | Finished):
+        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Finished):
             self.world.deliver(self.world.router.on(message, sender, self.world.now))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 3.0, 5.0]))

@@ -12,6 +12,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.kernels.pages import segments
 from triptych.kvpool.freelist import FreeList
+from triptych.workers.journal import Journal
 from triptych.workers.rows import SectionTable
 from triptych.workers.window import Window
 
@@ -38,13 +39,10 @@ class Slots:
         self.plan = plan
         self.free = FreeList(PAGES)
         self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
-        geometry = plan.geometry
-        self.raw = SectionTable.empty(plan.raw, geometry, SLOTS, plan.raw_pages(LONGEST) + 1)
-        self.high = SectionTable.empty(plan.high, geometry, SLOTS, plan.most_pages(LONGEST) + 1)
-        assert plan.low is not None
-        self.low = self.high.sharing_cells(plan.low)
-        self.window = Window(self.arena, plan, self.raw, self.high, self.low)
-        self.tables = [self.raw, self.high, self.low]
+        journal = Journal.begin(plan, None, SLOTS, LONGEST)
+        self.window = Window(self.arena, journal)
+        self.tables = journal.tables
+        self.raw, self.high, self.low = journal.tables
         self.seen = dict[int, int]()
         self.spare = {slot: list[int]() for slot in range(SLOTS)}
         self.taken = {slot: list[int]() for slot in range(SLOTS)}

@@ -1,6 +1,5 @@
 """One answer as it grows: tokens, text, when it ends, what the client is told."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from triptych.core.messages import (
@@ -54,9 +53,23 @@ class Answer:
         )
         return Send(self.request.reply_to, message)
 
-    def replay(self, token: int) -> None:
-        """Take a token that an earlier stage already sent to the client."""
-        self._advance(token)
+    def replay(self, token: int) -> Send:
+        """Take a token that an earlier worker drew; what comes back repeats it to the ingress.
+
+        The worker may have died before it got the token through. Log probabilities are lost
+        with it, which is why a request that asks for them repeats nothing.
+        """
+        index = len(self.tokens)
+        text, stop = self._advance(token)
+        message = Tokens(
+            request=self.request.id,
+            index=index,
+            tokens=(token,),
+            text=text,
+            finish=self.finish,
+            stop=stop,
+        )
+        return Send(self.request.reply_to, message)
 
     def _advance(self, token: int) -> tuple[str, str | int | None]:
         self.tokens.append(token)
@@ -85,8 +98,8 @@ class AnswerFactory:
     model: LoadedModel
     context_tokens: int
 
-    def start(self, request: Request, replayed: Sequence[int] = ()) -> Answer:
-        """A new answer that has already said ``replayed``."""
+    def start(self, request: Request) -> Answer:
+        """An answer that goes on behind what its client has already."""
         sampling = request.sampling
         own = frozenset[int]() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
         answer = Answer(
@@ -96,6 +109,6 @@ class AnswerFactory:
             end_ids=own | frozenset(sampling.stop_token_ids),
             limit=min(sampling.max_tokens, self.context_tokens - len(request.prompt)),
         )
-        for token in replayed:
+        for token in request.said:
             answer.replay(token)
         return answer

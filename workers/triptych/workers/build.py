@@ -1,6 +1,7 @@
 """Puts the engines of one process together: weights once, then a stage at a time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.core.config import ActorConfig, AppConfig
@@ -17,21 +18,39 @@ from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import Engine
 
 
-def build_engines(
+@dataclass(frozen=True)
+class Brain:
+    """What takes long to load, and serves any number of engines."""
+
+    runner: ModelRunner
+    answers: AnswerFactory
+
+
+def load_brain(
+    config: AppConfig, plan: PagePlan, model_path: Path, stages: Sequence[Stage]
+) -> Brain | None:
+    """Load what the stages need; a lone compressor needs no weights."""
+    if all(stage == "compress" for stage in stages):
+        return None
+    model = load(model_path, config.model.dtype)
+    return Brain(
+        ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry)),
+        AnswerFactory(model, context_tokens(config, model.context_tokens)),
+    )
+
+
+def make_engines(
     config: AppConfig,
     plan: PagePlan,
-    model_path: Path,
+    brain: Brain | None,
     pool: WorkerPool,
     stages: Sequence[Stage],
     draw: Draw = sample,
 ) -> list[Engine]:
-    """Load what the stages need and make their engines; a lone compressor loads no weights."""
-    needs_model = any(stage != "compress" for stage in stages)
-    model = load(model_path, config.model.dtype) if needs_model else None
-    if model is None:
+    """One engine a stage, around a registration with the pool."""
+    if brain is None:
         return [CompressEngine(pool, plan)]
-    runner = ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry))
-    answers = AnswerFactory(model, context_tokens(config, model.context_tokens))
+    runner, answers = brain.runner, brain.answers
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
             runner, pool, plan, answers, config.prefill.chunk_tokens, draw

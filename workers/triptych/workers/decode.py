@@ -2,6 +2,7 @@
 # torch.from_numpy has no type hints.
 """The decode stage: continuous batching over compressed pages, one token a step for each."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,18 +12,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim
-from triptych.core.messages import ROUTER, Finished, Join, Message, Send, Stage
+from triptych.core.handles import Claim, LeaseId
+from triptych.core.messages import (
+    ROUTER,
+    CompressionReport,
+    Finished,
+    Join,
+    Message,
+    Request,
+    Resume,
+    Resumed,
+    Send,
+    Stage,
+)
 from triptych.core.pages import PagePlan
 from triptych.kernels import decode_attention, score_tokens, store_tokens
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.handles import unpack_run
+from triptych.workers.journal import Journal
 from triptych.workers.models import ModelRunner
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import refuse
 from triptych.workers.window import Window
+
+logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 
@@ -63,39 +78,46 @@ class DecodeEngine:
     def __post_init__(self) -> None:
         self._arena = torch.from_numpy(self.pool.arena.data)
         self._free_slots = list(range(self.max_requests))
-        plan, geometry = self.plan, self.plan.geometry
         longest = self.answers.context_tokens
-        self._raw = SectionTable.empty(
-            plan.raw, geometry, self.max_requests, plan.raw_pages(longest) + 1
-        )
-        self._tables = [self._raw]
-        if plan.compresses:
-            width = plan.most_pages(longest) + 1
-            self._tables.append(SectionTable.empty(plan.high, geometry, self.max_requests, width))
-        if plan.low is not None:
-            self._tables.append(self._tables[-1].sharing_cells(plan.low))
-        self._window = self._make_window()
+        self._journal = Journal.begin(self.plan, self.pool.journal, self.max_requests, longest)
+        self._tables = self._journal.tables
+        self._raw = self._tables[0]
+        self._window = self._window_of(self._journal)
 
-    def _make_window(self) -> Window | None:
+    def _window_of(self, journal: Journal) -> Window | None:
         """None if raw pages are the final ones."""
-        if not self.plan.compresses:
-            return None
-        raw, high, *low = self._tables
-        return Window(self._arena, self.plan, raw, high, low[0] if low else None)
+        return Window(self._arena, journal) if self.plan.compresses else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:
-        if not isinstance(message, Join):
-            return None
+        match message:
+            case Join():
+                return self._accept_join(message)
+            case Resume():
+                return self._accept_resume(message)
+            case _:
+                return None
+
+    def _accept_join(self, message: Join) -> list[Send]:
         try:
-            self._join(message)
+            return self._join(message)
         except StaleHandle:
             return [refuse(message.request.id, StageLost("compress"), tokens=1)]
         except TriptychError as error:
             self.pool.withdraw([message.request.id])
             return [refuse(message.request.id, error, tokens=1)]
-        return ()
+
+    def _accept_resume(self, message: Resume) -> list[Send]:
+        name = message.request.id
+        if name in self._running:
+            return [Send(ROUTER, Resumed(request=name))]
+        try:
+            return self._resume(message)
+        except TriptychError as error:
+            logger.warning("request %s cannot go on here: %s", name, error)
+            self.pool.withdraw([name])
+            return [refuse(name, StageLost("decode"))]
 
     def has_work(self) -> bool:
         return bool(self._running)
@@ -124,15 +146,18 @@ class DecodeEngine:
             except TriptychError as error:
                 sends.append(self._give_up(one, error))
                 continue
+            self._journal.say(one.slot, draw.token)
             if one.answer.finish is not None:
-                self._leave(one)
-                tokens = len(one.answer.tokens)
-                sends.append(Send(ROUTER, Finished(request=one.id, tokens=tokens)))
+                sends.append(self._finish(one))
         return sends
+
+    def _finish(self, one: Running) -> Send:
+        self._leave(one)
+        return Send(ROUTER, Finished(request=one.id, tokens=len(one.answer.tokens)))
 
     # ---------------------------------------------------------------- join and leave
 
-    def _join(self, message: Join) -> None:
+    def _join(self, message: Join) -> list[Send]:
         if not self._free_slots:
             raise MessageError(f"no free slot: all {self.max_requests} are taken")
         rows = self.plan.geometry.head_rows
@@ -148,9 +173,56 @@ class DecodeEngine:
         slot = self._free_slots.pop()
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
-        answer = self.answers.start(message.request, replayed=[message.first_token])
-        answer.report = message.report
-        self._running[message.request.id] = Running(slot, claim, answer, message.handle.tokens)
+        journal, read = self._journal, message.handle.tokens
+        raw_tokens = int(self._raw.tokens[0, slot, 0])
+        journal.join(slot, message.request.id, claim.lease, read, raw_tokens)
+        journal.say(slot, message.first_token)
+        return self._start(message.request, message.report, slot, claim)
+
+    def _resume(self, message: Resume) -> list[Send]:
+        """Go on from what a dead worker left in its journal and in the pool."""
+        if not self._free_slots:
+            raise MessageError(f"no free slot: all {self.max_requests} are taken")
+        name, journal = message.request.id, self._journal
+        left = journal.beside(self.pool.inherit(message.former))
+        at = left.find(name)
+        lease = LeaseId(int(left.lease[at]))
+        claim = self.pool.adopt(message.former, name, lease, left.pages(at))
+        window = self._window_of(left)
+        spare = window.finish(at) if window else np.empty(0, np.int32)
+        # A step that was cut short may have counted its token already.
+        left.tables[0].tokens[:, at] = left.raw_tokens(at)
+        slot = self._free_slots.pop()
+        journal.copy(left, at, slot)
+        journal.enter(slot, name, claim.lease)
+        sends = self._start(message.request, message.report, slot, claim, spare)
+        return [Send(ROUTER, Resumed(request=name)), *sends]
+
+    def _start(
+        self,
+        request: Request,
+        report: CompressionReport,
+        slot: int,
+        claim: Claim,
+        spare: Sequence[int] | Ids = (),
+    ) -> list[Send]:
+        """Put a request that is in the journal into the batch.
+
+        What an earlier worker said is said again, in case it did not get it through. That has
+        no log probabilities, so a request that asks for them says nothing twice.
+        """
+        journal = self._journal
+        answer = self.answers.start(request)
+        answer.report = report
+        said = journal.tokens[slot, : journal.said[slot]].tolist()
+        sends = [answer.replay(token) for token in said]
+        one = Running(slot, claim, answer, journal.position(slot), [int(page) for page in spare])
+        self._running[one.id] = one
+        if request.sampling.logprobs >= 0:
+            sends = []
+        if answer.finish is not None:
+            sends.append(self._finish(one))
+        return sends
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""
@@ -164,6 +236,7 @@ class DecodeEngine:
         process another one may have done that already.
         """
         del self._running[one.id]
+        self._journal.leave(one.slot)
         self.pool.give(np.array(one.grown, np.int32))
         for table in self._tables:
             table.clear(one.slot)
@@ -229,7 +302,12 @@ class DecodeEngine:
         positions = torch.tensor([one.position for one in batch])
         slots = np.array([one.slot for one in batch], np.int32)
         attend = PageAttention(
-            self._arena, self._tables, slots, positions, self.plan.policy.score_every
+            self._arena,
+            self._tables,
+            slots,
+            positions,
+            self.plan.policy.score_every,
+            self._journal.scored,
         )
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
@@ -250,12 +328,21 @@ class PageAttention:
         slots: Ids,
         positions: Tensor,
         score_every: int,
+        progress: NDArray[np.int64],
     ) -> None:
-        """Choose the cell of each new token in the first table, and count it as stored."""
+        """Choose the cell of each new token in the first table, and count it as stored.
+
+        ``progress`` has, for each slot, the layers whose scores are added, over all positions. A
+        step that is done again, as its worker died, leaves those layers as they are.
+        """
         self._arena, self._tables = arena, tables
         self._slots, self._positions = torch.from_numpy(slots), positions.int()
-        self._score_every = score_every
-        self._scored = (positions % score_every == 0).nonzero()[:, 0] if score_every else None
+        self._score_every, self._progress = score_every, torch.from_numpy(progress)
+        every = torch.arange(len(slots))
+        self._scored = every[positions % score_every == 0] if score_every else every[:0]
+        self._before = positions * len(tables[0].pages)
+        is_begun = bool((self._progress[self._slots] > self._before).any())
+        self._begun = self._progress[self._slots] - self._before if is_begun else None
         pages, rows = tables[0].next_cells(slots)
         self._pages, self._rows = torch.from_numpy(pages), torch.from_numpy(rows)
         tables[0].tokens[:, slots] += 1
@@ -272,18 +359,10 @@ class PageAttention:
         softcap: float,
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
-        store_tokens(
-            self._arena,
-            self._tables[0].layout,
-            key,
-            value,
-            self._pages[layer],
-            self._rows[layer],
-            self._positions,
-        )
+        self._store(layer, key, value)
         sections = [table.section(layer) for table in self._tables]
-        scored = self._scored
-        lse = torch.empty(query.shape[:2]) if scored is not None and len(scored) else None
+        scored = self._left(self._scored, layer)
+        lse = torch.empty(query.shape[:2]) if len(scored) else None
         mixed = decode_attention(
             query,
             self._arena,
@@ -295,17 +374,47 @@ class PageAttention:
             positions=self._positions,
             lse=lse,
         )
-        if scored is not None and lse is not None:
-            score_tokens(
-                query[scored],
-                self._arena,
-                sections,
-                self._slots[scored],
-                lse[scored],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                positions=self._positions[scored],
-                weight=float(self._score_every),
-            )
+        if lse is not None:
+            self._score(layer, scored, query, lse, scale=scale, window=window, softcap=softcap)
         return mixed.to(query.dtype)
+
+    def _score(
+        self,
+        layer: int,
+        scored: Tensor,
+        query: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None:
+        """Add to scores, then note it: the one thing that cannot be done twice, or in halves.
+
+        A worker that dies in between has this layer's scores of this step count twice.
+        """
+        score_tokens(
+            query[scored],
+            self._arena,
+            [table.section(layer) for table in self._tables],
+            self._slots[scored],
+            lse[scored],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            positions=self._positions[scored],
+            weight=float(self._score_every),
+        )
+        self._progress[self._slots[scored]] = self._before[scored] + layer + 1
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        pages, rows, positions = self._pages[layer], self._rows[layer], self._positions
+        if self._begun is not None:
+            left = self._left(torch.arange(len(key)), layer)
+            key, value, pages, rows = key[left], value[left], pages[left], rows[left]
+            positions = positions[left]
+        store_tokens(self._arena, self._tables[0].layout, key, value, pages, rows, positions)
+
+    def _left(self, requests: Tensor, layer: int) -> Tensor:
+        """Those of the requests for which this layer is still to be done."""
+        return requests if self._begun is None else requests[self._begun[requests] <= layer]

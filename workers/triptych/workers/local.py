@@ -39,8 +39,8 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import LocalPool
-from triptych.router import Coordinator, Patience
-from triptych.workers.build import build_engines
+from triptych.router import Coordinator, Journeys, Patience
+from triptych.workers.build import load_brain, make_engines
 from triptych.workers.cores import Turns
 from triptych.workers.loop import StageLoop
 from triptych.workers.models import describe, resolve
@@ -101,7 +101,8 @@ class LocalServer:
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
-        engines = build_engines(config, self.plan, path, self.pool, STAGES, draw)
+        brain = load_brain(config, self.plan, path, STAGES)
+        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = Coordinator(
             config.router,
@@ -111,7 +112,7 @@ class LocalServer:
         )
         self._lock = threading.Lock()
         self._watch = watch
-        self._streams = dict[str, queue.SimpleQueue[Event]]()
+        self._journeys = Journeys()
         self._ids = itertools.count()
         hello = Hello(
             name=WORKER,
@@ -152,8 +153,8 @@ class LocalServer:
     def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Tokens of all requests as they come; leaving early cancels the rest."""
         events, left = queue.SimpleQueue[Event](), {request.id for request in requests}
+        journeys = [self._journeys.start(request, events.put) for request in requests]
         for request in requests:
-            self._streams[request.id] = events
             self._to_router(Submit(request=request), CLIENT)
         try:
             while left:
@@ -162,8 +163,8 @@ class LocalServer:
                     left.discard(event.request)
                 yield event
         finally:
-            for request in requests:
-                self._streams.pop(request.id, None)
+            for journey in journeys:
+                self._journeys.end(journey)
             if left:
                 self._to_router(Cancel(requests=tuple(sorted(left))), CLIENT)
 
@@ -197,5 +198,7 @@ class LocalServer:
         (message,) = unpack(pack([send.message]))
         if send.to == WORKER:
             self._loop.post(message)
-        elif isinstance(message, Tokens | Failed) and message.request in self._streams:
-            self._streams[message.request].put(message)
+        elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):
+            journey.hear(message)
+        elif isinstance(message, Failed) and (journey := self._journeys.get(message.request)):
+            journey.fail(message)

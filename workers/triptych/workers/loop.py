@@ -4,10 +4,11 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
-from triptych.core.errors import TriptychError
+from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
     ROUTER,
     Cancel,
@@ -18,6 +19,7 @@ from triptych.core.messages import (
     Message,
     Prefill,
     Report,
+    Resume,
     Send,
 )
 from triptych.workers.cores import Cores
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[Sequence[Send]], None]
 """Takes what a step has to say; called in the loop's thread, must not block."""
 
+
+MEASURED_STEPS = 512
+"""Steps whose times say how long one may take."""
 
 CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
@@ -42,7 +47,7 @@ def requests_of(message: Message) -> list[str]:
             return [item.request for item in items]
         case Encode(requests=names):
             return list(names)
-        case Join(request=request):
+        case Join(request=request) | Resume(request=request):
             return [request.id]
         case _:
             return []
@@ -61,6 +66,7 @@ class StageLoop:
         self._inbox = queue.SimpleQueue[Message | None]()
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
+        self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: float | None = None
         self._running = 0
 
@@ -98,12 +104,20 @@ class StageLoop:
             waiting=self._inbox.qsize(),
             pages_held=pages_held,
             busy_s=self._busy_s,
+            step_age_s=self.step_age_s,
+            longest_step_s=max(self._steps_s, default=0.0),
             bytes_copied=bytes_copied,
         )
 
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except PoolError as error:  # nothing that is held here means anything any more
+            logger.warning("%s: the compute loop ends: %s", self.name, error)
+
+    def _serve(self) -> None:
         while self._take_messages():
             for engine in self._engines:
                 if engine.has_work():
@@ -166,7 +180,9 @@ class StageLoop:
         try:
             yield
         finally:
-            self._busy_s += time.monotonic() - started
+            took_s = time.monotonic() - started
+            self._busy_s += took_s
+            self._steps_s.append(took_s)
             self._step_since = None
 
     def _send(self, sends: Iterable[Send] | None) -> None:

@@ -39,7 +39,7 @@ class Prompt:
 
     @property
     def left(self) -> int:
-        return len(self.request.prompt) - self.read
+        return len(self.request.known) - self.read
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        return self.start + self.tokens == len(self.prompt.request.prompt)
+        return self.start + self.tokens == len(self.prompt.request.known)
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -123,7 +123,7 @@ class PrefillEngine:
         return refused
 
     def _prompt(self, request: Request) -> Prompt:
-        tokens = len(request.prompt)
+        tokens = len(request.known)
         prompt = Prompt(request, self._take_pages(tokens))
         if self.plan.policy.needs_significance:
             shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
@@ -158,7 +158,7 @@ class PrefillEngine:
         tokens = [
             token
             for piece in pieces
-            for token in piece.prompt.request.prompt[piece.start : piece.start + piece.tokens]
+            for token in piece.prompt.request.known[piece.start : piece.start + piece.tokens]
         ]
         positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
         ends = np.cumsum([piece.tokens for piece in pieces])

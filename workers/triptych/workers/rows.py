@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.core.layout import Geometry, PageLayout
+from triptych.core.layout import PageLayout
 from triptych.kernels import Section
 
 Ids = NDArray[np.int32]
@@ -31,14 +31,7 @@ class SectionTable:
     backward: bool = False
     """Whether ``pages`` shows the cells of its memory from the last one on."""
 
-    @classmethod
-    def empty(
-        cls, layout: PageLayout, geometry: Geometry, slots: int, width: int
-    ) -> "SectionTable":
-        shape = (geometry.layers, slots, geometry.kv_heads)
-        return cls(layout, np.zeros((*shape, width), np.int32), np.zeros(shape, np.int32))
-
-    def sharing_cells(self, layout: PageLayout) -> "SectionTable":
+    def sharing_cells(self, layout: PageLayout, tokens: Ids) -> "SectionTable":
         """A table of another format in the same cells, from the other side.
 
         Two classes of one row never meet if a row has one cell more than its tokens take in the
@@ -46,9 +39,7 @@ class SectionTable:
 
         Source: LeanKV and DiffKV (bidirectional page table; their tables lack that cell)
         """
-        return SectionTable(
-            layout, self.pages[..., ::-1], np.zeros_like(self.tokens), not self.backward
-        )
+        return SectionTable(layout, self.pages[..., ::-1], tokens, not self.backward)
 
     def __post_init__(self) -> None:
         cells = self.pages[..., ::-1] if self.backward else self.pages
@@ -64,6 +55,11 @@ class SectionTable:
             self.backward,
         )
         """All rows as one view: slot s of layer l is slot ``l * slots + s``."""
+
+    @property
+    def width(self) -> int:
+        """The most pages that a row can have."""
+        return self.pages.shape[3]
 
     def section(self, layer: int) -> Section:
         """What the attention kernel reads: a view, so it always shows the present state."""
@@ -101,11 +97,3 @@ class SectionTable:
         page, row = np.divmod(self.tokens[:, slots], np.int32(self.layout.tokens))
         pages = np.take_along_axis(self.pages[:, slots], page[..., None], axis=3)[..., 0]
         return pages, row
-
-    def drop_pages(self, slot: int, gone: slice) -> Ids:
-        """Forget some full pages of each row; returns their ids."""
-        table = self.pages[:, slot]
-        ids, behind = table[..., gone].ravel(), table[..., gone.stop :].copy()
-        table[..., gone.start : gone.start + behind.shape[-1]] = behind
-        self.tokens[:, slot] -= (gone.stop - gone.start) * self.layout.tokens
-        return ids

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.pages import PagePlan
 from triptych.kernels import plan_retirement, transcode
+from triptych.workers.journal import Journal
 from triptych.workers.rows import SectionTable
 
 Ids = NDArray[np.int32]
@@ -49,15 +49,17 @@ class Leaving:
         )
 
 
-@dataclass(frozen=True, eq=False)
+PLANNED, LOWERED, ENTERED = 1, 2, 3
+"""Phases of a retirement."""
+
+
 class Window:
     """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
 
-    arena: Tensor
-    plan: PagePlan
-    raw: SectionTable
-    high: SectionTable
-    low: SectionTable | None
+    def __init__(self, arena: Tensor, journal: Journal) -> None:
+        self.arena, self.plan, self.moving = arena, journal.plan, journal.retirements
+        self.raw, self.high, *low = journal.tables
+        self.low = low[0] if low else None
 
     def is_full(self, slot: int) -> bool:
         """Whether a raw page is older than the window.
@@ -111,27 +113,76 @@ class Window:
     def move(self, leaving: Leaving) -> list[Ids]:
         """Move tokens as planned, into pages that the tables have by now.
 
-        Who steps down goes first, since newcomers take those places.
+        The plan is written down first, and after each part how far it has come: each part
+        reads what it does not write, so whoever takes over can do it again.
 
         Returns: of each request, the raw pages that hold nothing any more
         """
-        raw, high, low = self.raw, self.high, self.low
-        if low is not None:
-            falling = np.nonzero(leaving.mover_places >= 0)
-            source = _cells(high, leaving, falling, leaving.movers)
-            self._transcode(high, low, source, _cells(low, leaving, falling, leaving.mover_places))
-            low.tokens[:, leaving.slots] = leaving.counts[..., 1]
-        every = np.nonzero(leaving.places >= 0)
-        source = self._raw_cells(leaving, every)
-        self._transcode(raw, high, source, _cells(high, leaving, every, leaving.places))
-        high.tokens[:, leaving.slots] = leaving.counts[..., 0]
-        first = self.plan.sink_pages
-        return [raw.drop_pages(slot, slice(first, first + 1)) for slot in leaving.slots.tolist()]
+        moving, slots = self.moving, leaving.slots
+        moving.raw_pages[:, slots] = self.raw.pages[:, slots]
+        moving.places[:, slots], moving.movers[:, slots] = leaving.places, leaving.movers
+        moving.mover_places[:, slots] = leaving.mover_places
+        moving.counts[:, slots] = leaving.counts
+        moving.retired_then[slots] = moving.retired[slots] + self.raw.layout.tokens
+        moving.phase[slots] = PLANNED
+        return self._carry_out(leaving, PLANNED)
 
-    def _raw_cells(self, leaving: Leaving, chosen: tuple[NDArray[np.intp], ...]) -> Cells:
-        layer, request, head, token = chosen
-        page = self.raw.pages[layer, leaving.slots[request], head, self.plan.sink_pages]
-        return page, token.astype(np.int32)
+    def finish(self, slot: int) -> Ids:
+        """Carry out what a worker had begun for a slot when it died, if it had.
+
+        Returns: the raw pages that hold nothing any more
+        """
+        moving, at = self.moving, np.array([slot], np.int32)
+        phase = int(moving.phase[slot])
+        if phase == 0:
+            return np.empty(0, np.int32)
+        leaving = Leaving(
+            slots=at,
+            places=moving.places[:, at],
+            movers=moving.movers[:, at],
+            mover_places=moving.mover_places[:, at],
+            counts=moving.counts[:, at],
+        )
+        return self._carry_out(leaving, phase)[0]
+
+    def _carry_out(self, leaving: Leaving, phase: int) -> list[Ids]:
+        """Who steps down goes first, since newcomers take those places."""
+        moving, slots = self.moving, leaving.slots
+        if phase <= PLANNED:
+            self._lower(leaving)
+            moving.phase[slots] = LOWERED
+        if phase <= LOWERED:
+            self._enter(leaving)
+            moving.phase[slots] = ENTERED
+        return self._close(leaving)
+
+    def _lower(self, leaving: Leaving) -> None:
+        if self.low is not None:
+            falling = np.nonzero(leaving.mover_places >= 0)
+            source = _cells(self.high, leaving, falling, leaving.movers)
+            target = _cells(self.low, leaving, falling, leaving.mover_places)
+            self._transcode(self.high, self.low, source, target)
+
+    def _enter(self, leaving: Leaving) -> None:
+        every = np.nonzero(leaving.places >= 0)
+        layer, request, head, token = every
+        first = self.plan.sink_pages
+        pages = self.moving.raw_pages[layer, leaving.slots[request], head, first]
+        target = _cells(self.high, leaving, every, leaving.places)
+        self._transcode(self.raw, self.high, (pages, token.astype(np.int32)), target)
+
+    def _close(self, leaving: Leaving) -> list[Ids]:
+        """Set tables and counts as they are from now on."""
+        moving, slots, first = self.moving, leaving.slots, self.plan.sink_pages
+        self.high.tokens[:, slots] = leaving.counts[..., 0]
+        if self.low is not None:
+            self.low.tokens[:, slots] = leaving.counts[..., 1]
+        before = moving.raw_pages[:, slots]
+        self.raw.pages[:, slots, :, first:-1] = before[..., first + 1 :]
+        self.raw.tokens[:, slots] -= self.raw.layout.tokens
+        moving.retired[slots] = moving.retired_then[slots]
+        moving.phase[slots] = 0
+        return [before[:, request, :, first].ravel() for request in range(len(slots))]
 
     def _transcode(
         self, source: SectionTable, target: SectionTable, read: Cells, write: Cells

@@ -1,0 +1,95 @@
+"""One request's way to the end of its answer, over as many workers as it takes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from triptych.core.messages import Failed, Request, Tokens
+
+MAX_ATTEMPTS = 6
+"""Attempts after which a request fails: it may be what kills its workers."""
+FIRST_DELAY_S = 0.5
+"""Wait before the third attempt; it doubles from there. The second one begins at once."""
+
+
+@dataclass(eq=False)
+class Journey:
+    """A request, what its client has of the answer, and which attempt is under way.
+
+    When an attempt is lost the next one goes on behind the tokens that the client has, so the
+    client sees neither a gap nor a repeat. Each attempt has an id of its own: what workers
+    still say of an earlier one is nobody's any more.
+    """
+
+    request: Request
+    tell: Callable[[Tokens | Failed], None]
+    """Takes what the client is to hear."""
+    said: list[int] = field(default_factory=list[int])
+    attempt: int = 0
+    _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
+    """Tokens that overtook those before them: two workers speak in turn, on two connections."""
+
+    @property
+    def id(self) -> str:
+        """The id of the present attempt."""
+        name = self.request.id
+        return f"{name}~{self.attempt}" if self.attempt else name
+
+    @property
+    def delay_s(self) -> float:
+        """How long to wait before the present attempt: what lost so many may need time."""
+        return 0.0 if self.attempt < 2 else float(FIRST_DELAY_S * 2 ** (self.attempt - 2))
+
+    def present(self) -> Request:
+        """The present attempt, as the router is to see it."""
+        return replace(self.request, id=self.id, said=tuple(self.said), attempt=self.attempt)
+
+    def hear(self, message: Tokens) -> bool:
+        """Tell the client what is new to it, in order; whether that was the end.
+
+        A worker that takes over says again what the one before may not have got through.
+        """
+        self._early[message.index] = message
+        while (item := self._early.pop(len(self.said), None)) is not None:
+            self.said += item.tokens
+            self.tell(replace(item, request=self.request.id))
+            if item.finish is not None:
+                return True
+        return False
+
+    def begin_again(self) -> None:
+        """Give up the present attempt for another one."""
+        self.attempt += 1
+        self._early.clear()
+
+    def fail(self, failure: Failed) -> None:
+        """Tell the client that this is the end."""
+        self.tell(replace(failure, request=self.request.id))
+
+
+@dataclass
+class Journeys:
+    """All journeys of one ingress, by the id of their present attempt."""
+
+    _by_id: dict[str, Journey] = field(default_factory=dict[str, Journey])
+
+    def __iter__(self) -> Iterator[Journey]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, attempt: str) -> Journey | None:
+        return self._by_id.get(attempt)
+
+    def start(self, request: Request, tell: Callable[[Tokens | Failed], None]) -> Journey:
+        journey = self._by_id[request.id] = Journey(request, tell)
+        return journey
+
+    def again(self, journey: Journey) -> bool:
+        """Begin another attempt; False if there were too many."""
+        if journey.attempt + 1 >= MAX_ATTEMPTS:
+            return False
+        del self._by_id[journey.id]
+        journey.begin_again()
+        self._by_id[journey.id] = journey
+        return True
+
+    def end(self, journey: Journey) -> None:
+        self._by_id.pop(journey.id, None)

@@ -1,0 +1,95 @@
+"""Requests that outlive their workers: what the client hears, and in which order."""
+
+from dataclasses import replace
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from triptych.core.errors import StageLost
+from triptych.core.messages import Failed, Request, Sampling, Tokens, failed
+from triptych.router import Journey, Journeys
+from triptych.router.journey import MAX_ATTEMPTS
+
+REQUEST = Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=9), reply_to="ingress")
+
+
+def tokens(index: int, attempt: str = "r", *, last: bool = False) -> Tokens:
+    return Tokens(
+        request=attempt,
+        index=index,
+        tokens=(10 + index,),
+        text=f"<{index}>",
+        finish="length" if last else None,
+    )
+
+
+@pytest.fixture
+def heard() -> list[Tokens | Failed]:
+    return []
+
+
+@pytest.fixture
+def journey(heard: list[Tokens | Failed]) -> Journey:
+    return Journey(REQUEST, heard.append)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_the_client_hears_each_token_once_and_in_order(
+    journey: Journey, heard: list[Tokens | Failed], order: tuple[int, ...]
+) -> None:
+    """Whichever worker speaks first, and however often each says the same."""
+    for index in (*order, *order):
+        journey.hear(tokens(index))
+    assert heard == [tokens(index) for index in range(4)]
+    assert journey.said == [10, 11, 12, 13]
+
+
+def test_another_attempt_begins_behind_what_the_client_has() -> None:
+    heard, journeys = list[Tokens | Failed](), Journeys()
+    journey = journeys.start(REQUEST, heard.append)
+    assert journey.present() == REQUEST
+    journey.hear(tokens(0))
+    journey.hear(replace(tokens(2), tokens=(99,)))  # the one before it never came
+    assert journeys.again(journey)
+    request = journey.present()
+    assert (request.id, request.said, request.attempt) == ("r~1", (10,), 1)
+    assert request.known == (1, 2, 3, 10)
+    assert journeys.get("r") is None
+    assert journeys.get("r~1") is journey
+    for index in range(1, 4):
+        assert journey.hear(tokens(index, "r~1", last=index == 3)) == (index == 3)
+    assert heard == [tokens(index, last=index == 3) for index in range(4)]
+
+
+def test_a_request_that_kills_its_workers_ends() -> None:
+    heard, journeys = list[Tokens | Failed](), Journeys()
+    journey = journeys.start(REQUEST, heard.append)
+    delays = list[float]()
+    while journeys.again(journey):
+        delays.append(journey.delay_s)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert len(delays) == MAX_ATTEMPTS - 1
+    journey.fail(failed(journey.id, StageLost("decode")))
+    assert heard == [failed("r", StageLost("decode"))]
+    journeys.end(journey)
+    assert list(journeys) == []
+
+
+def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
+    """A worker dies at a random point and the next one says again what may be lost."""
+    random = Random(4)
+    for _ in range(300):
+        heard, journeys = list[Tokens | Failed](), Journeys()
+        journey = journeys.start(REQUEST, heard.append)
+        length, done = random.randrange(1, 30), False
+        while not done:
+            start = random.randrange(len(journey.said) + 1)
+            end = random.randrange(start, length + 1)
+            if journey.attempt == MAX_ATTEMPTS - 1:
+                start, end = len(journey.said), length
+            for index in range(start, end):
+                done |= journey.hear(tokens(index, journey.id, last=index == length - 1))
+            if not done:
+                assert journeys.again(journey)
+        assert heard == [tokens(index, last=index == length - 1) for index in range(length)]

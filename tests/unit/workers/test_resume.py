@@ -1,0 +1,374 @@
+"""A decode worker that dies at any line of its code, and another one that goes on in its place."""
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import StaleHandle
+from triptych.core.messages import (
+    Compress,
+    Compressed,
+    CompressionReport,
+    CompressItem,
+    Encode,
+    Finished,
+    Join,
+    Planned,
+    Prefill,
+    Prefilled,
+    Request,
+    Resume,
+    Resumed,
+    Sampling,
+    Send,
+    Tokens,
+)
+from triptych.core.pages import PagePlan
+from triptych.core.schema import build
+from triptych.kvpool import LocalPool
+from triptych.workers import decode, journal, rows, window
+from triptych.workers.build import load_brain, make_engines
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.journal import Journal, journal_bytes
+from triptych.workers.models import describe
+
+SLOTS, CONTEXT, ANSWER = 3, 256, 40
+REPORT = CompressionReport(policy="any", raw_bytes=1, stored_bytes=1)
+DECODE = frozenset(str(Path(module.__file__ or "")) for module in (decode, window, journal, rows))
+RETIREMENT = frozenset({str(Path(window.__file__ or ""))})
+POLICIES = {
+    "diffkv": {
+        "policy": "diffkv",
+        "high_format": "k8v4",
+        "low_format": "k4v2",
+        "alpha_high": 1.0,
+        "alpha_low": 0.2,
+        "recent_window_tokens": 4,
+        "high_window_tokens": 8,
+        "score_every_tokens": 2,
+        "sink_tokens": 1,
+    },
+    "uniform": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
+    "raw": {"policy": "uniform:fp16"},
+}
+
+
+class Crash(Exception):
+    """Stands for the death of the process: nothing that comes after it happens."""
+
+
+@contextmanager
+def crash_after(lines: int, files: frozenset[str] = DECODE) -> Iterator[list[int]]:
+    """Raise ``Crash`` before the line of these files that is the so many-th to run."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in files or frame.f_code.co_name == "_score":
+            return None  # what happens there is said there
+        if event == "line":
+            count[0] += 1
+            if count[0] > lines:
+                raise Crash
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(None)
+
+
+@dataclass
+class Stages:
+    """All stages on one pool, each driven by hand; decode workers are made as needed."""
+
+    pool: LocalPool
+    plan: PagePlan
+    engines: dict[str, Any]
+    decoders: int = 0
+
+    @classmethod
+    def of(cls, model: Path, policy: str) -> "Stages":
+        settings = {
+            "model": {"name": str(model), "dtype": "float32", "max_context_tokens": CONTEXT},
+            "compressor": {"profile": "none", **POLICIES[policy]},
+            "pool": {"capacity_bytes": 8 << 20},
+        }
+        config = build(AppConfig, settings)
+        plan = PagePlan.of(config, describe(model).geometry)
+        pool = LocalPool(config.pool.capacity_bytes // plan.page_bytes, plan.page_bytes)
+        stages = ("prefill", "compress", "decode")
+        brain = load_brain(config, plan, model, stages)
+        made = make_engines(config, plan, brain, pool, stages)
+        return cls(pool, plan, {engine.stage: engine for engine in made})
+
+    def decoder(self) -> tuple[str, DecodeEngine]:
+        """A new decode worker with a journal."""
+        self.decoders += 1
+        name = f"decode-{self.decoders}"
+        pool = self.pool.join(name, journal_bytes(self.plan, SLOTS, CONTEXT))
+        model = self.engines["decode"]
+        return name, DecodeEngine(model.runner, pool, self.plan, model.answers, SLOTS)
+
+    def join(self, request: Request) -> Join:
+        """Read and compress a prompt, as the router would have it done."""
+        prefill, compress = self.engines["prefill"], self.engines["compress"]
+        read = self._until(prefill, Prefill(requests=(request,)), Prefilled)
+        item = CompressItem(request=request.id, handle=read.handle)
+        self._until(compress, Compress(items=(item,)), Planned)
+        arena = self.pool.arena.id
+        done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)
+        return Join(
+            request=request, first_token=read.first_token, handle=done.handle, report=done.report
+        )
+
+    @staticmethod
+    def _until(engine: Any, message: Any, kind: type) -> Any:
+        sends = list(engine.accept(message))
+        while not (found := [send.message for send in sends if isinstance(send.message, kind)]):
+            sends += engine.step()
+        return found[0]
+
+
+@dataclass
+class Client:
+    """Puts together what it hears, by index, and checks that nobody contradicts himself."""
+
+    tokens: dict[str, dict[int, int]] = field(default_factory=dict)
+    texts: dict[str, dict[int, str]] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    resumed: set[str] = field(default_factory=set)
+
+    def hear(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            match send.message:
+                case Tokens(request=name, index=index, tokens=(token,), text=text):
+                    assert self.tokens.setdefault(name, {}).setdefault(index, token) == token
+                    assert self.texts.setdefault(name, {}).setdefault(index, text) == text
+                case Finished(request=name, error=None):
+                    self.finished.add(name)
+                case Resumed(request=name):
+                    self.resumed.add(name)
+                case other:
+                    raise AssertionError(other)
+
+    def answer(self, name: str) -> list[int]:
+        tokens = self.tokens[name]
+        return [tokens[index] for index in range(len(tokens))]
+
+
+def requests(count: int = 2) -> list[Request]:
+    return [
+        Request(
+            id=f"r{index}",
+            prompt=tuple(random.Random(index).choices(range(2, 250), k=30 + 25 * index)),
+            sampling=Sampling(
+                max_tokens=ANSWER, temperature=0.7, seed=index, ignore_eos=True, stop=("~~",)
+            ),
+            reply_to="client",
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module", params=list(POLICIES))
+def stages(request: pytest.FixtureRequest, tiny_model: Path) -> Stages:
+    return Stages.of(tiny_model, request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(stages: Stages) -> dict[str, list[int]]:
+    """Answers that nothing interrupted."""
+    client = Client()
+    name, engine = stages.decoder()
+    for request in requests():
+        client.hear(engine.accept(stages.join(request)) or ())
+    run(engine, client)
+    assert stages.pool.expel(name)
+    return {name: client.answer(name) for name in client.tokens}
+
+
+def run(engine: DecodeEngine, client: Client) -> None:
+    while engine.has_work():
+        client.hear(engine.step())
+
+
+def lines_of_a_run(stages: Stages, files: frozenset[str]) -> int:
+    name, engine = stages.decoder()
+    for request in requests():
+        engine.accept(stages.join(request))
+    with crash_after(10**9, files) as count:
+        run(engine, Client())
+    stages.pool.expel(name)
+    return count[0]
+
+
+def die_and_go_on(
+    stages: Stages, whole: dict[str, list[int]], lines: int, files: frozenset[str]
+) -> None:
+    """No token is lost, none differs, and no page is lost."""
+    client = Client()
+    former, engine = stages.decoder()
+    for request in requests():
+        client.hear(engine.accept(stages.join(request)) or ())
+    with pytest.raises(Crash), crash_after(lines, files):
+        run(engine, client)
+    heir_name, heir = stages.decoder()
+    for request in requests():
+        client.hear(heir.accept(resume(request, former)) or ())
+    run(heir, client)
+    assert client.resumed == client.finished == set(whole)
+    assert {name: client.answer(name) for name in whole} == whole, f"died at line {lines}"
+    assert stages.pool.expel(former)
+    assert stages.pool.expel(heir_name)
+    assert stages.pool.check() == []
+    assert stages.pool.stat().held_pages == 0
+
+
+def resume(request: Request, former: str) -> Resume:
+    return Resume(request=request, former=former, report=REPORT)
+
+
+def test_the_next_worker_goes_on_wherever_the_first_one_died(
+    stages: Stages, whole: dict[str, list[int]]
+) -> None:
+    """At random lines of a run, but for the last steps, in which answers end."""
+    total = int(0.95 * lines_of_a_run(stages, DECODE))
+    for lines in random.Random(5).sample(range(total), 20):
+        die_and_go_on(stages, whole, lines, DECODE)
+
+
+def test_a_retirement_is_carried_out_whatever_line_it_was_at(
+    stages: Stages, whole: dict[str, list[int]]
+) -> None:
+    """At every line of more than one retirement; fewer where nobody steps down."""
+    total = lines_of_a_run(stages, RETIREMENT)
+    if not stages.plan.compresses:
+        assert total == 0
+        return
+    every = 1 if stages.plan.low is not None else 5
+    for lines in range(total // 2, total // 2 + 60, every):
+        die_and_go_on(stages, whole, lines, RETIREMENT)
+
+
+def test_one_heir_may_inherit_from_several_and_die_itself(
+    stages: Stages, whole: dict[str, list[int]]
+) -> None:
+    client, names = Client(), list[str]()
+    lines = lines_of_a_run(stages, DECODE) // 4
+    joins = [stages.join(request) for request in requests()]
+    for join in joins:
+        name, engine = stages.decoder()
+        names.append(name)
+        client.hear(engine.accept(join) or ())
+        with pytest.raises(Crash), crash_after(lines):
+            run(engine, client)
+    for _ in range(2):
+        heir_name, heir = stages.decoder()
+        for request, former in zip(requests(), names, strict=True):
+            client.hear(heir.accept(resume(request, former)) or ())
+        names = [heir_name] * len(names)
+        with crash_after(lines if heir_name != "last" else 10**9), contextlib.suppress(Crash):
+            run(heir, client)
+    heir_name, heir = stages.decoder()
+    for request, former in zip(requests(), names, strict=True):
+        if request.id not in client.finished:
+            client.hear(heir.accept(resume(request, former)) or ())
+    run(heir, client)
+    assert {name: client.answer(name) for name in whole} == whole
+    for name in [f"decode-{index}" for index in range(stages.decoders + 1)]:
+        stages.pool.expel(name)
+    assert stages.pool.stat().held_pages == 0
+
+
+def refusals(sends: Iterable[Send] | None) -> list[tuple[str | None, bool]]:
+    """Code of each refusal, and whether the request may begin anew elsewhere."""
+    errors = [send.message.error for send in sends or () if isinstance(send.message, Finished)]
+    return [(error.code, error.resumable) for error in errors if error is not None]
+
+
+NO_MORE = [("worker_lost", True)]
+
+
+def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
+    [request, other] = requests()
+    former, engine = stages.decoder()
+    heir_name, heir = stages.decoder()
+    engine.accept(stages.join(request))
+    assert refusals(heir.accept(resume(request, "nobody"))) == NO_MORE
+    assert refusals(heir.accept(resume(other, former))) == NO_MORE
+    assert refusals(heir.accept(resume(request, former))) == []
+    assert refusals(heir.accept(resume(request, former))) == []  # it is here already
+    _, late = stages.decoder()
+    assert refusals(late.accept(resume(request, former))) == NO_MORE
+    run(heir, Client())
+    for name in (former, heir_name):
+        stages.pool.expel(name)
+    assert stages.pool.stat().held_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [
+        ("said", 0),
+        ("said", CONTEXT + 1),
+        ("said", -1),
+        ("read", -5),
+        ("read", 10**6),
+        ("lease", 10**12),
+        ("lease", 0),
+        ("request", b"r1"),
+    ],
+)
+def test_a_journal_that_makes_no_sense_is_not_believed(
+    stages: Stages, field_name: str, value: object
+) -> None:
+    [request, _] = requests()
+    former, engine = stages.decoder()
+    engine.accept(stages.join(request))
+    heir_name, heir = stages.decoder()
+    written = engine._journal
+    getattr(written, field_name)[written.find(request.id)] = value
+    assert refusals(heir.accept(resume(request, former))) == NO_MORE
+    assert stages.pool.check() == []
+    for name in (former, heir_name):
+        stages.pool.expel(name)
+    assert stages.pool.stat().held_pages == 0
+
+
+def test_page_ids_and_counts_of_a_journal_are_checked(stages: Stages) -> None:
+    [request, _] = requests()
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        former, engine = stages.decoder()
+        engine.accept(stages.join(request))
+        heir_name, heir = stages.decoder()
+        table = rng.choice(engine._journal.tables)
+        target = table.pages if rng.random() < 0.5 else table.tokens
+        target[...] = rng.integers(-(2**31), 2**31, target.shape, dtype=np.int32)
+        refused = refusals(heir.accept(resume(request, former)))
+        assert refused in (NO_MORE, [])  # raw counts are not believed anyway
+        assert stages.pool.check() == []
+        for name in (former, heir_name):
+            stages.pool.expel(name)
+        assert stages.pool.stat().held_pages == 0
+
+
+def test_a_journal_of_other_settings_is_refused(stages: Stages) -> None:
+    mine = Journal.begin(stages.plan, None, SLOTS, CONTEXT)
+    for slots, context in ((SLOTS, CONTEXT - 1), (SLOTS - 1, CONTEXT), (SLOTS + 1, CONTEXT)):
+        other = Journal.begin(stages.plan, None, slots, context)
+        with pytest.raises(StaleHandle):
+            mine.beside(other.memory)
+    with pytest.raises(StaleHandle):
+        mine.beside(np.zeros(mine.memory.size, np.uint8))

@@ -1,0 +1,268 @@
+# numpy's comparisons lack types.
+# pyright: reportUnknownVariableType=false
+"""What a decode worker writes down as it goes, so that another one can go on in its place.
+
+The keys and values of a request lie in the pool, which outlives its workers. What else a decode
+worker knows lies here: page tables, token counts, the tokens of the answer, and the retirement
+that is under way. The tables *are* the ones that attention reads, so nothing is written twice.
+
+A worker may be killed between any two stores. What it did is valid up to one store of a small
+integer: ``said`` for a step, ``phase`` for a retirement. Everything before that can be done
+again with the same result.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.errors import StaleHandle
+from triptych.core.pages import PagePlan
+from triptych.workers.rows import SectionTable
+
+Ids = NDArray[np.int32]
+
+VERSION = 1
+ID_BYTES = 128
+"""Longest request id that is written down; one that is longer begins anew if its worker dies."""
+_ALIGN = 64
+
+Fields = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of each array of a journal, by name."""
+
+
+def journal_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
+    """Memory that a journal takes."""
+    return sum(_size(*one) for one in _fields(plan, slots, context_tokens).values())
+
+
+@dataclass(eq=False)
+class Retirements:
+    """What is to become of a raw page of each head row, for each slot where that is under way.
+
+    Arrays begin [layers, slots, kv_heads], as those of ``Leaving``.
+    """
+
+    phase: Ids
+    """How far it has come, by slot; 0: nothing is under way."""
+    raw_pages: Ids
+    """The table of raw pages as it was before."""
+    places: Ids
+    movers: Ids
+    mover_places: Ids
+    counts: Ids
+    retired: Ids
+    """Tokens that have left raw pages so far, by slot."""
+    retired_then: Ids
+    """The same when the retirement is over."""
+
+
+@dataclass(eq=False)
+class Journal:
+    """One worker's journal. Arrays are indexed by slot."""
+
+    plan: PagePlan
+    memory: NDArray[np.uint8]
+    slots: int
+    context_tokens: int
+    tables: list[SectionTable] = field(init=False)
+    """Raw pages, then those of the policy's classes."""
+
+    def __post_init__(self) -> None:
+        fields = _fields(self.plan, self.slots, self.context_tokens)
+        arrays = _carve(self.memory, fields)
+        self._seal_cell: NDArray[np.bytes_] = arrays["seal"]
+        self._seal = sha256(repr((VERSION, fields, self.plan)).encode()).hexdigest().encode()
+        self.request: NDArray[np.bytes_] = arrays["request"]
+        self.lease: NDArray[np.int64] = arrays["lease"]
+        self.read: Ids = arrays["read"]
+        """Tokens before the first one that this worker read: prompt, and what was said before."""
+        self.said: Ids = arrays["said"]
+        """Tokens of the answer since then."""
+        self.tokens: Ids = arrays["tokens"]
+        self.scored: NDArray[np.int64] = arrays["scored"]
+        """Layers whose scores are added, counted over all positions."""
+        self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
+        self.tables = _tables(self.plan, arrays)
+
+    @classmethod
+    def begin(
+        cls, plan: PagePlan, memory: NDArray[np.uint8] | None, slots: int, context_tokens: int
+    ) -> Self:
+        """Start a journal in memory full of zeros; None: in memory of this process alone."""
+        if memory is None:
+            memory = np.zeros(journal_bytes(plan, slots, context_tokens), np.uint8)
+        journal = cls(plan, memory, slots, context_tokens)
+        journal._seal_cell[0] = journal._seal
+        return journal
+
+    def beside(self, memory: NDArray[np.uint8]) -> Self:
+        """Another worker's journal.
+
+        Raises: StaleHandle if it was written by other rules or for other pages
+        """
+        if memory.size < self.memory.size:
+            raise StaleHandle(0, f"a journal of {memory.size} bytes, expected {self.memory.size}")
+        other = type(self)(self.plan, memory, self.slots, self.context_tokens)
+        if other._seal_cell[0] != self._seal:
+            raise StaleHandle(0, "a journal of other settings, or of another version")
+        return other
+
+    # ---------------------------------------------------------------- writing
+
+    def join(self, slot: int, request: str, lease: int, read: int, raw_tokens: int) -> None:
+        """Write a request down, whose tables are filled; it has no token yet."""
+        self.read[slot], self.said[slot] = read, 0
+        self.scored[slot] = self.retirements.phase[slot] = 0
+        self.retirements.retired[slot] = read - raw_tokens
+        self.enter(slot, request, lease)
+
+    def enter(self, slot: int, request: str, lease: int) -> None:
+        """Put the name on a slot in which everything is written: from now on it counts."""
+        self.lease[slot] = lease
+        name = request.encode()
+        self.request[slot] = name if len(name) <= ID_BYTES else b""
+
+    def say(self, slot: int, token: int) -> None:
+        """Write down a token of the answer: with this the step that drew it is done."""
+        said = int(self.said[slot])
+        self.tokens[slot, said] = token
+        self.said[slot] = said + 1
+
+    def leave(self, slot: int) -> None:
+        """Strike a request out."""
+        self.request[slot] = b""
+
+    # ---------------------------------------------------------------- reading
+
+    def position(self, slot: int) -> int:
+        """Position of the newest token, which no step has read yet."""
+        return int(self.read[slot] + self.said[slot]) - 1
+
+    def find(self, request: str) -> int:
+        """The slot of a request.
+
+        Raises: StaleHandle if it is not here, or what is written of it makes no sense
+        """
+        found = np.flatnonzero(self.request == request.encode())
+        if not request or len(found) != 1:
+            raise StaleHandle(0, f"nothing is written of {request!r}")
+        slot = int(found[0])
+        moving, said = self.retirements, int(self.said[slot])
+        last = self.context_tokens
+        sound = (
+            1 <= said <= last
+            and 0 <= int(self.read[slot]) <= last
+            and 0 <= int(moving.phase[slot]) <= 3
+            and 0 <= self.raw_tokens(slot) <= self.position(slot)
+            and all(
+                counts.min() >= 0 and table.layout.pages(int(counts.max())) <= table.width
+                for table, counts in zip(self.tables, self.counts(slot), strict=True)
+            )
+        )
+        if not sound:
+            raise StaleHandle(0, f"what is written of {request!r} makes no sense")
+        return slot
+
+    def raw_tokens(self, slot: int) -> int:
+        """Tokens in each row's raw pages, once what is under way is done."""
+        moving = self.retirements
+        retired = moving.retired_then if moving.phase[slot] else moving.retired
+        return self.position(slot) - int(retired[slot])
+
+    def counts(self, slot: int) -> list[Ids]:
+        """Tokens of each row by table, [layers, kv_heads], once what is under way is done."""
+        raw = np.full_like(self.tables[0].tokens[:, slot], self.raw_tokens(slot))
+        if self.retirements.phase[slot]:
+            then = self.retirements.counts[:, slot]
+            return [raw, *(then[..., i] for i in range(len(self.tables) - 1))]
+        return [raw, *(table.tokens[:, slot] for table in self.tables[1:])]
+
+    def pages(self, slot: int) -> Ids:
+        """All pages that hold something of a slot's request, or do so until it has retired."""
+        raw = self.tables[0].pages[:, slot]
+        if self.retirements.phase[slot]:
+            raw = self.retirements.raw_pages[:, slot]
+        tables = [raw, *(table.pages[:, slot] for table in self.tables[1:])]
+        held = self.counts(slot)
+        if self.retirements.phase[slot]:
+            held[0] = held[0] + np.int32(self.plan.raw.tokens)
+        used = [
+            table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
+            for table, tokens, section in zip(tables, held, self.tables, strict=True)
+        ]
+        return np.concatenate(used, dtype=np.int32)
+
+    def copy(self, other: "Journal", at: int, slot: int) -> None:
+        """Take over the tables and the answer of another journal's slot, but not its lease."""
+        for mine, theirs in zip(self.tables, other.tables, strict=True):
+            mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
+        self.read[slot], self.said[slot] = other.read[at], other.said[at]
+        self.tokens[slot], self.scored[slot] = other.tokens[at], other.scored[at]
+        self.retirements.phase[slot] = 0
+        self.retirements.retired[slot] = other.retirements.retired[at]
+
+
+def _first(table: Ids, counts: Ids) -> NDArray[np.bool_]:
+    """Which cells are among the first ``counts`` of their row."""
+    return np.asarray(np.arange(table.shape[-1]) < counts[..., None], np.bool_)
+
+
+def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
+    geometry = plan.geometry
+    rows = (geometry.layers, slots, geometry.kv_heads)
+    raw = (*rows, plan.raw_pages(context_tokens) + 1)
+    cells = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
+    per_page = (*rows, plan.raw.tokens if plan.compresses else 0)
+    each = (slots,)
+    return {
+        "seal": ("S64", (1,)),
+        "request": (f"S{ID_BYTES}", each),
+        "lease": ("<i8", each),
+        "read": ("<i4", each),
+        "said": ("<i4", each),
+        "tokens": ("<i4", (slots, context_tokens)),
+        "scored": ("<i8", each),
+        "raw_table": ("<i4", raw),
+        "raw_tokens": ("<i4", rows),
+        "cells": ("<i4", cells),
+        "high_tokens": ("<i4", rows),
+        "low_tokens": ("<i4", rows),
+        "phase": ("<i4", each),
+        "raw_pages": ("<i4", raw),
+        "places": ("<i4", per_page),
+        "movers": ("<i4", per_page),
+        "mover_places": ("<i4", per_page),
+        "counts": ("<i4", (*rows, 2)),
+        "retired": ("<i4", each),
+        "retired_then": ("<i4", each),
+    }
+
+
+def _tables(plan: PagePlan, arrays: Mapping[str, Any]) -> list[SectionTable]:
+    tables = [SectionTable(plan.raw, arrays["raw_table"], arrays["raw_tokens"])]
+    if plan.compresses:
+        tables.append(SectionTable(plan.high, arrays["cells"], arrays["high_tokens"]))
+    if plan.low is not None:
+        tables.append(tables[-1].sharing_cells(plan.low, arrays["low_tokens"]))
+    return tables
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, up to where the next one may begin."""
+    count = 1
+    for side in shape:
+        count *= side
+    return -(-count * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
+
+
+def _carve(memory: NDArray[np.uint8], fields: Fields) -> dict[str, Any]:
+    """Views of the arrays, one after another."""
+    arrays, start = dict[str, Any](), 0
+    for name, (dtype, shape) in fields.items():
+        arrays[name] = np.ndarray(shape, dtype, memory.data, start)
+        start += _size(dtype, shape)
+    return arrays

@@ -156,6 +156,19 @@ def encode(tokens: TokenIds) -> bytes:
     return ids.astype("<i4").tobytes()
 
 
+def decode(encoded: bytes) -> NDArray[np.int32]:
+    """Undo ``encode``.
+
+    Raises: ValueError if these are no token ids
+    """
+    if len(encoded) % 4:
+        raise ValueError(f"{len(encoded)} bytes of token ids: expected int32")
+    ids = np.frombuffer(encoded, "<i4").astype(np.int32)
+    if ids.min(initial=0) < 0:
+        raise ValueError("a token id below 0")
+    return ids
+
+
 def cut(encoded: bytes, block_tokens: int) -> list[bytes]:
     """The whole blocks of encoded tokens."""
     step = 4 * block_tokens

@@ -115,6 +115,10 @@ class PrefixIndex:
         """
         return tuple(node.block for node in self._walk(namespace, self._lookable(tokens)))
 
+    def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of the prompt are resident, in a chain from the first; only a look."""
+        return len(self._walk(namespace, cut(encode(tokens), self.block_tokens)))
+
     def acquire(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
         """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
         self._tick += 1

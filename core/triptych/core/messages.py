@@ -118,7 +118,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the answer."""
     seed: int = 0
-    """Same seed, same prompt, same settings: same answer, whatever shares the batch."""
+    """Same seed, same prompt, same settings: same answer, whatever shares the batch. Only a cached
+    prefix may change it: what is read back from quantized pages is rounded."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and what is added to its logit."""
     max_tokens: int = 16

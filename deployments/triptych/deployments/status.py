@@ -77,7 +77,8 @@ class Status:
             "triptych_pool_page_bytes": float(pool.page_bytes),
             "triptych_pool_pages_free": float(pool.free_pages),
             "triptych_pool_pages_in_stock": float(pool.extent_pages),
-            "triptych_pool_pages_in_requests": float(pool.request_pages),
+            "triptych_pool_pages_in_requests": float(pool.request_pages - pool.prefix_pages),
+            "triptych_pool_pages_in_prefixes": float(pool.prefix_pages),
             "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
             "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
         }

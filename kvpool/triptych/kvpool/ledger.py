@@ -51,7 +51,7 @@ class Ledger:
     extent_pages: int
     """Held by workers as their private stock."""
     request_pages: int
-    """Held by requests."""
+    """Held by requests, and by prefixes of prompts."""
     workers: tuple[WorkerLine, ...]
     by_request: dict[str, int]
     """Pages by label of the request."""
@@ -66,6 +66,11 @@ class Ledger:
     @property
     def held_pages(self) -> int:
         return self.extent_pages + self.request_pages
+
+    @property
+    def prefix_pages(self) -> int:
+        """Those of ``request_pages`` that hold prefixes of prompts."""
+        return self.prefix.bytes // self.page_bytes
 
     @property
     def free_bytes(self) -> int:

@@ -72,4 +72,6 @@ def test_metrics_tell_of_prefixes() -> None:
     assert gauges["triptych_prefix_cache_hits"] == 2
     assert gauges['triptych_prefix_lookups{result="hit"}'] == 1
     assert gauges['triptych_prefix_lookups{result="miss"}'] == 1
+    assert gauges["triptych_pool_pages_in_requests"] == 0
+    assert gauges["triptych_pool_pages_in_prefixes"] == 3
     assert (gauges["triptych_prefix_blocks"], gauges["triptych_prefix_bytes"]) == (1, 768)

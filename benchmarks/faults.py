@@ -4,7 +4,8 @@
 
 Each round starts 16 streams, kills one process (``kill -9``) at a random moment, and compares
 what every client gets with what it gets when nobody dies. ``decode+logprobs`` asks for log
-probabilities, so that requests are computed again instead of taken over. Prints a row for each
+probabilities, so that requests are computed again instead of taken over. ``clients`` kills nobody:
+of 200 clients at once half go away at random. Prints a row for each
 kind of process and writes ``benchmarks/results/faults.json``.
 """
 
@@ -30,7 +31,7 @@ from server import Server, serving
 
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
-from triptych.cli.pool import find_pool, pool_at
+from triptych.cli.pool import pool_at
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
@@ -43,7 +44,9 @@ TITLES = {
     "router": "ServeReplica:triptych:Router",
     "pool": "PoolShell",
     "ingress": "ServeReplica:triptych:Ingress",
+    "clients": "",
 }
+CLIENTS = 200
 INTERRUPTED_S = 0.5
 """A gap in a stream that is longer counts as an interruption."""
 
@@ -106,6 +109,27 @@ def take(stream: Stream, event: dict) -> None:
     (choice,) = event["choices"]
     stream.text += choice["text"]
     stream.ending = choice["finish_reason"] or stream.ending
+
+
+async def half_leave(server: Server, asked: argparse.Namespace) -> tuple[int, int]:
+    """How many of 200 clients left, and how many of the others had no whole answer."""
+    limits = httpx.Limits(max_connections=256)
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=300, limits=limits, trust_env=False
+    ) as client:
+        tasks = [
+            asyncio.create_task(follow(client, f"{STORY} Part {i}:", 24, logprobs=False))
+            for i in range(CLIENTS)
+        ]
+        leaving = random.sample(tasks, CLIENTS // 2)
+        started = time.monotonic()
+        for task in leaving:
+            await asyncio.sleep(max(0.0, started + random.uniform(0, 10) - time.monotonic()) / 10)
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    left = sum(isinstance(one, BaseException) for one in ended)
+    cut = sum(isinstance(one, Stream) and one.ending != "length" for one in ended)
+    return left, cut
 
 
 async def newcomer(client: httpx.AsyncClient) -> float:
@@ -181,12 +205,20 @@ def pages_held(server: Server) -> float:
     return sum(sum(metric(server, name).values()) for name in names)
 
 
+def check_pool(server: Server) -> list[str]:
+    """Contradictions in the books of this server's pool."""
+    process = victim(server, "pool")
+    paths = {Path(str(one.laddr)) for one in process.net_connections("unix")}
+    (socket,) = {path for path in paths if path.name == "pool.sock"}
+    with pool_at(f"unix:{socket}") as pool:
+        return pool.check()
+
+
 def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[Stream]) -> Round:
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     streams, died, waited = asyncio.run(crowd(server, asked, kind))
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
-    with pool_at(find_pool()) as pool:
-        faults = pool.check()
+    faults = check_pool(server)
     errors = [one.ending for one in streams if one.ending != "length"]
     return Round(
         kind=kind,
@@ -203,6 +235,15 @@ def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[S
         ledger_s=round(ledger_s, 3),
         faults=faults,
     )
+
+
+def leave(server: Server, asked: argparse.Namespace) -> Round:
+    until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
+    _, cut = asyncio.run(half_leave(server, asked))
+    ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
+    faults = check_pool(server)
+    errors = {"cut": cut} if cut else {}
+    return Round("clients", CLIENTS, cut, 0, errors, [], 0.0, round(ledger_s, 3), faults)
 
 
 def summary(kind: str, rounds: list[Round]) -> dict[str, object]:
@@ -246,7 +287,8 @@ def main() -> None:
         whole, _, _ = asyncio.run(crowd(server, asked))
         for number in range(asked.rounds):
             for kind in kinds:
-                rounds.append(kill_one(server, kind, asked, whole))
+                one = kill_one(server, kind, asked, whole) if TITLES[kind] else leave(server, asked)
+                rounds.append(one)
                 console.print(f"round {number + 1}: {rounds[-1]}", soft_wrap=True)
                 rows = [
                     summary(k, mine) for k in kinds if (mine := [r for r in rounds if r.kind == k])

@@ -45,6 +45,7 @@ class RouterShell:
         self._pool = PoolWatcher(plan.pool_address)
         self._watched = set[str]()
         self._reports = dict[str, Report]()
+        self._expelling = set[asyncio.Task[None]]()
         self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
@@ -94,7 +95,9 @@ class RouterShell:
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
             if isinstance(send.message, Expel):
-                self._expelling = asyncio.create_task(self._expel(send.message.worker))
+                task = asyncio.create_task(self._expel(send.message.worker))
+                self._expelling.add(task)  # or the garbage collector may take it
+                task.add_done_callback(self._expelling.discard)
             else:
                 self._mailbox.post(send.to, send.message)
 

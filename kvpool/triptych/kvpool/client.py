@@ -211,6 +211,17 @@ class WorkerPool:
                 ended = self._calls.withdraw(self._id, requests)
             self._stock.released(ended, keep=False)
 
+    def withdraw_all(self) -> None:
+        """End whatever is held here of any request, also what waits for the next worker.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                ended = self._calls.withdraw_all(self._id)
+            self._stock.released(ended, keep=False)
+
     # -------------------------------------------------------------- what the dead left
 
     def inherit(self, former: str) -> NDArray[np.uint8]:

@@ -152,6 +152,10 @@ class LockedPool:
         with self._lock:
             return self._heard(worker).withdraw(worker, labels)
 
+    def withdraw_all(self, worker: WorkerId) -> list[LeaseId]:
+        with self._lock:
+            return self._heard(worker).withdraw_all(worker)
+
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:

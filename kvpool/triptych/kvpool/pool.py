@@ -308,6 +308,15 @@ class Pool:
         self._end(ending, None)
         return [lease.id for lease in ending]
 
+    def withdraw_all(self, worker: WorkerId) -> list[LeaseId]:
+        """End whatever the worker holds of any request, also what nobody attached yet.
+
+        Raises: NotRegistered
+        """
+        ending = list(self._worker(worker).requests.values())
+        self._end(ending, None)
+        return [lease.id for lease in ending]
+
     # -------------------------------------------------------------- reports
 
     def stat(self, now: float) -> Ledger:

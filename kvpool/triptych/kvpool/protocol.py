@@ -54,6 +54,7 @@ class PoolCalls(Protocol):
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]: ...
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]: ...
+    def withdraw_all(self, worker: WorkerId) -> list[LeaseId]: ...
     def inherit(self, former: str) -> "Inheritance": ...
     def adopt(
         self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
@@ -174,6 +175,12 @@ class ReleaseLeases:
 class WithdrawRequests:
     worker: WorkerId
     labels: tuple[str, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithdrawAll:
+    worker: WorkerId
 
 
 @message

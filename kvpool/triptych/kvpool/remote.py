@@ -83,6 +83,9 @@ class RemotePool:
         asked = protocol.WithdrawRequests(worker=worker, labels=tuple(labels))
         return list(self._ask(asked, protocol.Withdrawn).leases)
 
+    def withdraw_all(self, worker: WorkerId) -> list[LeaseId]:
+        return list(self._ask(protocol.WithdrawAll(worker=worker), protocol.Withdrawn).leases)
+
     def inherit(self, former: str) -> protocol.Inheritance:
         return self._ask(protocol.InheritFrom(former=former), protocol.Inheritance)
 

@@ -105,10 +105,6 @@ class PoolServer:
         """Contradictions in the books; empty if there are none."""
         return self._calls.check()
 
-    def expel(self, worker: str) -> bool:
-        """Take everything back from a worker that is known to be dead, if it is there."""
-        return self._calls.expel(worker)
-
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -161,6 +157,8 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
         case protocol.WithdrawRequests():
             ended = calls.withdraw(asked.worker, asked.labels)
             return protocol.Withdrawn(leases=tuple(ended))
+        case protocol.WithdrawAll():
+            return protocol.Withdrawn(leases=tuple(calls.withdraw_all(asked.worker)))
         case protocol.UnregisterWorker():
             calls.unregister(asked.worker)
         case protocol.ExpelWorker():

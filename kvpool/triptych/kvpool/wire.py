@@ -16,6 +16,9 @@ MAX_FRAME_BYTES = 16 << 20
 
 _SERVICE = "triptych.kvpool.Pool"
 _METHOD = "Call"
+_HEALTH_SERVICE = "grpc.health.v1.Health"
+_SERVING = b"\x08\x01"
+"""``HealthCheckResponse(status=SERVING)`` in protobuf: two bytes are no reason for a package."""
 _LIMITS = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
@@ -23,7 +26,7 @@ _LIMITS = [
 
 
 class FrameServer:
-    """Answers frames until it is stopped."""
+    """Answers frames until it is stopped, and gRPC's own health probes beside them."""
 
     def __init__(self, answer: Callable[[bytes], bytes], address: str) -> None:
         """Listen on ``unix:/path`` or ``127.0.0.1:port``, where port 0 finds a free one.
@@ -39,9 +42,16 @@ class FrameServer:
         def handle(frame: bytes, _: grpc.ServicerContext) -> bytes:
             return answer(frame)
 
+        def is_healthy(_: bytes, __: grpc.ServicerContext) -> bytes:
+            return _SERVING
+
         method = grpc.unary_unary_rpc_method_handler(handle)
+        check = grpc.unary_unary_rpc_method_handler(is_healthy)
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method}),)
+            (
+                grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method}),
+                grpc.method_handlers_generic_handler(_HEALTH_SERVICE, {"Check": check}),
+            )
         )
         try:
             port = self._server.add_insecure_port(address)

@@ -39,8 +39,8 @@ class Patience:
     report_bound_s: float = 3.0
     """A worker whose last report is older takes nothing new."""
 
-    stall_s: float = 8.0
-    """A worker that is silent, or in one step, for less is never taken for stuck."""
+    silent_s: float = 8.0
+    """A worker without a report for so long is stuck; those that live send two a second."""
 
     grace_s: float = 30.0
     """Time that a request waits for a stage without any worker before it fails with 503."""
@@ -163,7 +163,7 @@ class Coordinator:
         if now - self._ticked > MISSED_TICK_S:
             self._books.fleet.forgive(now)  # it was this process that stood still
         self._ticked = now
-        for peer in self._books.fleet.stalled(now, self._patience.stall_s):
+        for peer in self._books.fleet.stalled(now, self._patience.silent_s):
             self._books.counters["stalled"] += 1
             self._books.formers.add(peer.name)
             self._lose(peer.address, now)

@@ -8,7 +8,8 @@ from triptych.core.messages import Hello, Report, Stage
 
 STALL_FACTOR = 20.0
 """Times the longest measured step after which a worker counts as stuck."""
-UNMEASURED_S = 60.0
+LONG_STEP_S = 60.0
+"""What a step may take in any case: it may be the first that uses a kernel, and compile it."""
 
 
 @dataclass(eq=False)
@@ -71,17 +72,13 @@ class Fleet:
         peer.reported, peer.report = now, report
         return True
 
-    def stalled(self, now: float, least_s: float) -> list[Peer]:
-        """Workers that are silent, or in one step, for far longer than their steps take.
-
-        ``least_s``: what is never too long. A worker that has finished no step yet has
-        ``UNMEASURED_S``, since the first one may compile kernels.
-        """
+    def stalled(self, now: float, silent_s: float) -> list[Peer]:
+        """Workers that were silent for ``silent_s``, or in one step far longer than theirs take."""
         return [
             peer
             for peer in self
             if (report := peer.report) is not None
-            and now - peer.reported + report.step_age_s > _patience_s(report, least_s)
+            and (now - peer.reported > silent_s or report.step_age_s > _longest_step_s(report))
         ]
 
     def forgive(self, now: float) -> None:
@@ -116,7 +113,6 @@ class Fleet:
         return max(times, default=-inf)
 
 
-def _patience_s(report: Report, least_s: float) -> float:
-    if report.longest_step_s == 0.0:
-        return max(least_s, UNMEASURED_S)
-    return max(least_s, STALL_FACTOR * report.longest_step_s)
+def _longest_step_s(report: Report) -> float:
+    """What a worker's step may take, going by its last ones."""
+    return max(LONG_STEP_S, STALL_FACTOR * report.longest_step_s)

@@ -243,6 +243,15 @@ class PoolMachine(RuleBasedStateMachine):
         for lease in mine:
             self.end(lease, None)
 
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def withdraw_all(self, data: st.DataObject) -> None:
+        name, worker = self.some_worker(data)
+        mine = self.leases_of(name)
+        assert sorted(self.pool.withdraw_all(worker)) == sorted(mine)
+        for lease in mine:
+            self.end(lease, None)
+
     # ---------------------------------------------------------- what must be refused
 
     @precondition(lambda self: self.workers)
@@ -319,6 +328,7 @@ class PoolMachine(RuleBasedStateMachine):
             lambda: self.pool.attach(old, []),
             lambda: self.pool.release(old, []),
             lambda: self.pool.withdraw(old, []),
+            lambda: self.pool.withdraw_all(old),
             lambda: self.pool.unregister(old),
             lambda: self.pool.adopt(old, "anybody", "r", LeaseId(1), as_ids([])),
         ):

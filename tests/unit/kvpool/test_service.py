@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
+import grpc
 import msgpack
 import numpy as np
 import pytest
@@ -30,9 +31,10 @@ from triptych.core.messages import WIRE_VERSION, pack, unpack
 from triptych.kvpool import protocol
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.client import PoolClient, PoolWatcher
-from triptych.kvpool.pool import WorkerId
+from triptych.kvpool.locked import LockedPool
+from triptych.kvpool.pool import Pool, WorkerId
 from triptych.kvpool.processes import this_process
-from triptych.kvpool.service import SWEEP_PERIOD_S, PoolServer
+from triptych.kvpool.service import SWEEP_PERIOD_S, PoolServer, answer
 from triptych.kvpool.wire import MAX_FRAME_BYTES, FrameChannel
 
 HERE = Path(__file__).parent
@@ -266,6 +268,18 @@ def test_a_watcher_reads_the_books_and_notices_that_the_pool_is_gone(
     watcher.close()
 
 
+def test_standard_health_probes_are_answered_until_the_pool_stops(
+    make_server: MakeServer,
+) -> None:
+    server = make_server()
+    with grpc.insecure_channel(server.address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=5, wait_for_ready=True) == b"\x08\x01"
+        server.stop()
+        with pytest.raises(grpc.RpcError):
+            check(b"", timeout=1)
+
+
 class TestNonsense:
     """Whatever comes in, the answer is a refusal, the books stay, and the pool goes on."""
 
@@ -283,10 +297,26 @@ class TestNonsense:
             protocol.AttachLeases(worker=worker, wanted=(wanted,)),
             protocol.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
             protocol.WithdrawRequests(worker=worker, labels=("r",)),
+            protocol.WithdrawAll(worker=worker),
+            protocol.InheritFrom(former="former"),
+            protocol.AdoptRequest(
+                worker=worker, former="former", label="r", lease=LeaseId(1), pages=pages
+            ),
             protocol.UnregisterWorker(worker=worker),
             protocol.StatPool(),
+            protocol.CheckPool(),
         ]
         return [pack([question]) for question in questions]
+
+    def mutated(self, frame: bytes, generator: random.Random) -> bytes:
+        """The frame cut short, or with some bytes changed, or both."""
+        changed = bytearray(frame)
+        if generator.random() < 0.3:
+            changed = changed[: generator.randrange(len(changed))]
+        for _ in range(generator.randrange(1, 4)):
+            if changed:
+                changed[generator.randrange(len(changed))] = generator.randrange(256)
+        return bytes(changed)
 
     def test_truncated_and_mutated_frames(self, make_server: MakeServer) -> None:
         server = make_server()
@@ -294,16 +324,28 @@ class TestNonsense:
         generator = random.Random(0)
         frames = self.good_frames(WorkerId("nobody"))
         for _ in range(1500):
-            frame = bytearray(generator.choice(frames))
-            if generator.random() < 0.3:
-                frame = frame[: generator.randrange(len(frame))]
-            for _ in range(generator.randrange(1, 4)):
-                if frame:
-                    frame[generator.randrange(len(frame))] = generator.randrange(256)
-            assert len(unpack(channel.ask(bytes(frame), 5.0))) == 1
+            frame = self.mutated(generator.choice(frames), generator)
+            assert len(unpack(channel.ask(frame, 5.0))) == 1
         channel.close()
         assert server.stat().held_pages == 0
         assert server.check() == []
+
+    def test_a_hundred_thousand_frames_of_a_worker_gone_mad(self) -> None:
+        """It is registered and holds pages; straight into what answers, without a socket."""
+        generator, refused = random.Random(11), 0
+        for _ in range(100):
+            pool = LockedPool(Pool(64, 256, "triptych-0-0123456789abcdef", 10.0), extent_pages=8)
+            me = pool.register("mad", this_process(), 0).worker
+            other = pool.register("other", this_process(), 0).worker
+            pool.handoff(me, [("r", pool.grant(me, 8, 8)[:4])], [], keep=False)
+            held = set(pool.grant(other, 8, 8).tolist())
+            frames = self.good_frames(me)
+            for _ in range(1000):
+                [said] = unpack(answer(pool, self.mutated(generator.choice(frames), generator)))
+                refused += isinstance(said, protocol.PoolRefused)
+            assert pool.check() == []
+            pool.give_back(other, np.array(sorted(held), np.int32))
+        assert refused > 50_000
 
     @pytest.mark.parametrize(
         "frame",
@@ -322,9 +364,9 @@ class TestNonsense:
         self, make_server: MakeServer, frame: bytes
     ) -> None:
         channel = FrameChannel(make_server().address)
-        [answer] = unpack(channel.ask(frame, 5.0))
-        assert isinstance(answer, protocol.PoolRefused)
-        assert answer.error == "MessageError"
+        [said] = unpack(channel.ask(frame, 5.0))
+        assert isinstance(said, protocol.PoolRefused)
+        assert said.error == "MessageError"
         channel.close()
 
     @pytest.mark.parametrize(("pages", "at_least"), [(-1, -1), (1, 2), (2**63, 2**63), (5, -5)])
@@ -337,8 +379,8 @@ class TestNonsense:
         [registered] = unpack(channel.ask(me, 5.0))
         fields = {"worker": registered.worker, "pages": pages, "at_least": at_least}
         frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["GrantPages", fields]]))
-        [answer] = unpack(channel.ask(frame, 5.0))
-        assert isinstance(answer, protocol.PoolRefused)
+        [said] = unpack(channel.ask(frame, 5.0))
+        assert isinstance(said, protocol.PoolRefused)
         assert server.stat().held_pages == 0
         channel.close()
 

@@ -388,7 +388,7 @@ class RouterMachine(RuleBasedStateMachine):
             grace_s=20.0,
             cancel_timeout_s=1e6 if self.answers_cancel else 1.0,
             reclaim_s=LEASE_S,
-            stall_s=inf,
+            silent_s=inf,
         )
         kind = FifoWorld if self.policy == "fifo" else GreedyWorld
         router = Coordinator(config, MODEL.plan, CAPACITY, patience)

@@ -167,6 +167,25 @@ class Client:
         return [tokens[index] for index in range(len(tokens))]
 
 
+@pytest.mark.parametrize("stage", ["prefill", "compress", "decode"])
+def test_what_was_handed_over_and_nobody_took_goes_when_the_router_died(
+    stages: "Stages", stage: str
+) -> None:
+    """Then nobody else knows of it."""
+    [request, _] = requests()
+    if stage == "prefill":
+        stages._until(stages.engines[stage], Prefill(requests=(request,)), Prefilled)
+    elif stage == "compress":
+        stages.join(request)
+    else:
+        stages.engines[stage].accept(stages.join(request))
+    assert stages.pool.stat().by_request
+    stages.engines[stage].abandon()
+    assert stages.pool.stat().by_request == {}
+    assert stages.pool.stat().held_pages == 0
+    assert not stages.engines[stage].has_work()
+
+
 def requests(count: int = 2) -> list[Request]:
     return [
         Request(

@@ -135,6 +135,10 @@ class CompressEngine:
         self._ready = [job for job in self._ready if job.request not in gone]
         self.pool.withdraw(requests)
 
+    def abandon(self) -> None:
+        self.cancel(self.requests())
+        self.pool.withdraw_all()
+
     def step(self) -> Iterable[Send]:
         jobs, self._ready = self._ready, []
         try:

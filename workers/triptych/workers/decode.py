@@ -131,6 +131,10 @@ class DecodeEngine:
                 self._forget(self._running[name])
         self.pool.withdraw(requests)
 
+    def abandon(self) -> None:
+        self.cancel(self.requests())
+        self.pool.withdraw_all()
+
     def step(self) -> Iterable[Send]:
         refused = self._make_room()
         batch = list(self._running.values())

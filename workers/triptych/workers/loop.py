@@ -78,7 +78,7 @@ class StageLoop:
         self._inbox.put(message)
 
     def cancel_all(self) -> None:
-        """Drop every request that is here when the message is taken; any thread."""
+        """Drop every request that is here when the message is taken, and all pages; any thread."""
         self._inbox.put(CANCEL_ALL)
 
     def stop(self) -> None:
@@ -153,7 +153,10 @@ class StageLoop:
     def _cancel(self, message: Cancel) -> None:
         """Let go of requests in every stage, then tell the router that nothing of them is left."""
         for engine in self._engines:
-            engine.cancel(engine.requests() if message is CANCEL_ALL else message.requests)
+            if message is CANCEL_ALL:
+                engine.abandon()
+            else:
+                engine.cancel(message.requests)
         acks = [Finished(request=request, tokens=0) for request in message.requests]
         self._send(Send(ROUTER, ack) for ack in acks)
 

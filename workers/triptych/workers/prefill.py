@@ -111,6 +111,10 @@ class PrefillEngine:
             self._drop(prompt)
         self.pool.withdraw(requests)
 
+    def abandon(self) -> None:
+        self.cancel(self.requests())
+        self.pool.withdraw_all()
+
     def step(self) -> Iterable[Send]:
         refused = self._start_waiting()
         pieces = self._choose_pieces()

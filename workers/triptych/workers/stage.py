@@ -32,6 +32,13 @@ class Engine(Protocol):
         """Forget these requests and free what they hold; unknown ids are ignored."""
         ...
 
+    def abandon(self) -> None:
+        """Forget every request, and free also what was handed over and nobody has taken yet.
+
+        For when the router died: nobody else knows of those pages.
+        """
+        ...
+
 
 def refuse(request: str, error: TriptychError, tokens: int = 0) -> Send:
     """Tell the router that a request ends here with an error."""

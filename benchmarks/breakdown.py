@@ -62,6 +62,7 @@ PARTS = [
     (PrefillEngine, "_hand_over", "prefill pages"),
     (CompressEngine, "_plan", "compress plan"),
     (CompressEngine, "_take_pages", "compress pages"),
+    (CompressEngine, "_publish", "compress prefixes"),
     (CompressEngine, "_encode", "compress encode"),
     (CompressEngine, "_hand_over", "compress pages"),
     (DecodeEngine, "step", "decode"),
@@ -91,7 +92,8 @@ def _sampling(tokens: int) -> Sampling:
 def rows_of(watch: Stopwatch) -> list[dict[str, object]]:
     """Shares of prefill for what happens once a prompt, of decode for what happens each step."""
     seconds = Counter(watch.seconds)
-    seconds["compress"] = sum(seconds[f"compress {part}"] for part in ("plan", "pages", "encode"))
+    parts = ("plan", "pages", "prefixes", "encode")
+    seconds["compress"] = sum(seconds[f"compress {part}"] for part in parts)
     seconds["decode pages"] = seconds["decode room"] - seconds["decode requantize"]
     told = [
         ("prefill", "prefill"),
@@ -99,6 +101,7 @@ def rows_of(watch: Stopwatch) -> list[dict[str, object]]:
         ("compress", "prefill"),
         ("compress plan", "prefill"),
         ("compress pages", "prefill"),
+        ("compress prefixes", "prefill"),
         ("compress encode", "prefill"),
         ("decode", "decode"),
         ("decode attention", "decode"),

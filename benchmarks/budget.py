@@ -43,7 +43,7 @@ def measure(policy: str, budget: int, requests: int, prompt: int, answer: int) -
     config = AppConfig.from_mapping(
         {
             "compressor": {"policy": policy},
-            "pool": {"capacity_bytes": budget},
+            "pool": {"capacity_bytes": budget, "prefix_bytes": 0},
             "decode": {"max_batch_requests": 64},
         }
     )

@@ -280,7 +280,7 @@ def main() -> None:
     args: dict[str, object] = {
         "model": {"name": MODEL, "dtype": "float32"},
         "decode": {"actor": {"num_replicas": asked.decode_replicas}},
-        "pool": {"capacity_bytes": 512 << 20},
+        "pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0},
     }
     rounds, kinds = list[Round](), asked.kinds.split(",")
     with tempfile.TemporaryDirectory() as folder, serving(args, asked.port, Path(folder)) as server:

@@ -34,7 +34,8 @@ class Server:
     process: psutil.Process
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        options = {"api_key": "none", "max_retries": 0, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def processes(self, title: str) -> list[psutil.Process]:
         """The processes of one actor class, or of one deployment's replicas."""

@@ -23,7 +23,7 @@ def server(start: Callable[..., Any]) -> Any:
         model={"name": MODEL, "dtype": "float32"},
         prefill=two(threads=1),
         decode=two(threads=1),
-        pool={"capacity_bytes": 512 << 20},
+        pool={"capacity_bytes": 512 << 20, "prefix_bytes": 0},
     )
 
 

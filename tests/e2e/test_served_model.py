@@ -43,6 +43,21 @@ def test_nothing_is_copied_between_stages(server: Any, client: openai.OpenAI) ->
     assert server.metric("triptych_kv_raw_bytes_total") > 0
 
 
+def test_what_a_client_asked_before_is_not_computed_again(server: Any) -> None:
+    text = "The harbour wall was built in 1903 and repaired twice since. " * 40
+    with server.client() as one, server.client(api_key="other") as two:
+        first, second, other = (
+            client.completions.create(model=MODEL, prompt=text + question, max_tokens=4)
+            for client, question in ((one, "When?"), (one, "How often?"), (two, "How often?"))
+        )
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, second, other)]
+    assert (cached[0], cached[2]) == (0, 0)
+    assert cached[1] >= first.usage.prompt_tokens - 80
+    assert server.metric("triptych_prefix_cache_hits") == cached[1]
+    assert server.metric("triptych_prefix_blocks") > 0
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=5)
+
+
 # ------------------------------------------------------------------ the client
 
 

@@ -205,6 +205,17 @@ class PoolConfig:
     extent_pages: int = 1024
     """Pages that a worker asks for at once; it allocates inside them without asking."""
 
+    prefix_bytes: int | Auto = "auto"
+    """Page memory, out of ``capacity_bytes``, that keeps prefixes of prompts for later requests;
+    ``auto``: a quarter; 0: none is kept."""
+
+    prefix_tenant_bytes: int | Auto = "auto"
+    """The most of it that one client's prompts may take; ``auto``: all."""
+
+    prefix_eviction: Literal["cost", "lru"] = "cost"
+    """Which prefix goes first when it is full: the one that saves least time per byte, or the one
+    that was not used for longest."""
+
     def __post_init__(self) -> None:
         require(self.capacity_bytes > 0, "pool.capacity_bytes", self.capacity_bytes, "> 0")
         page = self.page_bytes
@@ -212,6 +223,11 @@ class PoolConfig:
         require(fits, "pool.page_bytes", page, f"'auto' or a multiple of {PAGE_ALIGN_BYTES}")
         require(self.lease_ttl_s > 0, "pool.lease_ttl_s", self.lease_ttl_s, "> 0")
         require(self.extent_pages >= 1, "pool.extent_pages", self.extent_pages, ">= 1")
+        kept, limit = self.prefix_bytes, self.capacity_bytes
+        fits = kept == "auto" or 0 <= kept < limit
+        require(fits, "pool.prefix_bytes", kept, f"'auto' or 0 to capacity_bytes ({limit})")
+        own = self.prefix_tenant_bytes
+        require(own == "auto" or own >= 0, "pool.prefix_tenant_bytes", own, "'auto' or >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +277,10 @@ class IngressConfig:
 
     request_timeout_s: float = 600.0
     """Seconds after which a request is given up."""
+
+    share_prefixes: bool = False
+    """Whether clients with different keys may share cached prefixes of prompts; by default nobody
+    can tell from the time to the first token what others asked."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")

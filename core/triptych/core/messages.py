@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false
 """What crosses a process: frozen dataclasses, msgpack on the wire, every field checked."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -117,7 +118,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the answer."""
     seed: int = 0
-    """Same seed, same prompt, same settings: same answer, whatever shares the batch."""
+    """Same seed, same prompt, same settings: same answer, whatever shares the batch. Only a cached
+    prefix may change it: what is read back from quantized pages is rounded."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and what is added to its logit."""
     max_tokens: int = 16
@@ -154,6 +156,10 @@ class Request:
     """Tokens of the answer that the client has already: the answer goes on behind them."""
     attempt: int = 0
     """How many workers lost this request before."""
+    cache_salt: str = ""
+    """Requests share cached prefixes if, and only if, theirs are equal."""
+    tenant: str = ""
+    """Digest of the client's key: whose quota its cached prefixes count against."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -201,6 +207,8 @@ class Tokens:
     stop: str | int | None = None
     """The stop text or token id that ended the answer."""
     compression: CompressionReport | None = None
+    cached_tokens: int = 0
+    """With the first token: tokens of the prompt that were not computed again."""
 
 
 @message
@@ -287,12 +295,33 @@ class Prefilled:
     first_token: int
     handle: KVHandle | None
     """The raw pages; none if the answer ended with the first token."""
+    token_s: float = 0.0
+    """Seconds that a token of it took to compute, on the mean of those that were not cached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """What later requests may begin with, and which of them."""
+
+    tokens: bytes
+    """All tokens of the prompt, packed by ``pack_tokens``."""
+    cache_salt: str
+    tenant: str
+    token_s: float
+    """Seconds that a token took to compute."""
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressItem:
     request: str
     handle: KVHandle
+    prefix: Prefix | None = None
+    """What may be kept for later requests; None: nothing."""
 
 
 @message

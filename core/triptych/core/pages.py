@@ -1,13 +1,17 @@
 """What router and stages must agree on: the shape of pages, and which formats hold what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from triptych.core.config import AppConfig
+from triptych.core.config import AppConfig, PoolConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout, default_page_bytes, page_format
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile
+
+BLOCK_PAGES = 2
+"""High pages of a head row in one block of a prefix: coarser blocks match less, finer ones cost
+more look-ups and leases."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class PagePlan:
     geometry: Geometry
     page_bytes: int
     policy: Policy
+    prefix_bytes: int = 0
+    """Page memory that keeps prefixes of prompts; 0: none is kept."""
 
     @classmethod
     def of(
@@ -37,8 +43,26 @@ class PagePlan:
             Policy.of(config.compressor, profile),
         )
         plan.check_formats()
-        plan.check_capacity(config.pool.capacity_bytes)
+        plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
+        plan.check_capacity(config.pool.capacity_bytes - plan.prefix_bytes)
         return plan
+
+    def bytes_for_prefixes(self, config: PoolConfig) -> int:
+        """Resolve ``pool.prefix_bytes``; a quarter that holds too little is not set aside.
+
+        Raises: ConfigError if the setting is a number of bytes that holds too little
+        """
+        least = 2 * self.block_pages(0) * self.page_bytes
+        asked = config.prefix_bytes
+        if asked == "auto":
+            quarter = config.capacity_bytes // 4
+            return quarter if quarter >= least else 0
+        if 0 < asked < least:
+            raise ConfigError(
+                f"pool.prefix_bytes={asked}: expected 0, or at least {least} bytes (two blocks of "
+                f"{self.block_tokens} tokens)"
+            )
+        return asked
 
     def check_formats(self) -> None:
         """Raise ConfigError when a page is too small for one token of a format in use."""
@@ -51,7 +75,8 @@ class PagePlan:
         least = 4 * self.geometry.head_rows * self.page_bytes
         if capacity_bytes < least:
             raise ConfigError(
-                f"pool.capacity_bytes={capacity_bytes}: this model needs at least {least} bytes "
+                f"pool.capacity_bytes: {capacity_bytes} bytes are left for requests beside "
+                f"pool.prefix_bytes={self.prefix_bytes}; this model needs at least {least} bytes "
                 f"(four pages of {self.page_bytes} bytes for each of {self.geometry.head_rows} "
                 "layers x KV heads)"
             )
@@ -98,6 +123,24 @@ class PagePlan:
     def sink_pages(self) -> int:
         """Raw pages of a head row that are never encoded."""
         return self.sink_tokens // self.raw.tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, the unit in which prefixes are kept: two high pages of a head row."""
+        return BLOCK_PAGES * self.high.tokens
+
+    @property
+    def block_sink_pages(self) -> int:
+        """Raw pages of a head row that the first block of a prefix keeps beside its high pages.
+
+        They hold the sink tokens, which are not to be rounded: attention rests on them.
+        """
+        return min(self.sink_pages, self.block_tokens // self.raw.tokens) if self.compresses else 0
+
+    def block_pages(self, index: int) -> int:
+        """Pages of all head rows of the block with this place in a prefix."""
+        sink = self.block_sink_pages if index == 0 else 0
+        return self.geometry.head_rows * (BLOCK_PAGES + sink)
 
     def most_pages(self, tokens: int) -> int:
         """The most pages that ``tokens`` encoded tokens of a head row take in any two classes."""

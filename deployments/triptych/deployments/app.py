@@ -49,6 +49,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         model_path=path,
         pages=PagePlan.of(config, facts.geometry, find_profile(config, facts)),
         context_tokens=context_tokens(config, facts.context_tokens),
+        weights=facts.weights,
         run_dir=new_run_dir(),
     )
     plan.check_stock()

@@ -18,6 +18,8 @@ class AppPlan:
     model_path: Path
     pages: PagePlan
     context_tokens: int
+    weights: str
+    """Hash of the model's weights."""
     run_dir: Path
     """Holds the application's sockets; only this user may enter it."""
 
@@ -27,9 +29,13 @@ class AppPlan:
 
     @property
     def bookable_bytes(self) -> int:
-        """Page memory that requests may book: all of it, less what workers keep in stock."""
-        stock = 2 * self.config.pool.extent_pages * self.workers
-        return (self.pool_pages - stock) * self.pages.page_bytes
+        """Page memory that requests may book: no worker's stock, no prefix that is kept."""
+        return self.pool_pages * self.pages.page_bytes - self._stock_bytes - self.pages.prefix_bytes
+
+    @property
+    def _stock_bytes(self) -> int:
+        """The most that workers keep in stock."""
+        return 2 * self.config.pool.extent_pages * self.workers * self.pages.page_bytes
 
     @property
     def workers(self) -> int:
@@ -41,14 +47,19 @@ class AppPlan:
         return sum(actor.num_replicas for actor in actors)
 
     def check_stock(self) -> None:
-        """Raise ConfigError if what workers keep in stock leaves too little for requests."""
-        if 2 * self.bookable_bytes < self.config.pool.capacity_bytes:
-            page = self.pages.page_bytes
+        """Raise ConfigError if stocks and prefixes leave too little for requests."""
+        capacity, page = self.config.pool.capacity_bytes, self.pages.page_bytes
+        if 2 * (self.pool_pages * page - self._stock_bytes) < capacity:
             raise ConfigError(
                 f"pool.extent_pages={self.config.pool.extent_pages}: {self.workers} workers may "
                 f"keep twice as many pages of {page} bytes each, more than half of "
-                f"pool.capacity_bytes={self.config.pool.capacity_bytes}: lower the one or raise "
-                "the other"
+                f"pool.capacity_bytes={capacity}: lower the one or raise the other"
+            )
+        if 4 * self.bookable_bytes < capacity:
+            raise ConfigError(
+                f"pool.prefix_bytes={self.pages.prefix_bytes}: with what workers keep in stock it "
+                f"leaves {self.bookable_bytes} bytes of pool.capacity_bytes={capacity} for "
+                "requests, less than a quarter: lower it or raise the capacity"
             )
 
     @property

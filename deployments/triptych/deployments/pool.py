@@ -4,7 +4,7 @@ from ray.actor import exit_actor
 
 from triptych.deployments import rundir
 from triptych.deployments.plan import AppPlan
-from triptych.kvpool import PoolServer
+from triptych.kvpool import PoolServer, PrefixSettings
 
 
 class PoolShell:
@@ -14,7 +14,10 @@ class PoolShell:
         rundir.remove_orphans()
         self._run_dir = rundir.RunDir.enter(plan.run_dir)
         self._server = PoolServer(
-            plan.config.pool, plan.pages.page_bytes, address=plan.pool_address
+            plan.config.pool,
+            plan.pages.page_bytes,
+            address=plan.pool_address,
+            prefixes=PrefixSettings.of(plan.config.pool, plan.pages),
         )
         self._server.start()
 

@@ -62,14 +62,23 @@ class Status:
     def _pool_gauges(self) -> dict[str, float]:
         if self.pool is None:
             return {"triptych_pool_up": 0.0}
-        pool = self.pool
+        pool, prefix = self.pool, self.pool.prefix
         return {
+            "triptych_prefix_cache_queries": float(prefix.asked_tokens),
+            "triptych_prefix_cache_hits": float(prefix.hit_tokens),
+            'triptych_prefix_lookups{result="hit"}': float(prefix.hits),
+            'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
+            "triptych_prefix_blocks": float(prefix.blocks),
+            "triptych_prefix_bytes": float(prefix.bytes),
+            "triptych_prefix_evictions": float(prefix.evictions),
+            "triptych_prefix_refused": float(prefix.refused),
             "triptych_pool_up": 1.0,
             "triptych_pool_pages": float(pool.pages),
             "triptych_pool_page_bytes": float(pool.page_bytes),
             "triptych_pool_pages_free": float(pool.free_pages),
             "triptych_pool_pages_in_stock": float(pool.extent_pages),
-            "triptych_pool_pages_in_requests": float(pool.request_pages),
+            "triptych_pool_pages_in_requests": float(pool.request_pages - pool.prefix_pages),
+            "triptych_pool_pages_in_prefixes": float(pool.prefix_pages),
             "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
             "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
         }

@@ -88,7 +88,14 @@ class WorkerShell:
 
     def _make_loop(self) -> StageLoop:
         plan = self._plan
-        engines = make_engines(plan.config, plan.pages, self._brain, self._pool, self._stages)
+        engines = make_engines(
+            plan.config,
+            plan.pages,
+            self._brain,
+            self._pool,
+            self._stages,
+            weights=plan.weights,
+        )
         cores = cores_for(plan.config, self._stages, plan.turns)
         return StageLoop(self._pool.worker, engines, self._deliver, cores)
 

@@ -1,15 +1,21 @@
 """Who owns which page, and until when: arenas, the pool's books, and access to both."""
 
+from triptych.kvpool.blocks import Namespace
 from triptych.kvpool.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
-from triptych.kvpool.ledger import Ledger, WorkerLine
+from triptych.kvpool.ledger import Ledger, PrefixLine, WorkerLine
+from triptych.kvpool.prefixcache import FoundPrefix, PrefixSettings
 from triptych.kvpool.service import PoolServer
 
 __all__ = [
+    "FoundPrefix",
     "Ledger",
     "LocalPool",
+    "Namespace",
     "PoolClient",
     "PoolServer",
     "PoolWatcher",
+    "PrefixLine",
+    "PrefixSettings",
     "WorkerLine",
     "WorkerPool",
 ]

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
+from triptych.kvpool.blocks import HoldId, Namespace, TokenIds
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
 from triptych.kvpool.pool import Commit, Pool
+from triptych.kvpool.prefixcache import FoundPrefix, PrefixSettings
 from triptych.kvpool.processes import this_process
 from triptych.kvpool.protocol import PoolCalls, Registered
 from triptych.kvpool.remote import RemotePool
@@ -90,6 +92,11 @@ class WorkerPool:
     def idle_pages(self) -> int:
         """Pages that ``take`` hands out without asking the pool."""
         return len(self._stock)
+
+    @property
+    def extent_pages(self) -> int:
+        """Pages that it asks the pool for at once; 0: no more than it needs."""
+        return self._registered.extent_pages
 
     @property
     def taken_pages(self) -> int:
@@ -237,6 +244,69 @@ class WorkerPool:
             self._stock.attached(claim.lease, ids)
             return claim
 
+    # -------------------------------------------------------------- prefixes of prompts
+
+    def find_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Hold the longest known prefix of a prompt, never all of it; None if nothing is known.
+
+        Its pages are read only, and stay as they are until ``release_prefix``.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.find_prefix(self._id, namespace, tokens)
+
+    def release_prefix(self, hold: HoldId) -> None:
+        """End a hold.
+
+        Raises: PoolError if it is not one of this worker; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                self._calls.release_prefix(self._id, hold)
+
+    def known_prefix(self, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of these tokens are known, in a chain from the first.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.known_prefix(self._id, namespace, tokens)
+
+    def publish_prefix(
+        self,
+        namespace: Namespace,
+        tokens: TokenIds,
+        blocks: Sequence[PageIds],
+        *,
+        seconds: float,
+        tenant: str,
+    ) -> int:
+        """Keep the last blocks of ``tokens`` for later requests; how many were added.
+
+        ``blocks`` are pages taken here and written. Those of the last blocks, as many as were
+        added, are the pool's from then on, and must not be written any more; the others are to
+        be given back. ``seconds`` is what one block took to compute.
+
+        Raises: NotHeld, PoolError: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            for pages in blocks:
+                self._stock.require_in_use(pages)
+            with self._certain():
+                added = self._calls.publish_prefix(
+                    self._id, namespace, tokens, blocks, seconds, tenant
+                )
+            for pages in blocks[len(blocks) - added :]:
+                self._stock.left(pages)
+            return added
+
     # -------------------------------------------------------------- the pool as a whole
 
     def stat(self) -> Ledger:
@@ -381,9 +451,16 @@ class LocalPool(WorkerPool):
     With no process in between there is no stock: each ``take`` asks the books directly.
     """
 
-    def __init__(self, pages: int, page_bytes: int, worker: str = "local") -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_bytes: int,
+        worker: str = "local",
+        prefixes: PrefixSettings | None = None,
+    ) -> None:
         self._memory = Arena.private(pages, page_bytes)
-        self._pool = LockedPool(Pool(pages, page_bytes, self._memory.id, math.inf), extent_pages=0)
+        books = Pool(pages, page_bytes, self._memory.id, math.inf)
+        self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes)
         super().__init__(self._pool, worker, self._transport_of, self._journal_of)
 
     def join(self, worker: str, journal_bytes: int = 0) -> WorkerPool:

@@ -21,6 +21,24 @@ class WorkerLine:
     """Seconds since its last sign of life."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLine:
+    """What is kept of prompts for later requests; those after ``bytes`` count since the start."""
+
+    blocks: int = 0
+    bytes: int = 0
+    hits: int = 0
+    """Prompts of which at least one block was known."""
+    misses: int = 0
+    asked_tokens: int = 0
+    """Tokens of all prompts that were looked up."""
+    hit_tokens: int = 0
+    """Those of them that need not be computed again."""
+    evictions: int = 0
+    refused: int = 0
+    """Prompts of which nothing more could be kept."""
+
+
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
@@ -33,7 +51,7 @@ class Ledger:
     extent_pages: int
     """Held by workers as their private stock."""
     request_pages: int
-    """Held by requests."""
+    """Held by requests, and by prefixes of prompts."""
     workers: tuple[WorkerLine, ...]
     by_request: dict[str, int]
     """Pages by label of the request."""
@@ -42,10 +60,17 @@ class Ledger:
     reclaimed_pages_total: int
     """Pages taken back from workers that died, expired or were expelled."""
     reclaimed_workers_total: int
+    prefix: PrefixLine = PrefixLine()
+    """Its pages are held by a worker called ``prefix``."""
 
     @property
     def held_pages(self) -> int:
         return self.extent_pages + self.request_pages
+
+    @property
+    def prefix_pages(self) -> int:
+        """Those of ``request_pages`` that hold prefixes of prompts."""
+        return self.prefix.bytes // self.page_bytes
 
     @property
     def free_bytes(self) -> int:

@@ -4,13 +4,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from triptych.core.errors import StaleHandle
+from triptych.core.errors import PoolError, StaleHandle
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
+from triptych.kvpool.blocks import HoldId, Namespace, TokenIds
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, Pool, WorkerId
+from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.processes import ProcessKey, end
 from triptych.kvpool.protocol import Inheritance, Registered
 
@@ -30,8 +33,9 @@ class LockedPool:
         extent_pages: int,
         make_memory: Callable[[int, int], Arena] = Arena.private,
         clock: Callable[[], float] = time.monotonic,
+        prefixes: PrefixSettings | None = None,
     ) -> None:
-        """``make_memory`` takes pages and bytes per page."""
+        """``make_memory`` takes pages and bytes per page. No ``prefixes``: none is ever kept."""
         self.pages = pool.pages
         self._pool = pool
         self._extent_pages = extent_pages
@@ -40,12 +44,15 @@ class LockedPool:
         self._lock = threading.Lock()
         self._journals = dict[str, Arena]()
         """By the worker's name."""
+        self._prefixes = PrefixCache(pool, prefixes) if prefixes else None
 
     def register(self, name: str, process: ProcessKey, journal_bytes: int) -> Registered:
+        if name == PREFIX_WORKER:
+            raise PoolError(f"worker {name!r}: the name is the pool's own")
         journal = self._make_memory(1, journal_bytes) if journal_bytes else None
         with self._lock:
             worker = self._pool.register(name, process, self._clock(), keeps=journal is not None)
-            self._drop_journals(and_of=name)
+            self._forget_lost(and_of=name)
             if journal is not None:
                 self._journals[name] = journal
             return Registered(
@@ -60,12 +67,15 @@ class LockedPool:
 
     def inherit(self, former: str) -> Inheritance:
         """Shut a dead worker out for good, and say where its journal is."""
+        if former == PREFIX_WORKER:
+            raise StaleHandle(0, f"worker {former!r} is the pool's own")
         with self._lock:
             process = self._pool.process_of(former)
         if process is not None:
             self._fence(former, process)
         with self._lock:
             self._pool.bury(former, self._clock())
+            self._forget_lost()
             journal = self._journals.get(former)
             if journal is None:
                 raise StaleHandle(0, f"worker {former!r} left nothing")
@@ -97,16 +107,18 @@ class LockedPool:
     def unregister(self, worker: WorkerId) -> None:
         with self._lock:
             self._pool.unregister(worker)
-            self._drop_journals()
+            self._forget_lost()
 
     def expel(self, name: str) -> bool:
+        if name == PREFIX_WORKER:
+            return False
         with self._lock:
             process = self._pool.process_of(name)
         if process is not None:
             self._fence(name, process)
         with self._lock:
             was_there = self._pool.expel(name)
-            self._drop_journals()
+            self._forget_lost()
             return was_there
 
     def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
@@ -144,14 +156,50 @@ class LockedPool:
         with self._lock:
             return self._heard(worker).withdraw_all(worker)
 
+    def find_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None:
+        with self._lock:
+            self._heard(worker)
+            return self._prefixes and self._prefixes.find(worker, namespace, tokens)
+
+    def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
+        with self._lock:
+            self._heard(worker)
+            return self._prefixes.known(worker, namespace, tokens) if self._prefixes else 0
+
+    def publish_prefix(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        blocks: Sequence[PageIds],
+        seconds: float,
+        tenant: str,
+    ) -> int:
+        with self._lock:
+            self._heard(worker)
+            if self._prefixes is None:
+                return 0
+            return self._prefixes.publish(worker, namespace, tokens, blocks, seconds, tenant)
+
+    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
+        with self._lock:
+            self._heard(worker)
+            if self._prefixes is None:
+                raise PoolError("this pool keeps no prefixes")
+            self._prefixes.release(worker, hold)
+
     def stat(self) -> Ledger:
         with self._lock:
-            return self._pool.stat(self._clock())
+            ledger = self._pool.stat(self._clock())
+            return replace(ledger, prefix=self._prefixes.line()) if self._prefixes else ledger
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""
         with self._lock:
-            return self._pool.check()
+            wrong = self._pool.check()
+            return wrong + self._prefixes.check() if self._prefixes else wrong
 
     def sweep(self, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
         """Take back what lost workers held, and return the workers' names."""
@@ -161,14 +209,17 @@ class LockedPool:
             end(process)
         with self._lock:
             lost = self._pool.sweep(self._clock(), is_alive)
-            self._drop_journals()
+            self._forget_lost()
             return lost
 
     def _fence(self, name: str, process: ProcessKey) -> None:
         if not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
 
-    def _drop_journals(self, and_of: str = "") -> None:
+    def _forget_lost(self, and_of: str = "") -> None:
+        """Drop journals that tell of no pages any more, and holds of workers that are gone."""
+        if self._prefixes:
+            self._prefixes.forget_lost()
         for name in list(self._journals):
             if name == and_of or not self._pool.knows(name):
                 journal = self._journals.pop(name)

@@ -157,6 +157,10 @@ class Pool:
         """Whether a worker of this name lives or left something."""
         return name in self._names or name in self._dead
 
+    def is_registered(self, worker: WorkerId) -> bool:
+        """Whether this registration still counts."""
+        return worker in self._workers
+
     def process_of(self, name: str) -> ProcessKey | None:
         """The process behind a name; None if no worker that lives has it."""
         worker = self._names.get(name)
@@ -220,13 +224,20 @@ class Pool:
 
         Raises: NotHeld, NotRegistered
         """
+        self.require_extent(worker, ids)
+        self._worker(worker).extent.pages -= ids.size
+        self._set_free(ids)
+
+    def require_extent(self, worker: WorkerId, ids: PageIds) -> None:
+        """Refuse pages that are not of the worker's extent, or are named twice.
+
+        Raises: NotHeld, NotRegistered
+        """
         mine = self._worker(worker)
         self._require_distinct(mine, ids)
         foreign = int(np.count_nonzero(self._owner[ids] != mine.extent.id))
         if foreign:
             raise NotHeld(mine.name, foreign)
-        mine.extent.pages -= ids.size
-        self._set_free(ids)
 
     # -------------------------------------------------------------- requests
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from triptych.core.errors import (
     MessageError,
@@ -15,19 +15,25 @@ from triptych.core.errors import (
 )
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import message
+from triptych.kvpool import runs
+from triptych.kvpool.blocks import HoldId, Namespace, TokenIds, decode
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, WorkerId
+from triptych.kvpool.prefixcache import FoundPrefix
 from triptych.kvpool.processes import ProcessKey
 
 MAX_NAME_CHARS = 256
 MAX_JOURNAL_BYTES = 1 << 30
+MAX_PREFIX_TOKENS = 1 << 20
+MAX_SALT_BYTES = 4096
 
 
 class PoolCalls(Protocol):
     """What a worker may ask of a pool, whichever side of a socket it is on.
 
-    Meaning and errors are those of ``triptych.kvpool.pool.Pool``. Every call is also a sign
+    Meaning and errors are those of ``triptych.kvpool.pool.Pool``, and for prefixes those of
+    ``triptych.kvpool.prefixcache.PrefixCache``. Every call is also a sign
     of life of the worker that makes it.
     """
 
@@ -53,6 +59,20 @@ class PoolCalls(Protocol):
     def adopt(
         self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
     ) -> Claim: ...
+    def find_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None: ...
+    def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int: ...
+    def publish_prefix(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        blocks: Sequence[PageIds],
+        seconds: float,
+        tenant: str,
+    ) -> int: ...
+    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
     def stat(self) -> Ledger: ...
 
 
@@ -186,6 +206,61 @@ class AdoptRequest:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FindPrefix:
+    """Hold the longest known prefix of a prompt."""
+
+    worker: WorkerId
+    namespace: Namespace
+    tokens: bytes
+    """Packed by ``triptych.kvpool.blocks.encode``, as everywhere below."""
+
+    def __post_init__(self) -> None:
+        _require_prefix(self.namespace, self.tokens)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnowPrefix:
+    """How many blocks of these tokens are known?"""
+
+    worker: WorkerId
+    namespace: Namespace
+    tokens: bytes
+
+    def __post_init__(self) -> None:
+        _require_prefix(self.namespace, self.tokens)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishPrefix:
+    """Keep the last blocks of these tokens."""
+
+    worker: WorkerId
+    namespace: Namespace
+    tokens: bytes
+    blocks: tuple[bytes, ...]
+    """Pages of each block."""
+    seconds: float
+    """What each took to compute."""
+    tenant: str
+
+    def __post_init__(self) -> None:
+        _require_prefix(self.namespace, self.tokens)
+        _require_short(self.tenant)
+        if 4 * len(self.blocks) > len(self.tokens):
+            raise ValueError(f"{len(self.blocks)} blocks of {len(self.tokens) // 4} tokens")
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleasePrefix:
+    worker: WorkerId
+    hold: HoldId
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatPool:
     """The answer is a ``Ledger``."""
 
@@ -264,6 +339,39 @@ class Claims:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFound:
+    """A hold, and the pages of each block; no blocks: nothing is known, and nothing held."""
+
+    hold: HoldId
+    tokens: int
+    blocks: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, found: FoundPrefix | None) -> Self:
+        if found is None:
+            return cls(hold=HoldId(0), tokens=0, blocks=())
+        blocks = tuple(map(runs.pack, found.blocks))
+        return cls(hold=found.hold, tokens=found.tokens, blocks=blocks)
+
+    def found(self, pages: int) -> FoundPrefix | None:
+        """Undo ``of``, for a pool of so many pages.
+
+        Raises: MessageError if a page is none of the pool's
+        """
+        blocks = tuple(runs.unpack(packed, pages) for packed in self.blocks)
+        return FoundPrefix(self.hold, self.tokens, blocks) if blocks else None
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixBlocks:
+    """How many blocks are known, or were added."""
+
+    blocks: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDone:
     """Done, and there is nothing to say about it."""
 
@@ -315,3 +423,13 @@ def refused(answer: PoolRefused) -> TriptychError:
 def _require_short(text: str) -> None:
     if len(text) > MAX_NAME_CHARS:
         raise ValueError(f"a name of {len(text)} characters: the limit is {MAX_NAME_CHARS}")
+
+
+def _require_prefix(namespace: Namespace, tokens: bytes) -> None:
+    for text in (namespace.model, namespace.revision, namespace.profile):
+        _require_short(text)
+    if len(namespace.salt) > MAX_SALT_BYTES:
+        raise ValueError(f"a salt of {len(namespace.salt)} bytes: the limit is {MAX_SALT_BYTES}")
+    if len(tokens) > 4 * MAX_PREFIX_TOKENS:
+        raise ValueError(f"{len(tokens) // 4} tokens: the limit is {MAX_PREFIX_TOKENS}")
+    decode(tokens)

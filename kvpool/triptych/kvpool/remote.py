@@ -7,9 +7,11 @@ from triptych.core.errors import MessageError
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool import protocol, runs
+from triptych.kvpool.blocks import HoldId, Namespace, TokenIds, encode
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, WorkerId
+from triptych.kvpool.prefixcache import FoundPrefix
 from triptych.kvpool.processes import ProcessKey
 from triptych.kvpool.wire import FrameChannel
 
@@ -95,6 +97,38 @@ class RemotePool:
         )
         (claim,) = self._ask_claims(asked, 1)
         return claim
+
+    def find_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None:
+        asked = protocol.FindPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
+        return self._ask(asked, protocol.PrefixFound).found(self._pages)
+
+    def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
+        asked = protocol.KnowPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
+        return self._ask(asked, protocol.PrefixBlocks).blocks
+
+    def publish_prefix(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        blocks: Sequence[PageIds],
+        seconds: float,
+        tenant: str,
+    ) -> int:
+        asked = protocol.PublishPrefix(
+            worker=worker,
+            namespace=namespace,
+            tokens=encode(tokens),
+            blocks=tuple(map(runs.pack, blocks)),
+            seconds=seconds,
+            tenant=tenant,
+        )
+        return self._ask(asked, protocol.PrefixBlocks).blocks
+
+    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
+        self._ask(protocol.ReleasePrefix(worker=worker, hold=hold), protocol.PoolDone)
 
     def stat(self) -> Ledger:
         return self._ask(protocol.StatPool(), Ledger)

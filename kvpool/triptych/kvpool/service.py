@@ -14,9 +14,11 @@ from triptych.core.errors import ConfigError, MessageError, PoolError, TriptychE
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool import protocol, runs
 from triptych.kvpool.arena import Arena, remove_orphans, shared_memory_dir
+from triptych.kvpool.blocks import decode
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
 from triptych.kvpool.pool import Pool
+from triptych.kvpool.prefixcache import PrefixSettings
 from triptych.kvpool.processes import is_alive
 from triptych.kvpool.wire import FrameServer
 
@@ -36,11 +38,13 @@ class PoolServer:
         *,
         address: str = "",
         directory: Path | None = None,
+        prefixes: PrefixSettings | None = None,
     ) -> None:
         """Reserve all page memory at once.
 
         ``address`` is ``unix:/path`` or ``127.0.0.1:port``; empty: a socket in a new private
-        directory. ``directory`` is where the arena lies, ``/dev/shm`` unless given.
+        directory. ``directory`` is where the arena lies, ``/dev/shm`` unless given. Without
+        ``prefixes`` none is kept.
 
         Raises: ConfigError if not one page fits; PoolError if there is not enough memory
         """
@@ -59,6 +63,7 @@ class PoolServer:
             pool,
             config.extent_pages,
             lambda pages, size: Arena.create(pages, size, directory),
+            prefixes=prefixes,
         )
         self._address = address or f"unix:{_socket_dir(self._arena.id)}/pool.sock"
         self._server: FrameServer | None = None
@@ -164,6 +169,10 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
             ids = runs.unpack(asked.pages, calls.pages)
             claim = calls.adopt(asked.worker, asked.former, asked.label, asked.lease, ids)
             return protocol.Claims(claims=(claim,))
+        case protocol.FindPrefix() | protocol.KnowPrefix() | protocol.PublishPrefix():
+            return _answer_prefix(calls, asked)
+        case protocol.ReleasePrefix():
+            calls.release_prefix(asked.worker, asked.hold)
         case protocol.StatPool():
             return calls.stat()
         case protocol.CheckPool():
@@ -171,6 +180,25 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
         case _:
             raise MessageError(f"{type(asked).__name__} is not a question to the pool")
     return protocol.PoolDone()
+
+
+def _answer_prefix(
+    calls: LockedPool, asked: protocol.FindPrefix | protocol.KnowPrefix | protocol.PublishPrefix
+) -> Message:
+    tokens = decode(asked.tokens)
+    match asked:
+        case protocol.FindPrefix():
+            found = calls.find_prefix(asked.worker, asked.namespace, tokens)
+            return protocol.PrefixFound.of(found)
+        case protocol.KnowPrefix():
+            blocks = calls.known_prefix(asked.worker, asked.namespace, tokens)
+            return protocol.PrefixBlocks(blocks=blocks)
+        case protocol.PublishPrefix():
+            pages = [runs.unpack(packed, calls.pages) for packed in asked.blocks]
+            added = calls.publish_prefix(
+                asked.worker, asked.namespace, tokens, pages, asked.seconds, asked.tenant
+            )
+            return protocol.PrefixBlocks(blocks=added)
 
 
 def _socket_dir(arena: str) -> Path:

@@ -75,6 +75,10 @@ class Stock:
         if idle:
             raise NotHeld(self._worker, idle)
 
+    def left(self, ids: PageIds) -> None:
+        """Note that pages that were taken are somebody else's now."""
+        self._where[ids] = _ELSEWHERE
+
     def committed(self, lease: LeaseId, ids: PageIds) -> None:
         """Note that pages went into a new lease."""
         self._where[ids] = lease

@@ -84,7 +84,7 @@ class Coordinator:
         self._books = Books(Fleet(patience.report_bound_s), ByteLedger(capacity_bytes))
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
         policy = BATCH_POLICIES.load(config.batch_policy)
-        self._dispatch = Dispatch(self._books, policy, config)
+        self._dispatch = Dispatch(self._books, policy, config, plan.prefix_bytes > 0)
         self._ticked = 0.0
 
     # ---------------------------------------------------------------- what happens
@@ -237,6 +237,7 @@ class Coordinator:
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
             entry.first_token, entry.handle = message.first_token, message.handle
+            entry.token_s = message.token_s
             self._books.requests.move(entry, State.PREFILLED, now)
 
     def _planned(self, message: Planned, sender: str, now: float) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
-from triptych.core.messages import CompressItem, Join, Resume
+from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
 from triptych.router.batching import BatchPolicy
 from triptych.router.books import Books, worker_loads
 from triptych.router.ledger import lines_before_encoding
@@ -27,6 +27,8 @@ class Dispatch:
     books: Books
     policy: BatchPolicy
     config: RouterConfig
+    keeps_prefixes: bool = False
+    """Whether the pool keeps prefixes of prompts."""
     held_by: HeldBy = ""
     """Why the first of the waiting line did not start at the last pass."""
     _loads: dict[str, WorkerLoad] = field(default_factory=dict[str, WorkerLoad])
@@ -131,11 +133,23 @@ class Dispatch:
                 return
             assert entry.handle is not None
             entry.giver, entry.worker, entry.stage = entry.worker, load.address, "compress"
-            item = CompressItem(request=entry.id, handle=entry.handle)
+            item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
             self.books.outbox.compress(load.address, item)
             tokens = load.compress_tokens + entry.prompt_tokens
             self._loads[load.address] = replace(load, compress_tokens=tokens)
             self.books.requests.move(entry, State.COMPRESSING, now)
+
+    def _prefix(self, entry: Entry) -> Prefix | None:
+        """What the compressor may keep of a prompt for later requests."""
+        if not self.keeps_prefixes:
+            return None
+        request = entry.request
+        return Prefix(
+            tokens=pack_tokens(request.known),
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            token_s=entry.token_s,
+        )
 
     # ---------------------------------------------------------------- waiting -> prefilling
 

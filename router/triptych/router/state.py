@@ -57,6 +57,8 @@ class Entry:
     raw_arena: str = ""
     final_arena: str = ""
     first_token: int = 0
+    token_s: float = 0.0
+    """Seconds that a token of the prompt took to compute."""
     handle: KVHandle | None = None
     """The pages that the next stage will attach."""
     report: CompressionReport | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from triptych.core.config import PoolConfig
+from triptych.kvpool import PrefixSettings
 from triptych.kvpool.client import LocalPool, PoolClient, WorkerPool
 from triptych.kvpool.service import PoolServer
 
@@ -18,11 +19,15 @@ Join = Callable[[str], WorkerPool]
 def make_server(tmp_path: Path) -> Iterator[Callable[..., PoolServer]]:
     servers = list[PoolServer]()
 
-    def make(*, address: str = "", **settings: float) -> PoolServer:
+    def make(
+        *, address: str = "", prefixes: PrefixSettings | None = None, **settings: float
+    ) -> PoolServer:
         config = PoolConfig(
             **{"capacity_bytes": PAGES * PAGE_BYTES, "extent_pages": 64, **settings}  # type: ignore[arg-type]
         )
-        server = PoolServer(config, PAGE_BYTES, address=address, directory=tmp_path)
+        server = PoolServer(
+            config, PAGE_BYTES, address=address, directory=tmp_path, prefixes=prefixes
+        )
         servers.append(server)
         server.start()
         return server
@@ -48,16 +53,39 @@ def make_client(tmp_path: Path) -> Iterator[Callable[[PoolServer | str, str], Po
 
 
 @pytest.fixture(params=["local", "unix socket", "tcp"])
-def join(
+def join_with(
     request: pytest.FixtureRequest,
     make_server: Callable[..., PoolServer],
     make_client: Callable[[PoolServer, str], PoolClient],
-) -> Iterator[Join]:
-    """Joins workers to one pool, which is reached in each of the ways that there are."""
-    if request.param == "local":
-        with LocalPool(PAGES, PAGE_BYTES, "bystander") as pool:
-            yield pool.join
-    else:
+) -> Iterator[Callable[[PrefixSettings | None], Join]]:
+    """Makes one pool, which is reached in each of the ways that there are; its books agree."""
+    pools = list[LocalPool | PoolServer]()
+
+    def make(prefixes: PrefixSettings | None) -> Join:
+        if request.param == "local":
+            local = LocalPool(PAGES, PAGE_BYTES, "bystander", prefixes)
+            pools.append(local)
+            return local.join
         address = "127.0.0.1:0" if request.param == "tcp" else ""
-        server = make_server(address=address)
-        yield lambda worker: make_client(server, worker)
+        server = make_server(address=address, prefixes=prefixes)
+        pools.append(server)
+        return lambda worker: make_client(server, worker)
+
+    yield make
+    for pool in pools:
+        assert pool.check() == []
+        if isinstance(pool, LocalPool):
+            pool.close()
+
+
+@pytest.fixture
+def join(join_with: Callable[[PrefixSettings | None], Join]) -> Join:
+    """Joins workers to one pool."""
+    return join_with(None)
+
+
+@pytest.fixture
+def join_prefixes(join_with: Callable[[PrefixSettings | None], Join]) -> Join:
+    """Joins workers to one pool that keeps prefixes, of 4 tokens a block, on 64 pages."""
+    room = 64 * PAGE_BYTES
+    return join_with(PrefixSettings(block_tokens=4, total_bytes=room, tenant_bytes=room))

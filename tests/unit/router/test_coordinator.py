@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import inf
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from triptych.core.config import RouterConfig
@@ -27,6 +28,7 @@ from triptych.core.messages import (
     Planned,
     Prefill,
     Prefilled,
+    Prefix,
     Report,
     Request,
     Resume,
@@ -195,6 +197,25 @@ def test_a_request_passes_the_three_stages() -> None:
     assert driver.state() is None
     assert driver.booked == 0
     assert driver.count("finished") == 1
+
+
+def test_the_compressor_hears_what_may_be_kept_of_a_prompt() -> None:
+    plan = replace(MODEL.plan, prefix_bytes=1 << 20)
+    router = Coordinator(RouterConfig(), plan, 10**9, PATIENCE)
+    driver = whole()
+    driver.router = router
+    for worker in WORKERS:
+        driver.hello(worker)
+    one = replace(request(), said=(5, 6), cache_salt="salt", tenant="me")
+    driver.submit(one)
+    done = Prefilled(request="r", first_token=7, handle=handle("r", "raw"), token_s=0.25)
+    (send,) = driver.on(done, "P")
+    assert send.message.items[0].prefix == Prefix(
+        tokens=np.array([1] * 50 + [5, 6], "<i4").tobytes(),
+        cache_salt="salt",
+        tenant="me",
+        token_s=0.25,
+    )
 
 
 def test_an_answer_of_one_token_ends_at_prefill() -> None:

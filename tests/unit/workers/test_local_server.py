@@ -22,7 +22,7 @@ VOCAB = 258
 def config(**parts: dict[str, object]) -> AppConfig:
     base: dict[str, object] = {
         "model": {"name": "tiny", "dtype": "float32"},
-        "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64},
+        "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
         "compressor": {"policy": "uniform:fp16", "recent_window_tokens": 20},
         "prefill": {"chunk_tokens": 48},
     }

@@ -32,6 +32,8 @@ class Answer:
     finish: FinishReason | None = None
     report: CompressionReport | None = None
     """Told to the client with the next tokens, once."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed again; told once, too."""
 
     def push(self, drawn: Drawn) -> Send:
         """Take a drawn token; what comes back goes to the ingress.
@@ -41,6 +43,7 @@ class Answer:
         index = len(self.tokens)
         text, stop = self._advance(drawn.checked_token())
         report, self.report = self.report, None
+        cached, self.cached_tokens = self.cached_tokens, 0
         message = Tokens(
             request=self.request.id,
             index=index,
@@ -50,6 +53,7 @@ class Answer:
             finish=self.finish,
             stop=stop,
             compression=report,
+            cached_tokens=cached,
         )
         return Send(self.request.reply_to, message)
 

@@ -14,6 +14,7 @@ from triptych.workers.cores import Cores, OwnCores, Turns
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.models import Coordinates, ModelRunner, load
 from triptych.workers.prefill import PrefillEngine
+from triptych.workers.prefixes import PrefixStore
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import Engine
 
@@ -46,16 +47,22 @@ def make_engines(
     pool: WorkerPool,
     stages: Sequence[Stage],
     draw: Draw = sample,
+    weights: str = "",
 ) -> list[Engine]:
-    """One engine a stage, around a registration with the pool."""
+    """One engine a stage, around a registration with the pool.
+
+    ``weights`` is their hash; without it no prefix of a prompt is kept or read.
+    """
+    keeps = plan.prefix_bytes > 0 and weights != ""
+    prefixes = PrefixStore(pool, plan, weights, config.model.dtype) if keeps else None
     if brain is None:
-        return [CompressEngine(pool, plan)]
+        return [CompressEngine(pool, plan, prefixes)]
     runner, answers = brain.runner, brain.answers
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
-            runner, pool, plan, answers, config.prefill.chunk_tokens, draw
+            runner, pool, plan, answers, config.prefill.chunk_tokens, prefixes, draw
         ),
-        "compress": lambda: CompressEngine(pool, plan),
+        "compress": lambda: CompressEngine(pool, plan, prefixes),
         "decode": lambda: DecodeEngine(
             runner, pool, plan, answers, config.decode.max_batch_requests, draw
         ),

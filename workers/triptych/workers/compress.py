@@ -28,6 +28,7 @@ from triptych.core.messages import (
     Encode,
     Message,
     Planned,
+    Prefix,
     Send,
     Stage,
 )
@@ -37,6 +38,7 @@ from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
 from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
+from triptych.workers.prefixes import PrefixStore
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
@@ -76,6 +78,8 @@ class Job:
     """Raw pages of a head row whose tokens are encoded."""
     classes: list[ClassPlan]
     """High, and low if the policy has it; none if the policy keeps 16 bits."""
+    prefix: Prefix | None = None
+    """What is to be kept for later requests."""
 
     @property
     def kept(self) -> Ids:
@@ -98,6 +102,8 @@ class CompressEngine:
 
     pool: WorkerPool
     plan: PagePlan
+    prefixes: PrefixStore | None = None
+    """None: nothing is kept for later requests."""
     stage: Stage = "compress"
     _planned: dict[str, Job] = field(default_factory=dict[str, Job])
     _ready: list[Job] = field(default_factory=list[Job])
@@ -140,8 +146,17 @@ class CompressEngine:
         except TriptychError as error:
             self.pool.withdraw([job.request for job in jobs])
             return [refuse(job.request, error) for job in jobs]
+        self._publish(jobs)
         self._encode(jobs, encoded)
         return self._hand_over(jobs, encoded)
+
+    def _publish(self, jobs: list[Job]) -> None:
+        """Keep the beginnings of prompts while their raw pages are there, unless it cannot be."""
+        for job in jobs:
+            if self.prefixes is not None and job.prefix is not None:
+                judged = self.plan.policy.needs_significance
+                significance = self._significance(job.raw, job.tokens) if judged else None
+                self.prefixes.publish(job.prefix, job.raw, significance)
 
     # ---------------------------------------------------------------- plan
 
@@ -172,6 +187,7 @@ class CompressEngine:
             raw=raw,
             leaving=leaving,
             classes=self._classes(raw, leaving, handle.tokens) if self.plan.compresses else [],
+            prefix=item.prefix,
         )
 
     def _classes(self, raw: Ids, leaving: slice, tokens: int) -> list[ClassPlan]:

@@ -38,7 +38,7 @@ from triptych.core.messages import (
     unpack,
 )
 from triptych.core.pages import PagePlan
-from triptych.kvpool import LocalPool
+from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.router import Coordinator, Journeys, Patience
 from triptych.workers.build import load_brain, make_engines
 from triptych.workers.cores import Turns
@@ -66,6 +66,8 @@ class Completion:
     finish: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     report: CompressionReport | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed again."""
     error: Failed | None = None
 
     def add(self, event: Event) -> None:
@@ -77,6 +79,7 @@ class Completion:
         self.logprobs += event.logprobs
         self.finish = event.finish or self.finish
         self.report = event.compression or self.report
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
 
     @property
     def is_done(self) -> bool:
@@ -98,16 +101,17 @@ class LocalServer:
         facts = describe(path)
         self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
         pages = config.pool.capacity_bytes // self.plan.page_bytes
-        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER)
+        prefixes = PrefixSettings.of(config.pool, self.plan)
+        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
         brain = load_brain(config, self.plan, path, STAGES)
-        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw)
+        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, facts.weights)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = Coordinator(
             config.router,
             self.plan,
-            capacity_bytes=pages * self.plan.page_bytes,
+            capacity_bytes=pages * self.plan.page_bytes - self.plan.prefix_bytes,
             patience=Patience(report_bound_s=math.inf),
         )
         self._lock = threading.Lock()

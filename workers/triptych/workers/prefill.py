@@ -2,6 +2,7 @@
 # torch.from_numpy has no type hints.
 """The prefill stage: reads prompts in ragged chunks, writes raw pages, draws the first token."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.handles import make_handle
 from triptych.workers.models import ModelRunner
+from triptych.workers.prefixes import PrefixStore
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import refuse
 
@@ -36,10 +38,19 @@ class Prompt:
     """Tokens whose keys and values are written."""
     attention: Tensor | None = None
     """Attention that each token received so far, [layers, heads, tokens]; None: nobody asks."""
+    cached: int = 0
+    """Tokens that a prefix of another request saved."""
+    seconds: float = 0.0
+    """Its share of the steps so far, by tokens."""
 
     @property
     def left(self) -> int:
         return len(self.request.known) - self.read
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token that was computed here."""
+        return self.seconds / max(1, self.read - self.cached)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class PrefillEngine:
     plan: PagePlan
     answers: AnswerFactory
     chunk_tokens: int
+    prefixes: PrefixStore | None = None
+    """None: each prompt is read from its first token on."""
     draw: Draw = sample
     """How tokens are drawn from logits; the quality harness forces them."""
     stage: Stage = "prefill"
@@ -107,9 +120,12 @@ class PrefillEngine:
         pieces = self._choose_pieces()
         if not pieces:
             return refused
+        began_s = time.perf_counter()
         logits = self._read(pieces)
+        token_s = (time.perf_counter() - began_s) / sum(piece.tokens for piece in pieces)
         for piece in pieces:
             piece.prompt.read += piece.tokens
+            piece.prompt.seconds += piece.tokens * token_s
         done = [piece.prompt for piece in pieces if piece.is_last]
         return [*refused, *self._finish(done, logits)]
 
@@ -132,7 +148,21 @@ class PrefillEngine:
         if self.plan.policy.needs_significance:
             shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
             prompt.attention = torch.zeros(shape)
+        if self.prefixes is not None:
+            self._begin_with_prefix(prompt, self.prefixes)
         return prompt
+
+    def _begin_with_prefix(self, prompt: Prompt, prefixes: PrefixStore) -> None:
+        """Copy what an earlier request left; at least the last token is left to be read."""
+        request = prompt.request
+        try:
+            prompt.read = prompt.cached = prefixes.load(
+                request.cache_salt, request.known, prompt.pages, prompt.attention
+            )
+        except TriptychError:
+            if not self.pool.is_lost:
+                self.pool.give(prompt.pages.ravel())
+            raise
 
     def _take_pages(self, tokens: int) -> NDArray[np.int32]:
         geometry = self.plan.geometry
@@ -180,6 +210,7 @@ class PrefillEngine:
         drawn = self.draw(logits, [answer.sampler_row for answer in answers])
         sends, going_on = list[Send](), list[tuple[Prompt, Answer]]()
         for prompt, answer, draw in zip(done, answers, drawn, strict=True):
+            answer.cached_tokens = min(prompt.cached, len(prompt.request.prompt))
             try:
                 sends.append(answer.push(draw))
             except TriptychError as error:
@@ -218,10 +249,13 @@ class PrefillEngine:
 
 
 def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
-    first_token = answer.tokens[0]
-    return Send(
-        ROUTER, Prefilled(request=prompt.request.id, first_token=first_token, handle=handle)
+    message = Prefilled(
+        request=prompt.request.id,
+        first_token=answer.tokens[0],
+        handle=handle,
+        token_s=prompt.token_s,
     )
+    return Send(ROUTER, message)
 
 
 class ChunkAttention:

@@ -34,6 +34,8 @@ class Choice:
     finish: FinishReason | None = None
     stop: str | int | None = None
     compression: CompressionReport | None = None
+    cached_tokens: int = 0
+    """Tokens of its prompt that were not computed again."""
 
     def add(self, item: Tokens) -> None:
         """Take new tokens."""
@@ -42,16 +44,25 @@ class Choice:
         self.ids += item.tokens
         self.finish, self.stop = item.finish, item.stop
         self.compression = item.compression or self.compression
+        self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
 
 
-def usage(prompt_tokens: int, choices: Sequence[Choice]) -> Json:
-    """Count tokens, and say what compression did if a stage reported it."""
+def usage(prompt_tokens: int, choices: Sequence[Choice], choices_each: int = 1) -> Json:
+    """Count tokens, and say what compression did if a stage reported it.
+
+    A prompt counts once, with the most that one of its ``choices_each`` choices had cached.
+    """
     answer_tokens = sum(len(choice.ids) for choice in choices)
     counts: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
         "total_tokens": prompt_tokens + answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(
+                max(choice.cached_tokens for choice in choices[first : first + choices_each])
+                for first in range(0, len(choices), choices_each)
+            )
+        },
     }
     reports = [choice.compression for choice in choices if choice.compression]
     if reports:
@@ -119,7 +130,7 @@ class Answer(ABC):
         }
 
     def _usage(self) -> Json:
-        return usage(self._job.prompt_tokens, self.choices)
+        return usage(self._job.prompt_tokens, self.choices, self._job.choices_each)
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Json:

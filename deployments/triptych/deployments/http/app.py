@@ -19,7 +19,7 @@ from triptych.deployments.http.errors import ApiError, RequestFailed, report
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.limits import Envelope, Limits, request_id
 from triptych.deployments.http.metrics import Gauges, IngressMetrics
-from triptych.deployments.http.plan import Job, Planner
+from triptych.deployments.http.plan import Job, Planner, tenant_of
 from triptych.deployments.http.protocol import (
     ChatBody,
     CompletionBody,
@@ -125,12 +125,12 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         body = validate(ChatBody, await read_json(request))
-        job = await self._planner.chat(body)
+        job = await self._planner.chat(body, _tenant(request))
         return await self._answer(request, job, ChatAnswer(job, self._codec))
 
     async def completions(self, request: Request) -> Response:
         body = validate(CompletionBody, await read_json(request))
-        job = await self._planner.completion(body)
+        job = await self._planner.completion(body, _tenant(request))
         return await self._answer(request, job, CompletionAnswer(job, self._codec))
 
     async def _answer(self, request: Request, job: Job, answer: Answer) -> Response:
@@ -215,3 +215,7 @@ class Routes:
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})
+
+
+def _tenant(request: Request) -> str:
+    return tenant_of(request.headers.get("authorization", ""))

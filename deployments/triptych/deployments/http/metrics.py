@@ -66,6 +66,11 @@ class IngressMetrics:
         self.prompt_tokens = Counter(
             "triptych_prompt_tokens", "Tokens of prompts that were answered.", registry=own
         )
+        self.cached_tokens = Counter(
+            "triptych_prompt_tokens_cached",
+            "Those of them that were not computed again.",
+            registry=own,
+        )
         self.generation_tokens = Counter(
             "triptych_generation_tokens", "Tokens of answers.", registry=own
         )
@@ -152,6 +157,7 @@ class Watch:
             self._first[name] = self._last[name] = now
             self._metrics.first_token.observe(now - self._start)
             self._metrics.prompt_tokens.inc(self._prompt_tokens[name])
+            self._metrics.cached_tokens.inc(item.cached_tokens)
         elif count:
             for _ in range(count):
                 self._metrics.inter_token.observe((now - self._last[name]) / count)

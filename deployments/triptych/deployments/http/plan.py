@@ -1,5 +1,6 @@
 """From a checked body to the requests that the engine runs."""
 
+import hashlib
 import secrets
 import time
 import uuid
@@ -37,8 +38,18 @@ class Job:
     """Send the usage so far with each event."""
     token_ids: bool
     """Give the ids of prompt and answer beside the text, as vLLM does."""
+    choices_each: int = 1
+    """Choices of one prompt; they follow each other in ``requests``."""
     echo: tuple[str, ...]
     """What each choice repeats before its answer."""
+
+
+def tenant_of(authorization: str) -> str:
+    """Digest of the credentials in an ``Authorization`` header; "" for a client without any."""
+    scheme, _, key = authorization.strip().partition(" ")
+    if not scheme:
+        return ""
+    return hashlib.sha256(f"{scheme.lower()} {key.strip()}".encode()).hexdigest()
 
 
 class Planner:
@@ -58,7 +69,7 @@ class Planner:
             text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
             raise ModelNotFound(text, "model")
 
-    async def chat(self, body: ChatBody) -> Job:
+    async def chat(self, body: ChatBody, tenant: str = "") -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -67,9 +78,10 @@ class Planner:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         prompt = await self.encode_messages(body.messages)
         logprobs = body.top_logprobs if body.logprobs else -1
-        return self._job("chatcmpl", body, [prompt], "messages", logprobs=logprobs)
+        job = self._job("chatcmpl", body, [prompt], "messages", logprobs=logprobs)
+        return self._owned(job, body, tenant)
 
-    async def completion(self, body: CompletionBody) -> Job:
+    async def completion(self, body: CompletionBody, tenant: str = "") -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -82,7 +94,17 @@ class Planner:
         prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
         texts = await self._texts(body) if body.echo else [""] * len(prompts)
         logprobs = -1 if body.logprobs is None else body.logprobs
-        return self._job("cmpl", body, prompts, "prompt", logprobs=logprobs, texts=texts)
+        job = self._job("cmpl", body, prompts, "prompt", logprobs=logprobs, texts=texts)
+        return self._owned(job, body, tenant)
+
+    def _owned(self, job: Job, body: GenerationBody, tenant: str) -> Job:
+        """Say with whom the requests share cached prefixes, and whose they count as.
+
+        ``tenant`` is "" or has a fixed length, so no two pairs look alike.
+        """
+        salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
+        owned = (replace(request, cache_salt=salt, tenant=tenant) for request in job.requests)
+        return replace(job, requests=tuple(owned))
 
     async def encode_messages(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -153,6 +175,7 @@ class Planner:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             token_ids=body.return_token_ids,
+            choices_each=body.n,
             echo=tuple(text for text in texts for _ in range(body.n)),
         )
 

@@ -147,6 +147,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -69,6 +69,8 @@ class FakeEngine:
     health_state: Health = field(default_factory=lambda: Health(ok=True))
     held_back: int = 0
     """Tokens that come without text at first."""
+    cached_tokens: int = 0
+    """Told with the first token of each request."""
     address: str = "ingress-0"
     calls: list[tuple[Request, ...]] = field(default_factory=list)
     running: int = 0
@@ -126,6 +128,7 @@ class FakeEngine:
             logprobs=logprobs,
             finish="stop" if stop else "length" if last else None,
             stop=stop,
+            cached_tokens=0 if step else self.cached_tokens,
             compression=CompressionReport(policy="uniform:k8v4", raw_bytes=3000, stored_bytes=1000)
             if last or stop
             else None,

@@ -36,6 +36,7 @@ def test_version(http, engine):
         ("triptych_inter_token_latency_seconds_count", 6),
         ("triptych_request_time_per_output_token_seconds_count", 2),
         ("triptych_e2e_request_latency_seconds_count", 2),
+        ("triptych_prompt_tokens_cached_total", 6),
         ("triptych_generation_tokens_total", 8),
         ('triptych_request_success_total{finished_reason="length"}', 2),
         ("triptych_kv_raw_bytes_total", 6000),
@@ -43,7 +44,7 @@ def test_version(http, engine):
     ],
 )
 def test_an_answer_is_counted(http, engine, name, grows_by):
-    before = sample(http, name)
+    before, engine.cached_tokens = sample(http, name), 3
     http.post(CHAT, json={"messages": HELLO, "max_tokens": 4, "n": 2})
     assert sample(http, name) - before == grows_by
     assert sample(http, "triptych_num_requests_running") == 0

@@ -1,7 +1,7 @@
 """Methods that are ours: the served engines themselves, teacher-forced."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ class EngineMethod:
     model_path: Path
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Serve the cases together.
+        """Serve the cases together, and no case what another one left behind.
 
         Raises:  ModelError if a request fails, as when it is longer than the pool can hold
         """
@@ -35,7 +35,8 @@ class EngineMethod:
             if isinstance(message, Compressed):
                 handles[message.request] = message
 
-        with LocalServer(self.config, self.model_path, teacher.draw, watch) as server:
+        config = replace(self.config, pool=replace(self.config.pool, prefix_bytes=0))
+        with LocalServer(config, self.model_path, teacher.draw, watch) as server:
             plan = server.plan
             requests = [
                 server.request(case.prompt, _sampling(case, number))

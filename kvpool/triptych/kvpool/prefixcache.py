@@ -1,0 +1,196 @@
+"""Prefixes of prompts in the pool's pages: the books of pages and the index of blocks, joined."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from triptych.core.config import PoolConfig
+from triptych.core.errors import NotRegistered, PoolError
+from triptych.core.handles import LeaseId
+from triptych.core.pages import PagePlan
+from triptych.kvpool.blocks import BlockKey, HoldId, Limits, Namespace, Payload, TokenIds
+from triptych.kvpool.freelist import PageIds
+from triptych.kvpool.ledger import PrefixLine
+from triptych.kvpool.plugins import EVICTION_POLICIES
+from triptych.kvpool.pool import Pool, WorkerId
+from triptych.kvpool.prefix import PrefixIndex
+from triptych.kvpool.processes import this_process
+
+PREFIX_WORKER = "prefix"
+"""Name under which the pool's process holds the pages of resident blocks, and their label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    """What the cache of prefixes may hold, resolved."""
+
+    block_tokens: int
+    total_bytes: int
+    tenant_bytes: int
+    eviction: str = "cost"
+    """Name of an eviction policy."""
+
+    @classmethod
+    def of(cls, config: PoolConfig, plan: PagePlan) -> Self | None:
+        """The settings of a pool; None if it keeps no prefixes.
+
+        One block's worth of the memory is for the block that is being published.
+        """
+        if plan.prefix_bytes == 0:
+            return None
+        total = plan.prefix_bytes - plan.block_pages(0) * plan.page_bytes
+        own = config.prefix_tenant_bytes
+        return cls(
+            block_tokens=plan.block_tokens,
+            total_bytes=total,
+            tenant_bytes=total if own == "auto" else own,
+            eviction=config.prefix_eviction,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundPrefix:
+    """A prefix whose pages stay as they are until the hold is released."""
+
+    hold: HoldId
+    tokens: int
+    """Tokens of the prompt that the blocks cover."""
+    blocks: tuple[PageIds, ...]
+    """Pages of each block, in the publisher's order."""
+
+
+class PrefixCache:
+    """Joins the pool's books with an index of blocks. No lock, no clock, no bytes.
+
+    Resident blocks belong to a worker of the pool's own, which never dies: one request lease
+    each. So the pool's books account for every page, and a publisher's death cannot take a
+    block away. A hold belongs to the worker that asked, and ends with its registration.
+
+    Every operation does all that it says or, if it refuses or raises, nothing.
+    """
+
+    def __init__(self, pool: Pool, settings: PrefixSettings) -> None:
+        self._pool = pool
+        limits = Limits(total_bytes=settings.total_bytes, tenant_bytes=settings.tenant_bytes)
+        policy = EVICTION_POLICIES.load(settings.eviction)()
+        self._index = PrefixIndex(settings.block_tokens, limits, policy)
+        self._worker = pool.register(PREFIX_WORKER, this_process(), math.inf)
+        self._leases = dict[BlockKey, LeaseId]()
+        self._holds = dict[HoldId, WorkerId]()
+
+    # -------------------------------------------------------------- calls of workers
+
+    def find(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Find the longest known prefix and hold it; at least the last token is never part of it.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        hold = self._index.acquire(namespace, tokens)
+        if hold is None:
+            return None
+        self._holds[hold.id] = worker
+        blocks = tuple(block.pages for block in hold.blocks)
+        return FoundPrefix(hold.id, len(blocks) * self._index.block_tokens, blocks)
+
+    def known(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of these tokens need not be published.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        return self._index.resident(namespace, tokens)
+
+    def release(self, worker: WorkerId, hold: HoldId) -> None:
+        """End a hold.
+
+        Raises: PoolError if the worker does not have it
+        """
+        if self._holds.get(hold) != worker:
+            raise PoolError(f"hold {hold} of a prefix: {worker!r} does not have it")
+        del self._holds[hold]
+        self._index.release(hold)
+
+    def publish(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        blocks: Sequence[PageIds],
+        seconds: float,
+        tenant: str,
+    ) -> int:
+        """Keep the last ``len(blocks)`` blocks of ``tokens``, which are whole blocks.
+
+        The pages of all blocks are of the worker's extent. Those of the last N, which is
+        returned, are the cache's from now on; the others stay the worker's: their blocks were
+        known already, or all were refused. ``seconds`` is what one block took to compute.
+
+        Raises: PoolError if tokens and blocks do not fit together; NotHeld, NotRegistered
+        """
+        if not blocks:
+            raise PoolError("no block to publish")
+        self._pool.require_extent(worker, np.concatenate(blocks))
+        size = self._pool.page_bytes
+        try:
+            payloads = [Payload(pages, pages.size * size, seconds) for pages in blocks]
+            done = self._index.publish(namespace, tokens, payloads, tenant=tenant)
+        except ValueError as error:
+            raise PoolError(str(error)) from error
+        if done.hold is None:
+            return 0
+        evicted = [self._leases.pop(block.key) for block in done.evicted]
+        self._pool.release(self._worker, evicted)
+        added = done.hold.blocks[len(done.hold.blocks) - done.added :]
+        moved = [(PREFIX_WORKER, block.pages) for block in added]
+        claims = self._pool.handoff(worker, moved)
+        pages = (block.pages for block in added)
+        self._pool.attach(self._worker, list(zip(claims, pages, strict=True)))
+        for block, claim in zip(added, claims, strict=True):
+            self._leases[block.key] = claim.lease
+        self._index.release(done.hold.id)
+        return done.added
+
+    # -------------------------------------------------------------- upkeep
+
+    def forget_lost(self) -> None:
+        """End the holds of workers whose registration does not count any more."""
+        lost = [hold for hold, who in self._holds.items() if not self._pool.is_registered(who)]
+        for hold in lost:
+            del self._holds[hold]
+            self._index.release(hold)
+
+    def line(self) -> PrefixLine:
+        """The numbers as they are."""
+        stat = self._index.stat()
+        return PrefixLine(
+            blocks=stat.blocks,
+            bytes=stat.nbytes,
+            hits=stat.hits,
+            misses=stat.misses,
+            asked_tokens=stat.asked_tokens,
+            hit_tokens=stat.hit_tokens,
+            evictions=stat.evictions,
+            refused=sum(stat.refused.values()),
+        )
+
+    def check(self) -> list[str]:
+        """Where the index, the leases and the holds differ; empty: all is well."""
+        wrong, stat = self._index.check(), self._index.stat()
+        ledger = self._pool.stat(0.0)
+        (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)
+        said = stat.blocks, stat.nbytes
+        if said != (mine.requests, mine.request_pages * ledger.page_bytes):
+            wrong.append(f"blocks, bytes of the index are {said}: its worker holds {mine}")
+        if len(self._leases) != stat.blocks or mine.extent_pages:
+            wrong.append("blocks and leases do not name each other")
+        if len(self._holds) != stat.holds:
+            wrong.append(f"the index has {stat.holds} holds, workers have {len(self._holds)}")
+        return wrong
+
+    def _require_registered(self, worker: WorkerId) -> None:
+        if not self._pool.is_registered(worker):
+            raise NotRegistered(worker)

@@ -1,0 +1,41 @@
+"""How much of a pool is for prefixes, and the shape of their blocks."""
+
+import pytest
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.layout import Geometry
+from triptych.core.pages import PagePlan
+
+SMOLLM2 = Geometry(layers=30, kv_heads=3, head_dim=64)
+TINY = Geometry(layers=1, kv_heads=1, head_dim=64)
+
+
+def plan(geometry: Geometry = SMOLLM2, policy: str = "uniform:k8v4", **pool: object) -> PagePlan:
+    settings: dict[str, object] = {"compressor": {"policy": policy}, "pool": pool}
+    return PagePlan.of(AppConfig.from_mapping(settings), geometry)
+
+
+def test_a_block_is_two_high_pages_of_each_head_row() -> None:
+    made = plan()
+    assert made.block_tokens == 2 * made.high.tokens == 64
+    assert made.block_pages(1) == 2 * 90
+    assert made.block_pages(0) == (2 + 1) * 90, "one raw page holds the sink"
+    raw = plan(policy="uniform:fp16")
+    assert (raw.block_tokens, raw.block_pages(0)) == (2 * raw.raw.tokens, 2 * 90)
+
+
+def test_a_quarter_is_for_prefixes_unless_it_holds_too_little() -> None:
+    assert plan(capacity_bytes=1 << 30).prefix_bytes == 1 << 28
+    assert plan(capacity_bytes=5_000_000).prefix_bytes == 0
+    assert plan(capacity_bytes=1 << 30, prefix_bytes=0).prefix_bytes == 0
+    assert plan(capacity_bytes=1 << 30, prefix_bytes=5_000_000).prefix_bytes == 5_000_000
+
+
+def test_what_is_left_must_do_for_a_request() -> None:
+    page = plan(TINY).page_bytes
+    with pytest.raises(ConfigError, match=r"at least 21504 bytes \(two blocks of 64 tokens\)"):
+        plan(TINY, prefix_bytes=6 * page - 1)
+    assert plan(TINY, capacity_bytes=10 * page, prefix_bytes=6 * page).prefix_bytes == 6 * page
+    with pytest.raises(ConfigError, match=f"beside pool.prefix_bytes={6 * page}"):
+        plan(TINY, capacity_bytes=10 * page - 1, prefix_bytes=6 * page)

@@ -1,0 +1,77 @@
+"""What of the pool requests may book, and what is said when it is too little."""
+
+from pathlib import Path
+
+import pytest
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.layout import Geometry
+from triptych.core.pages import PagePlan
+from triptych.deployments.plan import AppPlan
+from triptych.deployments.status import Status
+from triptych.kvpool import LocalPool, Namespace, PrefixSettings
+from triptych.router import RouterSnapshot
+
+CAPACITY = 128 << 20
+
+
+def plan(**pool: object) -> AppPlan:
+    config = AppConfig.from_mapping({"pool": {"capacity_bytes": CAPACITY, **pool}})
+    return AppPlan(
+        config=config,
+        model_path=Path(),
+        pages=PagePlan.of(config, Geometry(layers=30, kv_heads=3, head_dim=64)),
+        context_tokens=8192,
+        weights="hash",
+        run_dir=Path(),
+    )
+
+
+def test_requests_book_neither_stocks_nor_prefixes() -> None:
+    with_cache, without = plan(), plan(prefix_bytes=0)
+    assert without.bookable_bytes - with_cache.bookable_bytes == CAPACITY // 4
+    page = with_cache.pages.page_bytes
+    taken = 3 * 2 * 1024 * page + CAPACITY // 4
+    assert with_cache.bookable_bytes == CAPACITY // page * page - taken
+    with_cache.check_stock()
+    without.check_stock()
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        ({"extent_pages": 4000}, "pool.extent_pages=4000: 3 workers"),
+        ({"prefix_bytes": CAPACITY // 2 + CAPACITY // 8}, "for requests, less than a quarter"),
+    ],
+)
+def test_too_little_for_requests_is_an_error(pool: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(**pool).check_stock()
+
+
+def test_metrics_tell_of_prefixes() -> None:
+    settings = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
+    space = Namespace(salt=b"", model="m", revision="", profile="p")
+    with LocalPool(16, 256, "w", settings) as pool:
+        pool.publish_prefix(space, [1, 2], [pool.take(3)], seconds=0.1, tenant="")
+        assert pool.find_prefix(space, [1, 2, 3]) is not None
+        assert pool.find_prefix(space, [5, 6, 7, 8]) is None
+        ledger = pool.stat()
+    router = RouterSnapshot(
+        requests={},
+        booked_bytes={},
+        capacity_bytes=0,
+        held_by="",
+        oldest_waiting_s=0.0,
+        counters={},
+        workers=(),
+    )
+    gauges = Status(router, ledger, ()).gauges()
+    assert gauges["triptych_prefix_cache_queries"] == 7
+    assert gauges["triptych_prefix_cache_hits"] == 2
+    assert gauges['triptych_prefix_lookups{result="hit"}'] == 1
+    assert gauges['triptych_prefix_lookups{result="miss"}'] == 1
+    assert gauges["triptych_pool_pages_in_requests"] == 0
+    assert gauges["triptych_pool_pages_in_prefixes"] == 3
+    assert (gauges["triptych_prefix_blocks"], gauges["triptych_prefix_bytes"]) == (1, 768)

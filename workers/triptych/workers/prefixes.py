@@ -1,0 +1,230 @@
+# pyright: reportUnknownMemberType=false
+# torch.from_numpy has no type hints.
+"""Prefixes of prompts: kept in high pages by the compressor, read back by the prefill stage."""
+
+import hashlib
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.config import DType
+from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
+from triptych.core.messages import Prefix
+from triptych.core.pages import BLOCK_PAGES, PagePlan
+from triptych.kernels import transcode
+from triptych.kernels.pages import segments
+from triptych.kvpool import FoundPrefix, Namespace, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BlockPages:
+    """The pages of consecutive blocks, as the pool keeps them: high ones, then those of the sink.
+
+    A block is ``block_tokens`` tokens of every head row. Only the first block of a prefix has raw
+    pages: copies of the sink's, beside the same tokens in high pages.
+    """
+
+    high: Ids
+    """[head rows, pages of a head row], in the order of the tokens."""
+    sink: Ids
+    """[head rows, raw pages of the sink]; none if the blocks begin behind it."""
+
+    @classmethod
+    def of(cls, plan: PagePlan, first: int, blocks: list[Ids]) -> Self:
+        """Take the page ids of blocks apart; ``first`` is the place of the first one.
+
+        Raises: PoolError if a block does not have as many pages as the plan says
+        """
+        if [len(ids) for ids in blocks] != [
+            plan.block_pages(index) for index in range(first, first + len(blocks))
+        ]:
+            raise PoolError("the blocks of a prefix are of another plan")
+        rows = plan.geometry.head_rows
+        high = [ids[: rows * BLOCK_PAGES].reshape(rows, -1) for ids in blocks]
+        return cls(np.concatenate(high, axis=1), blocks[0][rows * BLOCK_PAGES :].reshape(rows, -1))
+
+
+@dataclass
+class PrefixStore:
+    """A worker's access to the prefixes that the pool keeps, for one model and one plan.
+
+    Prefixes are kept in the high format, whatever the policy does with the rest: dropped and
+    low tokens fit only the request that dropped them. Keys are in the plan's basis and carry
+    their position, so a prefix can be read wherever it is the beginning.
+    """
+
+    pool: WorkerPool
+    plan: PagePlan
+    weights: str
+    """Hash of the model's weights."""
+    dtype: DType
+    """In which the model computes."""
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    """Publications that were given up, by kind of error."""
+
+    def __post_init__(self) -> None:
+        self._pages = self.pool.arena.data
+        self._arena = torch.from_numpy(self._pages)
+        self._profile = profile_of(self.plan, self.dtype)
+
+    def namespace(self, cache_salt: str) -> Namespace:
+        """Everything but the tokens that decides whether a prefix may be shared."""
+        return Namespace(
+            salt=cache_salt.encode(), model=self.weights, revision="", profile=self._profile
+        )
+
+    # ---------------------------------------------------------------- reading
+
+    def load(
+        self, cache_salt: str, tokens: tuple[int, ...], raw: Ids, attention: Tensor | None
+    ) -> int:
+        """Write the known prefix of a prompt into its raw pages; how many tokens that are.
+
+        ``attention`` gets what the tokens received from each other: the mean that was kept,
+        times the tokens of the prefix that see each. An approximation: the mean was taken over
+        all of the publisher's prompt, and is the largest of the KV head's query heads.
+
+        Shapes:  raw [layers, kv_heads, pages of a head row]; attention [layers, heads, tokens]
+        Raises:  PoolUnavailable, NotRegistered
+        """
+        found = self.pool.find_prefix(self.namespace(cache_salt), np.array(tokens, np.int32))
+        if found is None:
+            return 0
+        try:
+            self._load(found, raw.reshape(self.plan.geometry.head_rows, -1), attention)
+        finally:
+            self.pool.release_prefix(found.hold)
+        return found.tokens
+
+    def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
+        blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
+        high, low = self._cells(blocks.high, 0, count), self._raw_cells(raw, 0, count)
+        transcode(self._arena, self.plan.high, self.plan.raw, *high, *low)
+        self._pages[raw[:, : blocks.sink.shape[1]]] = self._pages[blocks.sink]
+        if attention is not None:
+            geometry = self.plan.geometry
+            means = segments(self._arena, self.plan.high).scores[high[0].long(), high[1].long()]
+            sums = means.view(geometry.layers, geometry.kv_heads, count)
+            sums = sums * torch.arange(count, 0, -1, dtype=torch.float32)
+            group = attention.shape[1] // geometry.kv_heads
+            attention[:, :, :count] = sums.repeat_interleave(group, dim=1)
+
+    # ---------------------------------------------------------------- writing
+
+    def publish(self, prefix: Prefix, raw: Ids, significance: Tensor | None) -> None:
+        """Keep the whole blocks of a prompt that the pool does not know yet.
+
+        A prompt that cannot be kept is as good as one that nobody asks again: what the pool
+        refuses is counted, and that is all.
+
+        Shapes:  raw [head rows, pages of a head row]; significance [head rows, tokens], mean
+                 attention of each token
+        Raises:  PoolUnavailable, NotRegistered
+        """
+        try:
+            self._publish(prefix, raw, significance)
+        except (PoolUnavailable, NotRegistered):
+            raise
+        except PoolError as error:
+            self.skipped[type(error).__name__] += 1
+            logger.debug("a prefix is not kept: %s", error)
+
+    def _publish(self, prefix: Prefix, raw: Ids, significance: Tensor | None) -> None:
+        tokens, size = np.frombuffer(prefix.tokens, "<i4"), self.plan.block_tokens
+        last = len(tokens) // size
+        namespace = self.namespace(prefix.cache_salt)
+        first = self.pool.known_prefix(namespace, tokens[: last * size]) if last else 0
+        while first < last:
+            end = min(last, first + self._blocks_at_once)
+            ids = self._take(first, end)
+            added = 0
+            try:
+                self._write(first, ids, raw, significance)
+                added = self.pool.publish_prefix(
+                    namespace,
+                    tokens[: end * size],
+                    ids,
+                    seconds=prefix.token_s * size,
+                    tenant=prefix.tenant,
+                )
+            finally:
+                if not self.pool.is_lost:
+                    self._give(ids[: len(ids) - added])
+            if added < len(ids):
+                self.skipped["refused"] += 1
+                return
+            first = end
+
+    @property
+    def _blocks_at_once(self) -> int:
+        """As many as fit into the stock that is set aside for this worker, and at least one.
+
+        So what is written and not yet published never takes pages that requests have booked.
+        """
+        return max(1, self.pool.extent_pages // self.plan.block_pages(0))
+
+    def _take(self, first: int, end: int) -> list[Ids]:
+        """Pages for blocks, all or none."""
+        counts = [self.plan.block_pages(index) for index in range(first, end)]
+        return np.split(self.pool.take(sum(counts)), np.cumsum(counts)[:-1])
+
+    def _give(self, blocks: list[Ids]) -> None:
+        if blocks:
+            self.pool.give(np.concatenate(blocks))
+
+    def _write(self, first: int, ids: list[Ids], raw: Ids, significance: Tensor | None) -> None:
+        """Encode the tokens of blocks, all head rows in one call."""
+        blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
+        start, count = first * size, len(ids) * size
+        source, target = self._raw_cells(raw, start, count), self._cells(blocks.high, 0, count)
+        transcode(self._arena, self.plan.raw, self.plan.high, *source, *target)
+        self._pages[blocks.sink] = self._pages[raw[:, : blocks.sink.shape[1]]]
+        if significance is not None:
+            means = significance[:, start : start + count].flatten()
+            scores = segments(self._arena, self.plan.high).scores
+            scores[target[0].long(), target[1].long()] = means
+
+    # ---------------------------------------------------------------- cells
+
+    def _raw_cells(self, pages: Ids, start: int, count: int) -> tuple[Tensor, Tensor]:
+        return _cells(pages, self.plan.raw.tokens, start, count)
+
+    def _cells(self, pages: Ids, start: int, count: int) -> tuple[Tensor, Tensor]:
+        return _cells(pages, self.plan.high.tokens, start, count)
+
+
+def _cells(pages: Ids, per_page: int, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Page and row of ``count`` tokens from ``start`` on, head row after head row.
+
+    Shapes:  pages [head rows, M] -> int32 [head rows x count] each
+    """
+    page, row = np.divmod(np.arange(start, start + count, dtype=np.int32), np.int32(per_page))
+    rows = np.broadcast_to(row, (len(pages), count))
+    cells = (np.ascontiguousarray(part).ravel() for part in (pages[:, page], rows))
+    first, second = (torch.from_numpy(part) for part in cells)
+    return first, second
+
+
+def profile_of(plan: PagePlan, dtype: DType) -> str:
+    """Digest of all that decides what the bytes of a prefix's pages mean."""
+    parts = (
+        plan.high.format,
+        plan.high.key_order,
+        plan.page_bytes,
+        plan.geometry,
+        plan.block_sink_pages,
+        plan.policy.basis,
+        plan.policy.needs_significance,
+        dtype,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -53,6 +53,7 @@ class WorkerShell:
             on_router_found=lambda: None,
             on_router_lost=self._on_router_lost,
         )
+        self._rejoining: asyncio.Task[None] | None = None
         self._loop.start()
         await self._link.start(self._hello)
         self._reporting = asyncio.create_task(self._report())
@@ -116,7 +117,10 @@ class WorkerShell:
         logger.warning("%s: the pool is gone; waiting for the next one", self._pool.worker)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._pool.close)
-        self._pool = await asyncio.to_thread(self._join_pool)
+        with contextlib.suppress(PoolError):  # then the next report tries again
+            self._pool = await asyncio.to_thread(self._join_pool)
+        if self._pool.is_lost:
+            return
         self._loop, self._lost_since = await asyncio.to_thread(self._make_loop), 0.0
         self._loop.start()
         self._link.introduce(self._hello)
@@ -148,9 +152,7 @@ class WorkerShell:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            if self._pool.is_lost:
-                with contextlib.suppress(PoolError):
-                    await self._rejoin_pool()
-            else:
-                report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied)
-                self._link.to_router(report)
+            if self._pool.is_lost and (self._rejoining is None or self._rejoining.done()):
+                self._rejoining = asyncio.create_task(self._rejoin_pool())
+            report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied)
+            self._link.to_router(report)

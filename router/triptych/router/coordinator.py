@@ -143,12 +143,9 @@ class Coordinator:
     # ---------------------------------------------------------------- peers
 
     def _hello(self, hello: Hello, now: float) -> None:
-        former = self._books.fleet.get(hello.address)
         for address in self._books.fleet.replaced_by(hello):
             self._lose(address, now)
         self._books.fleet.join(hello)
-        if former is not None and former.hello.arena != hello.arena:
-            self._endings.lost_arena(former.hello.arena, now)
 
     def _lose(self, address: str, now: float) -> None:
         self._books.counters["peers_lost"] += 1
@@ -177,6 +174,8 @@ class Coordinator:
                 for state in states:
                     for entry in requests.in_state(state):
                         self._give_up_on(entry, stage, absent, now)
+        if fleet.absent_since("decode") is None:
+            self._endings.leave_lost_arenas(now)
         for state in (State.COMPRESSED, State.ORPHANED):  # only their own arena can help them
             for entry in requests.in_state(state):
                 absent = fleet.absent_since("decode", entry.final_arena)

@@ -59,10 +59,13 @@ class Endings:
             else:
                 self._survive(entry, address)
 
-    def lost_arena(self, arena: str, now: float) -> None:
-        """A worker has another arena than before: its pool died, and all pages with it."""
+    def leave_lost_arenas(self, now: float) -> None:
+        """Begin orphans anew where a decode worker lives, if none lives where their pages are.
+
+        Their pool may be dead, too; to wait for it would cost more than to compute them again.
+        """
         for entry in self.books.requests.in_state(State.ORPHANED):
-            if entry.final_arena == arena:
+            if self.books.fleet.absent_since("decode", entry.final_arena) is not None:
                 self.fail(entry, StageLost(entry.stage), now)
 
     def expel_formers(self) -> None:

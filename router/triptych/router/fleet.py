@@ -48,9 +48,6 @@ class Fleet:
     def __contains__(self, address: str) -> bool:
         return address in self._peers
 
-    def get(self, address: str) -> Peer | None:
-        return self._peers.get(address)
-
     def replaced_by(self, hello: Hello) -> list[str]:
         """Addresses whose process must be dead if ``hello`` is true."""
         return [

@@ -525,6 +525,16 @@ def test_orphans_wait_for_a_decode_worker() -> None:
     assert driver.hello("D", start=2) == [Send("D", resume())]
 
 
+def test_orphans_begin_anew_when_decode_workers_live_in_another_arena_only() -> None:
+    """Their pool died, and a worker has joined the next one."""
+    driver = Driver("P", "C", "D", arenas={"D": "old", "P": "old", "C": "old", "E": "new"})
+    driver.bring_to("decoding")
+    driver.router.lost("D", driver.now)
+    assert failures(driver.tick(5.0)) == []
+    driver.hello("E")
+    assert failures(driver.tick(0.5)) == [failed("r", StageLost("decode"))]
+
+
 def test_orphans_that_nobody_takes_fail_after_the_grace_time() -> None:
     driver = Driver("P", "C", "D")
     driver.bring_to("decoding")

@@ -25,6 +25,8 @@ class Journey:
     """Takes what the client is to hear."""
     said: list[int] = field(default_factory=list[int])
     attempt: int = 0
+    _start: tuple[int, ...] = ()
+    """Tokens that the present attempt began behind."""
     _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
     """Tokens that overtook those before them: two workers speak in turn, on two connections."""
 
@@ -41,7 +43,7 @@ class Journey:
 
     def present(self) -> Request:
         """The present attempt, as the router is to see it."""
-        return replace(self.request, id=self.id, said=tuple(self.said), attempt=self.attempt)
+        return replace(self.request, id=self.id, said=self._start, attempt=self.attempt)
 
     def hear(self, message: Tokens) -> bool:
         """Tell the client what is new to it, in order; whether that was the end.
@@ -57,8 +59,14 @@ class Journey:
         return False
 
     def begin_again(self) -> None:
-        """Give up the present attempt for another one."""
+        """Give up the present attempt for another one.
+
+        If it got no further than the token that the prefill draws, the next one does just the
+        same again: decode would read that token from compressed pages, another prefill not.
+        """
         self.attempt += 1
+        if len(self.said) > len(self._start) + 1:
+            self._start = tuple(self.said)
         self._early.clear()
 
     def fail(self, failure: Failed) -> None:

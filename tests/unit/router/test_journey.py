@@ -50,16 +50,33 @@ def test_another_attempt_begins_behind_what_the_client_has() -> None:
     journey = journeys.start(REQUEST, heard.append)
     assert journey.present() == REQUEST
     journey.hear(tokens(0))
-    journey.hear(replace(tokens(2), tokens=(99,)))  # the one before it never came
+    journey.hear(tokens(1))
+    journey.hear(replace(tokens(3), tokens=(99,)))  # the one before it never came
     assert journeys.again(journey)
     request = journey.present()
-    assert (request.id, request.said, request.attempt) == ("r~1", (10,), 1)
-    assert request.known == (1, 2, 3, 10)
+    assert (request.id, request.said, request.attempt) == ("r~1", (10, 11), 1)
+    assert request.known == (1, 2, 3, 10, 11)
     assert journeys.get("r") is None
     assert journeys.get("r~1") is journey
-    for index in range(1, 4):
+    for index in range(2, 4):
         assert journey.hear(tokens(index, "r~1", last=index == 3)) == (index == 3)
     assert heard == [tokens(index, last=index == 3) for index in range(4)]
+
+
+def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was() -> None:
+    heard, journeys = list[Tokens | Failed](), Journeys()
+    journey = journeys.start(REQUEST, heard.append)
+    journey.hear(tokens(0))
+    assert journeys.again(journey)
+    assert journey.present().said == ()
+    for index in range(3):
+        journey.hear(tokens(index, "r~1"))
+    assert heard == [tokens(index) for index in range(3)]
+    assert journeys.again(journey)
+    assert journey.present().said == (10, 11, 12)
+    journey.hear(tokens(3, "r~2"))
+    assert journeys.again(journey)
+    assert journey.present().said == (10, 11, 12)
 
 
 def test_a_request_that_kills_its_workers_ends() -> None:

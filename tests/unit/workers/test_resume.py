@@ -167,6 +167,25 @@ class Client:
         return [tokens[index] for index in range(len(tokens))]
 
 
+def test_a_fault_of_the_compressor_ends_the_requests_that_it_was_encoding(
+    stages: "Stages", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hang for ever if it does not know of them any more when it is asked whom to refuse."""
+    [request, _] = requests()
+    prefill, engine = stages.engines["prefill"], stages.engines["compress"]
+    read = stages._until(prefill, Prefill(requests=(request,)), Prefilled)
+    item = CompressItem(request=request.id, handle=read.handle)
+    stages._until(engine, Compress(items=(item,)), Planned)
+    engine.accept(Encode(requests=(request.id,), arena=stages.pool.arena.id))
+    monkeypatch.setattr(engine, "_encode", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert engine.requests() == [request.id]
+    engine.cancel(engine.requests())
+    assert not engine.has_work()
+    assert stages.pool.stat().held_pages == 0
+
+
 @pytest.mark.parametrize("stage", ["prefill", "compress", "decode"])
 def test_what_was_handed_over_and_nobody_took_goes_when_the_router_died(
     stages: "Stages", stage: str

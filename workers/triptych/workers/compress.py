@@ -9,7 +9,7 @@ of sink and window are not touched: they pass on to the decode stage as they are
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -140,15 +140,23 @@ class CompressEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        jobs, self._ready = self._ready, []
+        jobs = list(self._ready)  # they stay there to the end, so that a fault ends them too
         try:
-            encoded = self._take_pages(jobs)
+            ids = self.pool.take(sum(job.new_pages for job in jobs))
         except TriptychError as error:
-            self.pool.withdraw([job.request for job in jobs])
+            self.cancel([job.request for job in jobs])
             return [refuse(job.request, error) for job in jobs]
-        self._publish(jobs)
-        self._encode(jobs, encoded)
-        return self._hand_over(jobs, encoded)
+        try:
+            encoded = split_by_class(ids, jobs)
+            self._publish(jobs)
+            self._encode(jobs, encoded)
+            sends = self._hand_over(jobs, encoded)
+        except Exception:
+            if not self.pool.is_lost:
+                self.pool.give(ids)
+            raise
+        self._ready.clear()
+        return sends
 
     def _publish(self, jobs: list[Job]) -> None:
         """Keep the beginnings of prompts while their raw pages are there, unless it cannot be."""
@@ -243,17 +251,6 @@ class CompressEngine:
 
     # ---------------------------------------------------------------- encode
 
-    def _take_pages(self, jobs: list[Job]) -> list[list[Ids]]:
-        """Pages of every class of every job, in row order; all or nothing."""
-        counts = [[int(part.pages.sum()) for part in job.classes] for job in jobs]
-        ids = self.pool.take(sum(sum(count) for count in counts))
-        taken, start = list[list[Ids]](), 0
-        for count in counts:
-            ends = start + np.cumsum([0, *count])
-            taken.append([ids[a:b] for a, b in pairwise(ends)])
-            start = int(ends[-1])
-        return taken
-
     def _encode(self, jobs: list[Job], encoded: list[list[Ids]]) -> None:
         """One kernel call per format for all requests."""
         for index, layout in enumerate((self.plan.high, self.plan.low)):
@@ -307,3 +304,11 @@ class CompressEngine:
         )
         handle = make_handle(claim, runs, job.tokens)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
+
+
+def split_by_class(ids: Ids, jobs: Sequence[Job]) -> list[list[Ids]]:
+    """The pages of every class of every job, each in row order, cut from one array."""
+    counts = [[int(part.pages.sum()) for part in job.classes] for job in jobs]
+    ends = np.cumsum([0, *chain.from_iterable(counts)])
+    parts = iter([ids[first:end] for first, end in pairwise(ends)])
+    return [[next(parts) for _ in count] for count in counts]

@@ -50,14 +50,15 @@ class RouterEngine:
     """
 
     def __init__(self, plan: AppPlan, router: RouterHandle) -> None:
-        self.address = plan.address(new_name("ingress"))
+        name = new_name("ingress")
+        self.address = plan.address(name)
         self._router = router
         self._journeys = Journeys()
         self._unsent = dict[str, Journey]()
         """Attempts that wait for a router, by the request's id."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._link = RouterLink(
-            self.address,
+            Hello(name=name, address=self.address),
             plan.router_address,
             self._receive,
             on_router_found=self._on_router_found,
@@ -65,7 +66,7 @@ class RouterEngine:
         )
 
     async def start(self) -> None:
-        await self._link.start(Hello(name=new_name("ingress"), address=self.address))
+        await self._link.start()
 
     async def stop(self) -> None:
         await self._link.stop()

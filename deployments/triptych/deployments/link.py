@@ -21,22 +21,21 @@ class RouterLink:
 
     def __init__(
         self,
-        address: str,
+        hello: Hello,
         router: str,
         receive: Receive,
         *,
-        on_router_found: Callable[[], None],
+        on_router_found: Callable[[], None] = lambda: None,
         on_router_lost: Callable[[], None],
     ) -> None:
-        self._router, self._hello = router, Hello(name="", address=address)
+        self._router, self._hello = router, hello
         self._on_router_found, self._on_router_lost = on_router_found, on_router_lost
         self.is_up = False
         """Whether the router is there, as far as one knows."""
-        self.mailbox = Mailbox(address, receive, self._lost)
+        self.mailbox = Mailbox(hello.address, receive, self._lost)
         self._retry: asyncio.Task[None] | None = None
 
-    async def start(self, hello: Hello) -> None:
-        self._hello = hello
+    async def start(self) -> None:
         await self.mailbox.start()
         self._introduce()
 

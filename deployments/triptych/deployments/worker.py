@@ -46,16 +46,16 @@ class WorkerShell:
             load_brain, plan.config, plan.pages, plan.model_path, stages
         )
         self._loop = await asyncio.to_thread(self._make_loop)
+        self._address = plan.address(self._pool.worker)
         self._link = RouterLink(
-            plan.address(new_name("-".join(stages))),
+            self._hello,
             plan.router_address,
             self._receive,
-            on_router_found=lambda: None,
             on_router_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
         self._loop.start()
-        await self._link.start(self._hello)
+        await self._link.start()
         self._reporting = asyncio.create_task(self._report())
 
     def check_health(self) -> None:
@@ -72,6 +72,8 @@ class WorkerShell:
 
     async def __del__(self) -> None:
         self._reporting.cancel()
+        if self._rejoining is not None:
+            self._rejoining.cancel()
         await asyncio.to_thread(self._loop.stop)
         await self._link.stop()
         await asyncio.to_thread(self._pool.close)
@@ -105,7 +107,7 @@ class WorkerShell:
         config = self._plan.config
         return Hello(
             name=self._pool.worker,
-            address=self._link.mailbox.address,
+            address=self._address,
             stages=self._stages,
             arena=self._pool.arena.id,
             max_requests=config.decode.max_batch_requests if "decode" in self._stages else 0,

@@ -69,10 +69,7 @@ class LockedPool:
         """Shut a dead worker out for good, and say where its journal is."""
         if former == PREFIX_WORKER:
             raise StaleHandle(0, f"worker {former!r} is the pool's own")
-        with self._lock:
-            process = self._pool.process_of(former)
-        if process is not None:
-            self._fence(former, process)
+        self._fence(former)
         with self._lock:
             self._pool.bury(former, self._clock())
             self._forget_lost()
@@ -112,10 +109,7 @@ class LockedPool:
     def expel(self, name: str) -> bool:
         if name == PREFIX_WORKER:
             return False
-        with self._lock:
-            process = self._pool.process_of(name)
-        if process is not None:
-            self._fence(name, process)
+        self._fence(name)
         with self._lock:
             was_there = self._pool.expel(name)
             self._forget_lost()
@@ -205,15 +199,18 @@ class LockedPool:
         """Take back what lost workers held, and return the workers' names."""
         with self._lock:
             silent = self._pool.silent(self._clock())
-        for process in silent:
-            end(process)
+        for name in silent:
+            self._fence(name)
         with self._lock:
             lost = self._pool.sweep(self._clock(), is_alive)
             self._forget_lost()
             return lost
 
-    def _fence(self, name: str, process: ProcessKey) -> None:
-        if not end(process):
+    def _fence(self, name: str) -> None:
+        """End the worker's process, if there is one, before its pages are somebody else's."""
+        with self._lock:
+            process = self._pool.process_of(name)
+        if process is not None and not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
 
     def _forget_lost(self, and_of: str = "") -> None:

@@ -148,10 +148,10 @@ class Pool:
             self._bury(worker, now)
         return [worker.name for worker in lost]
 
-    def silent(self, now: float) -> list[ProcessKey]:
-        """Processes whose leases ran out; they may still run, and must not when pages move on."""
+    def silent(self, now: float) -> list[str]:
+        """Workers whose leases ran out; they may still run, and must not when pages move on."""
         workers = self._workers.values()
-        return [worker.process for worker in workers if now - worker.seen > self.lease_ttl_s]
+        return [worker.name for worker in workers if now - worker.seen > self.lease_ttl_s]
 
     def knows(self, name: str) -> bool:
         """Whether a worker of this name lives or left something."""

@@ -165,6 +165,7 @@ def test_a_worker_that_computes_for_long_keeps_its_lease(
     ids = pool.take(10)
     time.sleep(1.8)
     pool.give(ids)
+    assert server.stat().reclaimed_workers_total == 0
 
 
 def test_a_killed_pool_is_noticed_and_its_memory_cleaned_up_by_the_next(

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from triptych.core.errors import QueueFull
 from triptych.deployments.http import Health
@@ -74,7 +75,6 @@ def test_values_of_other_parts_are_shown_with_their_labels(http, engine):
 
 
 def test_every_metric_can_be_parsed_by_prometheus(http, engine):
-    parser = pytest.importorskip("prometheus_client.parser")
-    families = list(parser.text_string_to_metric_families(http.get("/metrics").text))
+    families = list(text_string_to_metric_families(http.get("/metrics").text))
     assert all(family.name.startswith("triptych_") for family in families)
     assert len(families) >= 12

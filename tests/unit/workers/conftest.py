@@ -1,44 +1,13 @@
-"""A tiny random model with a byte-level tokenizer, as a directory in Hugging Face's form."""
+"""The tiny model, made once."""
 
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CONTEXT_TOKENS = 512
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+from tests.tiny import save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, four query heads on two KV heads, head_dim 32."""
-    path = tmp_path_factory.mktemp("tiny")
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(7)
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    """A directory with the tiny model."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -160,6 +160,8 @@ class Request:
     """Requests share cached prefixes if, and only if, theirs are equal."""
     tenant: str = ""
     """Digest of the client's key: whose quota its cached prefixes count against."""
+    cached_at_most: int | None = None
+    """Most tokens that may come from a cached prefix; None: all that are known."""
 
     @property
     def known(self) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class Journey:
     attempt: int = 0
     _start: tuple[int, ...] = ()
     """Tokens that the present attempt began behind."""
+    _cached: int | None = None
+    """Tokens of the prompt that were cached, as the first one behind ``_start`` told."""
     _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
     """Tokens that overtook those before them: two workers speak in turn, on two connections."""
 
@@ -43,7 +45,13 @@ class Journey:
 
     def present(self) -> Request:
         """The present attempt, as the router is to see it."""
-        return replace(self.request, id=self.id, said=self._start, attempt=self.attempt)
+        return replace(
+            self.request,
+            id=self.id,
+            said=self._start,
+            attempt=self.attempt,
+            cached_at_most=self._cached,
+        )
 
     def hear(self, message: Tokens) -> bool:
         """Tell the client what is new to it, in order; whether that was the end.
@@ -52,6 +60,8 @@ class Journey:
         """
         self._early[message.index] = message
         while (item := self._early.pop(len(self.said), None)) is not None:
+            if len(self.said) == len(self._start):
+                self._cached = item.cached_tokens
             self.said += item.tokens
             self.tell(replace(item, request=self.request.id))
             if item.finish is not None:
@@ -62,11 +72,12 @@ class Journey:
         """Give up the present attempt for another one.
 
         If it got no further than the token that the prefill draws, the next one does just the
-        same again: decode would read that token from compressed pages, another prefill not.
+        same again: decode would read that token from compressed pages, another prefill not. Nor
+        may it read a prefix that was kept of the first attempt meanwhile.
         """
         self.attempt += 1
         if len(self.said) > len(self._start) + 1:
-            self._start = tuple(self.said)
+            self._start, self._cached = tuple(self.said), None
         self._early.clear()
 
     def fail(self, failure: Failed) -> None:

@@ -63,6 +63,21 @@ def test_another_attempt_begins_behind_what_the_client_has() -> None:
     assert heard == [tokens(index, last=index == 3) for index in range(4)]
 
 
+def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_first_one() -> None:
+    """By then its own prompt may be kept there, rounded."""
+    journeys = Journeys()
+    journey = journeys.start(REQUEST, lambda _: None)
+    assert journey.present().cached_at_most is None
+    journey.hear(replace(tokens(0), cached_tokens=2))
+    for attempt in ("r~1", "r~2"):
+        assert journeys.again(journey)
+        assert journey.present().cached_at_most == 2
+        journey.hear(replace(tokens(0, attempt), cached_tokens=3))
+    journey.hear(tokens(1, "r~2"))
+    assert journeys.again(journey)
+    assert journey.present().cached_at_most is None
+
+
 def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was() -> None:
     heard, journeys = list[Tokens | Failed](), Journeys()
     journey = journeys.start(REQUEST, heard.append)

@@ -184,9 +184,14 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
     assert not store.skipped
     again = store.pool.take(raw.size).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, count)
-    found = store.load("s", tokens, again, attention)
+    request = Request(id="r", prompt=tokens, sampling=Sampling(), reply_to="client", cache_salt="s")
+    for limit in (0, plan.block_tokens - 1):
+        assert store.load(replace(request, cached_at_most=limit), again, None) == 0
+    limited = replace(request, cached_at_most=plan.block_tokens)
+    assert store.load(limited, again, None) == plan.block_tokens
+    found = store.load(request, again, attention)
     assert found == 3 * plan.block_tokens
-    assert store.load("other", tokens, again, None) == 0
+    assert store.load(replace(request, cache_salt="other"), again, None) == 0
 
     lengths = torch.full((rows,), found, dtype=torch.int32)
     old = load_tokens(arena, plan.raw, torch.from_numpy(raw), lengths)

@@ -156,9 +156,7 @@ class PrefillEngine:
         """Copy what an earlier request left; at least the last token is left to be read."""
         request = prompt.request
         try:
-            prompt.read = prompt.cached = prefixes.load(
-                request.cache_salt, request.known, prompt.pages, prompt.attention
-            )
+            prompt.read = prompt.cached = prefixes.load(request, prompt.pages, prompt.attention)
         except TriptychError:
             if not self.pool.is_lost:
                 self.pool.give(prompt.pages.ravel())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triptych.core.config import DType
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
-from triptych.core.messages import Prefix
+from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
@@ -85,9 +85,7 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- reading
 
-    def load(
-        self, cache_salt: str, tokens: tuple[int, ...], raw: Ids, attention: Tensor | None
-    ) -> int:
+    def load(self, request: Request, raw: Ids, attention: Tensor | None) -> int:
         """Write the known prefix of a prompt into its raw pages; how many tokens that are.
 
         ``attention`` gets what the tokens received from each other: the mean that was kept,
@@ -97,7 +95,10 @@ class PrefixStore:
         Shapes:  raw [layers, kv_heads, pages of a head row]; attention [layers, heads, tokens]
         Raises:  PoolUnavailable, NotRegistered
         """
-        found = self.pool.find_prefix(self.namespace(cache_salt), np.array(tokens, np.int32))
+        limit = request.cached_at_most
+        # One more than is wanted, since a prefix is never all of the tokens.
+        tokens = np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
+        found = self.pool.find_prefix(self.namespace(request.cache_salt), tokens)
         if found is None:
             return 0
         try:

@@ -285,11 +285,11 @@ class Coordinator:
         """The worker that has the request says that it is over there: it holds nothing of it."""
         if entry.giver == entry.worker:
             entry.giver = ""
-        entry.worker = ""
+        worker, entry.worker = entry.worker, ""
         if message.error is not None:
             self._endings.fail(entry, message.error, now)
         elif entry.state in (State.PREFILLING, State.DECODING):
-            self._endings.finish(entry)
+            self._endings.finish(entry, worker, now)
         else:
             self._endings.fail(entry, StageLost(entry.stage), now)
 

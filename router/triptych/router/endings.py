@@ -1,11 +1,15 @@
 """How a request ends: finished, failed or cancelled, and when its bytes are free again."""
 
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 from triptych.core.errors import StageLost, TriptychError
-from triptych.core.messages import POOL, Expel, Failed, Request, failed
+from triptych.core.messages import POOL, Expel, Failed, Request, Send, failed
 from triptych.router.books import Books
 from triptych.router.state import Entry, State
+
+LAST_WORDS_S = 5.0
+"""Time in which the end of an answer reaches its ingress, if it does at all."""
 
 
 @dataclass
@@ -20,10 +24,20 @@ class Endings:
     books: Books
     cancel_timeout_s: float
     reclaim_s: float
+    _finished: deque[tuple[float, str, Send]] = field(
+        default_factory=deque[tuple[float, str, Send]]
+    )
+    """When, by whom, and what the ingress must hear if that worker dies right afterwards."""
 
-    def finish(self, entry: Entry) -> None:
-        """The answer is complete; no worker holds anything."""
+    def finish(self, entry: Entry, worker: str, now: float) -> None:
+        """The answer is complete, as its last worker says; no worker holds anything.
+
+        The last words go to the ingress on a way of their own, on which the worker's death may
+        overtake them.
+        """
         self.books.counters["finished"] += 1
+        lost = failed(entry.id, StageLost(entry.stage))
+        self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
         self._remove(entry)
 
     def refuse(self, request: Request, error: TriptychError) -> None:
@@ -46,6 +60,10 @@ class Endings:
 
         ``name``: what the pool calls it, if it keeps what the peer held.
         """
+        for end in [end for end in self._finished if end[1] == address]:
+            self._finished.remove(end)
+            _, _, send = end  # an ingress that has heard the end does not care
+            self.books.outbox.post(send.to, send.message)
         for entry in list(self.books.requests):
             if entry.state is State.LEAVING:
                 if address in entry.owed:
@@ -90,7 +108,9 @@ class Endings:
             self._remove(entry)
 
     def expire(self, now: float) -> None:
-        """Stop waiting for workers that do not answer."""
+        """Stop waiting for workers that do not answer, and for their last words."""
+        while self._finished and now - self._finished[0][0] > LAST_WORDS_S:
+            self._finished.popleft()
         for entry in self.books.requests.in_state(State.LEAVING):
             entry.owed = {who: until for who, until in entry.owed.items() if now < until}
             if not entry.owed:

@@ -495,6 +495,18 @@ def test_a_lost_worker_fails_its_requests_and_frees_what_others_hold(
     assert [send.to for send in sends if isinstance(send.message, Cancel)] == told
 
 
+def test_the_death_of_a_worker_may_overtake_the_end_of_an_answer() -> None:
+    """An ingress that still waits for it then hears that it must ask again; once."""
+    driver = whole()
+    for name in ("early", "late"):
+        driver.bring_to("decoding", request(name))
+        assert driver.on(Finished(request=name, tokens=10), "D") == []
+        driver.tick(4.0)
+    assert failures(driver.router.lost("D", driver.now)) == [failed("late", StageLost("decode"))]
+    driver.hello("D", start=2)
+    assert failures(driver.router.lost("D", driver.now)) == []
+
+
 def resume(former: str = "D#1") -> Resume:
     return Resume(request=request(), former=former, report=REPORT)
 

@@ -280,9 +280,11 @@ def resume(request: Request, former: str) -> Resume:
 def test_the_next_worker_goes_on_wherever_the_first_one_died(
     stages: Stages, whole: dict[str, list[int]]
 ) -> None:
-    """At random lines of a run, but for the last steps, in which answers end."""
-    total = int(0.95 * lines_of_a_run(stages, DECODE))
-    for lines in random.Random(5).sample(range(total), 20):
+    """At random lines of a run, more of them in its last steps, in which answers end."""
+    total = lines_of_a_run(stages, DECODE)
+    luck = random.Random(5)
+    ends = luck.sample(range(int(0.97 * total), total), 8)
+    for lines in (*luck.sample(range(total), 12), *ends):
         die_and_go_on(stages, whole, lines, DECODE)
 
 
@@ -365,6 +367,7 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
         ("read", 10**6),
         ("lease", 10**12),
         ("lease", 0),
+        ("lease", journal.ENDED),
         ("request", b"r1"),
     ],
 )

@@ -3,6 +3,7 @@
 """The decode stage: continuous batching over compressed pages, one token a step for each."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,11 +16,9 @@ from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychE
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import (
     ROUTER,
-    CompressionReport,
     Finished,
     Join,
     Message,
-    Request,
     Resume,
     Resumed,
     Send,
@@ -77,7 +76,8 @@ class DecodeEngine:
 
     def __post_init__(self) -> None:
         self._arena = torch.from_numpy(self.pool.arena.data)
-        self._free_slots = list(range(self.max_requests))
+        # The one that was left first is used first: what was said there stays to be read longest.
+        self._free_slots = deque(range(self.max_requests))
         longest = self.answers.context_tokens
         self._journal = Journal.begin(self.plan, self.pool.journal, self.max_requests, longest)
         self._tables = self._journal.tables
@@ -156,8 +156,9 @@ class DecodeEngine:
         return sends
 
     def _finish(self, one: Running) -> Send:
+        self._journal.end(one.slot)
         self._leave(one)
-        return Send(ROUTER, Finished(request=one.id, tokens=len(one.answer.tokens)))
+        return finished(one.answer)
 
     # ---------------------------------------------------------------- join and leave
 
@@ -172,61 +173,67 @@ class DecodeEngine:
                 raise MessageError(f"run of format {run.format}: expected one of {sorted(tables)}")
             table = tables[run.format]
             unpacked.append((table, *unpack_run(run, table.layout, rows, self.pool.capacity_pages)))
+        answer = self._answer(message)
         ids = np.concatenate([ids for _, _, ids in unpacked])
         (claim,) = self.pool.attach([(message.handle.claim, ids)])
-        slot = self._free_slots.pop()
+        slot = self._free_slots.popleft()
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
         journal, read = self._journal, message.handle.tokens
         raw_tokens = int(self._raw.tokens[0, slot, 0])
         journal.join(slot, message.request.id, claim.lease, read, raw_tokens)
         journal.say(slot, message.first_token)
-        return self._start(message.request, message.report, slot, claim)
+        return self._start(answer, slot, claim)
 
     def _resume(self, message: Resume) -> list[Send]:
         """Go on from what a dead worker left in its journal and in the pool."""
-        if not self._free_slots:
-            raise MessageError(f"no free slot: all {self.max_requests} are taken")
-        name, journal = message.request.id, self._journal
+        name, journal, answer = message.request.id, self._journal, self._answer(message)
         left = journal.beside(self.pool.inherit(message.former))
         at = left.find(name)
+        resumed = Send(ROUTER, Resumed(request=name))
+        if left.is_ended(at):
+            words = self._repeat(answer, left.words(at))
+            if answer.finish is None:
+                raise StaleHandle(0, f"what is written of {name!r} has no end")
+            return [resumed, *words, finished(answer)]
+        if not self._free_slots:
+            raise MessageError(f"no free slot: all {self.max_requests} are taken")
         lease = LeaseId(int(left.lease[at]))
         claim = self.pool.adopt(message.former, name, lease, left.pages(at))
         window = self._window_of(left)
         spare = window.finish(at) if window else np.empty(0, np.int32)
         # A step that was cut short may have counted its token already.
         left.tables[0].tokens[:, at] = left.raw_tokens(at)
-        slot = self._free_slots.pop()
+        slot = self._free_slots.popleft()
         journal.copy(left, at, slot)
         journal.enter(slot, name, claim.lease)
-        sends = self._start(message.request, message.report, slot, claim, spare)
-        return [Send(ROUTER, Resumed(request=name)), *sends]
+        return [resumed, *self._start(answer, slot, claim, spare)]
+
+    def _answer(self, message: Join | Resume) -> Answer:
+        answer = self.answers.start(message.request)
+        answer.report = message.report
+        return answer
 
     def _start(
-        self,
-        request: Request,
-        report: CompressionReport,
-        slot: int,
-        claim: Claim,
-        spare: Sequence[int] | Ids = (),
+        self, answer: Answer, slot: int, claim: Claim, spare: Sequence[int] | Ids = ()
     ) -> list[Send]:
-        """Put a request that is in the journal into the batch.
-
-        What an earlier worker said is said again, in case it did not get it through. That has
-        no log probabilities, so a request that asks for them says nothing twice.
-        """
-        journal = self._journal
-        answer = self.answers.start(request)
-        answer.report = report
-        said = journal.tokens[slot, : journal.said[slot]].tolist()
-        sends = [answer.replay(token) for token in said]
-        one = Running(slot, claim, answer, journal.position(slot), [int(page) for page in spare])
+        """Put a request that is in the journal into the batch."""
+        sends = self._repeat(answer, self._journal.words(slot))
+        position = self._journal.position(slot)
+        one = Running(slot, claim, answer, position, [int(page) for page in spare])
         self._running[one.id] = one
-        if request.sampling.logprobs >= 0:
-            sends = []
         if answer.finish is not None:
             sends.append(self._finish(one))
         return sends
+
+    @staticmethod
+    def _repeat(answer: Answer, words: Sequence[int]) -> list[Send]:
+        """Say again what an earlier worker said, in case it did not get it through.
+
+        That has no log probabilities, so a request that asks for them says nothing twice.
+        """
+        sends = [answer.replay(token) for token in words]
+        return sends if answer.request.sampling.logprobs < 0 else []
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""
@@ -315,6 +322,11 @@ class DecodeEngine:
         )
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
+
+
+def finished(answer: Answer) -> Send:
+    """Tell the router that nothing is held of a request any more."""
+    return Send(ROUTER, Finished(request=answer.request.id, tokens=len(answer.tokens)))
 
 
 class PageAttention:

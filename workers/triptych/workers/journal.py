@@ -34,6 +34,10 @@ Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each array of a journal, by name."""
 
 
+ENDED = -1
+"""Stands for the lease of a request that has none any more, as its answer is complete."""
+
+
 def journal_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
     """Memory that a journal takes."""
     return sum(_size(*one) for one in _fields(plan, slots, context_tokens).values())
@@ -132,11 +136,27 @@ class Journal:
         self.tokens[slot, said] = token
         self.said[slot] = said + 1
 
+    def end(self, slot: int) -> None:
+        """Note that an answer is complete: its pages are not needed any more, only its words.
+
+        These stay until the slot is used again, in case they did not get through.
+        """
+        self.lease[slot] = ENDED
+
     def leave(self, slot: int) -> None:
-        """Strike a request out."""
-        self.request[slot] = b""
+        """Strike a request out, unless its answer is complete."""
+        if not self.is_ended(slot):
+            self.request[slot] = b""
 
     # ---------------------------------------------------------------- reading
+
+    def is_ended(self, slot: int) -> bool:
+        """Whether the answer of a slot's request is complete."""
+        return int(self.lease[slot]) == ENDED
+
+    def words(self, slot: int) -> list[int]:
+        """Tokens of the answer so far."""
+        return self.tokens[slot, : self.said[slot]].tolist()
 
     def position(self, slot: int) -> int:
         """Position of the newest token, which no step has read yet."""

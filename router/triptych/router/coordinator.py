@@ -58,7 +58,13 @@ MISSED_TICK_S = 2.0
 NEEDED_IN: dict[Stage, tuple[State, ...]] = {
     "prefill": (State.WAITING,),
     "compress": (State.WAITING, State.PREFILLED),
-    "decode": (State.WAITING, State.PREFILLED, State.PLANNED),
+    "decode": (
+        State.WAITING,
+        State.PREFILLED,
+        State.PLANNED,
+        State.COMPRESSED,
+        State.ORPHANED,
+    ),
 }
 """States in which a request cannot go on without a stage."""
 
@@ -176,11 +182,6 @@ class Coordinator:
                         self._give_up_on(entry, stage, absent, now)
         if fleet.absent_since("decode") is None:
             self._endings.leave_lost_arenas(now)
-        for state in (State.COMPRESSED, State.ORPHANED):  # only their own arena can help them
-            for entry in requests.in_state(state):
-                absent = fleet.absent_since("decode", entry.final_arena)
-                if absent is not None:
-                    self._give_up_on(entry, "decode", absent, now)
 
     def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
         if now - max(absent, entry.since) >= self._patience.grace_s:

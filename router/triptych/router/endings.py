@@ -78,13 +78,14 @@ class Endings:
                 self._survive(entry, address)
 
     def leave_lost_arenas(self, now: float) -> None:
-        """Begin orphans anew where a decode worker lives, if none lives where their pages are.
+        """Begin requests anew where a decode worker lives, if none lives where their pages are.
 
         Their pool may be dead, too; to wait for it would cost more than to compute them again.
         """
-        for entry in self.books.requests.in_state(State.ORPHANED):
-            if self.books.fleet.absent_since("decode", entry.final_arena) is not None:
-                self.fail(entry, StageLost(entry.stage), now)
+        for state in (State.COMPRESSED, State.ORPHANED):
+            for entry in self.books.requests.in_state(state):
+                if self.books.fleet.absent_since("decode", entry.final_arena) is not None:
+                    self.fail(entry, StageLost("decode"), now)
 
     def expel_formers(self) -> None:
         """Have the pool free what the dead left, once nobody is to take it over any more."""

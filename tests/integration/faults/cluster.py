@@ -1,0 +1,263 @@
+"""The server's processes without Ray: the same shells, sockets and shared memory.
+
+Starting a process takes a tenth of a second, since it is forked from one that has imported
+everything. So thousands of deaths can be tried where Ray allows for dozens.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+
+from tests.integration.faults.points import EXIT_CODE, POINTS, Board, watch_points
+from triptych.cli.pool import pool_at
+from triptych.core.config import AppConfig
+from triptych.core.errors import PoolError
+from triptych.core.messages import Failed, Request
+from triptych.deployments import rundir
+from triptych.deployments.app import make_plan
+from triptych.deployments.ingress import RouterEngine
+from triptych.deployments.plan import AppPlan
+from triptych.deployments.router import RouterShell
+from triptych.deployments.worker import WorkerShell
+from triptych.kvpool import PoolServer, PrefixSettings
+
+ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
+WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", "heir")}
+ABSENT = -1
+LOOK_EVERY_S = 0.02
+PATIENCE_S = 60.0
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    tokens: list[int]
+    ending: str
+
+
+class Cluster:
+    """Starts all processes, and starts anew whoever dies. Clients ask from this process."""
+
+    def __init__(self, model: Path) -> None:
+        settings: dict[str, Any] = {
+            "model": {"name": str(model), "dtype": "float32", "max_context_tokens": 256},
+            "compressor": {
+                "profile": "none",
+                "policy": "diffkv",
+                "high_format": "k8v4",
+                "low_format": "k4v2",
+                "alpha_high": 1.0,
+                "alpha_low": 0.2,
+                "recent_window_tokens": 4,
+                "high_window_tokens": 8,
+                "score_every_tokens": 2,
+                "sink_tokens": 1,
+            },
+            "prefill": {"actor": {"threads": 1}},
+            "decode": {"actor": {"threads": 1, "num_replicas": 2}, "max_batch_requests": 4},
+            "pool": {"capacity_bytes": 16 << 20, "prefix_bytes": 2 << 20, "extent_pages": 4},
+        }
+        self.plan = make_plan(AppConfig.from_mapping(settings))
+        size = len(POINTS)
+        self.board = Board(RawArray("i", size), RawArray("i", size))
+        self.deaths = Counter[str]()
+        self._taken = RawArray("i", [ABSENT] * len(ROLES))
+        self._processes = dict[int, BaseProcess]()
+        self._ids = itertools.count()
+        # Nobody asks for the status, so there need be no handle to ask through.
+        self._engine = RouterEngine(self.plan, cast(Any, None))
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        for index in range(len(ROLES)):
+            self._start(index)
+        await self._engine.start()
+        self._watching = asyncio.create_task(self._watch())
+        await self.until(self._is_whole, "all processes are there")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the workers, look whether anything is held, then stop the rest."""
+        if self._watching is not None:
+            self._watching.cancel()
+        try:
+            await asyncio.to_thread(self._stop, "prefill", "compress", "decode")
+            if kind is None:
+                faults = await asyncio.to_thread(self._faults, only_prefixes=True)
+                assert faults == [], faults
+        finally:
+            await self._engine.stop()
+            await asyncio.to_thread(self._stop, "router", "pool")
+            rundir.remove_orphans()
+
+    async def answer(self, request: Request) -> Answer:
+        """One client's request, from submission to its end."""
+        name = f"r{next(self._ids)}"
+        asked = Request(
+            id=name,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            reply_to=self._engine.address,
+            cache_salt=name,  # so that each prompt is computed, and kept
+        )
+        answer = Answer([], f"no end within {PATIENCE_S:.0f} s")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                async for event in self._engine.generate([asked]):
+                    if isinstance(event, Failed):
+                        answer.ending = f"{event.code}: {event.message}"
+                    else:
+                        answer.tokens += event.tokens
+                        answer.ending = event.finish or answer.ending
+        return answer
+
+    async def settled(self) -> None:
+        """Wait until nobody holds anything; raises TimeoutError that says who does."""
+        await self.until(self._is_whole, "all processes are back")
+        await self.until(lambda: not any(self._taken), "workers hold no page")
+        await self.until(lambda: self._faults() == [], "the books are even")
+
+    async def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait for something; raises TimeoutError that says for what."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not await asyncio.to_thread(holds):  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            now = (list(self._taken), await asyncio.to_thread(self._faults))
+            raise TimeoutError(f"not within {PATIENCE_S:.0f} s: {what}; now {now}") from None
+
+    # ---------------------------------------------------------------- processes
+
+    def _start(self, index: int) -> None:
+        self._taken[index] = ABSENT
+        args = (ROLES[index], self.plan, self.board, self._taken, index)
+        process = FORKS.Process(target=run, args=args, daemon=True)
+        process.start()
+        self._processes[index] = process
+
+    async def _watch(self) -> None:
+        """What Serve does: whoever died is started anew."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for index, process in self._processes.items():
+                if process.exitcode is not None:
+                    as_told = process.exitcode == EXIT_CODE
+                    self.deaths[ROLES[index] if as_told else f"{ROLES[index]}, untold"] += 1
+                    self._start(index)
+
+    def _stop(self, *roles: str) -> None:
+        chosen = [self._processes[i] for i, role in enumerate(ROLES) if role in roles]
+        for process in chosen:
+            process.terminate()
+        for process in chosen:
+            process.join(20)
+            if process.exitcode is None:
+                process.kill()
+
+    def _is_whole(self) -> bool:
+        return ABSENT not in self._taken
+
+    def _faults(self, *, only_prefixes: bool = False) -> list[str]:
+        """What is wrong in the pool's books while nothing runs."""
+        try:
+            with pool_at(self.plan.pool_address) as pool:
+                wrong, ledger = pool.check(), pool.stat()
+        except PoolError as error:
+            return [str(error)]
+        if ledger.request_pages != ledger.prefix_pages:
+            wrong.append(f"requests hold pages: {ledger.by_request}")
+        if only_prefixes and ledger.extent_pages:
+            wrong.append(f"workers that left hold {ledger.extent_pages} pages")
+        return wrong
+
+
+# ---------------------------------------------------------------- in the processes
+
+
+def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int) -> None:
+    """Be one of the server's processes."""
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # what is said of deaths is no news here
+    for watched in WATCHED.get(role, (role,)):
+        watch_points(watched, board)
+    if role == "pool":
+        be_pool(plan, taken, index)
+    else:
+        asyncio.run(
+            be_router(plan, taken, index)
+            if role == "router"
+            else be_worker(role, plan, taken, index)
+        )
+
+
+def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
+    rundir.remove_orphans()
+    place = rundir.RunDir.enter(plan.run_dir)
+    prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
+    server = PoolServer(
+        plan.config.pool, plan.pages.page_bytes, address=plan.pool_address, prefixes=prefixes
+    )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    server.start()
+    taken[index] = 0
+    stop.wait()
+    server.stop()
+    place.leave()
+
+
+async def be_router(plan: AppPlan, taken: Any, index: int) -> None:
+    stop = told_to_stop()
+    shell = RouterShell.__new__(RouterShell)
+    await shell.__init__(plan)
+    taken[index] = 0
+    await stop.wait()
+
+
+class Worker(WorkerShell):
+    """A worker that lets others see how many pages it has in use."""
+
+    @property
+    def pages_in_use(self) -> int:
+        return ABSENT if self._pool.is_lost else self._pool.taken_pages
+
+
+async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:
+    stop = told_to_stop()
+    shell = Worker.__new__(Worker)
+    await shell.__init__(plan, [cast(Any, role)])
+    while not stop.is_set():
+        taken[index] = shell.pages_in_use
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK_EVERY_S)
+    await shell.__del__()
+
+
+def told_to_stop() -> asyncio.Event:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    return stop

@@ -1,0 +1,155 @@
+"""Named places in the life of a request at which the process that is there can be made to die."""
+
+import functools
+import os
+from collections.abc import Callable, MutableSequence
+from dataclasses import dataclass
+from typing import Any
+
+from triptych.deployments.worker import WorkerShell
+from triptych.kvpool.locked import LockedPool
+from triptych.kvpool.remote import RemotePool
+from triptych.router import Coordinator
+from triptych.workers import compress
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.journal import Journal
+from triptych.workers.prefill import PrefillEngine
+from triptych.workers.rows import SectionTable
+from triptych.workers.window import Window
+
+EXIT_CODE = 66
+
+PLACES: dict[str, dict[str, tuple[Any, str]]] = {
+    "prefill": {
+        "look up the prefix": (RemotePool, "find_prefix"),
+        "get pages": (RemotePool, "grant"),
+        "read a chunk": (PrefillEngine, "_read"),
+        "draw the first token": (PrefillEngine, "_finish"),
+        "commit": (RemotePool, "handoff"),
+        "tell": (WorkerShell, "_deliver"),
+    },
+    "compress": {
+        "attach": (RemotePool, "attach"),
+        "plan": (compress.CompressEngine, "_classes"),
+        "get pages": (RemotePool, "grant"),
+        "publish the prefix": (RemotePool, "publish_prefix"),
+        "encode": (compress, "transcode"),
+        "commit": (RemotePool, "handoff"),
+        "tell": (WorkerShell, "_deliver"),
+    },
+    "decode": {
+        "attach": (RemotePool, "attach"),
+        "fill the tables": (SectionTable, "fill"),
+        "enter the journal": (Journal, "join"),
+        "note a token": (Journal, "say"),
+        "grow": (DecodeEngine, "_grow"),
+        "get pages": (RemotePool, "grant"),
+        "compute": (DecodeEngine, "_forward"),
+        "plan a retirement": (Window, "leaving"),
+        "note a retirement": (Window, "_carry_out"),
+        "lower": (Window, "_lower"),
+        "move up": (Window, "_enter"),
+        "close a retirement": (Window, "_close"),
+        "release": (RemotePool, "release"),
+        "leave the journal": (Journal, "leave"),
+        "tell": (WorkerShell, "_deliver"),
+    },
+    "heir": {
+        "fence": (RemotePool, "inherit"),
+        "find": (Journal, "find"),
+        "adopt": (RemotePool, "adopt"),
+        "finish the retirement": (Window, "finish"),
+        "copy the journal": (Journal, "copy"),
+    },
+    "router": {
+        "submit": (Coordinator, "_submit"),
+        "prefilled": (Coordinator, "_prefilled"),
+        "planned": (Coordinator, "_planned"),
+        "compressed": (Coordinator, "_compressed"),
+        "finished": (Coordinator, "_finished"),
+    },
+    "pool": {
+        "grant": (LockedPool, "grant"),
+        "handoff": (LockedPool, "handoff"),
+        "attach": (LockedPool, "attach"),
+        "release": (LockedPool, "release"),
+        "publish": (LockedPool, "publish_prefix"),
+    },
+}
+"""By role: what is done, and the function that does it. An heir is a decode worker that takes over
+from one that died."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment right before or after a call."""
+
+    role: str
+    edge: str
+    place: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}: {self.edge} {self.place}"
+
+
+POINTS = [
+    Point(role, edge, place)
+    for role, places in PLACES.items()
+    for place in places
+    for edge in ("before", "after")
+]
+FIRST_DEATH = Point("decode", "before", "compute")
+"""Where the worker dies whom an heir follows."""
+
+Counters = MutableSequence[int]
+"""One number for each of ``POINTS``, shared by all processes."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """What all processes share: how often each point was passed, and where one of them dies."""
+
+    passed: Counters
+    left: Counters
+    """Passes until a process dies there, itself included; 0: it does not."""
+
+    def arm(self, point: Point, count: int) -> None:
+        """Let whoever passes the point for the so many-th time from now on die there."""
+        self.left[POINTS.index(point)] = count
+
+    def disarm(self) -> list[Point]:
+        """Take all that is armed back, and return the points at which nobody died."""
+        unused = [point for point, left in zip(POINTS, self.left, strict=True) if left]
+        self.left[:] = [0] * len(POINTS)
+        return unused
+
+    def passes(self, point: Point) -> int:
+        return self.passed[POINTS.index(point)]
+
+    def hit(self, index: int) -> None:
+        """A process passes a point."""
+        self.passed[index] += 1
+        if self.left[index]:
+            self.left[index] -= 1
+            if not self.left[index]:
+                os._exit(EXIT_CODE)
+
+
+def watch_points(role: str, board: Board) -> None:
+    """From now on this process counts what it passes, and dies where it is told to."""
+    for index, point in enumerate(POINTS):
+        if point.role == role and point.edge == "before":
+            owner, name = PLACES[role][point.place]
+            setattr(owner, name, _watched(getattr(owner, name), board, index))
+
+
+def _watched(work: Callable[..., Any], board: Board, index: int) -> Callable[..., Any]:
+    @functools.wraps(work)
+    def watched(*args: object, **kwargs: object) -> object:
+        board.hit(index)
+        result = work(*args, **kwargs)
+        board.hit(index + 1)
+        return result
+
+    return watched

@@ -1,0 +1,111 @@
+"""One trial: clients ask, a process dies at a point, and then everything is counted."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from tests.integration.faults.cluster import Answer, Cluster
+from tests.integration.faults.points import FIRST_DEATH, POINTS, Point
+from triptych.core.messages import Request, Sampling
+
+CLIENTS, ANSWER_TOKENS = 6, 32
+SAME_TOKENS = ("prefill", "compress", "decode")
+"""Roles whose death changes no token. Without the router, the pool, or both of two decode workers,
+an answer is computed again from what was said, which differs a little from keys and values that
+were compressed as they came."""
+
+
+def requests() -> list[Request]:
+    """Prompts of different lengths, so that no two answers are alike."""
+    sampling = [
+        Sampling(max_tokens=ANSWER_TOKENS, temperature=0.7, seed=i, ignore_eos=True)
+        for i in range(CLIENTS)
+    ]
+    return [
+        Request(
+            id="",
+            prompt=tuple(random.Random(i).choices(range(2, 250), k=24 + 17 * i)),
+            sampling=sampling[i],
+            reply_to="",
+        )
+        for i in range(CLIENTS)
+    ]
+
+
+async def crowd(cluster: Cluster, seed: int = 0) -> list[Answer]:
+    """The answers to all requests, which come one after the other within moments."""
+    luck = random.Random(seed)
+
+    async def ask(request: Request) -> Answer:
+        await asyncio.sleep(luck.uniform(0, 0.05))
+        return await cluster.answer(request)
+
+    return await asyncio.gather(*map(ask, requests()))
+
+
+@dataclass
+class Trial:
+    """What came of a death."""
+
+    point: str
+    seed: int
+    pass_number: int
+    died: bool
+    lost: list[str]
+    """How answers ended that did not come to their end."""
+    wrong: int
+    """Answers with other tokens than nobody's death gives."""
+    faults: list[str] = field(default_factory=list[str])
+
+    def is_good(self, point: Point) -> bool:
+        changed = self.wrong if point.role in SAME_TOKENS else 0
+        return self.died and not self.lost and not changed and not self.faults
+
+
+@dataclass
+class Trials:
+    """What a run without a death gives: the answers, and how often each point is passed."""
+
+    cluster: Cluster
+    whole: list[Answer]
+    passes: dict[Point, int]
+
+    @classmethod
+    async def of(cls, cluster: Cluster) -> "Trials":
+        await crowd(cluster)
+        before = {point: cluster.board.passes(point) for point in POINTS}
+        whole = await crowd(cluster)
+        await cluster.settled()
+        passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
+        assert all(answer.ending == "length" for answer in whole)
+        assert len({tuple(answer.tokens) for answer in whole}) == CLIENTS
+        return cls(cluster, whole, passes)
+
+    async def run(self, point: Point, seed: int) -> Trial:
+        """Let a process die at a point, at a pass that the seed chooses."""
+        board, luck = self.cluster.board, random.Random(f"{point.name} {seed}")
+        number = luck.randint(1, max(1, self._usual_passes(point) // 2))
+        board.arm(point, number)
+        if point.role == "heir":
+            board.arm(FIRST_DEATH, luck.randint(2, ANSWER_TOKENS))
+        answers = await crowd(self.cluster, seed)
+        trial = Trial(
+            point=point.name,
+            seed=seed,
+            pass_number=number,
+            died=not board.disarm(),
+            lost=[answer.ending for answer in answers if answer.ending != "length"],
+            wrong=sum(
+                answer.ending == "length" and answer.tokens != other.tokens
+                for answer, other in zip(answers, self.whole, strict=True)
+            ),
+        )
+        try:
+            await self.cluster.settled()
+        except TimeoutError as error:
+            trial.faults.append(str(error))
+        return trial
+
+    def _usual_passes(self, point: Point) -> int:
+        """An heir takes over a request or two; how often it passes is not known before."""
+        return 2 if point.role == "heir" else self.passes[point]

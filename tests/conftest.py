@@ -28,7 +28,8 @@ settings.load_profile("triptych")
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    torch.set_num_threads(min(2, os.cpu_count() or 1) if alone else 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

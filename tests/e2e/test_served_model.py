@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 import yaml
 
@@ -117,6 +118,39 @@ def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenA
     assert answer.choices[0].finish_reason == "stop"
     assert "seven" not in answer.choices[0].text
     assert "six" in answer.choices[0].text
+
+
+class City(pydantic.BaseModel):
+    """What the client wants to be told."""
+
+    name: str = pydantic.Field(max_length=20)
+    continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
+    inhabitants: int = pydantic.Field(ge=0, le=50_000_000)
+
+
+def test_an_answer_keeps_to_the_clients_types(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=QUESTION, response_format=City, temperature=0, max_tokens=100
+    )
+    city = answer.choices[0].message.parsed
+    assert isinstance(city, City)
+    assert city.continent == "Asia"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"choice": ["Kyoto", "Tokyo"]}, "Kyoto|Tokyo"),
+        ({"regex": "[A-Z]{3}-[0-9]{2}"}, "[A-Z]{3}-[0-9]{2}"),
+    ],
+)
+def test_an_answer_keeps_to_a_choice_or_a_pattern(
+    client: openai.OpenAI, wanted: dict[str, object], pattern: str
+) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, extra_body={"structured_outputs": wanted}
+    )
+    assert re.fullmatch(pattern, answer.choices[0].message.content or "")
 
 
 def test_the_same_seed_draws_the_same_answer(client: openai.OpenAI) -> None:

@@ -138,6 +138,8 @@ class Sampling:
     """Alternatives per token to report; 0: the drawn token's only; -1: none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    grammar: str = ""
+    """What the answer keeps to, as ``core.grammar`` makes it; empty: anything goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import pytest
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import StaleHandle
+from triptych.core.grammar import of_regex
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -211,7 +212,12 @@ def requests(count: int = 2) -> list[Request]:
             id=f"r{index}",
             prompt=tuple(random.Random(index).choices(range(2, 250), k=30 + 25 * index)),
             sampling=Sampling(
-                max_tokens=ANSWER, temperature=0.7, seed=index, ignore_eos=True, stop=("~~",)
+                max_tokens=ANSWER,
+                temperature=0.7,
+                seed=index,
+                ignore_eos=True,
+                stop=("~~",),
+                grammar=of_regex(r"[ -~\n]*") if index else "",
             ),
             reply_to="client",
         )

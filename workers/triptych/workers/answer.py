@@ -1,6 +1,7 @@
 """One answer as it grows: tokens, text, when it ends, what the client is told."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from triptych.core.messages import (
     CompressionReport,
@@ -10,6 +11,7 @@ from triptych.core.messages import (
     TokenLogprob,
     Tokens,
 )
+from triptych.workers.constraint import Constraints
 from triptych.workers.models import LoadedModel
 from triptych.workers.sampling import Drawn, SamplerRow
 from triptych.workers.text import TextStream
@@ -102,13 +104,22 @@ class AnswerFactory:
     model: LoadedModel
     context_tokens: int
 
+    @cached_property
+    def _constraints(self) -> Constraints:
+        return Constraints(self.model)
+
     def start(self, request: Request) -> Answer:
         """An answer that goes on behind what its client has already."""
         sampling = request.sampling
         own = frozenset[int]() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
         answer = Answer(
             request=request,
-            sampler_row=SamplerRow(sampling, request.prompt, self.model.eos_token_ids),
+            sampler_row=SamplerRow(
+                sampling,
+                request.prompt,
+                self.model.eos_token_ids,
+                constraint=self._constraints.start(sampling.grammar) if sampling.grammar else None,
+            ),
             text=TextStream(self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]),
             end_ids=own | frozenset(sampling.stop_token_ids),
             limit=min(sampling.max_tokens, self.context_tokens - len(request.prompt)),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from triptych.core.errors import ModelError
 from triptych.core.messages import Sampling
+from triptych.workers.constraint import Constraint
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0: dividing by them would overflow."""
@@ -33,14 +34,16 @@ class Drawn:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with their log probabilities, best first."""
+    error: str = "the model computed logits that are not finite numbers"
+    """Why there is no token, if there is none."""
 
     def checked_token(self) -> int:
         """The token.
 
-        Raises: ModelError if the model's logits were not numbers
+        Raises: ModelError if the model's logits were not numbers, or no token may follow
         """
         if self.token == _NO_TOKEN:
-            raise ModelError("the model computed logits that are not finite numbers")
+            raise ModelError(self.error)
         return self.token
 
 
@@ -53,6 +56,7 @@ class SamplerRow:
         prompt: Sequence[int],
         eos_token_ids: Sequence[int],
         output: Iterable[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling = sampling
         self.prompt = prompt
@@ -66,6 +70,7 @@ class SamplerRow:
         self._ends = torch.tensor([*eos, *sampling.stop_token_ids], dtype=torch.int64)
         self._bias_ids = torch.tensor([i for i, _ in sampling.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([b for _, b in sampling.logit_bias], dtype=torch.float32)
+        self._constraint = constraint
         for token in output:
             self.append(token)
 
@@ -76,6 +81,8 @@ class SamplerRow:
             self._seen.add(token)
         if self._answered is not None:
             self._answered.add(token)
+        if self._constraint is not None:
+            self._constraint.append(token)
 
     @property
     def is_greedy(self) -> bool:
@@ -89,6 +96,7 @@ class SamplerRow:
             or self._answered is not None
             or len(self._bias) > 0
             or self._holds_end_back
+            or self._constraint is not None
         )
 
     @property
@@ -96,9 +104,10 @@ class SamplerRow:
         return self.length < self.sampling.min_tokens and len(self._ends) > 0
 
     def edit(self, logits: Tensor) -> None:
-        """Apply bias, penalties and the minimum length, in place.
+        """Apply bias, penalties, the minimum length and the grammar, in place.
 
         Shapes:  logits (vocab,)
+        Raises:  ModelError if the grammar allows no token
         """
         vocab, settings = logits.shape[0], self.sampling
         if len(self._bias):
@@ -115,6 +124,8 @@ class SamplerRow:
             logits[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
         if self._holds_end_back:
             logits[self._ends[self._ends < vocab].to(logits.device)] = -torch.inf
+        if self._constraint is not None:
+            self._constraint.rule_out(logits)
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends on the seed and the position in the answer alone."""
@@ -157,21 +168,24 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
     """Draw one token per row.
 
     Order, as in vLLM: bias, repetition penalty over prompt and answer, presence and
-    frequency penalties over the answer, minimum length, temperature, then top-k, top-p
-    and min-p. Ties at a filter's border all stay. A row whose logits are not finite
-    gives a ``Drawn`` that raises when its token is asked for; the others are not touched.
+    frequency penalties over the answer, minimum length, grammar, temperature, then top-k,
+    top-p and min-p. Ties at a filter's border all stay. A row whose logits are not finite, or
+    whose grammar allows no token, gives a ``Drawn`` that raises when its token is asked for; the
+    others are not touched.
 
     Shapes:  logits (N, vocab), one row each
     Dtypes:  float32; left unchanged
     """
     if not rows:
         return []
-    edited = _edit(logits, rows)
+    edited, errors = _edit(logits, rows)
     best, likeliest = edited.max(dim=-1)
     values, tokens = cast("list[float]", best.tolist()), cast("list[int]", likeliest.tolist())
     drawn = list[Drawn]()
-    for row, line, value, token in zip(rows, edited, values, tokens, strict=True):
-        if not isfinite(value):
+    for i, (row, line, value, token) in enumerate(zip(rows, edited, values, tokens, strict=True)):
+        if i in errors:
+            drawn.append(Drawn(_NO_TOKEN, error=errors[i]))
+        elif not isfinite(value):
             drawn.append(Drawn(_NO_TOKEN))
         else:
             drawn.append(Drawn(token if row.is_greedy else _draw(line, value, row)))
@@ -179,14 +193,19 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
     return drawn
 
 
-def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:
+    """Logits to draw from, and what is wrong with some rows."""
     edits = [i for i, row in enumerate(rows) if row.is_edited]
+    errors = dict[int, str]()
     if not edits:
-        return logits
+        return logits, errors
     edited = logits.clone()
     for i in edits:
-        rows[i].edit(edited[i])
-    return edited
+        try:
+            rows[i].edit(edited[i])
+        except ModelError as error:
+            errors[i] = str(error)
+    return edited, errors
 
 
 def _draw(logits: Tensor, best: float, row: SamplerRow) -> int:

@@ -1,5 +1,6 @@
 """From a checked body to the requests that the engine runs."""
 
+import asyncio
 import hashlib
 import secrets
 import time
@@ -12,6 +13,7 @@ from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Uns
 from triptych.core.messages import Request, Sampling
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from triptych.deployments.http.structure import grammar_of, is_structured
 from triptych.deployments.http.tokenizer import TextCodec
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -78,7 +80,8 @@ class Planner:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         prompt = await self.encode_messages(body.messages)
         logprobs = body.top_logprobs if body.logprobs else -1
-        job = self._job("chatcmpl", body, [prompt], "messages", logprobs=logprobs)
+        sampling = await self._sampling(body, logprobs)
+        job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         return self._owned(job, body, tenant)
 
     async def completion(self, body: CompletionBody, tenant: str = "") -> Job:
@@ -94,7 +97,8 @@ class Planner:
         prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
         texts = await self._texts(body) if body.echo else [""] * len(prompts)
         logprobs = -1 if body.logprobs is None else body.logprobs
-        job = self._job("cmpl", body, prompts, "prompt", logprobs=logprobs, texts=texts)
+        sampling = await self._sampling(body, logprobs)
+        job = self._job("cmpl", body, prompts, "prompt", sampling, texts)
         return self._owned(job, body, tenant)
 
     def _owned(self, job: Job, body: GenerationBody, tenant: str) -> Job:
@@ -135,8 +139,6 @@ class Planner:
             raise RequestError(f"n={body.n}: at most {self._config.max_choices} choices", "n")
         if body.stream_options and not body.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
-        if body.response_format and body.response_format.type != "text":
-            raise Unsupported("response_format other than text", "response_format")
         self.check_token_ids(body.stop_token_ids, "stop_token_ids")
 
     def _job(
@@ -145,13 +147,11 @@ class Planner:
         body: GenerationBody,
         prompts: Sequence[Sequence[int]],
         param: str,
-        *,
-        logprobs: int,
+        sampling: Sampling,
         texts: Sequence[str] = ("",),
     ) -> Job:
         name = f"{prefix}-{uuid.uuid4().hex}"
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
-        sampling = self._sampling(body, logprobs)
         requests: list[Request] = []
         for prompt in prompts:
             limit = self._answer_tokens(body, len(prompt), param)
@@ -212,8 +212,9 @@ class Planner:
             f"However, {asked}. Please reduce the length of the {param} or of the completion."
         )
 
-    def _sampling(self, body: GenerationBody, logprobs: int) -> Sampling:
+    async def _sampling(self, body: GenerationBody, logprobs: int) -> Sampling:
         return Sampling(
+            grammar=await asyncio.to_thread(grammar_of, body) if is_structured(body) else "",
             temperature=float(body.temperature),
             top_k=max(body.top_k, 0),
             top_p=float(body.top_p),

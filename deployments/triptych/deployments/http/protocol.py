@@ -26,6 +26,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_NAME_CHARS = 256
+MAX_CHOICES = 4096
 MAX_INT = 2**31 - 1
 
 MAX_REPORTED_ERRORS = 10
@@ -114,8 +115,28 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(Body):
+    """A schema with a name, as OpenAI wraps it."""
+
+    name: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    json_schema: dict[str, object] = Field(alias="schema", default_factory=dict[str, object])
+
+
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    """What kind of text the answer is to be, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """What the answer is to keep to, as vLLM has it: one of these."""
+
+    json_schema: dict[str, object] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Annotated[Text, Field(min_length=1)] | None = None
+    choice: Annotated[list[Text], Field(max_length=MAX_CHOICES)] | None = None
+    grammar: Annotated[Text, Field(min_length=1)] | None = None
 
 
 class GenerationBody(Body):
@@ -147,6 +168,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
 
     @property

@@ -1,10 +1,12 @@
 """The official client against a real server: what a user's program sees."""
 
 import asyncio
+import contextlib
 import json
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -177,6 +179,26 @@ def test_sampling_options_reach_the_engine(client, engine):
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2, 2)
 
 
+def test_wanted_structures_reach_the_engine_as_grammars(client, engine):
+    class Answer(pydantic.BaseModel):
+        good: bool
+
+    with contextlib.suppress(openai.LengthFinishReasonError):  # this engine knows only letters
+        client.chat.completions.parse(
+            model="tiny", messages=HELLO, response_format=Answer, max_tokens=2
+        )
+    for wanted in ({"regex": "a+"}, {"choice": ["a"]}, {"json_object": True}):
+        client.completions.create(
+            model="tiny", prompt="x", extra_body={"structured_outputs": wanted}
+        )
+    plain = {"response_format": {"type": "text"}}
+    client.completions.create(model="tiny", prompt="x", extra_body=plain)
+    grammars = [requests[0].sampling.grammar for requests in engine.calls]
+    assert '"good"' in grammars[0]
+    assert all(grammars[1:4])
+    assert grammars[4] == ""
+
+
 def test_chat_logprobs(client, engine):
     answer = client.chat.completions.create(
         model="tiny", messages=HELLO, seed=0, max_tokens=2, logprobs=True, top_logprobs=2
@@ -249,12 +271,7 @@ def test_models_are_listed_and_found(client, engine):
         ({"model": "other"}, openai.NotFoundError, "model", "model_not_found"),
         ({"temperature": 99}, openai.BadRequestError, "temperature", "invalid_value"),
         ({"max_tokens": 9999}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
-        (
-            {"response_format": {"type": "json_object"}},
-            openai.APIStatusError,
-            "response_format",
-            None,
-        ),
+        ({"functions": [{"name": "f"}]}, openai.APIStatusError, "functions", None),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

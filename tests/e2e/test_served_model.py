@@ -153,6 +153,29 @@ def test_an_answer_keeps_to_a_choice_or_a_pattern(
     assert re.fullmatch(pattern, answer.choices[0].message.content or "")
 
 
+def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI) -> None:
+    parameters = City.model_json_schema()
+    tool = {"type": "function", "function": {"name": "remember", "parameters": parameters}}
+    messages: list[Any] = [*QUESTION]
+    for choice in ("required", "none"):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            tools=[tool],  # type: ignore[list-item]
+            tool_choice=choice,  # type: ignore[arg-type]
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=120,
+        ).choices[0]
+        if choice == "required":
+            [call] = answer.message.tool_calls or []
+            assert answer.finish_reason == "tool_calls"
+            City.model_validate_json(call.function.arguments)  # type: ignore[union-attr]
+            result = {"role": "tool", "tool_call_id": call.id, "content": "noted"}
+            messages += [answer.message.model_dump(exclude_none=True), result]
+    assert answer.message.content
+
+
 def test_the_same_seed_draws_the_same_answer(client: openai.OpenAI) -> None:
     def draw(seed: int) -> str:
         answer = client.completions.create(

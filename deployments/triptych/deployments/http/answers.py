@@ -9,6 +9,7 @@ from typing import ClassVar
 from triptych.core.messages import CompressionReport, FinishReason, TokenLogprob, Tokens
 from triptych.deployments.http.plan import Job
 from triptych.deployments.http.tokenizer import TextCodec
+from triptych.deployments.http.tools import Call, Reader
 
 Json = dict[str, object]
 
@@ -147,13 +148,21 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, job: Job, codec: TextCodec) -> None:
+        super().__init__(job, codec)
+        self._readers = [Reader(job.tools) for _ in job.requests]
+        self._calls = [0 for _ in job.requests]
+
     def _choice(self, choice: Choice) -> Json:
-        text = "".join(choice.texts)
+        text, calls = self._read(choice, "".join(choice.texts), is_last=True)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text.strip() or None, "tool_calls": calls}
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish,
+            "finish_reason": self._finish(choice),
             "stop_reason": choice.stop,
         }
 
@@ -161,11 +170,37 @@ class ChatAnswer(Answer):
         if not choice.opened:
             choice.opened = True
             yield self._part(choice, {"role": "assistant", "content": ""})
-        if item.text or item.logprobs:
-            yield self._part(choice, {"content": item.text}, self._logprobs(item.logprobs))
+        text, calls = self._read(choice, item.text, is_last=item.finish is not None)
+        if text or item.logprobs:
+            yield self._part(choice, {"content": text}, self._logprobs(item.logprobs))
+        first = self._calls[choice.index] - len(calls)
+        for index, call in enumerate(calls, first):
+            yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
         if item.finish:
             last = self._part(choice, {})
-            yield last | {"finish_reason": item.finish, "stop_reason": item.stop}
+            yield last | {"finish_reason": self._finish(choice), "stop_reason": item.stop}
+
+    def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
+        """What a text adds to the answer, and which calls."""
+        if not self._job.tools:
+            return text, []
+        pieces = list(self._readers[choice.index].read(text, is_last=is_last))
+        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        self._calls[choice.index] += len(calls)
+        rest = "".join(piece for piece in pieces if isinstance(piece, str))
+        # Line breaks around calls are no text of the answer.
+        return (rest if rest.strip() or not self._calls[choice.index] else ""), [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+
+    def _finish(self, choice: Choice) -> str | None:
+        has_called = self._calls[choice.index] and choice.finish == "stop"
+        return "tool_calls" if has_called else choice.finish
 
     def _part(self, choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:
         return {

@@ -12,9 +12,17 @@ from triptych.core.config import IngressConfig
 from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
 from triptych.core.messages import Request, Sampling
 from triptych.deployments.http.interfaces import Engine, ModelCard
-from triptych.deployments.http.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from triptych.deployments.http.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    Tool,
+)
 from triptych.deployments.http.structure import grammar_of, is_structured
 from triptych.deployments.http.tokenizer import TextCodec
+from triptych.deployments.http.tools import grammar_of as grammar_of_calls
+from triptych.deployments.http.tools import tools_of, turns_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
@@ -44,6 +52,8 @@ class Job:
     """Choices of one prompt; they follow each other in ``requests``."""
     echo: tuple[str, ...]
     """What each choice repeats before its answer."""
+    tools: frozenset[str] = frozenset()
+    """Names of the tools that the answer may call."""
 
 
 def tenant_of(authorization: str) -> str:
@@ -75,13 +85,19 @@ class Planner:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
-        _refuse_tools(body)
+        if body.functions:
+            raise Unsupported("functions: send them as tools", "functions")
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-        prompt = await self.encode_messages(body.messages)
+        tools = tools_of(body)
+        prompt = await self.encode_messages(body.messages, tools)
         logprobs = body.top_logprobs if body.logprobs else -1
         sampling = await self._sampling(body, logprobs)
+        if tools:
+            calls = await asyncio.to_thread(grammar_of_calls, body, tools)
+            sampling = replace(sampling, grammar=calls)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
+        job = replace(job, tools=frozenset(tool.function.name for tool in tools))
         return self._owned(job, body, tenant)
 
     async def completion(self, body: CompletionBody, tenant: str = "") -> Job:
@@ -111,9 +127,13 @@ class Planner:
         return replace(job, requests=tuple(owned))
 
     async def encode_messages(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        turns = [message.for_template() for message in messages]
+        turns = turns_of(messages, tools)
         # The template's own tokens come on top, so this never refuses what fits.
         self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
         return await self._codec.encode_chat(turns, add_generation_prompt=add_generation_prompt)
@@ -240,13 +260,3 @@ class Planner:
                 text = f"{key[:32]!r} is not a token id below {size}"
                 raise RequestError(text, f"logit_bias.{key[:32]}")
         return tuple((int(key), float(value)) for key, value in bias.items())
-
-
-def _refuse_tools(body: ChatBody) -> None:
-    if body.tools:
-        raise Unsupported("tools are not supported yet", "tools")
-    if body.functions:
-        raise Unsupported("functions are not supported yet", "functions")
-    for index, message in enumerate(body.messages):
-        if message.tool_calls:
-            raise Unsupported("tools are not supported yet", f"messages.{index}.tool_calls")

@@ -1,5 +1,6 @@
 """The bodies of OpenAI's requests: which fields we read, their types and their bounds."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar, cast
@@ -27,6 +28,7 @@ MAX_STOP_IDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_NAME_CHARS = 256
 MAX_CHOICES = 4096
+MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
 
 MAX_REPORTED_ERRORS = 10
@@ -186,10 +188,65 @@ class TextPart(Body):
     text: Text
 
 
+def _is_json_object(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError("expected the text of a JSON object")
+    return text
+
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    """What a tool does, and what it takes."""
+
+    name: ToolName
+    description: Text = ""
+    parameters: dict[str, object] = Field(default_factory=dict[str, object])
+    strict: bool = False
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Body):
+    name: ToolName
+    arguments: Annotated[Text, AfterValidator(_is_json_object)]
+
+
+class ToolCall(Body):
+    """A call that an earlier answer made."""
+
+    id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(
+        default_factory=list[ToolCall]
+    )
+    tool_call_id: str = ""
     content: Annotated[
         Annotated[Text, Tag("@one")]
         | Annotated[
@@ -199,7 +256,16 @@ class Message(Body):
         ],
         Discriminator(_one_or_many),
     ]
-    tool_calls: list[object] = Field(default_factory=list[object])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_text(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        given = cast("dict[str, object]", data)
+        if given.get("role") == "assistant" and given.get("tool_calls"):
+            return {**given, "content": given.get("content") or ""}
+        return given
 
     @property
     def text(self) -> str:
@@ -222,7 +288,16 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**63 - 1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[object] = Field(default_factory=list[object])
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list[Tool])
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("@one")]
+            | Annotated[NamedTool, Tag("@named")],
+            Discriminator(lambda value: "@one" if isinstance(value, str) else "@named"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
     functions: list[object] = Field(default_factory=list[object])
 
     @property

@@ -18,7 +18,7 @@ from triptych.core.messages import CompressionReport, Failed, Request, TokenLogp
 from triptych.deployments.http import Health, IngressMetrics, ModelCard, create_app
 
 MODEL = "tiny"
-CONTEXT_TOKENS = 512
+CONTEXT_TOKENS = 2048
 MAX_BODY_BYTES = 256 << 10
 KEEP_ALIVE_S = 0.3
 
@@ -71,6 +71,8 @@ class FakeEngine:
     """Tokens that come without text at first."""
     cached_tokens: int = 0
     """Told with the first token of each request."""
+    script: str = ""
+    """What it says instead of letters, a character a token."""
     address: str = "ingress-0"
     calls: list[tuple[Request, ...]] = field(default_factory=list)
     running: int = 0
@@ -111,6 +113,8 @@ class FakeEngine:
         sampling = request.sampling
         at = (sampling.seed + step) % 26
         token, text = self.letters[at], chr(ord("a") + at)
+        if self.script:
+            text = self.script[step : step + 1]
         stop = next((s for s in sampling.stop if (texts[request.id] + text).endswith(s)), None)
         texts[request.id] += text
         last = step + 1 == sampling.max_tokens
@@ -126,7 +130,7 @@ class FakeEngine:
             tokens=(token,),
             text="" if stop or step < self.held_back else text,
             logprobs=logprobs,
-            finish="stop" if stop else "length" if last else None,
+            finish="stop" if stop or (self.script and not text) else "length" if last else None,
             stop=stop,
             cached_tokens=0 if step else self.cached_tokens,
             compression=CompressionReport(policy="uniform:k8v4", raw_bytes=3000, stored_bytes=1000)

@@ -38,6 +38,18 @@ def image(url: str) -> list[dict[str, object]]:
     return [{"role": "user", "content": parts}]
 
 
+def tool(name: str, **more: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def called(arguments: str) -> dict[str, object]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+BROKEN_TOOL = tool("f", parameters={"type": "wat"}, strict=True)
+STRAY_RESULT = {"role": "tool", "content": "4", "tool_call_id": "x"}
+
 FIELDS = [
     # field, value, status, param
     ("temperature", 99, 400, "temperature"),
@@ -65,7 +77,7 @@ FIELDS = [
     ("max_tokens", -1, 400, "max_tokens"),
     ("max_tokens", 2**31, 400, "max_tokens"),
     ("max_tokens", 2**64, 400, "max_tokens"),
-    ("max_tokens", 512, 400, "max_tokens"),
+    ("max_tokens", 2048, 400, "max_tokens"),
     ("max_tokens", "16", 400, "max_tokens"),
     ("seed", 2**63, 400, "seed"),
     ("seed", -(2**63) - 1, 400, "seed"),
@@ -158,13 +170,37 @@ CHAT_FIELDS = [
     ("messages", image("file:///etc/passwd"), 400, "messages.0.content.1"),
     ("messages", [{"role": "user", "content": "word " * 2000}], 400, "messages"),
     ("messages", [{"role": "user", "content": "w" * 200_000}], 400, "messages"),
-    ("max_completion_tokens", 512, 400, "max_completion_tokens"),
+    ("max_completion_tokens", 2048, 400, "max_completion_tokens"),
     ("max_completion_tokens", 0, 400, "max_completion_tokens"),
     ("logprobs", 1, 400, "logprobs"),
     ("top_logprobs", 21, 400, "top_logprobs"),
     ("top_logprobs", -1, 400, "top_logprobs"),
     ("top_logprobs", 2, 400, "top_logprobs"),
-    ("tools", [{"type": "function"}], 501, "tools"),
+    ("tools", [{"type": "function"}], 400, "tools.0.function"),
+    ("tools", [{"type": "retrieval"}], 400, "tools.0.type"),
+    ("tools", [tool("a b")], 400, "tools.0.function.name"),
+    ("tools", [tool("f", parameters=[])], 400, "tools.0.function.parameters"),
+    ("tools", [tool("f"), tool("f")], 400, "tools"),
+    ("tools", [tool(f"f{i}") for i in range(129)], 400, "tools"),
+    (
+        "tools",
+        [tool("f", parameters={"type": "wat"}, strict=True)],
+        400,
+        "tools.0.function.parameters",
+    ),
+    ("tools", [tool("f", description="word " * 3000)], 400, "messages"),
+    ("tool_choice", "required", 400, "tool_choice"),
+    ("tool_choice", "f", 400, "tool_choice"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}, 400, "tool_choice"),
+    ("parallel_tool_calls", "no", 400, "parallel_tool_calls"),
+    (
+        "messages",
+        [*HELLO, {"role": "tool", "content": "4", "tool_call_id": "x"}],
+        400,
+        "messages.1.tool_call_id",
+    ),
+    ("messages", [*HELLO, called("{")], 400, "messages.1.tool_calls.0.function.arguments"),
+    ("messages", [*HELLO, called("[]")], 400, "messages.1.tool_calls.0.function.arguments"),
     ("tools", "x", 400, "tools"),
     ("functions", [{}], 501, "functions"),
 ]
@@ -184,10 +220,10 @@ COMPLETION_FIELDS = [
     ("prompt", [-1], 400, "prompt.0"),
     ("prompt", [10**6], 400, "prompt"),
     ("prompt", [2**63], 400, "prompt.0"),
-    ("prompt", [1] * 512, 400, "prompt"),
+    ("prompt", [1] * 2048, 400, "prompt"),
     ("prompt", [1] * 100_000, 400, "prompt"),
     ("prompt", ["x"] * 1025, 400, "prompt"),
-    ("prompt", "<|im_end|>" * 600, 400, "prompt"),
+    ("prompt", "<|im_end|>" * 2100, 400, "prompt"),
     ("prompt", "\u200d" * 20_000, 400, "prompt"),
     ("echo", 1, 400, "echo"),
     ("logprobs", 21, 400, "logprobs"),
@@ -316,19 +352,19 @@ def test_unknown_routes_and_methods_answer_in_json(http, engine, method, path, s
 
 
 def test_the_context_error_has_both_numbers_and_the_words_that_clients_look_for(http, engine):
-    body = {"messages": HELLO, "max_tokens": 600}
+    body = {"messages": HELLO, "max_tokens": 2100}
     error = http.post(CHAT, json=body).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert error["message"].startswith("This model's maximum context length is 512 tokens. ")
-    assert "600 in the completion" in error["message"]
-    long_prompt = http.post(COMPLETIONS, json={"prompt": [5] * 700}).json()["error"]
-    assert "maximum context length is 512 tokens" in long_prompt["message"]
-    assert "700 tokens" in long_prompt["message"]
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens. ")
+    assert "2100 in the completion" in error["message"]
+    long_prompt = http.post(COMPLETIONS, json={"prompt": [5] * 2800}).json()["error"]
+    assert "maximum context length is 2048 tokens" in long_prompt["message"]
+    assert "2800 tokens" in long_prompt["message"]
     assert long_prompt["code"] == "context_length_exceeded"
 
 
 def test_a_prompt_that_fills_the_context_but_for_one_token_is_served(http, engine):
-    answer = http.post(COMPLETIONS, json={"prompt": [5] * 511}).json()
+    answer = http.post(COMPLETIONS, json={"prompt": [5] * 2047}).json()
     assert answer["usage"]["completion_tokens"] == 1
 
 
@@ -344,7 +380,7 @@ def test_tokenize_and_detokenize_are_inverse(http, engine, tokenizer):
         "/tokenize", json={"prompt": "the weather é", "return_token_strs": True}
     ).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-    assert answer["max_model_len"] == 512
+    assert answer["max_model_len"] == 2048
     back = http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
     assert back == {"prompt": "the weather é"}
 

@@ -42,7 +42,7 @@ def test_chat_answers_whole_and_says_what_compression_did(client, engine):
 def test_chat_without_max_tokens_may_fill_the_context(client, engine):
     client.chat.completions.create(model="tiny", messages=HELLO, stop="c", seed=0)
     request = engine.calls[0][0]
-    assert request.sampling.max_tokens == 512 - len(request.prompt)
+    assert request.sampling.max_tokens == 2048 - len(request.prompt)
     assert request.reply_to == "ingress-0"
 
 
@@ -258,7 +258,7 @@ def test_streamed_completion_offsets_go_on_from_chunk_to_chunk(client, engine):
 def test_models_are_listed_and_found(client, engine):
     models = list(client.models.list())
     assert [model.id for model in models] == ["tiny"]
-    assert models[0].model_extra["max_model_len"] == 512
+    assert models[0].model_extra["max_model_len"] == 2048
     Model.model_validate(client.models.retrieve("tiny").model_dump())
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("org/other")

@@ -58,8 +58,8 @@ def test_a_salt_that_is_none_is_refused(http, engine, salt):
 def test_a_server_for_friends_shares_among_keys(tokenizer, engine, shares):
     planner = Planner(
         engine=engine,
-        codec=TextCodec(tokenizer, 512),
-        model=ModelCard(name="tiny", context_tokens=512, created=0),
+        codec=TextCodec(tokenizer, 2048),
+        model=ModelCard(name="tiny", context_tokens=2048, created=0),
         config=IngressConfig(share_prefixes=shares),
     )
     chat = validate(ChatBody, {"messages": HELLO, "cache_salt": "x"})

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from triptych.cli import bench, config, evaluate, kernels, model, pool
+from triptych.cli import bench, config, evaluate, kernels, keys, model, pool
 from triptych.cli.calibrate import calibrate
 from triptych.cli.output import notes
 from triptych.cli.serve import serve
@@ -27,6 +27,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(pool.app, name="pool")
+app.add_typer(keys.app, name="key")
 app.add_typer(config.app, name="config")
 
 

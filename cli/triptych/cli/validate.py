@@ -57,6 +57,14 @@ def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
     return {name: asdict(actor) for name, actor in actors.items()}
 
 
+def check_keys(config: AppConfig) -> None:
+    """Raise ConfigError if the file of API keys cannot be used."""
+    if config.ingress.api_keys:
+        from triptych.deployments.http.keys import read_keys
+
+        read_keys(Path(config.ingress.api_keys))
+
+
 def check_pages(config: AppConfig) -> dict[str, object] | None:
     """Shape of the pages for the model that is served; none if it is not on this machine.
 
@@ -103,6 +111,7 @@ def _in_words(pages: dict[str, object] | None) -> str:
 
 
 def _facts(app: ServedApp) -> Facts:
+    check_keys(app.config)
     return Facts(
         name=app.name,
         route_prefix=app.route_prefix,

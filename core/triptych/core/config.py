@@ -278,6 +278,9 @@ class IngressConfig:
     request_timeout_s: float = 600.0
     """Seconds after which a request is given up."""
 
+    api_keys: str = ""
+    """File with the digests of API keys and the limits of each; empty: everybody may ask."""
+
     share_prefixes: bool = False
     """Whether clients with different keys may share cached prefixes of prompts; by default nobody
     can tell from the time to the first token what others asked."""

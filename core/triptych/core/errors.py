@@ -133,6 +133,14 @@ class RequestError(TriptychError):
         return self.message
 
 
+class InvalidKey(RequestError):
+    """The client has no API key, or a wrong one."""
+
+    http_status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
 class ModelNotFound(RequestError):
     """The request names a model that this server does not serve."""
 
@@ -201,6 +209,22 @@ class QueueFull(TriptychError):
             f"{self.waiting} requests wait and the limit is {self.limit}: "
             f"retry in {self.retry_after_s:.0f} s"
         )
+
+
+class TooManyRequests(TriptychError):
+    """A client asks more than its API key allows; come back after ``retry_after_s`` seconds."""
+
+    http_status = 429
+    retryable = True
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, retry_after_s: float) -> None:
+        super().__init__(limit, retry_after_s)
+        self.limit, self.retry_after_s = limit, retry_after_s
+
+    def __str__(self) -> str:
+        return f"this API key is good for {self.limit}: retry in {self.retry_after_s:.0f} s"
 
 
 class StageLost(TriptychError):

@@ -3,6 +3,8 @@
 # pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
 """``build_app``, which ``serve run config.yaml`` calls; it finds what is wrong before any actor."""
 
+from pathlib import Path
+
 import ray
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
@@ -12,6 +14,7 @@ from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
+from triptych.deployments.http.keys import read_keys
 from triptych.deployments.ingress import IngressShell
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.pool import PoolShell
@@ -42,6 +45,8 @@ def build_app(args: dict[str, object]) -> Application:
 def make_plan(config: AppConfig) -> AppPlan:
     """Resolve the model and check that pages, formats and budget fit it."""
     BATCH_POLICIES.check(config.router.batch_policy)
+    if config.ingress.api_keys:
+        read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)
     facts = describe(path)
     plan = AppPlan(

@@ -14,6 +14,7 @@ from tests.unit.cli.fake_openai import FakeOpenAI, serving
 from triptych.cli import main as command
 from triptych.cli.servefile import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
+from triptych.deployments.http.keys import KeyRing
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -213,3 +214,23 @@ def test_bench_attention_of_an_unknown_format_is_exit_code_2(run: Run) -> None:
     code, _, err = run("bench", "attention", "--formats", "k9v9", "--context", "8")
     assert code == 2
     assert "k9v9" in err
+
+
+def test_a_new_key_opens_what_its_entry_locks(run: Run, serve_file, tmp_path: Path) -> None:
+    status, entry, key = run("key", "new", "ada", "--concurrent", "2", "--per-minute", "9")
+    assert status == 0
+    path = tmp_path / "keys.yaml"
+    path.write_text(entry)
+    holder = KeyRing(path).client(f"Bearer {key.split()[-1]}").key
+    assert holder is not None
+    assert (holder.name, holder.max_concurrent_requests, holder.requests_per_minute) == (
+        "ada",
+        2,
+        9,
+    )
+    made = json.loads(run("key", "new", 'a "name": x', "--json")[1])
+    assert made["key"] not in json.dumps(made["entry"])
+    assert run("validate", serve_file({"ingress": {"api_keys": str(path)}}))[0] == 0
+    status, _, error = run("validate", serve_file({"ingress": {"api_keys": "nowhere.yaml"}}))
+    assert status == 2
+    assert "ingress.api_keys=nowhere.yaml" in error

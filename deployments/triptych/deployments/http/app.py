@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -17,9 +18,10 @@ from triptych.core.errors import RequestError, TriptychError
 from triptych.deployments.http.answers import Answer, ChatAnswer, CompletionAnswer
 from triptych.deployments.http.errors import ApiError, RequestFailed, report
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
+from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.limits import Envelope, Limits, request_id
 from triptych.deployments.http.metrics import Gauges, IngressMetrics
-from triptych.deployments.http.plan import Job, Planner, tenant_of
+from triptych.deployments.http.plan import Job, Planner
 from triptych.deployments.http.protocol import (
     ChatBody,
     CompletionBody,
@@ -111,6 +113,7 @@ class Routes:
         self._gauges = gauges
         self._keep_alive_s = keep_alive_s
         self._planner = Planner(engine=engine, codec=codec, model=model, config=config)
+        self._keys = KeyRing(Path(config.api_keys) if config.api_keys else None)
 
     def mount(self, app: FastAPI) -> None:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -124,17 +127,22 @@ class Routes:
         app.add_api_route("/version", self.version, methods=["GET"])
 
     async def chat(self, request: Request) -> Response:
+        client = self._client(request)
         body = validate(ChatBody, await read_json(request))
-        job = await self._planner.chat(body, _tenant(request))
-        return await self._answer(request, job, ChatAnswer(job, self._codec))
+        job = await self._planner.chat(body, client.tenant)
+        return await self._answer(request, client, job, ChatAnswer(job, self._codec))
 
     async def completions(self, request: Request) -> Response:
+        client = self._client(request)
         body = validate(CompletionBody, await read_json(request))
-        job = await self._planner.completion(body, _tenant(request))
-        return await self._answer(request, job, CompletionAnswer(job, self._codec))
+        job = await self._planner.completion(body, client.tenant)
+        return await self._answer(request, client, job, CompletionAnswer(job, self._codec))
 
-    async def _answer(self, request: Request, job: Job, answer: Answer) -> Response:
-        items = follow(self._engine, job, answer, self._metrics)
+    def _client(self, request: Request) -> Client:
+        return self._keys.client(request.headers.get("authorization", ""))
+
+    async def _answer(self, request: Request, client: Client, job: Job, answer: Answer) -> Response:
+        items = client.run(follow(self._engine, job, answer, self._metrics))
         timeout_s = self._config.request_timeout_s
         if job.stream:
             events = frames(items, job, answer)
@@ -142,10 +150,12 @@ class Routes:
         await unless_disconnected(request.receive, collect(items, timeout_s))
         return JsonResponse(answer.whole())
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
+        self._client(request)
         return JsonResponse({"object": "list", "data": [self._card()]})
 
-    async def one_model(self, name: str) -> Response:
+    async def one_model(self, request: Request, name: str) -> Response:
+        self._client(request)
         self._planner.check_model(name)
         return JsonResponse(self._card())
 
@@ -163,6 +173,7 @@ class Routes:
         }
 
     async def tokenize(self, request: Request) -> Response:
+        self._client(request)
         body = validate(TokenizeBody, await read_json(request))
         self._planner.check_model(body.model)
         tokens = await self._tokens(body)
@@ -188,6 +199,7 @@ class Routes:
                 raise RequestError("give either prompt or messages", "prompt")
 
     async def detokenize(self, request: Request) -> Response:
+        self._client(request)
         body = validate(DetokenizeBody, await read_json(request))
         self._planner.check_model(body.model)
         self._planner.check_token_ids(body.tokens, "tokens")
@@ -215,7 +227,3 @@ class Routes:
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})
-
-
-def _tenant(request: Request) -> str:
-    return tenant_of(request.headers.get("authorization", ""))

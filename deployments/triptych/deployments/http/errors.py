@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from triptych.core.errors import QueueFull, RequestError, TriptychError
+from triptych.core.errors import QueueFull, RequestError, TooManyRequests, TriptychError
 from triptych.core.messages import Failed
 from triptych.deployments.http.wire import JsonResponse
 
@@ -115,7 +115,9 @@ def _from_tree(error: TriptychError) -> ApiError:
         kind=error.kind,
         code=error.code,
         param=error.param if isinstance(error, RequestError) else None,
-        retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else pause,
+        retry_after_s=(
+            error.retry_after_s if isinstance(error, QueueFull | TooManyRequests) else pause
+        ),
     )
 
 

@@ -1,7 +1,6 @@
 """From a checked body to the requests that the engine runs."""
 
 import asyncio
-import hashlib
 import secrets
 import time
 import uuid
@@ -54,14 +53,6 @@ class Job:
     """What each choice repeats before its answer."""
     tools: frozenset[str] = frozenset()
     """Names of the tools that the answer may call."""
-
-
-def tenant_of(authorization: str) -> str:
-    """Digest of the credentials in an ``Authorization`` header; "" for a client without any."""
-    scheme, _, key = authorization.strip().partition(" ")
-    if not scheme:
-        return ""
-    return hashlib.sha256(f"{scheme.lower()} {key.strip()}".encode()).hexdigest()
 
 
 class Planner:

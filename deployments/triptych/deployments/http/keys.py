@@ -1,0 +1,197 @@
+"""Who may ask, and how much: API keys from a file, with limits for each.
+
+The file holds digests, not keys, so that reading it gives nobody access::
+
+    - name: alice
+      sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+      max_concurrent_requests: 8
+      requests_per_minute: 60
+
+It is read again when it changes: a key can be added or taken away while the server runs.
+"""
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+import yaml
+
+from triptych.core.errors import ConfigError, InvalidKey, TooManyRequests
+from triptych.core.schema import SchemaError, build
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+RETRY_AFTER_S = 1.0
+MAX_FILE_BYTES = 16 << 20
+NO_KEY = "this server wants an API key: send it as 'Authorization: Bearer ...'"
+WRONG_KEY = "this API key is not known here"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What the file says of one key."""
+
+    name: str
+    """Who has it: what it is called in logs, and whose quota its cached prefixes count against."""
+    sha256: str
+    """Digest of the key, in hexadecimal digits."""
+    max_concurrent_requests: int = 0
+    """Requests at a time; 0: as many as the server takes."""
+    requests_per_minute: int = 0
+    """Requests on average; as many may come at once. 0: no limit."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ConfigError(f"sha256={self.sha256[:80]!r}: expected 64 hexadecimal digits")
+        if not 1 <= len(self.name) <= 64:
+            raise ConfigError(f"name={self.name[:80]!r}: expected 1 to 64 characters")
+        if min(self.max_concurrent_requests, self.requests_per_minute) < 0:
+            raise ConfigError(f"limits of {self.name!r}: expected 0 or more")
+
+
+@dataclass(eq=False)
+class Client:
+    """One key's holder, and how much it asks at present. Each ingress counts for itself."""
+
+    tenant: str
+    """Digest that says whose cached prefixes its requests share; empty: nobody's in particular."""
+    key: Key | None = None
+    running: int = 0
+    _allowance: float = 0.0
+    _counted_s: float = 0.0
+
+    def count(self, now: float) -> None:
+        """Take one request into account.
+
+        Raises: TooManyRequests, saying when the next one may come
+        """
+        rate = self.key.requests_per_minute if self.key else 0
+        if not rate:
+            return
+        grown = self._allowance + (now - self._counted_s) * rate / 60 if self._counted_s else rate
+        self._allowance, self._counted_s = min(float(rate), grown), now
+        if self._allowance < 1:
+            pause_s = (1 - self._allowance) * 60 / rate
+            raise TooManyRequests(f"{rate} requests a minute", pause_s)
+        self._allowance -= 1
+
+    async def run(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Follow one request, which counts as running meanwhile.
+
+        Raises: TooManyRequests, before anything was done
+        """
+        async with aclosing(items):
+            limit = self.key.max_concurrent_requests if self.key else 0
+            if limit and self.running >= limit:
+                raise TooManyRequests(f"{limit} requests at a time", RETRY_AFTER_S)
+            self.running += 1
+            try:
+                async for item in items:
+                    yield item
+            finally:
+                self.running -= 1
+
+
+@dataclass
+class KeyRing:
+    """The keys of a file, or none: then everybody may ask, and each credential is a tenant."""
+
+    path: Path | None = None
+    clock: Callable[[], float] = time.monotonic
+    _clients: dict[str, Client] = field(default_factory=dict[str, Client])
+    _stamp: tuple[int, int, int] = (0, 0, 0)
+    _looked_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError if the file cannot be read"""
+        if self.path is not None:
+            self._stamp = _stamp_of(self.path)
+            self._take(read_keys(self.path))
+
+    def client(self, authorization: str) -> Client:
+        """Who asks, by the ``Authorization`` header.
+
+        Raises: InvalidKey; TooManyRequests
+        """
+        scheme, _, secret = authorization.strip().partition(" ")
+        secret = secret.strip()
+        if self.path is None:
+            return Client(_digest(f"{scheme.lower()} {secret}") if scheme else "")
+        self._look(self.path)
+        # Looked up by digest: the time that takes tells nothing of the keys.
+        found = self._clients.get(_digest(secret)) if scheme.lower() == "bearer" else None
+        if found is None:
+            raise InvalidKey(WRONG_KEY if secret else NO_KEY)
+        found.count(self.clock())
+        return found
+
+    def _look(self, path: Path) -> None:
+        """Read the file again if it changed; a broken one changes nothing."""
+        now = self.clock()
+        if now - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        try:
+            stamp = _stamp_of(path)
+            if stamp != self._stamp:
+                self._take(read_keys(path))
+                self._stamp = stamp
+                logger.info("API keys read again: %d", len(self._clients))
+        except ConfigError as error:
+            logger.error("API keys stay as they were: %s", error)
+
+    def _take(self, keys: Mapping[str, Key]) -> None:
+        """Keep what is counted of those who stay."""
+        former = self._clients
+        self._clients = {}
+        for digest, key in keys.items():
+            tenant = _digest(f"name {key.name}")
+            client = former.get(digest) or Client(tenant)
+            client.tenant, client.key = tenant, key
+            self._clients[digest] = client
+
+
+def read_keys(path: Path) -> dict[str, Key]:
+    """The keys of a file, by digest.
+
+    Raises: ConfigError naming the entry
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes")
+        entries: object = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"ingress.api_keys={path}: {error}") from error
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"ingress.api_keys={path}: expected a list of keys")
+    keys = dict[str, Key]()
+    for index, entry in enumerate(cast("list[object]", entries)):
+        try:
+            key = build(Key, entry)
+        except (SchemaError, ConfigError) as error:
+            raise ConfigError(f"ingress.api_keys={path}: entry {index}: {error}") from error
+        if key.sha256 in keys:
+            raise ConfigError(f"ingress.api_keys={path}: entry {index}: this key is there twice")
+        keys[key.sha256] = key
+    return keys
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise ConfigError(f"ingress.api_keys={path}: {error}") from error
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,165 @@
+"""API keys: who is let in, how much each may ask, and a file that changes."""
+
+import asyncio
+import hashlib
+import os
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+import yaml
+
+from triptych.core.config import IngressConfig
+from triptych.core.errors import ConfigError, InvalidKey, TooManyRequests
+from triptych.deployments.http import ModelCard, create_app
+from triptych.deployments.http.keys import KeyRing, read_keys
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def write(path: Path, *entries: dict[str, object]) -> Path:
+    path.write_text(yaml.safe_dump(list(entries)))
+    return path
+
+
+def entry(name: str, **limits: int) -> dict[str, object]:
+    return {"name": name, "sha256": digest(f"{name}-key"), **limits}
+
+
+@pytest.fixture
+def ring(tmp_path: Path):
+    path = write(tmp_path / "keys.yaml", entry("ada", requests_per_minute=3), entry("bob"))
+    now = [100.0]
+    return KeyRing(path, clock=lambda: now[0]), now, path
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", "Bearer  ", "Bearer wrong", "Basic ada-key", "ada-key", "Bearer ada-key x"],
+)
+def test_only_known_keys_are_let_in(ring, header: str) -> None:
+    with pytest.raises(InvalidKey):
+        ring[0].client(header)
+
+
+def test_holders_are_told_apart(ring) -> None:
+    keys, *_ = ring
+    ada, bob = keys.client("Bearer ada-key"), keys.client("bearer  bob-key ")
+    assert ada.tenant != bob.tenant
+    assert len(ada.tenant) == len(bob.tenant) == 64
+    assert keys.client("Bearer ada-key") is ada
+
+
+def test_a_minute_has_so_many_requests_and_the_error_says_when_the_next_one_may_come(ring) -> None:
+    keys, now, _ = ring
+    for _ in range(3):
+        keys.client("Bearer ada-key")
+    with pytest.raises(TooManyRequests) as caught:
+        keys.client("Bearer ada-key")
+    assert caught.value.retry_after_s == pytest.approx(20)
+    now[0] += 20.1
+    keys.client("Bearer ada-key")
+    with pytest.raises(TooManyRequests):
+        keys.client("Bearer ada-key")
+    now[0] += 1000
+    for _ in range(3):
+        keys.client("Bearer ada-key")
+    with pytest.raises(TooManyRequests):
+        keys.client("Bearer ada-key")
+    for _ in range(20):
+        keys.client("Bearer bob-key")
+
+
+def test_a_key_can_be_taken_away_and_given_while_the_server_runs(ring) -> None:
+    keys, now, path = ring
+    keys.client("Bearer bob-key")
+    write(path, entry("ada"), entry("eve"))
+    now[0] += 2
+    keys.client("Bearer eve-key")
+    with pytest.raises(InvalidKey):
+        keys.client("Bearer bob-key")
+    path.write_text("- nonsense")
+    os.utime(path, ns=(1, 1))
+    now[0] += 2
+    keys.client("Bearer eve-key")
+    path.unlink()
+    now[0] += 2
+    keys.client("Bearer eve-key")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "expected a list"),
+        ("{}", "expected a list"),
+        ("[]", "expected a list"),
+        ("- x", "entry 0"),
+        ("- {name: a}", "sha256: missing"),
+        ("- {name: a, sha256: secret}", "64 hexadecimal digits"),
+        ("- {name: '', sha256: DIGEST}", "1 to 64 characters"),
+        ("- {name: a, sha256: DIGEST, limit: 3}", "limit"),
+        ("- {name: a, sha256: DIGEST, requests_per_minute: -1}", "0 or more"),
+        ("- {name: a, sha256: DIGEST, requests_per_minute: many}", "expected int"),
+        ("- &a {name: a, sha256: DIGEST}\n- *a", "twice"),
+        ("- !!python/object/apply:os.system [true]", "could not determine a constructor"),
+        ("- [", "keys.yaml"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_entry(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text.replace("DIGEST", digest("a")))
+    with pytest.raises(ConfigError, match=why):
+        read_keys(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nobody.yaml.*No such file"):
+        KeyRing(tmp_path / "nobody.yaml")
+
+
+async def test_clients_meet_their_limits(tokenizer, engine, tmp_path: Path) -> None:
+    """Over HTTP, with the official client; a stream counts until it ends."""
+    path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=2))
+    app = create_app(
+        engine=engine,
+        tokenizer=tokenizer,
+        model=ModelCard(name="tiny", context_tokens=2048, created=0),
+        config=IngressConfig(api_keys=str(path)),
+    )
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1"
+    engine.delay_s = 0.05
+    async with openai.AsyncOpenAI(base_url=url, api_key="ada-key", max_retries=0) as client:
+        ask = client.chat.completions.create
+        streams = [
+            await ask(model="tiny", messages=HELLO, max_tokens=40, stream=True) for _ in range(2)
+        ]
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                await ask(model="tiny", messages=HELLO, max_tokens=1, stream=stream)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+        await streams[0].close()
+        async for _ in streams[1]:
+            pass
+        assert (await ask(model="tiny", messages=HELLO, max_tokens=1)).choices
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+    async with httpx.AsyncClient() as anybody:
+        for route in ("health", "metrics", "version"):
+            assert (await anybody.get(f"http://127.0.0.1:{port}/{route}")).status_code == 200
+        for route in ("tokenize", "detokenize", "v1/completions"):
+            refused = await anybody.post(f"http://127.0.0.1:{port}/{route}", json={})
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+    server.should_exit = True
+    await serving

@@ -58,24 +58,32 @@ def usage(prompt_tokens: int, choices: Sequence[Choice], choices_each: int = 1) 
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
         "total_tokens": prompt_tokens + answer_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(
-                max(choice.cached_tokens for choice in choices[first : first + choices_each])
-                for first in range(0, len(choices), choices_each)
-            )
-        },
+        "prompt_tokens_details": {"cached_tokens": _cached_tokens(choices, choices_each)},
     }
+    compression = _compression(choices)
+    return counts | {"compression": compression} if compression else counts
+
+
+def _compression(choices: Sequence[Choice]) -> Json:
+    """What compression did to all choices together; empty if no stage reported it."""
     reports = [choice.compression for choice in choices if choice.compression]
-    if reports:
-        raw = sum(report.raw_bytes for report in reports)
-        stored = sum(report.stored_bytes for report in reports)
-        counts["compression"] = {
-            "policy": reports[0].policy,
-            "ratio": round(raw / max(stored, 1), 3),
-            "raw_bytes": raw,
-            "stored_bytes": stored,
-        }
-    return counts
+    if not reports:
+        return {}
+    raw = sum(report.raw_bytes for report in reports)
+    stored = sum(report.stored_bytes for report in reports)
+    return {
+        "policy": reports[0].policy,
+        "ratio": round(raw / max(stored, 1), 3),
+        "raw_bytes": raw,
+        "stored_bytes": stored,
+    }
+
+
+def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:
+    return sum(
+        max(choice.cached_tokens for choice in choices[first : first + choices_each])
+        for first in range(0, len(choices), choices_each)
+    )
 
 
 class Answer(ABC):
@@ -96,6 +104,15 @@ class Answer(ABC):
         """Build the answer that is not streamed."""
         choices = [self._choice(choice) | self._ids(choice) for choice in self.choices]
         return self._frame(self.object, choices) | {"usage": self._usage()}
+
+    def headers(self) -> dict[str, str]:
+        """What compression did, and what was cached, for those who do not read the body."""
+        cached = _cached_tokens(self.choices, self._job.choices_each)
+        told = {"x-triptych-cached-tokens": str(cached)}
+        if compression := _compression(self.choices):
+            told["x-triptych-compression-policy"] = str(compression["policy"])
+            told["x-triptych-compression-ratio"] = str(compression["ratio"])
+        return told
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
         """Build the events that tell of ``item``, which ``choice`` has taken already."""

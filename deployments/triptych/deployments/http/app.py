@@ -123,6 +123,8 @@ class Routes:
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/ready", self.health, methods=["GET"])
+        app.add_api_route("/live", self.live, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
 
@@ -148,7 +150,7 @@ class Routes:
             events = frames(items, job, answer)
             return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
         await unless_disconnected(request.receive, collect(items, timeout_s))
-        return JsonResponse(answer.whole())
+        return JsonResponse(answer.whole(), headers=answer.headers())
 
     async def models(self, request: Request) -> Response:
         self._client(request)
@@ -205,7 +207,12 @@ class Routes:
         self._planner.check_token_ids(body.tokens, "tokens")
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
 
+    async def live(self) -> Response:
+        """Whether this process answers, whatever the others do."""
+        return Response()
+
     async def health(self) -> Response:
+        """Whether requests can be served: each stage has a worker."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 state = await self._engine.health()

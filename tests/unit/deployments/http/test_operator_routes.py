@@ -26,6 +26,21 @@ def test_health_is_an_empty_200_or_a_503_with_the_reason(http, engine):
     assert response.json()["error"]["message"] == "no decode worker"
 
 
+def test_ready_is_health_and_live_is_not(http, engine):
+    assert (http.get("/ready").status_code, http.get("/live").status_code) == (200, 200)
+    engine.health_state = Health(ok=False, reason="no decode worker")
+    assert (http.get("/ready").status_code, http.get("/live").status_code) == (503, 200)
+
+
+def test_headers_say_what_compression_did(http, engine):
+    engine.cached_tokens = 3
+    asked = {"messages": HELLO, "max_tokens": 4, "n": 2}
+    headers = http.post(CHAT, json=asked).headers
+    assert headers["x-triptych-compression-policy"] == "uniform:k8v4"
+    assert headers["x-triptych-compression-ratio"] == "3.0"
+    assert headers["x-triptych-cached-tokens"] == "3"
+
+
 def test_version(http, engine):
     assert re.fullmatch(r"\d+\.\d+.*", http.get("/version").json()["version"])
 

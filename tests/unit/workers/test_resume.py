@@ -267,12 +267,18 @@ def die_and_go_on(
         client.hear(engine.accept(stages.join(request)) or ())
     with pytest.raises(Crash), crash_after(lines, files):
         run(engine, client)
+    go_on(stages, whole, client, former, f"died at line {lines}")
+
+
+def go_on(
+    stages: Stages, whole: dict[str, list[int]], client: Client, former: str, how: str
+) -> None:
     heir_name, heir = stages.decoder()
     for request in requests():
         client.hear(heir.accept(resume(request, former)) or ())
     run(heir, client)
     assert client.resumed == client.finished == set(whole)
-    assert {name: client.answer(name) for name in whole} == whole, f"died at line {lines}"
+    assert {name: client.answer(name) for name in whole} == whole, how
     assert stages.pool.expel(former)
     assert stages.pool.expel(heir_name)
     assert stages.pool.check() == []
@@ -292,6 +298,33 @@ def test_the_next_worker_goes_on_wherever_the_first_one_died(
     ends = luck.sample(range(int(0.97 * total), total), 8)
     for lines in (*luck.sample(range(total), 12), *ends):
         die_and_go_on(stages, whole, lines, DECODE)
+
+
+def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
+    stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scores are added and its keys are stored, perhaps in a page that has nothing else."""
+    if not stages.plan.policy.score_every:
+        return
+    say, left = Journal.say, [0]
+
+    def die(journal: Journal, slot: int, token: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Crash
+        say(journal, slot, token)
+
+    for dies_at in range(1, 16):  # tokens 1, 11 and 12 are the first ones of their pages
+        client = Client()
+        former, engine = stages.decoder()
+        for request in requests():
+            client.hear(engine.accept(stages.join(request)) or ())
+        left[0] = dies_at
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "say", die)
+            with pytest.raises(Crash):
+                run(engine, client)
+        go_on(stages, whole, client, former, f"died at token {dies_at}")
 
 
 def test_a_retirement_is_carried_out_whatever_line_it_was_at(

@@ -199,9 +199,13 @@ class DecodeEngine:
         if not self._free_slots:
             raise MessageError(f"no free slot: all {self.max_requests} are taken")
         lease = LeaseId(int(left.lease[at]))
-        claim = self.pool.adopt(message.former, name, lease, left.pages(at))
+        begun = left.begun_pages(at)
+        held = np.concatenate([left.pages(at), begun])
+        claim = self.pool.adopt(message.former, name, lease, held)
         window = self._window_of(left)
-        spare = window.finish(at) if window else np.empty(0, np.int32)
+        emptied = window.finish(at) if window else np.empty(0, np.int32)
+        # The first spare pages are the next ones that the rows get, in this order.
+        spare = np.concatenate([begun, emptied])
         # A step that was cut short may have counted its token already.
         left.tables[0].tokens[:, at] = left.raw_tokens(at)
         slot = self._free_slots.popleft()

@@ -216,6 +216,19 @@ class Journal:
         ]
         return np.concatenate(used, dtype=np.int32)
 
+    def begun_pages(self, slot: int) -> Ids:
+        """Raw pages, in row order, that hold nothing but the token of a step that was cut short.
+
+        They are needed if the step has come to its scores: whoever does it again leaves the layers
+        alone that are done, keys and values included. Most often there are none.
+        """
+        raw = self.tables[0]
+        column, row = divmod(self.raw_tokens(slot), raw.layout.tokens)
+        is_begun = int(self.scored[slot]) > self.position(slot) * len(raw.pages)
+        if row or not is_begun or column >= raw.width:
+            return np.empty(0, np.int32)
+        return raw.pages[:, slot, :, column].ravel()
+
     def copy(self, other: "Journal", at: int, slot: int) -> None:
         """Take over the tables and the answer of another journal's slot, but not its lease."""
         for mine, theirs in zip(self.tables, other.tables, strict=True):

@@ -1,6 +1,6 @@
 """Who owns which page, and until when: arenas, the pool's books, and access to both."""
 
-from triptych.kvpool.blocks import Namespace
+from triptych.kvpool.blocks import Namespace, Publication
 from triptych.kvpool.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
 from triptych.kvpool.ledger import Ledger, PrefixLine, WorkerLine
 from triptych.kvpool.prefixcache import FoundPrefix, PrefixSettings
@@ -16,6 +16,7 @@ __all__ = [
     "PoolWatcher",
     "PrefixLine",
     "PrefixSettings",
+    "Publication",
     "WorkerLine",
     "WorkerPool",
 ]

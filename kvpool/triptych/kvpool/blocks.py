@@ -84,6 +84,21 @@ class Payload:
             raise ValueError(f"a block of {self.nbytes} bytes that took {self.seconds} s")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Publication:
+    """What a worker brings to be kept: the last ``len(blocks)`` blocks of ``tokens``."""
+
+    namespace: Namespace
+    tokens: TokenIds
+    """Whole blocks."""
+    blocks: Sequence[PageIds]
+    """Pages of each block."""
+    seconds: float
+    """What one block took to compute."""
+    tenant: str
+    """Whose quota it counts against."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Hold:
     """A chain of blocks, from the first, that stays resident until it is released."""

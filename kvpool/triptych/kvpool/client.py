@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
-from triptych.kvpool.blocks import HoldId, Namespace, TokenIds
+from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
@@ -278,32 +278,22 @@ class WorkerPool:
             with self._certain():
                 return self._calls.known_prefix(self._id, namespace, tokens)
 
-    def publish_prefix(
-        self,
-        namespace: Namespace,
-        tokens: TokenIds,
-        blocks: Sequence[PageIds],
-        *,
-        seconds: float,
-        tenant: str,
-    ) -> int:
-        """Keep the last blocks of ``tokens`` for later requests; how many were added.
+    def publish_prefix(self, new: Publication) -> int:
+        """Keep blocks for later requests; how many were added.
 
-        ``blocks`` are pages taken here and written. Those of the last blocks, as many as were
+        Their pages are taken here and written. Those of the last blocks, as many as were
         added, are the pool's from then on, and must not be written any more; the others are to
-        be given back. ``seconds`` is what one block took to compute.
+        be given back.
 
         Raises: NotHeld, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
         with self._lock:
             self._require_registered()
-            for pages in blocks:
+            for pages in new.blocks:
                 self._stock.require_in_use(pages)
             with self._certain():
-                added = self._calls.publish_prefix(
-                    self._id, namespace, tokens, blocks, seconds, tenant
-                )
-            for pages in blocks[len(blocks) - added :]:
+                added = self._calls.publish_prefix(self._id, new)
+            for pages in new.blocks[len(new.blocks) - added :]:
                 self._stock.left(pages)
             return added
 

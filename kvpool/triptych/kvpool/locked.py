@@ -9,7 +9,7 @@ from dataclasses import replace
 from triptych.core.errors import PoolError, StaleHandle
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
-from triptych.kvpool.blocks import HoldId, Namespace, TokenIds
+from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, Pool, WorkerId
@@ -162,20 +162,10 @@ class LockedPool:
             self._heard(worker)
             return self._prefixes.known(worker, namespace, tokens) if self._prefixes else 0
 
-    def publish_prefix(
-        self,
-        worker: WorkerId,
-        namespace: Namespace,
-        tokens: TokenIds,
-        blocks: Sequence[PageIds],
-        seconds: float,
-        tenant: str,
-    ) -> int:
+    def publish_prefix(self, worker: WorkerId, new: Publication) -> int:
         with self._lock:
             self._heard(worker)
-            if self._prefixes is None:
-                return 0
-            return self._prefixes.publish(worker, namespace, tokens, blocks, seconds, tenant)
+            return self._prefixes.publish(worker, new) if self._prefixes else 0
 
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         with self._lock:

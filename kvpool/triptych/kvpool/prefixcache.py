@@ -1,7 +1,6 @@
 """Prefixes of prompts in the pool's pages: the books of pages and the index of blocks, joined."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,7 +10,15 @@ from triptych.core.config import PoolConfig
 from triptych.core.errors import NotRegistered, PoolError
 from triptych.core.handles import LeaseId
 from triptych.core.pages import PagePlan
-from triptych.kvpool.blocks import BlockKey, HoldId, Limits, Namespace, Payload, TokenIds
+from triptych.kvpool.blocks import (
+    BlockKey,
+    HoldId,
+    Limits,
+    Namespace,
+    Payload,
+    Publication,
+    TokenIds,
+)
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import PrefixLine
 from triptych.kvpool.plugins import EVICTION_POLICIES
@@ -114,30 +121,22 @@ class PrefixCache:
         del self._holds[hold]
         self._index.release(hold)
 
-    def publish(
-        self,
-        worker: WorkerId,
-        namespace: Namespace,
-        tokens: TokenIds,
-        blocks: Sequence[PageIds],
-        seconds: float,
-        tenant: str,
-    ) -> int:
-        """Keep the last ``len(blocks)`` blocks of ``tokens``, which are whole blocks.
+    def publish(self, worker: WorkerId, new: Publication) -> int:
+        """Keep blocks for later requests.
 
         The pages of all blocks are of the worker's extent. Those of the last N, which is
         returned, are the cache's from now on; the others stay the worker's: their blocks were
-        known already, or all were refused. ``seconds`` is what one block took to compute.
+        known already, or all were refused.
 
         Raises: PoolError if tokens and blocks do not fit together; NotHeld, NotRegistered
         """
-        if not blocks:
+        if not new.blocks:
             raise PoolError("no block to publish")
-        self._pool.require_extent(worker, np.concatenate(blocks))
+        self._pool.require_extent(worker, np.concatenate(new.blocks))
         size = self._pool.page_bytes
         try:
-            payloads = [Payload(pages, pages.size * size, seconds) for pages in blocks]
-            done = self._index.publish(namespace, tokens, payloads, tenant=tenant)
+            payloads = [Payload(pages, pages.size * size, new.seconds) for pages in new.blocks]
+            done = self._index.publish(new.namespace, new.tokens, payloads, tenant=new.tenant)
         except ValueError as error:
             raise PoolError(str(error)) from error
         if done.hold is None:

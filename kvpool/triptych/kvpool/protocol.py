@@ -16,7 +16,7 @@ from triptych.core.errors import (
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import message
 from triptych.kvpool import runs
-from triptych.kvpool.blocks import HoldId, Namespace, TokenIds, decode
+from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, decode
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, WorkerId
@@ -63,15 +63,7 @@ class PoolCalls(Protocol):
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None: ...
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int: ...
-    def publish_prefix(
-        self,
-        worker: WorkerId,
-        namespace: Namespace,
-        tokens: TokenIds,
-        blocks: Sequence[PageIds],
-        seconds: float,
-        tenant: str,
-    ) -> int: ...
+    def publish_prefix(self, worker: WorkerId, new: Publication) -> int: ...
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
     def stat(self) -> Ledger: ...
 

@@ -7,7 +7,7 @@ from triptych.core.errors import MessageError
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool import protocol, runs
-from triptych.kvpool.blocks import HoldId, Namespace, TokenIds, encode
+from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, encode
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, WorkerId
@@ -108,22 +108,14 @@ class RemotePool:
         asked = protocol.KnowPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
         return self._ask(asked, protocol.PrefixBlocks).blocks
 
-    def publish_prefix(
-        self,
-        worker: WorkerId,
-        namespace: Namespace,
-        tokens: TokenIds,
-        blocks: Sequence[PageIds],
-        seconds: float,
-        tenant: str,
-    ) -> int:
+    def publish_prefix(self, worker: WorkerId, new: Publication) -> int:
         asked = protocol.PublishPrefix(
             worker=worker,
-            namespace=namespace,
-            tokens=encode(tokens),
-            blocks=tuple(map(runs.pack, blocks)),
-            seconds=seconds,
-            tenant=tenant,
+            namespace=new.namespace,
+            tokens=encode(new.tokens),
+            blocks=tuple(map(runs.pack, new.blocks)),
+            seconds=new.seconds,
+            tenant=new.tenant,
         )
         return self._ask(asked, protocol.PrefixBlocks).blocks
 

@@ -14,7 +14,7 @@ from triptych.core.errors import ConfigError, MessageError, PoolError, TriptychE
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool import protocol, runs
 from triptych.kvpool.arena import Arena, remove_orphans, shared_memory_dir
-from triptych.kvpool.blocks import decode
+from triptych.kvpool.blocks import Publication, decode
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
 from triptych.kvpool.pool import Pool
@@ -194,11 +194,14 @@ def _answer_prefix(
             blocks = calls.known_prefix(asked.worker, asked.namespace, tokens)
             return protocol.PrefixBlocks(blocks=blocks)
         case protocol.PublishPrefix():
-            pages = [runs.unpack(packed, calls.pages) for packed in asked.blocks]
-            added = calls.publish_prefix(
-                asked.worker, asked.namespace, tokens, pages, asked.seconds, asked.tenant
+            new = Publication(
+                namespace=asked.namespace,
+                tokens=tokens,
+                blocks=[runs.unpack(packed, calls.pages) for packed in asked.blocks],
+                seconds=asked.seconds,
+                tenant=asked.tenant,
             )
-            return protocol.PrefixBlocks(blocks=added)
+            return protocol.PrefixBlocks(blocks=calls.publish_prefix(asked.worker, new))
 
 
 def _socket_dir(arena: str) -> Path:

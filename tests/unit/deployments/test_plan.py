@@ -10,7 +10,7 @@ from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.status import Status
-from triptych.kvpool import LocalPool, Namespace, PrefixSettings
+from triptych.kvpool import LocalPool, Namespace, PrefixSettings, Publication
 from triptych.router import RouterSnapshot
 
 CAPACITY = 128 << 20
@@ -54,7 +54,10 @@ def test_metrics_tell_of_prefixes() -> None:
     settings = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
     space = Namespace(salt=b"", model="m", revision="", profile="p")
     with LocalPool(16, 256, "w", settings) as pool:
-        pool.publish_prefix(space, [1, 2], [pool.take(3)], seconds=0.1, tenant="")
+        new = Publication(
+            namespace=space, tokens=[1, 2], blocks=[pool.take(3)], seconds=0.1, tenant=""
+        )
+        assert pool.publish_prefix(new) == 1
         assert pool.find_prefix(space, [1, 2, 3]) is not None
         assert pool.find_prefix(space, [5, 6, 7, 8]) is None
         ledger = pool.stat()

@@ -8,9 +8,10 @@ import pytest
 
 from triptych.core.errors import MessageError, NotHeld, PoolError, StaleHandle
 from triptych.core.messages import pack, unpack
-from triptych.kvpool import LocalPool, Namespace, PrefixSettings
+from triptych.kvpool import LocalPool, Namespace, PrefixSettings, Publication
 from triptych.kvpool.blocks import HoldId, encode
 from triptych.kvpool.client import WorkerPool
+from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.pool import WorkerId
 from triptych.kvpool.protocol import FindPrefix, PublishPrefix
 
@@ -20,13 +21,19 @@ BLOCK, SIZE = 4, 3
 """Tokens and pages of a block; the fixtures have room for 64 pages."""
 
 
+def publication(
+    tokens: list[int], blocks: list[PageIds], space: Namespace = SPACE, seconds: float = 0.5
+) -> Publication:
+    return Publication(namespace=space, tokens=tokens, blocks=blocks, seconds=seconds, tenant="t")
+
+
 def publish(pool: WorkerPool, tokens: list[int], first: int = 0, space: Namespace = SPACE) -> int:
     """Publish all blocks from ``first`` on, each page filled with its block's number."""
     blocks = len(tokens) // BLOCK - first
     pages = np.split(pool.take(blocks * SIZE), blocks)
     for number, ids in enumerate(pages, first):
         pool.arena.data[ids] = number
-    added = pool.publish_prefix(space, tokens, pages, seconds=0.5, tenant="t")
+    added = pool.publish_prefix(publication(tokens, pages, space))
     for ids in pages[: blocks - added]:
         pool.give(ids)
     return added
@@ -61,13 +68,13 @@ def test_what_is_known_already_stays_the_publishers(join_prefixes: Join) -> None
 def test_published_pages_are_not_the_workers_any_more(join_prefixes: Join) -> None:
     pool = join_prefixes("w")
     ids = pool.take(SIZE)
-    assert pool.publish_prefix(SPACE, [1, 2, 3, 4], [ids], seconds=0.0, tenant="t") == 1
+    assert pool.publish_prefix(publication([1, 2, 3, 4], [ids], seconds=0.0)) == 1
     with pytest.raises(NotHeld):
         pool.give(ids)
     with pytest.raises(NotHeld):
         pool.handoff([("r", ids)])
     with pytest.raises(NotHeld):
-        pool.publish_prefix(SPACE, [5, 6, 7, 8], [ids], seconds=0.0, tenant="t")
+        pool.publish_prefix(publication([5, 6, 7, 8], [ids]))
 
 
 def test_a_full_cache_evicts_and_frees(join_prefixes: Join) -> None:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolError
-from triptych.kvpool.blocks import HoldId, Namespace
+from triptych.kvpool.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.pool import Pool, WorkerId
 from triptych.kvpool.prefixcache import PREFIX_WORKER, PrefixCache, PrefixSettings
 from triptych.kvpool.processes import ProcessKey
@@ -21,6 +22,18 @@ TOKENS = st.lists(st.integers(0, 1), max_size=11)
 
 def space(salt: bytes) -> Namespace:
     return Namespace(salt=salt, model="m", revision="", profile="p")
+
+
+def publication(
+    salt: bytes,
+    tokens: list[int],
+    blocks: list[PageIds],
+    seconds: float = 0.1,
+    tenant: str = "t",
+) -> Publication:
+    return Publication(
+        namespace=space(salt), tokens=tokens, blocks=blocks, seconds=seconds, tenant=tenant
+    )
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -121,7 +134,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         pages = np.split(self.pool.grant(worker, count * size), count)
         tenant = data.draw(st.sampled_from(["t", "u"]))
-        added = self.cache.publish(worker, space(salt), whole, pages, 0.1, tenant)
+        added = self.cache.publish(worker, publication(salt, whole, pages, tenant=tenant))
         assert 0 <= added <= count
         for back in range(added):
             chain = tuple(whole[: (blocks - back) * BLOCK])
@@ -145,7 +158,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         pages = [np.array([page], np.int32) for page in stolen]
         tokens = [0, 0] * len(stolen)
         with pytest.raises(NotHeld):
-            self.cache.publish(self.workers[name], space(b"a"), tokens, pages, 0.1, "t")
+            self.cache.publish(self.workers[name], publication(b"a", tokens, pages))
 
     @precondition(lambda self: any(self.extents.values()))
     @rule(data=st.data(), seconds=st.sampled_from([0.1, -1.0, float("nan")]))
@@ -154,7 +167,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         page = np.array(self.extents[name][:1], np.int32)
         tokens = [1] if seconds > 0 else [1, 1]
         with pytest.raises(PoolError):
-            self.cache.publish(self.workers[name], space(b"a"), tokens, [page], seconds, "t")
+            self.cache.publish(self.workers[name], publication(b"a", tokens, [page], seconds))
 
     # ---------------------------------------------------------- always
 

@@ -19,7 +19,7 @@ from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
-from triptych.kvpool import FoundPrefix, Namespace, WorkerPool
+from triptych.kvpool import FoundPrefix, Namespace, Publication, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +151,14 @@ class PrefixStore:
             added = 0
             try:
                 self._write(first, ids, raw, significance)
-                added = self.pool.publish_prefix(
-                    namespace,
-                    tokens[: end * size],
-                    ids,
+                new = Publication(
+                    namespace=namespace,
+                    tokens=tokens[: end * size],
+                    blocks=ids,
                     seconds=prefix.token_s * size,
                     tenant=prefix.tenant,
                 )
+                added = self.pool.publish_prefix(new)
             finally:
                 if not self.pool.is_lost:
                     self._give(ids[: len(ids) - added])

@@ -74,10 +74,9 @@ class Bench:
             parent=bytes(32),
             namespace=bytes(32),
             tokens=bytes(256),
-            formats=("k8v4",),
-            counts=(self.pages,),
+            tenant="",
+            pages=self.pages,
             page_bytes=PAGE_BYTES,
-            layout=bytes(32),
         )
 
     def forget(self) -> None:

@@ -88,19 +88,33 @@ class DiskTier:
     file of this user; the directory must be one that nobody else can write to, and belongs to
     one tier at a time. Files with other names are left alone.
 
+    A use of a block is a use of all blocks before it, without which it cannot be found. So of a
+    chain the last block is evicted first.
+
     What is damaged is a miss: it is counted and removed, and the caller computes it anew. All
     methods may be called from several threads; files are read and written outside the lock.
     """
 
-    def __init__(self, directory: Path, capacity_bytes: int, page_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        page_bytes: int,
+        tenant_bytes: int | None = None,
+    ) -> None:
         """Take the directory, which is made if it is missing, and find what is there.
+
+        ``tenant_bytes`` is the most that the objects of one tenant take; None: all.
 
         Raises: PoolError if it cannot be had, or another tier has it
         """
         self.directory, self.capacity_bytes, self.page_bytes = directory, capacity_bytes, page_bytes
+        self.tenant_bytes = capacity_bytes if tenant_bytes is None else tenant_bytes
         self._objects = OrderedDict[bytes, _Entry]()
-        """The oldest used first."""
+        """The oldest used first, and no block before those that follow it in its chain."""
         self._nbytes = self._reserved = 0
+        self._taken = Counter[str]()
+        """Bytes of each tenant, with what is reserved."""
         self._count = Counter[str]()
         self._lock = threading.Lock()
         self._open_folder = _open_directory(directory)
@@ -142,6 +156,12 @@ class DiskTier:
             entry = self._objects.get(key)
         return entry.meta if entry else None
 
+    def touch(self, key: bytes) -> bool:
+        """Note a use of an object that needs no load; False if it is not there."""
+        with self._lock:
+            self._touch(key)
+            return key in self._objects
+
     def load(self, key: bytes, into: Sequence[Rows]) -> Loaded | None:
         """Read an object's pages, in their order, into buffers; None if it is not there.
 
@@ -157,7 +177,7 @@ class DiskTier:
             if entry is None:
                 self._count["missed"] += 1
                 return None
-            self._objects.move_to_end(key)
+            self._touch(key)
         try:
             reads = self._read(_name(key), entry.meta, into)
         except Damaged as error:
@@ -189,7 +209,8 @@ class DiskTier:
     def store(self, meta: ObjectMeta, pages: Iterable[Rows]) -> bool:
         """Write an object; False if it is there already, and then ``pages`` is not touched.
 
-        Objects that were not used for longest go first, until it fits.
+        Objects that were not used for longest go first, until it fits: the tenant's own if it
+        would be over its quota, then anybody's.
 
         Shapes: pages (n, page_bytes) each, or the bytes of as many; ``meta.pages`` rows in all
         Raises: PoolError if it cannot be written; ValueError if the pages are not those that
@@ -199,13 +220,14 @@ class DiskTier:
             raise ValueError(f"pages of {meta.page_bytes} bytes: expected {self.page_bytes}")
         size = object_bytes(meta)
         try:
-            if not self._reserve(meta.key, size):
+            if not self._reserve(meta, size):
                 return False
             try:
                 self._write(meta, size, pages)
             finally:
                 with self._lock:
                     self._reserved -= size
+                    self._take(meta.tenant, -size)
         except OSError as error:
             self._add(failed=1)
             raise PoolError(self._complaint(size, error.strerror or str(error))) from error
@@ -239,9 +261,13 @@ class DiskTier:
                 found += self._scanned(name, bytes.fromhex(match[1]))
         with self._lock:
             found.sort(key=lambda pair: pair[0])
-            self._objects = OrderedDict((entry.meta.key, entry) for _, entry in found)
-            self._nbytes = sum(entry.nbytes for _, entry in found)
+            self._objects, self._nbytes = OrderedDict[bytes, _Entry](), 0
+            self._taken.clear()
+            for _, entry in found:
+                self._insert(entry)
             self._make_room(0)
+            for tenant in list(self._taken):
+                self._make_room_of(tenant, 0)
             return len(self._objects)
 
     # -------------------------------------------------------------- files
@@ -311,8 +337,7 @@ class DiskTier:
             with self._lock:
                 os.rename(partial, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
                 self._forget(meta.key)
-                self._objects[meta.key] = _Entry(meta, size)
-                self._nbytes += size
+                self._insert(_Entry(meta, size))
                 self._count["stored"] += 1
                 self._count["stored_bytes"] += meta.pages * meta.page_bytes
         except BaseException:
@@ -326,26 +351,54 @@ class DiskTier:
 
     # -------------------------------------------------------------- the index; all with the lock
 
-    def _reserve(self, key: bytes, size: int) -> bool:
+    def _reserve(self, meta: ObjectMeta, size: int) -> bool:
         """Make room for an object and keep it free; False if the object is there already."""
         space = os.statvfs(self._folder)
         with self._lock:
-            if key in self._objects:
-                self._objects.move_to_end(key)
+            if meta.key in self._objects:
+                self._touch(meta.key)
                 return False
             to_free = max(0, self._nbytes + self._reserved + size - self.capacity_bytes)
-            if size > self.capacity_bytes or to_free > self._nbytes:
+            if size > min(self.capacity_bytes, self.tenant_bytes) or to_free > self._nbytes:
                 raise PoolError(self._complaint(size, "the tier is too small for it"))
             if size > space.f_bavail * space.f_frsize + to_free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._make_room_of(meta.tenant, size)
             self._make_room(size)
             self._reserved += size
+            self._take(meta.tenant, size)
             return True
 
     def _make_room(self, size: int) -> None:
         while self._objects and self._nbytes + self._reserved + size > self.capacity_bytes:
-            self._remove(next(iter(self._objects)))
-            self._count["evicted"] += 1
+            self._evict(next(iter(self._objects)))
+
+    def _make_room_of(self, tenant: str, size: int) -> None:
+        if self._taken[tenant] + size <= self.tenant_bytes:
+            return
+        for key in [k for k, entry in self._objects.items() if entry.meta.tenant == tenant]:
+            if self._taken[tenant] + size <= self.tenant_bytes:
+                return
+            self._evict(key)
+
+    def _evict(self, key: bytes) -> None:
+        self._remove(key)
+        self._count["evicted"] += 1
+
+    def _touch(self, key: bytes) -> None:
+        """Put a block behind all others, and those before it in its chain behind it."""
+        for _ in range(len(self._objects)):  # forged parents may go round in a circle
+            entry = self._objects.get(key)
+            if entry is None:
+                return
+            self._objects.move_to_end(key)
+            key = entry.meta.parent
+
+    def _insert(self, entry: _Entry) -> None:
+        self._objects[entry.meta.key] = entry
+        self._nbytes += entry.nbytes
+        self._take(entry.meta.tenant, entry.nbytes)
+        self._touch(entry.meta.key)
 
     def _remove(self, key: bytes) -> bool:
         self._unlink(_name(key))
@@ -353,8 +406,15 @@ class DiskTier:
 
     def _forget(self, key: bytes) -> bool:
         entry = self._objects.pop(key, None)
-        self._nbytes -= entry.nbytes if entry else 0
+        if entry is not None:
+            self._nbytes -= entry.nbytes
+            self._take(entry.meta.tenant, -entry.nbytes)
         return entry is not None
+
+    def _take(self, tenant: str, nbytes: int) -> None:
+        self._taken[tenant] += nbytes
+        if not self._taken[tenant]:
+            del self._taken[tenant]
 
     # -------------------------------------------------------------- reports
 

@@ -14,6 +14,7 @@ write to a file of mode 0600 needs no collision. Of what the standard library ha
 it in its cache. The header has a sum of its own, so that a scan reads headers alone.
 """
 
+import math
 import os
 import struct
 import zlib
@@ -67,31 +68,25 @@ class ObjectMeta:
     parent: bytes
     """Key of the block before, or for a first block the digest of the namespace."""
     namespace: bytes
-    """Digest of tenant salt, model, revision and codec profile."""
+    """Digest of tenant salt, model, revision and codec profile: who may read it, and what the
+    bytes of its pages mean."""
     tokens: bytes
     """Token ids of the block, little-endian int32."""
-    formats: tuple[str, ...]
-    """Page formats, in the order in which their pages lie."""
-    counts: tuple[int, ...]
-    """Pages of each format."""
+    tenant: str
+    """Whose quota it counts against; who may read it is in the namespace."""
+    pages: int
     page_bytes: int
-    layout: bytes
-    """Digest of what the bytes of a page mean: geometry and page layouts."""
     seconds: float = 0.0
     """What the block took to compute: what it is worth when it is back in memory."""
 
     def __post_init__(self) -> None:
-        digests = (self.key, self.parent, self.namespace, self.layout)
+        digests = (self.key, self.parent, self.namespace)
         if any(len(digest) != DIGEST_BYTES for digest in digests):
             raise ValueError(f"keys and digests have {DIGEST_BYTES} bytes")
-        if len(self.formats) != len(self.counts) or any(count < 0 for count in self.counts):
-            raise ValueError("expected a number of pages for each format")
         if self.pages < 1 or self.page_bytes < 1 or len(self.tokens) % 4:
             raise ValueError("expected pages, and tokens of four bytes each")
-
-    @property
-    def pages(self) -> int:
-        return sum(self.counts)
+        if not (math.isfinite(self.seconds) and self.seconds >= 0):
+            raise ValueError(f"a block that took {self.seconds} s")
 
     @property
     def part_pages(self) -> int:

@@ -15,16 +15,18 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def meta_of(number: int, pages: int = 5, page_bytes: int = PAGE_BYTES) -> ObjectMeta:
+def meta_of(
+    number: int, pages: int = 5, page_bytes: int = PAGE_BYTES, tenant: str = ""
+) -> ObjectMeta:
+    """A chain of its own for each number."""
     return ObjectMeta(
         key=digest(f"key {number}"),
-        parent=digest(f"key {number - 1}"),
+        parent=digest(f"parent {number}"),
         namespace=digest("namespace"),
         tokens=np.arange(number, number + 16, dtype="<i4").tobytes(),
-        formats=("k8v4", "fp16"),
-        counts=(pages - 1, 1),
+        tenant=tenant,
+        pages=pages,
         page_bytes=page_bytes,
-        layout=digest("layout"),
         seconds=0.25 * number,
     )
 

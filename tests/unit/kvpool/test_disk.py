@@ -197,6 +197,48 @@ def test_the_oldest_used_goes_first(folder: Path) -> None:
         assert (tier.stat().evicted, tier.stat().nbytes) == (1, 3 * SIZE)
 
 
+def test_of_a_chain_the_last_block_goes_first(folder: Path) -> None:
+    first, second, third = meta_of(1), meta_of(2), meta_of(3)
+    second = changed(second, parent=first.key)
+    third = changed(third, parent=second.key)
+    with DiskTier(folder, 4 * SIZE, PAGE_BYTES) as tier:
+        for meta in (first, second, third):
+            tier.store(meta, [pages_of(meta)])
+        store(tier, 4)
+        require_back(tier, first)
+        require_back(tier, third)
+        store(tier, 5)
+        assert tier.keys() == [third.key, second.key, first.key, *keys(5)]
+    with DiskTier(folder, 3 * SIZE, PAGE_BYTES) as tier:
+        assert tier.keys() == [second.key, first.key, *keys(5)]
+        assert tier.touch(second.key)
+        assert tier.keys() == [*keys(5), second.key, first.key]
+        assert not tier.touch(third.key)
+
+
+def test_parents_in_a_circle_do_no_harm(tier: DiskTier) -> None:
+    one, two = meta_of(1), meta_of(2)
+    for meta in (changed(one, parent=two.key), changed(two, parent=one.key)):
+        tier.store(meta, [pages_of(meta)])
+    assert tier.touch(one.key)
+    assert sorted(tier.keys()) == sorted(keys(1, 2))
+
+
+def test_a_tenant_over_its_quota_evicts_its_own(folder: Path) -> None:
+    size = object_bytes(meta_of(1, tenant="a"))
+    with DiskTier(folder, 10 * size, PAGE_BYTES, tenant_bytes=2 * size) as tier:
+        for number, tenant in enumerate("abaaab"):
+            meta = meta_of(number, tenant=tenant)
+            tier.store(meta, [pages_of(meta)])
+        assert tier.keys() == keys(1, 3, 4, 5)
+        assert tier.stat().evicted == 2
+        large = meta_of(7, pages=50, tenant="b")
+        with pytest.raises(PoolError, match="too small for it"):
+            tier.store(large, [pages_of(large)])
+    with DiskTier(folder, 10 * size, PAGE_BYTES, tenant_bytes=size) as tier:
+        assert tier.keys() == keys(4, 5)
+
+
 def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path) -> None:
     with DiskTier(folder, 2 * SIZE, PAGE_BYTES) as tier:
         store(tier, 1, 2)
@@ -226,7 +268,7 @@ def test_what_a_store_writes_now_is_room_that_others_cannot_have(folder: Path) -
 
 
 def test_a_full_disk_is_a_clear_error_before_anything_is_written(folder: Path) -> None:
-    large = changed(meta_of(2), counts=(1 << 19, 0), page_bytes=1 << 30)
+    large = changed(meta_of(2), pages=1 << 19, page_bytes=1 << 30)
     with DiskTier(folder, 1 << 60, large.page_bytes) as tier:
 
         def untouched() -> Iterator[Pages]:

@@ -216,6 +216,20 @@ class PoolConfig:
     """Which prefix goes first when it is full: the one that saves least time per byte, or the one
     that was not used for longest."""
 
+    disk_path: str = ""
+    """Directory, of its own, in which prefixes outlive memory and restarts; empty: in none. Who can
+    read it can read prompts."""
+
+    disk_bytes: int = 0
+    """The most that they take there, in bytes; what was not used for longest goes first."""
+
+    disk_tenant_bytes: int | Auto = "auto"
+    """The most of it that one client's prompts may take; ``auto``: all."""
+
+    disk_write_bytes_s: float = 64.0 * MIB
+    """Bytes a second at which prefixes are written there; reading, which requests wait for, has no
+    limit."""
+
     def __post_init__(self) -> None:
         require(self.capacity_bytes > 0, "pool.capacity_bytes", self.capacity_bytes, "> 0")
         page = self.page_bytes
@@ -228,6 +242,19 @@ class PoolConfig:
         require(fits, "pool.prefix_bytes", kept, f"'auto' or 0 to capacity_bytes ({limit})")
         own = self.prefix_tenant_bytes
         require(own == "auto" or own >= 0, "pool.prefix_tenant_bytes", own, "'auto' or >= 0")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        if not self.disk_path:
+            require(self.disk_bytes == 0, "pool.disk_bytes", self.disk_bytes, "0 or a disk_path")
+            return
+        require(self.disk_bytes > 0, "pool.disk_bytes", self.disk_bytes, "> 0 with a disk_path")
+        path = Path(self.disk_path)
+        require(path.is_absolute(), "pool.disk_path", self.disk_path, "an absolute path")
+        require(self.prefix_bytes != 0, "pool.prefix_bytes", 0, "> 0 with a disk_path")
+        own, rate = self.disk_tenant_bytes, self.disk_write_bytes_s
+        require(own == "auto" or own >= 0, "pool.disk_tenant_bytes", own, "'auto' or >= 0")
+        require(rate > 0, "pool.disk_write_bytes_s", rate, "> 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import msgpack
@@ -431,3 +431,5 @@ class Report:
     """Seconds that the longest of its last steps took; 0 before the first."""
     bytes_copied: int = 0
     """Bytes of keys and values that were copied to bring them here from another stage."""
+    prefixes_skipped: dict[str, int] = field(default_factory=dict[str, int])
+    """Prompts of which it could not have the beginning kept, by kind of error."""

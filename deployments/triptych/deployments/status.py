@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triptych.core.messages import Report, Stage
-from triptych.kvpool import Ledger
+from triptych.kvpool import DiskLine, Ledger
 from triptych.router import RouterSnapshot
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
@@ -41,6 +41,9 @@ class Status:
             }
             for name, value in values.items():
                 gauges[f'triptych_workers_{name}{{worker="{report.name}"}}'] = float(value)
+            for reason, count in report.prefixes_skipped.items():
+                labels = f'worker="{report.name}",reason="{reason}"'
+                gauges[f"triptych_prefix_skipped{{{labels}}}"] = float(count)
         return gauges
 
     def _router_gauges(self) -> dict[str, float]:
@@ -64,6 +67,7 @@ class Status:
             return {"triptych_pool_up": 0.0}
         pool, prefix = self.pool, self.pool.prefix
         return {
+            **_disk_gauges(pool.disk),
             "triptych_prefix_cache_queries": float(prefix.asked_tokens),
             "triptych_prefix_cache_hits": float(prefix.hit_tokens),
             'triptych_prefix_lookups{result="hit"}': float(prefix.hits),
@@ -82,3 +86,28 @@ class Status:
             "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
             "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
         }
+
+
+def _disk_gauges(disk: DiskLine) -> dict[str, float]:
+    """Of the disk tier; none if there is none, nor should be."""
+    if not disk.capacity_bytes and not disk.fault:
+        return {}
+    return {
+        "triptych_disk_up": float(not disk.fault),
+        "triptych_disk_objects": float(disk.objects),
+        "triptych_disk_bytes": float(disk.bytes),
+        "triptych_disk_capacity_bytes": float(disk.capacity_bytes),
+        "triptych_disk_waiting": float(disk.waiting),
+        "triptych_disk_coming": float(disk.coming),
+        "triptych_disk_stored": float(disk.stored),
+        "triptych_disk_stored_bytes": float(disk.stored_bytes),
+        "triptych_disk_loaded": float(disk.loaded),
+        "triptych_disk_loaded_bytes": float(disk.loaded_bytes),
+        "triptych_disk_evictions": float(disk.evictions),
+        "triptych_disk_damaged": float(disk.damaged),
+        "triptych_disk_failed": float(disk.failed),
+        **{
+            f'triptych_disk_skipped{{reason="{reason}"}}': float(count)
+            for reason, count in disk.skipped.items()
+        },
+    }

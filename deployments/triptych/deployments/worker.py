@@ -12,7 +12,7 @@ from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.rundir import RunDir
 from triptych.kvpool import PoolClient
-from triptych.workers.build import cores_for, load_brain, make_engines
+from triptych.workers.build import cores_for, load_brain, make_engines, prefix_store
 from triptych.workers.journal import journal_bytes
 from triptych.workers.loop import StageLoop
 
@@ -91,13 +91,14 @@ class WorkerShell:
 
     def _make_loop(self) -> StageLoop:
         plan = self._plan
+        self._prefixes = prefix_store(plan.config, plan.pages, self._pool, plan.weights)
         engines = make_engines(
             plan.config,
             plan.pages,
             self._brain,
             self._pool,
             self._stages,
-            weights=plan.weights,
+            prefixes=self._prefixes,
         )
         cores = cores_for(plan.config, self._stages, plan.turns)
         return StageLoop(self._pool.worker, engines, self._deliver, cores)
@@ -156,5 +157,6 @@ class WorkerShell:
             await asyncio.sleep(REPORT_EVERY_S)
             if self._pool.is_lost and (self._rejoining is None or self._rejoining.done()):
                 self._rejoining = asyncio.create_task(self._rejoin_pool())
-            report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied)
+            skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
+            report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
             self._link.to_router(report)

@@ -2,11 +2,14 @@
 
 from triptych.kvpool.blocks import Namespace, Publication
 from triptych.kvpool.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
-from triptych.kvpool.ledger import Ledger, PrefixLine, WorkerLine
+from triptych.kvpool.disklevel import DiskSettings
+from triptych.kvpool.ledger import DiskLine, Ledger, PrefixLine, WorkerLine
 from triptych.kvpool.prefixcache import FoundPrefix, PrefixSettings
 from triptych.kvpool.service import PoolServer
 
 __all__ = [
+    "DiskLine",
+    "DiskSettings",
     "FoundPrefix",
     "Ledger",
     "LocalPool",

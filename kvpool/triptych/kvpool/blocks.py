@@ -123,6 +123,11 @@ class Published:
     """In the order in which they went: no block before its children."""
     refused: Refusal | None = None
 
+    @property
+    def new(self) -> tuple[Block, ...]:
+        """The blocks that were added."""
+        return self.hold.blocks[len(self.hold.blocks) - self.added :] if self.hold else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -143,8 +148,11 @@ class PrefixStat:
 
     blocks: int
     nbytes: int
+    reserved_bytes: int
+    """For blocks that are on their way."""
     pinned_bytes: int
     bytes_by_tenant: dict[str, int]
+    """Reserved ones included."""
     holds: int
     hits: int
     """Lookups that found at least one block."""

@@ -16,6 +16,7 @@ from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.disklevel import Coming, Disk, DiskSettings
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
@@ -258,6 +259,24 @@ class WorkerPool:
             with self._certain():
                 return self._calls.find_prefix(self._id, namespace, tokens)
 
+    @property
+    def restores(self) -> bool:
+        """Whether prefixes may come back from disk."""
+        return self._registered.restores
+
+    def restore_prefix(self, namespace: Namespace, tokens: TokenIds, tenant: str) -> Coming:
+        """Begin to bring back from disk what continues the known beginning of a prompt.
+
+        To be called again until no block is coming any more, or the caller would rather
+        compute. What comes back counts against the quota of ``tenant``.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.restore_prefix(self._id, namespace, tokens, tenant)
+
     def release_prefix(self, hold: HoldId) -> None:
         """End a hold.
 
@@ -447,10 +466,13 @@ class LocalPool(WorkerPool):
         page_bytes: int,
         worker: str = "local",
         prefixes: PrefixSettings | None = None,
+        disk: DiskSettings | None = None,
     ) -> None:
+        """Raises: PoolError if the directory of the disk tier cannot be had"""
         self._memory = Arena.private(pages, page_bytes)
         books = Pool(pages, page_bytes, self._memory.id, math.inf)
-        self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes)
+        self._disk = Disk.open(disk, self._memory.data) if disk and prefixes else None
+        self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes, disk=self._disk)
         super().__init__(self._pool, worker, self._transport_of, self._journal_of)
 
     def join(self, worker: str, journal_bytes: int = 0) -> WorkerPool:
@@ -469,4 +491,6 @@ class LocalPool(WorkerPool):
 
     def close(self) -> None:
         super().close()
+        if self._disk:
+            self._disk.close()
         self._memory.close()

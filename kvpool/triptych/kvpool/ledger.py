@@ -1,6 +1,6 @@
 """The ledger: who holds how many pages, as the pool's books say at one moment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from triptych.core.messages import message
 
@@ -39,6 +39,34 @@ class PrefixLine:
     """Prompts of which nothing more could be kept."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskLine:
+    """What of it is on disk; those after ``coming`` count since the start of the pool."""
+
+    objects: int = 0
+    bytes: int = 0
+    capacity_bytes: int = 0
+    """0: there is no disk tier."""
+    waiting: int = 0
+    """Transfers that wait for their turn."""
+    coming: int = 0
+    """Blocks on their way into memory."""
+    stored: int = 0
+    stored_bytes: int = 0
+    loaded: int = 0
+    """Blocks that were brought back."""
+    loaded_bytes: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    """Files that were torn, corrupt or foreign, and were removed."""
+    failed: int = 0
+    """Blocks that the disk did not take."""
+    skipped: dict[str, int] = field(default_factory=dict[str, int])
+    """Transfers that were not even tried, by reason."""
+    fault: str = ""
+    """Why the disk takes nothing now; empty: it does."""
+
+
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
@@ -62,6 +90,7 @@ class Ledger:
     reclaimed_workers_total: int
     prefix: PrefixLine = PrefixLine()
     """Its pages are held by a worker called ``prefix``."""
+    disk: DiskLine = DiskLine()
 
     @property
     def held_pages(self) -> int:

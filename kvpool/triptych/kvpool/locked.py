@@ -10,8 +10,9 @@ from triptych.core.errors import PoolError, StaleHandle
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.disklevel import Coming, Disk, DiskLevel
 from triptych.kvpool.freelist import PageIds
-from triptych.kvpool.ledger import Ledger
+from triptych.kvpool.ledger import DiskLine, Ledger, PrefixLine
 from triptych.kvpool.pool import Commit, Pool, WorkerId
 from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.processes import ProcessKey, end
@@ -34,8 +35,13 @@ class LockedPool:
         make_memory: Callable[[int, int], Arena] = Arena.private,
         clock: Callable[[], float] = time.monotonic,
         prefixes: PrefixSettings | None = None,
+        disk: Disk | None = None,
+        disk_fault: str = "",
     ) -> None:
-        """``make_memory`` takes pages and bytes per page. No ``prefixes``: none is ever kept."""
+        """``make_memory`` takes pages and bytes per page. No ``prefixes``: none is ever kept.
+
+        ``disk_fault`` says why there is no disk where there should be one.
+        """
         self.pages = pool.pages
         self._pool = pool
         self._extent_pages = extent_pages
@@ -45,6 +51,10 @@ class LockedPool:
         self._journals = dict[str, Arena]()
         """By the worker's name."""
         self._prefixes = PrefixCache(pool, prefixes) if prefixes else None
+        self._disk = (
+            DiskLevel(self._prefixes, disk, self._lock) if self._prefixes and disk else None
+        )
+        self._disk_fault = disk_fault
 
     def register(self, name: str, process: ProcessKey, journal_bytes: int) -> Registered:
         if name == PREFIX_WORKER:
@@ -63,6 +73,7 @@ class LockedPool:
                 lease_ttl_s=self._pool.lease_ttl_s,
                 extent_pages=self._extent_pages,
                 journal=journal.id if journal is not None else "",
+                restores=self._disk is not None,
             )
 
     def inherit(self, former: str) -> Inheritance:
@@ -165,7 +176,22 @@ class LockedPool:
     def publish_prefix(self, worker: WorkerId, new: Publication) -> int:
         with self._lock:
             self._heard(worker)
-            return self._prefixes.publish(worker, new) if self._prefixes else 0
+            if self._prefixes is None:
+                return 0
+            done = self._prefixes.publish(worker, new)
+            if self._disk:
+                self._disk.evicted(done.evicted)
+                self._disk.published(done.new)
+            return done.added
+
+    def restore_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds, tenant: str
+    ) -> Coming:
+        with self._lock:
+            self._heard(worker)
+            if self._disk is None:
+                return Coming(0, 0.0)
+            return self._disk.restore(namespace, tokens, tenant)
 
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         with self._lock:
@@ -177,7 +203,9 @@ class LockedPool:
     def stat(self) -> Ledger:
         with self._lock:
             ledger = self._pool.stat(self._clock())
-            return replace(ledger, prefix=self._prefixes.line()) if self._prefixes else ledger
+            disk = self._disk.line() if self._disk else DiskLine(fault=self._disk_fault)
+            prefix = self._prefixes.line() if self._prefixes else PrefixLine()
+            return replace(ledger, prefix=prefix, disk=disk)
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""

@@ -319,6 +319,11 @@ class Pool:
 
     # -------------------------------------------------------------- reports
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
     def stat(self, now: float) -> Ledger:
         """The books as they are."""
         by_request = dict[str, int]()

@@ -96,6 +96,8 @@ class PrefixIndex:
         self._holds = dict[HoldId, _Node]()
         self._all = _Account()
         self._tenants = dict[str, _Account]()
+        self._reserved = Counter[str]()
+        """Bytes that tenants have set aside for blocks that are on their way."""
         self._tick = self._last_stamp = self._last_hold = 0
         self._count = Counter[str]()
         self._refused = Counter[Refusal]()
@@ -118,6 +120,16 @@ class PrefixIndex:
     def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
         """How many blocks of the prompt are resident, in a chain from the first; only a look."""
         return len(self._walk(namespace, cut(encode(tokens), self.block_tokens)))
+
+    def block(self, key: BlockKey) -> Block | None:
+        """The resident block with this key."""
+        node = self._nodes.get(key)
+        return node.block if node else None
+
+    def pin(self, key: BlockKey) -> Hold | None:
+        """Hold the chain that ends with a block; nothing is counted, and None if it is gone."""
+        node = self._nodes.get(key)
+        return self._hold(node) if node else None
 
     def acquire(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
         """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
@@ -176,6 +188,36 @@ class PrefixIndex:
         ]
         return self._add(chain, new, tenant, known=chain[before:])
 
+    def room(self, tenant: str) -> int:
+        """The most bytes that ``reserve`` may find for a tenant now."""
+        mine = self._tenants.get(tenant, _Account())
+        own = self.limits.of(tenant) - mine.nbytes + mine.idle_bytes
+        return max(0, min(own, self.limits.total_bytes - self._all.nbytes + self._all.idle_bytes))
+
+    def reserve(self, tenant: str, nbytes: int) -> tuple[Block, ...] | None:
+        """Set bytes aside for blocks that are on their way; None if they cannot be had.
+
+        Returns: the blocks that were evicted for it
+        """
+        victims = self._make_room(tenant, nbytes)
+        if isinstance(victims, str):
+            self._refused[victims] += 1
+            return None
+        self._reserved[tenant] += nbytes
+        self._tenants.setdefault(tenant, _Account())
+        for account in (self._all, self._tenants[tenant]):
+            account.nbytes += nbytes
+        return self._evicted(victims)
+
+    def unreserve(self, tenant: str, nbytes: int) -> None:
+        """Give back what was reserved: the blocks are published next, or never."""
+        self._reserved[tenant] -= nbytes
+        for account in (self._all, self._tenants[tenant]):
+            account.nbytes -= nbytes
+        if not self._reserved[tenant]:
+            del self._reserved[tenant]
+        self._close_empty(tenant)
+
     def evict(self, nbytes: int) -> tuple[Block, ...]:
         """Evict blocks, lowest rank first, until ``nbytes`` are free or nothing may go."""
         victims = list[_Node]()
@@ -188,8 +230,9 @@ class PrefixIndex:
         """The numbers as they are."""
         return PrefixStat(
             blocks=len(self._nodes),
-            nbytes=self._all.nbytes,
-            pinned_bytes=self._all.nbytes - self._all.idle_bytes,
+            nbytes=self._all.nbytes - self._reserved.total(),
+            reserved_bytes=self._reserved.total(),
+            pinned_bytes=self._all.nbytes - self._all.idle_bytes - self._reserved.total(),
             bytes_by_tenant={name: account.nbytes for name, account in self._tenants.items()},
             holds=len(self._holds),
             hits=self._count["hits"],
@@ -207,11 +250,13 @@ class PrefixIndex:
         nodes = self._nodes.values()
         pins = Counter(n.block.key for tail in self._holds.values() for n in tail.chain())
         children = Counter(n.parent.block.key for n in nodes if n.parent)
-        wrong = [f"the total: {fault}" for fault in _faults(self._all, list(nodes))]
+        everything = _faults(self._all, list(nodes), self._reserved.total())
+        wrong = [f"the total: {fault}" for fault in everything]
         for name in {*self._tenants, *(node.block.tenant for node in nodes)}:
             mine = [node for node in nodes if node.block.tenant == name]
             account = self._tenants.get(name, _Account())
-            wrong += [f"tenant {name!r}: {fault}" for fault in _faults(account, mine)]
+            faults = _faults(account, mine, self._reserved[name])
+            wrong += [f"tenant {name!r}: {fault}" for fault in faults]
             if account.nbytes > self.limits.of(name):
                 wrong.append(f"tenant {name!r} is over its quota")
         if self._all.nbytes > self.limits.total_bytes:
@@ -302,11 +347,14 @@ class PrefixIndex:
         del self._nodes[node.block.key]
         self._add_bytes(node, -node.block.nbytes)
         node.stamp = 0
-        if self._tenants[node.block.tenant].nbytes == 0:
-            del self._tenants[node.block.tenant]
+        self._close_empty(node.block.tenant)
         if node.parent:
             node.parent.children -= 1
             self._offer(node.parent)
+
+    def _close_empty(self, tenant: str) -> None:
+        if self._tenants[tenant].nbytes == 0:
+            del self._tenants[tenant]
 
     def _offer(self, node: _Node) -> None:
         """Put a block among those that may be evicted, if it may be."""
@@ -377,9 +425,10 @@ def _new_block(
     return Block(key, parent, namespace, tokens, pages, payload.nbytes, payload.seconds, tenant)
 
 
-def _faults(account: _Account, nodes: Sequence[_Node]) -> list[str]:
+def _faults(account: _Account, nodes: Sequence[_Node], reserved: int) -> list[str]:
     """Where an account differs from the blocks that it should sum up."""
-    sums = sum(n.block.nbytes for n in nodes), sum(n.block.nbytes for n in nodes if not n.pins)
+    idle = sum(n.block.nbytes for n in nodes if not n.pins)
+    sums = sum(n.block.nbytes for n in nodes) + reserved, idle
     faults = list[str]()
     if sums != (account.nbytes, account.idle_bytes):
         faults.append(f"bytes, idle bytes are {account.nbytes, account.idle_bytes}: {sums}")

@@ -1,6 +1,7 @@
 """Prefixes of prompts in the pool's pages: the books of pages and the index of blocks, joined."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,13 +12,18 @@ from triptych.core.errors import NotRegistered, PoolError
 from triptych.core.handles import LeaseId
 from triptych.core.pages import PagePlan
 from triptych.kvpool.blocks import (
+    Block,
     BlockKey,
+    Hold,
     HoldId,
     Limits,
     Namespace,
     Payload,
     Publication,
+    Published,
     TokenIds,
+    cut,
+    encode,
 )
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import PrefixLine
@@ -87,6 +93,8 @@ class PrefixCache:
         self._worker = pool.register(PREFIX_WORKER, this_process(), math.inf)
         self._leases = dict[BlockKey, LeaseId]()
         self._holds = dict[HoldId, WorkerId]()
+        self._pins = set[HoldId]()
+        """Holds of the level below."""
 
     # -------------------------------------------------------------- calls of workers
 
@@ -121,37 +129,124 @@ class PrefixCache:
         del self._holds[hold]
         self._index.release(hold)
 
-    def publish(self, worker: WorkerId, new: Publication) -> int:
+    def publish(self, worker: WorkerId, new: Publication) -> Published:
         """Keep blocks for later requests.
 
-        The pages of all blocks are of the worker's extent. Those of the last N, which is
-        returned, are the cache's from now on; the others stay the worker's: their blocks were
-        known already, or all were refused.
+        The pages of all blocks are of the worker's extent. Those of the last ones, as many as
+        were added, are the cache's from now on; the others stay the worker's: their blocks were
+        known already, or all were refused. Nothing is held. The pages of evicted blocks are
+        free, and stay as they are until somebody asks for pages.
 
         Raises: PoolError if tokens and blocks do not fit together; NotHeld, NotRegistered
         """
+        done = self._keep(worker, new)
+        if done.hold:
+            self._index.release(done.hold.id)
+        return done
+
+    def _keep(self, worker: WorkerId, new: Publication) -> Published:
         if not new.blocks:
             raise PoolError("no block to publish")
         self._pool.require_extent(worker, np.concatenate(new.blocks))
-        size = self._pool.page_bytes
         try:
-            payloads = [Payload(pages, pages.size * size, new.seconds) for pages in new.blocks]
+            payloads = [Payload(ids, self._bytes_of([ids]), new.seconds) for ids in new.blocks]
             done = self._index.publish(new.namespace, new.tokens, payloads, tenant=new.tenant)
         except ValueError as error:
             raise PoolError(str(error)) from error
-        if done.hold is None:
-            return 0
-        evicted = [self._leases.pop(block.key) for block in done.evicted]
-        self._pool.release(self._worker, evicted)
-        added = done.hold.blocks[len(done.hold.blocks) - done.added :]
-        moved = [(PREFIX_WORKER, block.pages) for block in added]
+        self._free(done.evicted)
+        moved = [(PREFIX_WORKER, block.pages) for block in done.new]
         claims = self._pool.handoff(worker, moved)
-        pages = (block.pages for block in added)
+        pages = (block.pages for block in done.new)
         self._pool.attach(self._worker, list(zip(claims, pages, strict=True)))
-        for block, claim in zip(added, claims, strict=True):
+        for block, claim in zip(done.new, claims, strict=True):
             self._leases[block.key] = claim.lease
-        self._index.release(done.hold.id)
-        return done.added
+        return done
+
+    # -------------------------------------------------------------- calls of the level below
+
+    @property
+    def block_tokens(self) -> int:
+        return self._index.block_tokens
+
+    @property
+    def holds(self) -> int:
+        """Chains that somebody holds now."""
+        return len(self._holds) + len(self._pins)
+
+    def cut(self, tokens: TokenIds) -> list[bytes]:
+        """The whole blocks of tokens, encoded."""
+        return cut(encode(tokens), self.block_tokens)
+
+    def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
+        """The keys of all whole blocks, resident or not."""
+        return self._index.keys(namespace, tokens)
+
+    def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of these tokens are resident, in a chain from the first."""
+        return self._index.resident(namespace, tokens)
+
+    def hold(self, key: BlockKey) -> Hold | None:
+        """Keep the chain that ends with a block resident; None if the block is not."""
+        return self._pinned(self._index.pin(key))
+
+    def pin(self, block: Block) -> Hold | None:
+        """Keep this very block resident; None if it is gone, even if an equal one is there."""
+        return self.hold(block.key) if self._index.block(block.key) is block else None
+
+    def unpin(self, hold: Hold) -> None:
+        """End what ``hold``, ``pin`` or ``arrive`` began."""
+        self._pins.remove(hold.id)
+        self._index.release(hold.id)
+
+    def expect(self, tenant: str, counts: Sequence[int]) -> tuple[list[PageIds], tuple[Block, ...]]:
+        """Set pages aside for the first blocks of a run, as many as find room.
+
+        ``counts`` are the pages of each block. Returns the pages of each, and the blocks that
+        were evicted for them, whose pages stay as they are until somebody writes to them.
+        """
+        size, room = self._pool.page_bytes, self._index.room(tenant)
+        ends = np.cumsum(counts, dtype=np.int64)
+        fitting = int(np.searchsorted(ends * size, room, side="right"))
+        if fitting == 0:
+            return [], ()
+        total = int(ends[fitting - 1])
+        evicted = self._index.reserve(tenant, total * size)
+        if evicted is None:
+            return [], ()
+        self._free(evicted)
+        if total > self._pool.free_pages:
+            self._index.unreserve(tenant, total * size)
+            return [], evicted
+        ids = self._pool.grant(self._worker, total)
+        return np.split(ids, ends[: fitting - 1]), evicted
+
+    def arrive(self, new: Publication) -> Hold | None:
+        """Make an expected block resident, its pages written, and hold it.
+
+        If an equal block came by another way, that one is held, and the pages are free.
+        """
+        self._index.unreserve(new.tenant, self._bytes_of(new.blocks))
+        done = self._keep(self._worker, new)
+        for ids in new.blocks[: len(new.blocks) - done.added]:
+            self._pool.give_back(self._worker, ids)
+        return self._pinned(done.hold)
+
+    def expect_no_more(self, tenant: str, blocks: Sequence[PageIds]) -> None:
+        """Free the pages that were set aside for blocks that do not come."""
+        if blocks:
+            self._index.unreserve(tenant, self._bytes_of(blocks))
+            self._pool.give_back(self._worker, np.concatenate(blocks))
+
+    def _pinned(self, hold: Hold | None) -> Hold | None:
+        if hold:
+            self._pins.add(hold.id)
+        return hold
+
+    def _bytes_of(self, blocks: Sequence[PageIds]) -> int:
+        return sum(ids.size for ids in blocks) * self._pool.page_bytes
+
+    def _free(self, evicted: Sequence[Block]) -> None:
+        self._pool.release(self._worker, [self._leases.pop(block.key) for block in evicted])
 
     # -------------------------------------------------------------- upkeep
 
@@ -184,10 +279,12 @@ class PrefixCache:
         said = stat.blocks, stat.nbytes
         if said != (mine.requests, mine.request_pages * ledger.page_bytes):
             wrong.append(f"blocks, bytes of the index are {said}: its worker holds {mine}")
-        if len(self._leases) != stat.blocks or mine.extent_pages:
+        if len(self._leases) != stat.blocks:
             wrong.append("blocks and leases do not name each other")
-        if len(self._holds) != stat.holds:
-            wrong.append(f"the index has {stat.holds} holds, workers have {len(self._holds)}")
+        if mine.extent_pages * ledger.page_bytes != stat.reserved_bytes:
+            wrong.append(f"{stat.reserved_bytes} bytes are reserved: its worker holds {mine}")
+        if self.holds != stat.holds:
+            wrong.append(f"the index has {stat.holds} holds, workers and the disk {self.holds}")
         return wrong
 
     def _require_registered(self, worker: WorkerId) -> None:

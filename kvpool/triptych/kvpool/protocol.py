@@ -17,6 +17,7 @@ from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import message
 from triptych.kvpool import runs
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, decode
+from triptych.kvpool.disklevel import Coming
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, WorkerId
@@ -33,8 +34,8 @@ class PoolCalls(Protocol):
     """What a worker may ask of a pool, whichever side of a socket it is on.
 
     Meaning and errors are those of ``triptych.kvpool.pool.Pool``, and for prefixes those of
-    ``triptych.kvpool.prefixcache.PrefixCache``. Every call is also a sign
-    of life of the worker that makes it.
+    ``triptych.kvpool.prefixcache.PrefixCache`` and ``triptych.kvpool.disklevel.DiskLevel``.
+    Every call is also a sign of life of the worker that makes it.
     """
 
     def register(self, name: str, process: ProcessKey, journal_bytes: int) -> "Registered": ...
@@ -64,6 +65,9 @@ class PoolCalls(Protocol):
     ) -> FoundPrefix | None: ...
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int: ...
     def publish_prefix(self, worker: WorkerId, new: Publication) -> int: ...
+    def restore_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds, tenant: str
+    ) -> Coming: ...
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
     def stat(self) -> Ledger: ...
 
@@ -246,6 +250,21 @@ class PublishPrefix:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePrefix:
+    """Bring back from disk what continues the known beginning of a prompt."""
+
+    worker: WorkerId
+    namespace: Namespace
+    tokens: bytes
+    tenant: str
+
+    def __post_init__(self) -> None:
+        _require_prefix(self.namespace, self.tokens)
+        _require_short(self.tenant)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasePrefix:
     worker: WorkerId
     hold: HoldId
@@ -293,6 +312,8 @@ class Registered:
     extent_pages: int
     journal: str
     """Name of its journal's memory; empty if it wanted none."""
+    restores: bool
+    """Whether prefixes may come back from disk."""
 
 
 @message
@@ -360,6 +381,15 @@ class PrefixBlocks:
     """How many blocks are known, or were added."""
 
     blocks: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixComing:
+    """Blocks that are on their way from disk, and what it would take to compute them."""
+
+    blocks: int
+    seconds: float
 
 
 @message

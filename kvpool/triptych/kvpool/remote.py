@@ -8,6 +8,7 @@ from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool import protocol, runs
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, encode
+from triptych.kvpool.disklevel import Coming
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pool import Commit, WorkerId
@@ -118,6 +119,15 @@ class RemotePool:
             tenant=new.tenant,
         )
         return self._ask(asked, protocol.PrefixBlocks).blocks
+
+    def restore_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds, tenant: str
+    ) -> Coming:
+        asked = protocol.RestorePrefix(
+            worker=worker, namespace=namespace, tokens=encode(tokens), tenant=tenant
+        )
+        coming = self._ask(asked, protocol.PrefixComing)
+        return Coming(coming.blocks, coming.seconds)
 
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         self._ask(protocol.ReleasePrefix(worker=worker, hold=hold), protocol.PoolDone)

@@ -15,6 +15,7 @@ from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool import protocol, runs
 from triptych.kvpool.arena import Arena, remove_orphans, shared_memory_dir
 from triptych.kvpool.blocks import Publication, decode
+from triptych.kvpool.disklevel import Disk, DiskSettings
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
 from triptych.kvpool.pool import Pool
@@ -59,11 +60,14 @@ class PoolServer:
             shutil.rmtree(_socket_dir(orphan), ignore_errors=True)
         self._arena = Arena.create(pages, page_bytes, directory)
         pool = Pool(pages, page_bytes, self._arena.id, config.lease_ttl_s)
+        self._disk, disk_fault = _open_disk(config, self._arena) if prefixes else (None, "")
         self._calls = LockedPool(
             pool,
             config.extent_pages,
             lambda pages, size: Arena.create(pages, size, directory),
             prefixes=prefixes,
+            disk=self._disk,
+            disk_fault=disk_fault,
         )
         self._address = address or f"unix:{_socket_dir(self._arena.id)}/pool.sock"
         self._server: FrameServer | None = None
@@ -93,6 +97,9 @@ class PoolServer:
         if self._sweeper.is_alive():
             self._sweeper.join()
         self._calls.close()
+        if self._disk:
+            self._disk.close()
+            self._disk = None
         self._arena.unlink()
         self._arena.close()
         shutil.rmtree(_socket_dir(self._arena.id), ignore_errors=True)
@@ -169,7 +176,12 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
             ids = runs.unpack(asked.pages, calls.pages)
             claim = calls.adopt(asked.worker, asked.former, asked.label, asked.lease, ids)
             return protocol.Claims(claims=(claim,))
-        case protocol.FindPrefix() | protocol.KnowPrefix() | protocol.PublishPrefix():
+        case (
+            protocol.FindPrefix()
+            | protocol.KnowPrefix()
+            | protocol.PublishPrefix()
+            | protocol.RestorePrefix()
+        ):
             return _answer_prefix(calls, asked)
         case protocol.ReleasePrefix():
             calls.release_prefix(asked.worker, asked.hold)
@@ -183,7 +195,11 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
 
 
 def _answer_prefix(
-    calls: LockedPool, asked: protocol.FindPrefix | protocol.KnowPrefix | protocol.PublishPrefix
+    calls: LockedPool,
+    asked: protocol.FindPrefix
+    | protocol.KnowPrefix
+    | protocol.PublishPrefix
+    | protocol.RestorePrefix,
 ) -> Message:
     tokens = decode(asked.tokens)
     match asked:
@@ -193,6 +209,9 @@ def _answer_prefix(
         case protocol.KnowPrefix():
             blocks = calls.known_prefix(asked.worker, asked.namespace, tokens)
             return protocol.PrefixBlocks(blocks=blocks)
+        case protocol.RestorePrefix():
+            coming = calls.restore_prefix(asked.worker, asked.namespace, tokens, asked.tenant)
+            return protocol.PrefixComing(blocks=coming.blocks, seconds=coming.seconds)
         case protocol.PublishPrefix():
             new = Publication(
                 namespace=asked.namespace,
@@ -202,6 +221,16 @@ def _answer_prefix(
                 tenant=asked.tenant,
             )
             return protocol.PrefixBlocks(blocks=calls.publish_prefix(asked.worker, new))
+
+
+def _open_disk(config: PoolConfig, arena: Arena) -> tuple[Disk | None, str]:
+    """The disk tier, or why there is none: a pool without one is better than no pool."""
+    settings = DiskSettings.of(config)
+    try:
+        return (Disk.open(settings, arena.data) if settings else None), ""
+    except PoolError as error:
+        logger.error("prefixes are not kept on disk: %s", error)
+        return None, str(error)
 
 
 def _socket_dir(arena: str) -> Path:

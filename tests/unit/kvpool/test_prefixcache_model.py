@@ -134,7 +134,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         pages = np.split(self.pool.grant(worker, count * size), count)
         tenant = data.draw(st.sampled_from(["t", "u"]))
-        added = self.cache.publish(worker, publication(salt, whole, pages, tenant=tenant))
+        added = self.cache.publish(worker, publication(salt, whole, pages, tenant=tenant)).added
         assert 0 <= added <= count
         for back in range(added):
             chain = tuple(whole[: (blocks - back) * BLOCK])

@@ -40,6 +40,14 @@ def load_brain(
     )
 
 
+def prefix_store(
+    config: AppConfig, plan: PagePlan, pool: WorkerPool, weights: str
+) -> PrefixStore | None:
+    """A worker's access to kept prefixes, for weights with this hash; None if none is kept."""
+    keeps = plan.prefix_bytes > 0
+    return PrefixStore(pool, plan, weights, config.model.dtype) if keeps else None
+
+
 def make_engines(
     config: AppConfig,
     plan: PagePlan,
@@ -47,14 +55,12 @@ def make_engines(
     pool: WorkerPool,
     stages: Sequence[Stage],
     draw: Draw = sample,
-    weights: str = "",
+    prefixes: PrefixStore | None = None,
 ) -> list[Engine]:
     """One engine a stage, around a registration with the pool.
 
-    ``weights`` is their hash; without it no prefix of a prompt is kept or read.
+    Without ``prefixes`` no prefix of a prompt is kept or read.
     """
-    keeps = plan.prefix_bytes > 0 and weights != ""
-    prefixes = PrefixStore(pool, plan, weights, config.model.dtype) if keeps else None
     if brain is None:
         return [CompressEngine(pool, plan, prefixes)]
     runner, answers = brain.runner, brain.answers

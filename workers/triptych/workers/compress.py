@@ -125,6 +125,9 @@ class CompressEngine:
     def has_work(self) -> bool:
         return bool(self._ready)
 
+    def wait_s(self) -> float | None:
+        return None
+
     def requests(self) -> list[str]:
         return [*self._planned, *(job.request for job in self._ready)]
 

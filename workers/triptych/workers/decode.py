@@ -122,6 +122,9 @@ class DecodeEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
+    def wait_s(self) -> float | None:
+        return None
+
     def requests(self) -> list[str]:
         return list(self._running)
 

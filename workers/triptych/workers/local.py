@@ -38,9 +38,9 @@ from triptych.core.messages import (
     unpack,
 )
 from triptych.core.pages import PagePlan
-from triptych.kvpool import LocalPool, PrefixSettings
+from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
 from triptych.router import Coordinator, Journeys, Patience
-from triptych.workers.build import load_brain, make_engines
+from triptych.workers.build import load_brain, make_engines, prefix_store
 from triptych.workers.cores import Turns
 from triptych.workers.loop import StageLoop
 from triptych.workers.models import describe, resolve
@@ -102,11 +102,13 @@ class LocalServer:
         self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
         pages = config.pool.capacity_bytes // self.plan.page_bytes
         prefixes = PrefixSettings.of(config.pool, self.plan)
-        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes)
+        disk = DiskSettings.of(config.pool)
+        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
         brain = load_brain(config, self.plan, path, STAGES)
-        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, facts.weights)
+        store = prefix_store(config, self.plan, self.pool, facts.weights)
+        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, store)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = Coordinator(
             config.router,

@@ -5,8 +5,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
@@ -97,7 +98,12 @@ class StageLoop:
         since = self._step_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def report(self, pages_held: int, bytes_copied: int = 0) -> Report:
+    def report(
+        self,
+        pages_held: int,
+        bytes_copied: int = 0,
+        prefixes_skipped: Mapping[str, int] = MappingProxyType({}),
+    ) -> Report:
         return Report(
             name=self.name,
             running=self._running,
@@ -107,6 +113,7 @@ class StageLoop:
             step_age_s=self.step_age_s,
             longest_step_s=max(self._steps_s, default=0.0),
             bytes_copied=bytes_copied,
+            prefixes_skipped=dict(prefixes_skipped),
         )
 
     # ---------------------------------------------------------------- the thread
@@ -127,11 +134,16 @@ class StageLoop:
             engine.cancel(engine.requests())
 
     def _take_messages(self) -> bool:
-        """Take all that has come; wait only if there is nothing else to do. False: stop."""
+        """Take all that has come; wait only if there is nothing else to do. False: stop.
+
+        What an engine waits for may come without a message, so it is then asked again.
+        """
         wait = not any(engine.has_work() for engine in self._engines)
+        dues = (engine.wait_s() for engine in self._engines)
+        due_s = min((due for due in dues if due is not None), default=None)
         while True:
             try:
-                message = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait, timeout=due_s)
             except queue.Empty:
                 return True
             if message is None:

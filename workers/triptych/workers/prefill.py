@@ -20,6 +20,7 @@ from triptych.kernels import Past, largest_sums, prefill_attention, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
+from triptych.workers.awaited import Awaited
 from triptych.workers.handles import make_handle
 from triptych.workers.models import ModelRunner
 from triptych.workers.prefixes import PrefixStore
@@ -89,6 +90,7 @@ class PrefillEngine:
 
     def __post_init__(self) -> None:
         self._arena = torch.from_numpy(self.pool.arena.data)
+        self._awaited = Awaited(self.prefixes) if self.prefixes is not None else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -96,10 +98,18 @@ class PrefillEngine:
         if not isinstance(message, Prefill):
             return None
         self._waiting.extend(message.requests)
+        if self._awaited is not None:
+            for request in message.requests:
+                self._awaited.begin(request)
         return ()
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._prompts)
+        if self._prompts or self._awaited is None:
+            return bool(self._prompts or self._waiting)
+        return any(map(self._awaited.is_ready, (request.id for request in self._waiting)))
+
+    def wait_s(self) -> float | None:
+        return None if self._awaited is None else self._awaited.wait_s
 
     def requests(self) -> list[str]:
         return [r.id for r in self._waiting] + [p.request.id for p in self._prompts]
@@ -107,6 +117,8 @@ class PrefillEngine:
     def cancel(self, requests: Sequence[str]) -> None:
         gone = set(requests)
         self._waiting = [request for request in self._waiting if request.id not in gone]
+        if self._awaited is not None:
+            self._awaited.forget(gone)
         for prompt in [p for p in self._prompts if p.request.id in gone]:
             self._drop(prompt)
         self.pool.withdraw(requests)
@@ -132,10 +144,17 @@ class PrefillEngine:
     # ---------------------------------------------------------------- taking prompts in
 
     def _start_waiting(self) -> list[Send]:
-        """Give waiting prompts their pages, as many as the next step can read."""
+        """Give waiting prompts their pages, as many as the next step can read.
+
+        Those whose beginning is on its way from disk are overtaken.
+        """
         refused = list[Send]()
-        while self._waiting and sum(p.left for p in self._prompts) < self.chunk_tokens:
-            request = self._waiting.pop(0)
+        for request in list(self._waiting):
+            if sum(p.left for p in self._prompts) >= self.chunk_tokens:
+                break
+            if self._awaited is not None and not self._awaited.settle(request.id):
+                continue
+            self._waiting.remove(request)
             try:
                 self._prompts.append(self._prompt(request))
             except TriptychError as error:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 
+PAGES_VERSION = 1
+"""Counts up when the same settings give other bytes: pages on disk outlive the program."""
+
 
 @dataclass(frozen=True)
 class BlockPages:
@@ -85,6 +88,18 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- reading
 
+    def restore(self, request: Request) -> float:
+        """Have what continues the known beginning of a prompt brought back from disk.
+
+        Returns: seconds that it would take to compute what is on its way; 0 if nothing is
+        Raises:  PoolUnavailable, NotRegistered
+        """
+        if not self.pool.restores:
+            return 0.0
+        space, tokens = self.namespace(request.cache_salt), _lookable(request)
+        coming = self.pool.restore_prefix(space, tokens, request.tenant)
+        return coming.seconds if coming.blocks else 0.0
+
     def load(self, request: Request, raw: Ids, attention: Tensor | None) -> int:
         """Write the known prefix of a prompt into its raw pages; how many tokens that are.
 
@@ -95,10 +110,7 @@ class PrefixStore:
         Shapes:  raw [layers, kv_heads, pages of a head row]; attention [layers, heads, tokens]
         Raises:  PoolUnavailable, NotRegistered
         """
-        limit = request.cached_at_most
-        # One more than is wanted, since a prefix is never all of the tokens.
-        tokens = np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
-        found = self.pool.find_prefix(self.namespace(request.cache_salt), tokens)
+        found = self.pool.find_prefix(self.namespace(request.cache_salt), _lookable(request))
         if found is None:
             return 0
         try:
@@ -205,6 +217,12 @@ class PrefixStore:
         return _cells(pages, self.plan.high.tokens, start, count)
 
 
+def _lookable(request: Request) -> Ids:
+    """The tokens of which a prefix may be used: one more, since it is never all of them."""
+    limit = request.cached_at_most
+    return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
+
+
 def _cells(pages: Ids, per_page: int, start: int, count: int) -> tuple[Tensor, Tensor]:
     """Page and row of ``count`` tokens from ``start`` on, head row after head row.
 
@@ -220,6 +238,7 @@ def _cells(pages: Ids, per_page: int, start: int, count: int) -> tuple[Tensor, T
 def profile_of(plan: PagePlan, dtype: DType) -> str:
     """Digest of all that decides what the bytes of a prefix's pages mean."""
     parts = (
+        PAGES_VERSION,
         plan.high.format,
         plan.high.key_order,
         plan.page_bytes,

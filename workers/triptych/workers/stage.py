@@ -20,6 +20,10 @@ class Engine(Protocol):
         """Whether ``step`` has something to do."""
         ...
 
+    def wait_s(self) -> float | None:
+        """Seconds after which there may be something to do though no message came; None: never."""
+        ...
+
     def step(self) -> Iterable[Send]:
         """Do one unit of compute, short enough that other stages may wait for it."""
         ...

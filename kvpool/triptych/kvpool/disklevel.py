@@ -15,7 +15,7 @@ from triptych.core.config import PoolConfig
 from triptych.core.errors import PoolError
 from triptych.kvpool.blocks import Block, BlockKey, Hold, Namespace, Publication, TokenIds
 from triptych.kvpool.disk import DiskTier
-from triptych.kvpool.diskobject import ObjectMeta, Pages, Rows, page_runs
+from triptych.kvpool.diskobject import ObjectMeta, Pages, page_runs
 from triptych.kvpool.diskqueue import DiskQueue
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import DiskLine
@@ -120,7 +120,9 @@ class DiskLevel:
 
     What is published is written behind, while it stays in memory: its eviction then costs
     nothing, and a pool that is killed finds it again. A block that is evicted before its turn
-    is copied out. What does not fit into the line of waiting writes is skipped and counted.
+    is copied out at once. What does not fit into the line of waiting writes is skipped and
+    counted. What is written is a copy: to hold a block for as long as the disk takes would hold
+    all blocks before it, and a small cache could keep nothing new meanwhile.
 
     A restore sets pages aside, reads block after block into them, without the pool's lock, and
     makes each one resident as it arrives. Readers see resident blocks alone.
@@ -167,26 +169,22 @@ class DiskLevel:
 
     def _write_resident(self, block: Block) -> None:
         with self._lock:
-            hold = self._cache.pin(block)
-        if hold is None:
-            return  # evicted meanwhile, and copied out
-        try:
-            self._store(block, page_runs(self._disk.pages, block.pages))
-        finally:
-            with self._lock:
-                self._cache.unpin(hold)
+            if not self._cache.keeps(block):
+                return  # evicted meanwhile, and copied out
+            copy = self._disk.pages[block.pages]
+        self._store(block, copy)
 
     def _write_copy(self, block: Block, copy: Pages) -> None:
         try:
-            self._store(block, [copy])
+            self._store(block, copy)
         finally:
             with self._lock:
                 self._staged_bytes -= block.nbytes
 
-    def _store(self, block: Block, rows: Sequence[Rows]) -> None:
+    def _store(self, block: Block, pages: Pages) -> None:
         """Write a block; a disk that does not take it costs nothing but the block."""
         try:
-            self._disk.tier.store(_meta_of(block, self._disk.tier.page_bytes), rows)
+            self._disk.tier.store(_meta_of(block, self._disk.tier.page_bytes), [pages])
         except PoolError as error:
             self._complain(error)
         else:

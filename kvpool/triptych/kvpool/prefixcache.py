@@ -189,12 +189,12 @@ class PrefixCache:
         """Keep the chain that ends with a block resident; None if the block is not."""
         return self._pinned(self._index.pin(key))
 
-    def pin(self, block: Block) -> Hold | None:
-        """Keep this very block resident; None if it is gone, even if an equal one is there."""
-        return self.hold(block.key) if self._index.block(block.key) is block else None
+    def keeps(self, block: Block) -> bool:
+        """Whether this very block is resident; not if it went, and an equal one came."""
+        return self._index.block(block.key) is block
 
     def unpin(self, hold: Hold) -> None:
-        """End what ``hold``, ``pin`` or ``arrive`` began."""
+        """End what ``hold`` or ``arrive`` began."""
         self._pins.remove(hold.id)
         self._index.release(hold.id)
 

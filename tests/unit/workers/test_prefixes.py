@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
+from triptych.workers.awaited import ASK_EVERY_S, Awaited
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.prefixes import PrefixStore
 
@@ -140,6 +142,91 @@ def test_requests_that_come_together_publish_once(tiny_model: Path) -> None:
         blocks = server.pool.stat().prefix.blocks
         assert blocks == 150 // server.plan.block_tokens
         check(server)
+
+
+# ------------------------------------------------------------------ the disk below
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this model computes in a millisecond, a busy machine may read more slowly."""
+    restore = PrefixStore.restore
+
+    def wait(*asked: Any) -> float:
+        return 1e3 * restore(*asked)
+
+    monkeypatch.setattr(PrefixStore, "restore", wait)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prefix_outlives_its_server(tiny_model: Path, tmp_path: Path, policy: str) -> None:
+    settings = config(policy, disk_path=str(tmp_path / "tier"), disk_bytes=1 << 24)
+    asked = prompt(130)
+    with LocalServer(settings, tiny_model) as server:
+        ask(server, asked)
+        again = ask(server, asked)
+        check(server)
+    with LocalServer(settings, tiny_model) as server:
+        found = ask(server, asked)
+        check(server)
+        assert server.pool.stat().disk.loaded == len(asked) // server.plan.block_tokens
+        assert ask(server, asked, salt="other").cached_tokens == 0
+    assert (found.tokens, found.logprobs) == (again.tokens, again.logprobs)
+    assert found.cached_tokens == again.cached_tokens > 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_cache_that_is_too_small_lives_on_on_disk(tiny_model: Path, tmp_path: Path) -> None:
+    """Prompts come together: some are read while others wait for the disk."""
+    disk = {"disk_path": str(tmp_path / "tier"), "disk_bytes": 1 << 24}
+    settings = config("k8v8", capacity_bytes=4 << 20, prefix_bytes=200_000, **disk)
+    sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [prompt(200, seed=seed) for seed in range(4)]
+    with LocalServer(settings, tiny_model) as server:
+        for tokens in prompts:
+            server.complete([server.request(tokens, sampling)])
+        assert server.pool.stat().prefix.evictions > 0
+        for _ in range(3):
+            answers = server.complete(
+                [server.request(tokens, sampling) for tokens in [*prompts, prompt(50)]]
+            )
+            assert all(answer.error is None for answer in answers)
+            check(server)
+        assert server.pool.stat().disk.loaded > 0
+
+
+def test_nobody_waits_longer_than_computing_takes() -> None:
+    store, now = SlowDisk(), [0.0]
+    awaited = Awaited(store, clock=lambda: now[0])  # type: ignore[arg-type]
+    first, second = (
+        Request(id=name, prompt=(1, 2), sampling=Sampling(), reply_to="") for name in ("a", "b")
+    )
+    awaited.begin(first)
+    store.left = 0.0
+    awaited.begin(second)
+    assert not awaited.settle("a")
+    assert awaited.settle("b")
+    assert awaited.wait_s == pytest.approx(ASK_EVERY_S)
+    store.left = 5.0
+    now[0] = 4.9
+    assert awaited.is_ready("a")
+    assert not awaited.settle("a")
+    assert not awaited.is_ready("a")
+    now[0] = 5.0
+    assert awaited.settle("a")
+    assert awaited.wait_s is None
+    assert store.asked == 3
+
+
+class SlowDisk:
+    """Says how long it would take to compute what is coming."""
+
+    left, asked = 5.0, 0
+
+    def restore(self, cache_salt: str, tokens: tuple[int, ...], tenant: str) -> float:
+        self.asked += 1
+        return self.left
 
 
 # ------------------------------------------------------------------ the store alone

@@ -1,7 +1,7 @@
 """``triptych pool``: look into the page pool of a running server."""
 
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from triptych.cli.output import JsonFlag, make_table, show
+from triptych.cli.output import JsonFlag, console, make_table, show
+from triptych.core.config import MIB
 from triptych.core.errors import ConfigError
 from triptych.deployments.rundir import pool_sockets
 from triptych.kvpool.ledger import Ledger
@@ -39,6 +40,9 @@ def stat(address: Address = None, as_json: JsonFlag = False) -> None:
     with pool_at(address or find_pool()) as pool:
         ledger = pool.stat()
     show(_as_data(ledger), _as_table(ledger), as_json=as_json)
+    if not as_json:
+        for line in _kept(ledger):
+            console.print(line, markup=False, soft_wrap=True)
     if ledger.free_pages + ledger.held_pages != ledger.pages:
         raise typer.Exit(1)
 
@@ -102,3 +106,24 @@ def _as_table(ledger: Ledger) -> Table:
         f"{ledger.reclaimed_pages_total} taken back from lost workers"
     )
     return make_table(("worker", "requests", "pages", "stock", "silent s"), rows, title)
+
+
+def _kept(ledger: Ledger) -> Iterator[str]:
+    """What is kept of prompts, in words."""
+    prefix, disk = ledger.prefix, ledger.disk
+    if prefix.blocks or prefix.asked_tokens:
+        yield (
+            f"prefixes in memory: {prefix.blocks} blocks, {prefix.bytes / MIB:.1f} MiB, "
+            f"{prefix.hit_tokens} of {prefix.asked_tokens} tokens known, "
+            f"{prefix.evictions} evicted"
+        )
+    if disk.capacity_bytes:
+        skipped = sum(disk.skipped.values())
+        yield (
+            f"prefixes on disk: {disk.objects} blocks, {disk.bytes / MIB:.1f} of "
+            f"{disk.capacity_bytes / MIB:.1f} MiB, {disk.stored} stored, {disk.loaded} brought "
+            f"back, {disk.evictions} evicted, {disk.damaged} damaged, {disk.failed} failed, "
+            f"{skipped} skipped, {disk.waiting} wait"
+        )
+    if disk.fault:
+        yield f"the disk takes nothing: {disk.fault}"

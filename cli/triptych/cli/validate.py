@@ -25,6 +25,8 @@ class Facts:
     actors: dict[str, dict[str, object]]
     pages: dict[str, object] | None
     """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
+    disk: dict[str, object] | None
+    """What the disk tier may take, and where; None without one."""
 
 
 def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
@@ -40,6 +42,11 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
         title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
         console.print(make_table(columns, rows, title))
         console.print(_in_words(fact.pages), markup=False)
+        if fact.disk:
+            told = (
+                "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
+            )
+            console.print(told.format_map(fact.disk), markup=False)
 
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
@@ -97,6 +104,21 @@ def check_pages(config: AppConfig) -> dict[str, object] | None:
     }
 
 
+def check_disk(config: AppConfig) -> dict[str, object] | None:
+    """Where prefixes are to be kept on disk; None if nowhere.
+
+    Raises: ConfigError if the directory cannot be used, or the disk is too small
+    """
+    from triptych.kvpool.disk import usable_bytes
+    from triptych.kvpool.disklevel import DiskSettings
+
+    settings = DiskSettings.of(config.pool)
+    if settings is None:
+        return None
+    free = usable_bytes(settings.path, settings.capacity_bytes)
+    return {"path": str(settings.path), "bytes": settings.capacity_bytes, "free_bytes": free}
+
+
 def _in_words(pages: dict[str, object] | None) -> str:
     if pages is None:
         return "pages: not checked, the model is not on this machine yet"
@@ -119,4 +141,5 @@ def _facts(app: ServedApp) -> Facts:
         topology=app.config.topology,
         actors=actors_of(app.config),
         pages=check_pages(app.config),
+        disk=check_disk(app.config),
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from triptych.core.errors import PoolError
+from triptych.core.errors import ConfigError, PoolError
 from triptych.kvpool.diskobject import (
     Damaged,
     ObjectMeta,
@@ -444,6 +444,35 @@ class DiskTier:
             f"{space.f_bavail * space.f_frsize:,} are free ({reason}): change pool.disk_bytes, "
             f"which is {self.capacity_bytes:,}, or make room there"
         )
+
+
+def usable_bytes(directory: Path, capacity_bytes: int) -> int:
+    """Bytes that a tier could take in a directory, which need not be there yet.
+
+    Nothing is made or changed.
+
+    Raises: ConfigError if it cannot be had, or has less room than ``capacity_bytes``
+    """
+    above = next(path for path in (directory, *directory.parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"pool.disk_path={directory}: {above} is no directory that this user can write to: "
+            "make the directory for this user, or choose another"
+        )
+    space = os.statvfs(above)
+    free = space.f_bavail * space.f_frsize
+    if above == directory:
+        try:
+            os.close(_open_directory(directory))
+        except PoolError as error:
+            raise ConfigError(f"pool.disk_path={directory}: {error}") from error
+        free += sum(path.stat().st_size for path in directory.glob("*.kv"))
+    if free < capacity_bytes:
+        raise ConfigError(
+            f"pool.disk_bytes={capacity_bytes}: {directory} has room for {free}: lower it, make "
+            "room there, or choose another pool.disk_path"
+        )
+    return free
 
 
 def _stamp(descriptor: int) -> None:

@@ -87,6 +87,31 @@ def test_a_good_file_is_valid_and_says_what_it_starts(
     assert "worker (all stages)" in out
 
 
+def test_validate_looks_at_the_disk(
+    tmp_path: Path, run: Run, serve_file: Callable[[object], str]
+) -> None:
+    def disk(path: Path, nbytes: int = 4096) -> str:
+        return serve_file({"pool": {"disk_path": str(path), "disk_bytes": nbytes}})
+
+    fine, open_to_all = tmp_path / "a" / "b", tmp_path / "open"
+    code, out, _ = run("validate", disk(fine))
+    assert code == 0
+    assert "disk: up to 4,096 bytes of prefixes in" in out
+    assert not fine.exists()
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    file = tmp_path / "file"
+    file.touch()
+    for path, nbytes, wrong in (
+        (fine, 1 << 60, f"pool.disk_bytes={1 << 60}: {fine} has room for"),
+        (open_to_all, 1, "can be changed by others"),
+        (file / "below", 1, f"{file} is no directory that this user can write to"),
+    ):
+        code, _, err = run("validate", disk(path, nbytes))
+        assert code == 2
+        assert wrong in err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

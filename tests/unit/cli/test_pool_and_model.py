@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from triptych.cli import main as command
 from triptych.cli.pool import find_pool, pool_at
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
+from triptych.kvpool import Namespace, PrefixSettings, Publication
 from triptych.kvpool.client import PoolClient
 from triptych.kvpool.service import PoolServer
 
@@ -45,6 +47,32 @@ def test_pool_stat_shows_what_a_worker_holds(
             assert json.loads(capsys.readouterr().out)["faults"]
         finally:
             client.close()
+
+
+def test_pool_stat_tells_of_prefixes_and_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "tier"
+    config = PoolConfig(capacity_bytes=1 << 20, disk_path=str(disk), disk_bytes=1 << 20)
+    prefixes = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
+    with (
+        PoolServer(config, 256, directory=tmp_path, prefixes=prefixes) as server,
+        PoolClient(server.address, "w", directory=tmp_path, connect_timeout_s=10) as client,
+    ):
+        space = Namespace(salt=b"", model="m", revision="", profile="p")
+        new = Publication(
+            namespace=space, tokens=[1, 2], blocks=[client.take(3)], seconds=0.1, tenant=""
+        )
+        assert client.publish_prefix(new) == 1
+        while not client.stat().disk.objects:
+            time.sleep(0.001)
+        assert call(monkeypatch, "pool", "stat", "--address", server.address) == 0
+        told = capsys.readouterr().out
+        assert "prefixes on disk: 1 blocks" in told
+        assert "1.0 MiB, 1 stored, 0 brought back" in told
+        assert "takes nothing" not in told
+        assert call(monkeypatch, "pool", "stat", "--address", server.address, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["disk"]["stored_bytes"] == 768
 
 
 def test_a_pool_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:

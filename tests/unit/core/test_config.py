@@ -23,6 +23,21 @@ def test_the_defaults_are_a_whole_configuration() -> None:
         ({"pool": {"prefix_bytes": -1}}, "pool.prefix_bytes=-1: expected 'auto' or 0 to"),
         ({"pool": {"capacity_bytes": 512, "prefix_bytes": 512}}, "0 to capacity_bytes (512)"),
         ({"pool": {"prefix_tenant_bytes": -1}}, "pool.prefix_tenant_bytes=-1: expected 'auto'"),
+        ({"pool": {"disk_bytes": 1}}, "pool.disk_bytes=1: expected 0 or a disk_path"),
+        ({"pool": {"disk_path": "/x"}}, "pool.disk_bytes=0: expected > 0 with a disk_path"),
+        ({"pool": {"disk_path": "x", "disk_bytes": 1}}, "pool.disk_path='x': expected an absolute"),
+        (
+            {"pool": {"disk_path": "/x", "disk_bytes": 1, "prefix_bytes": 0}},
+            "pool.prefix_bytes=0: expected > 0 with a disk_path",
+        ),
+        (
+            {"pool": {"disk_path": "/x", "disk_bytes": 1, "disk_write_bytes_s": 0}},
+            "pool.disk_write_bytes_s=0",
+        ),
+        (
+            {"pool": {"disk_path": "/x", "disk_bytes": 1, "disk_tenant_bytes": -1}},
+            "pool.disk_tenant_bytes=-1: expected 'auto' or >= 0",
+        ),
         ({"pool": {"prefix_eviction": "lfu"}}, "pool.prefix_eviction='lfu': expected 'cost' or"),
         ({"topology": "colocate"}, "did you mean 'colocated'"),
         ({"compressor": {"policy": "uniform:k9"}}, "no page format 'k9'"),

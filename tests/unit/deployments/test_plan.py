@@ -1,5 +1,6 @@
 """What of the pool requests may book, and what is said when it is too little."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
+from triptych.core.messages import Report
 from triptych.core.pages import PagePlan
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.status import Status
-from triptych.kvpool import LocalPool, Namespace, PrefixSettings, Publication
+from triptych.kvpool import DiskLine, LocalPool, Namespace, PrefixSettings, Publication
 from triptych.router import RouterSnapshot
 
 CAPACITY = 128 << 20
@@ -50,6 +52,17 @@ def test_too_little_for_requests_is_an_error(pool: dict[str, object], says: str)
         plan(**pool).check_stock()
 
 
+IDLE = RouterSnapshot(
+    requests={},
+    booked_bytes={},
+    capacity_bytes=0,
+    held_by="",
+    oldest_waiting_s=0.0,
+    counters={},
+    workers=(),
+)
+
+
 def test_metrics_tell_of_prefixes() -> None:
     settings = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
     space = Namespace(salt=b"", model="m", revision="", profile="p")
@@ -61,16 +74,8 @@ def test_metrics_tell_of_prefixes() -> None:
         assert pool.find_prefix(space, [1, 2, 3]) is not None
         assert pool.find_prefix(space, [5, 6, 7, 8]) is None
         ledger = pool.stat()
-    router = RouterSnapshot(
-        requests={},
-        booked_bytes={},
-        capacity_bytes=0,
-        held_by="",
-        oldest_waiting_s=0.0,
-        counters={},
-        workers=(),
-    )
-    gauges = Status(router, ledger, ()).gauges()
+    gauges = Status(IDLE, ledger, ()).gauges()
+    assert not [name for name in gauges if "disk" in name]
     assert gauges["triptych_prefix_cache_queries"] == 7
     assert gauges["triptych_prefix_cache_hits"] == 2
     assert gauges['triptych_prefix_lookups{result="hit"}'] == 1
@@ -78,3 +83,24 @@ def test_metrics_tell_of_prefixes() -> None:
     assert gauges["triptych_pool_pages_in_requests"] == 0
     assert gauges["triptych_pool_pages_in_prefixes"] == 3
     assert (gauges["triptych_prefix_blocks"], gauges["triptych_prefix_bytes"]) == (1, 768)
+
+
+def test_metrics_tell_of_the_disk_and_of_what_was_not_kept() -> None:
+    with LocalPool(16, 256, "w") as pool:
+        ledger = pool.stat()
+    disk = DiskLine(objects=3, capacity_bytes=9, damaged=1, skipped={"queue_full": 4})
+    report = Report(
+        name="c",
+        running=0,
+        waiting=0,
+        pages_held=0,
+        busy_s=0.0,
+        prefixes_skipped={"PoolExhausted": 2},
+    )
+    gauges = Status(IDLE, replace(ledger, disk=disk), (report,)).gauges()
+    assert gauges["triptych_disk_up"] == 1
+    assert (gauges["triptych_disk_objects"], gauges["triptych_disk_damaged"]) == (3, 1)
+    assert gauges['triptych_disk_skipped{reason="queue_full"}'] == 4
+    assert gauges['triptych_prefix_skipped{worker="c",reason="PoolExhausted"}'] == 2
+    gauges = Status(IDLE, replace(ledger, disk=DiskLine(fault="full")), ()).gauges()
+    assert gauges["triptych_disk_up"] == 0

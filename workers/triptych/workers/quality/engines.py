@@ -35,7 +35,8 @@ class EngineMethod:
             if isinstance(message, Compressed):
                 handles[message.request] = message
 
-        config = replace(self.config, pool=replace(self.config.pool, prefix_bytes=0))
+        alone = replace(self.config.pool, prefix_bytes=0, disk_path="", disk_bytes=0)
+        config = replace(self.config, pool=alone)
         with LocalServer(config, self.model_path, teacher.draw, watch) as server:
             plan = server.plan
             requests = [

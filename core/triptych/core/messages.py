@@ -404,6 +404,23 @@ class Expel:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """Router to pool: of the memory for prefixes, requests are to have so much, in all."""
+
+    bytes: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """Pool to router: so much of it requests may have from now on."""
+
+    arena: str
+    bytes: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Worker to router: the request left this worker and holds nothing here any more."""
 

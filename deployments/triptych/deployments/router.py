@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from triptych.core.errors import PoolError
-from triptych.core.messages import Expel, Hello, Message, Report, Send
+from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.rundir import RunDir
@@ -45,7 +45,7 @@ class RouterShell:
         self._pool = PoolWatcher(plan.pool_address)
         self._watched = set[str]()
         self._reports = dict[str, Report]()
-        self._expelling = set[asyncio.Task[None]]()
+        self._asking = set[asyncio.Task[None]]()
         self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
@@ -94,18 +94,22 @@ class RouterShell:
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
-            if isinstance(send.message, Expel):
-                task = asyncio.create_task(self._expel(send.message.worker))
-                self._expelling.add(task)  # or the garbage collector may take it
-                task.add_done_callback(self._expelling.discard)
+            if isinstance(send.message, Expel | Lend):
+                task = asyncio.create_task(self._ask_pool(send.message))
+                self._asking.add(task)  # or the garbage collector may take it
+                task.add_done_callback(self._asking.discard)
             else:
                 self._mailbox.post(send.to, send.message)
 
-    async def _expel(self, worker: str) -> None:
+    async def _ask_pool(self, message: Expel | Lend) -> None:
         try:
-            await asyncio.to_thread(self._pool.expel, worker)
-        except PoolError as error:  # then nothing is left of anybody
-            logger.warning("what %s left cannot be freed: %s", worker, error)
+            if isinstance(message, Expel):
+                await asyncio.to_thread(self._pool.expel, message.worker)
+            else:
+                lent = await asyncio.to_thread(self._pool.lend, message.bytes)
+                self._post(self._coordinator.on(lent, POOL, time.monotonic()))
+        except PoolError as error:  # then nothing is left of anybody, and nothing is lent
+            logger.warning("the pool does not hear %s: %s", message, error)
 
 
 async def _close_pool() -> None:

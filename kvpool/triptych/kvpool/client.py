@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
+from triptych.core.messages import Lent
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.disklevel import Coming, Disk, DiskSettings
@@ -450,6 +451,13 @@ class PoolWatcher:
         """
         self._remote.expel(worker)
 
+    def lend(self, nbytes: int) -> Lent:
+        """Have so much of the memory for prefixes lent to requests, in all.
+
+        Raises: PoolUnavailable
+        """
+        return self._remote.lend(nbytes)
+
     def close(self) -> None:
         self._remote.close()
 
@@ -484,6 +492,10 @@ class LocalPool(WorkerPool):
 
     def _journal_of(self, name: str, _: int) -> Arena:
         return self._pool.journal(name)
+
+    def lend(self, nbytes: int) -> Lent:
+        """Have so much of the memory for prefixes lent to requests, in all."""
+        return self._pool.lend(nbytes)
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""

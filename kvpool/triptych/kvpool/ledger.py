@@ -23,10 +23,13 @@ class WorkerLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLine:
-    """What is kept of prompts for later requests; those after ``bytes`` count since the start."""
+    """What is kept of prompts for later requests; those after ``lent_bytes`` count since the
+    start."""
 
     blocks: int = 0
     bytes: int = 0
+    lent_bytes: int = 0
+    """Memory for it that requests have now."""
     hits: int = 0
     """Prompts of which at least one block was known."""
     misses: int = 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from triptych.core.errors import PoolError, StaleHandle
 from triptych.core.handles import Claim, LeaseId
+from triptych.core.messages import Lent
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.disklevel import Coming, Disk, DiskLevel
@@ -192,6 +193,16 @@ class LockedPool:
             if self._disk is None:
                 return Coming(0, 0.0)
             return self._disk.restore(namespace, tokens, tenant)
+
+    def lend(self, nbytes: int) -> Lent:
+        """Let requests have so much of the memory for prefixes, in all; what is in use stays."""
+        with self._lock:
+            lent = 0
+            if self._prefixes:
+                lent, evicted = self._prefixes.lend(nbytes)
+                if self._disk:
+                    self._disk.evicted(evicted)
+            return Lent(arena=self._pool.arena_id, bytes=lent)
 
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from triptych.core.errors import PoolError
@@ -223,6 +223,15 @@ class PrefixIndex:
         victims = list[_Node]()
         self._evict_from(self._all, nbytes, victims)
         return self._evicted(victims)
+
+    def limit(self, total_bytes: int) -> tuple[Block, ...]:
+        """Keep no more than so many bytes from now on, or than cannot be evicted now.
+
+        Returns: the blocks that were evicted for it
+        """
+        evicted = self.evict(self._all.nbytes - total_bytes)
+        self.limits = replace(self.limits, total_bytes=max(total_bytes, self._all.nbytes))
+        return evicted
 
     # -------------------------------------------------------------- reports
 

@@ -86,7 +86,7 @@ class PrefixCache:
     """
 
     def __init__(self, pool: Pool, settings: PrefixSettings) -> None:
-        self._pool = pool
+        self._pool, self._settings = pool, settings
         limits = Limits(total_bytes=settings.total_bytes, tenant_bytes=settings.tenant_bytes)
         policy = EVICTION_POLICIES.load(settings.eviction)()
         self._index = PrefixIndex(settings.block_tokens, limits, policy)
@@ -248,6 +248,22 @@ class PrefixCache:
     def _free(self, evicted: Sequence[Block]) -> None:
         self._pool.release(self._worker, [self._leases.pop(block.key) for block in evicted])
 
+    # -------------------------------------------------------------- calls of the router
+
+    def lend(self, nbytes: int) -> tuple[int, tuple[Block, ...]]:
+        """Give up so much of the memory in all, or what is not in use now; or take it back.
+
+        Returns: bytes that are given up, and the blocks that were evicted for it
+        """
+        total = self._settings.total_bytes
+        evicted = self._index.limit(total - min(max(0, nbytes), total))
+        self._free(evicted)
+        return self._lent_bytes, evicted
+
+    @property
+    def _lent_bytes(self) -> int:
+        return self._settings.total_bytes - self._index.limits.total_bytes
+
     # -------------------------------------------------------------- upkeep
 
     def forget_lost(self) -> None:
@@ -263,6 +279,7 @@ class PrefixCache:
         return PrefixLine(
             blocks=stat.blocks,
             bytes=stat.nbytes,
+            lent_bytes=self._lent_bytes,
             hits=stat.hits,
             misses=stat.misses,
             asked_tokens=stat.asked_tokens,

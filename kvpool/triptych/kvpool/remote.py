@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from triptych.core.errors import MessageError
 from triptych.core.handles import Claim, LeaseId
-from triptych.core.messages import Message, pack, unpack
+from triptych.core.messages import Lend, Lent, Message, pack, unpack
 from triptych.kvpool import protocol, runs
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, encode
 from triptych.kvpool.disklevel import Coming
@@ -131,6 +131,9 @@ class RemotePool:
 
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         self._ask(protocol.ReleasePrefix(worker=worker, hold=hold), protocol.PoolDone)
+
+    def lend(self, nbytes: int) -> Lent:
+        return self._ask(Lend(bytes=nbytes), Lent)
 
     def stat(self) -> Ledger:
         return self._ask(protocol.StatPool(), Ledger)

@@ -11,7 +11,7 @@ from typing import Self
 
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, MessageError, PoolError, TriptychError
-from triptych.core.messages import Message, pack, unpack
+from triptych.core.messages import Lend, Message, pack, unpack
 from triptych.kvpool import protocol, runs
 from triptych.kvpool.arena import Arena, remove_orphans, shared_memory_dir
 from triptych.kvpool.blocks import Publication, decode
@@ -185,6 +185,8 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
             return _answer_prefix(calls, asked)
         case protocol.ReleasePrefix():
             calls.release_prefix(asked.worker, asked.hold)
+        case Lend():
+            return calls.lend(asked.bytes)
         case protocol.StatPool():
             return calls.stat()
         case protocol.CheckPool():

@@ -10,6 +10,7 @@ from triptych.core.messages import (
     Compressed,
     Finished,
     Hello,
+    Lent,
     Message,
     Planned,
     Prefilled,
@@ -27,6 +28,7 @@ from triptych.router.endings import Endings
 from triptych.router.estimate import ByteModel, RequestBytes
 from triptych.router.fleet import Fleet
 from triptych.router.ledger import ByteLedger, lines_after_encoding, lines_before_encoding
+from triptych.router.loans import Loans
 from triptych.router.plugins import BATCH_POLICIES
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
@@ -91,6 +93,7 @@ class Coordinator:
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
         policy = BATCH_POLICIES.load(config.batch_policy)
         self._dispatch = Dispatch(self._books, policy, config, plan.prefix_bytes > 0)
+        self._loans = Loans(self._books, plan.prefix_bytes)
         self._ticked = 0.0
 
     # ---------------------------------------------------------------- what happens
@@ -120,6 +123,7 @@ class Coordinator:
 
     def _advance(self, now: float) -> list[Send]:
         self._dispatch.run(now)
+        self._loans.run(self._dispatch.held_by, now)
         return self._books.outbox.take()
 
     def _take(self, message: Message, sender: str, now: float) -> None:
@@ -141,6 +145,8 @@ class Coordinator:
             case Report():
                 if not self._books.fleet.note(message, sender, now):
                     self._books.counters["stray_report"] += 1
+            case Lent():
+                self._loans.heard(message, now)
             case Hello():
                 self._hello(message, now)
             case _:

@@ -31,6 +31,8 @@ class ByteLedger:
 
     capacity_bytes: int
     """Page memory of each arena that requests may use, in bytes."""
+    lent: dict[str, int] = field(default_factory=dict[str, int])
+    """What they may use beyond that, by arena: memory for prefixes that its pool has lent."""
 
     _lines: dict[str, Lines] = field(default_factory=dict[str, Lines])
     _booked: dict[str, int] = field(default_factory=dict[str, int])
@@ -44,7 +46,7 @@ class ByteLedger:
         return self._booked.get(arena, 0)
 
     def free(self, arena: str) -> int:
-        return self.capacity_bytes - self.booked(arena)
+        return self.capacity_bytes + self.lent.get(arena, 0) - self.booked(arena)
 
     def booked_by(self, request: str) -> int:
         return sum(self._lines.get(request, {}).values())

@@ -105,6 +105,7 @@ class DiskLevelMachine(RuleBasedStateMachine):
         self.level = DiskLevel(self.cache, disk, threading.Lock())
         self.worker = self.pool.register("w", ProcessKey(1, 1, "w"), 0.0)
         self.holds = list[tuple[bytes, list[int], FoundPrefix]]()
+        self.lent_pages = 0
 
     def teardown(self) -> None:
         try:
@@ -148,6 +149,16 @@ class DiskLevelMachine(RuleBasedStateMachine):
             self.pool.give_back(self.worker, pages)
         while at_once and self.mover:
             self.mover.work()
+
+    @rule(pages=st.integers(0, TOTAL_PAGES + 1))
+    def lend(self, pages: int) -> None:
+        lent, evicted = self.cache.lend(pages * PAGE_BYTES)
+        self.level.evicted(evicted)
+        self.lent_pages = lent // PAGE_BYTES
+        assert self.lent_pages * PAGE_BYTES == lent == self.cache.line().lent_bytes
+        assert self.lent_pages <= min(pages, TOTAL_PAGES)
+        if not self.holds and not self.mover.urgent:
+            assert self.lent_pages == min(pages, TOTAL_PAGES)
 
     @rule(salt=SALTS, prompt=PROMPTS, keep=st.booleans())
     def find(self, salt: bytes, prompt: list[int], keep: bool) -> None:
@@ -220,7 +231,7 @@ class DiskLevelMachine(RuleBasedStateMachine):
         ledger = self.pool.stat(0.0)
         (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)
         assert self.cache.line().bytes == mine.request_pages * PAGE_BYTES
-        assert mine.request_pages + mine.extent_pages <= TOTAL_PAGES
+        assert mine.request_pages + mine.extent_pages <= TOTAL_PAGES - self.lent_pages
         assert ledger.free_pages == PAGES - mine.request_pages - mine.extent_pages
         if not self.mover.urgent:
             assert mine.extent_pages == 0

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from triptych.core.errors import MessageError, NotHeld, PoolError, StaleHandle
-from triptych.core.messages import pack, unpack
-from triptych.kvpool import LocalPool, Namespace, PrefixSettings, Publication
+from triptych.core.messages import Lent, pack, unpack
+from triptych.kvpool import (
+    LocalPool,
+    Namespace,
+    PoolServer,
+    PoolWatcher,
+    PrefixSettings,
+    Publication,
+)
 from triptych.kvpool.blocks import HoldId, encode
 from triptych.kvpool.client import WorkerPool
 from triptych.kvpool.freelist import PageIds
@@ -177,6 +184,19 @@ def test_frames_with_wrong_fields_are_refused() -> None:
             seconds=1.0,
             tenant="t",
         )
+
+
+def test_memory_for_prefixes_is_lent(make_server: Callable[..., PoolServer]) -> None:
+    room = 64 * 256
+    limits = PrefixSettings(block_tokens=BLOCK, total_bytes=room, tenant_bytes=room)
+    server = make_server(prefixes=limits)
+    watcher = PoolWatcher(server.address)
+    arena = server.stat().arena
+    for asked, lent in ((1000, 1000), (1 << 30, room), (0, 0), (-5, 0)):
+        assert watcher.lend(asked) == Lent(arena=arena, bytes=lent)
+        assert server.stat().prefix.lent_bytes == lent
+    watcher.close()
+    assert make_server().check() == []
 
 
 def test_a_hold_that_never_was_is_refused(join_prefixes: Join) -> None:

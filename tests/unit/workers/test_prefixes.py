@@ -1,6 +1,7 @@
 """A second request with the same prefix: what it saves, and that its answer stays the same."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,29 @@ def test_requests_that_come_together_publish_once(tiny_model: Path) -> None:
         check(server)
 
 
+def test_requests_have_the_memory_of_prefixes_before_they_wait(tiny_model: Path) -> None:
+    """What is set aside for requests has room for one of them; the rest is full of prefixes."""
+    counts = Counter[str]()
+    settings = config("k8v8", capacity_bytes=1_000_000, prefix_bytes=700_000)
+    sampling = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with LocalServer(settings, tiny_model) as server:
+        for seed in range(9):
+            ask(server, prompt(200, seed=seed))
+        full = server.pool.stat().prefix
+        answers = server.complete(
+            [server.request(prompt(200, seed=seed), sampling) for seed in range(9, 13)]
+        )
+        assert all(answer.error is None for answer in answers)
+        counts.update(server.counters)
+        check(server)
+        lent = server.pool.stat().prefix
+    assert (full.lent_bytes, full.evictions) == (0, 0)
+    assert counts["memory_asked"] > 0
+    assert lent.lent_bytes > 0
+    assert lent.evictions > 0
+    assert lent.bytes + lent.lent_bytes <= 700_000
+
+
 # ------------------------------------------------------------------ the disk below
 
 
@@ -224,7 +248,7 @@ class SlowDisk:
 
     left, asked = 5.0, 0
 
-    def restore(self, cache_salt: str, tokens: tuple[int, ...], tenant: str) -> float:
+    def restore(self, request: Request) -> float:
         self.asked += 1
         return self.left
 

@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,14 @@ from typing import Self
 from triptych.core.config import AppConfig
 from triptych.core.errors import StageLost
 from triptych.core.messages import (
+    POOL,
     ROUTER,
     Cancel,
     CompressionReport,
     Failed,
     FinishReason,
     Hello,
+    Lend,
     Message,
     Request,
     Sampling,
@@ -144,6 +146,12 @@ class LocalServer:
         self.pool.close()
         self._directory.cleanup()
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The router's decisions so far, by reason."""
+        with self._lock:
+            return self._coordinator.snapshot(time.monotonic()).counters
+
     def request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
         """A request that this server answers."""
         name = f"local-{next(self._ids)}"
@@ -204,6 +212,8 @@ class LocalServer:
         (message,) = unpack(pack([send.message]))
         if send.to == WORKER:
             self._loop.post(message)
+        elif isinstance(message, Lend):
+            self._to_router(self.pool.lend(message.bytes), POOL)
         elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):
             journey.hear(message)
         elif isinstance(message, Failed) and (journey := self._journeys.get(message.request)):

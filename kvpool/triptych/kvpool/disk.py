@@ -34,6 +34,7 @@ _OBJECT = re.compile(r"([0-9a-f]{64})\.kv")
 _PARTIAL = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.partial")
 _LOCK = "triptych.lock"
 _CLOSED = -1
+LOCK_POLL_S = 0.05
 _PRIVATE = 0o600
 _OURS_TO_BLAME = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a pipe must not make us wait
@@ -101,10 +102,13 @@ class DiskTier:
         capacity_bytes: int,
         page_bytes: int,
         tenant_bytes: int | None = None,
+        *,
+        wait_s: float = 0.0,
     ) -> None:
         """Take the directory, which is made if it is missing, and find what is there.
 
-        ``tenant_bytes`` is the most that the objects of one tenant take; None: all.
+        ``tenant_bytes`` is the most that the objects of one tenant take; None: all. ``wait_s``
+        is how long another tier, which may be about to end, is waited for.
 
         Raises: PoolError if it cannot be had, or another tier has it
         """
@@ -120,7 +124,7 @@ class DiskTier:
         self._open_folder = _open_directory(directory)
         self._hold = _CLOSED
         try:
-            self._hold = _lock_directory(self._folder, directory)
+            self._hold = _lock_directory(self._folder, directory, time.monotonic() + wait_s)
             self.scan()
         except BaseException:
             self.close()
@@ -501,16 +505,20 @@ def _open_directory(directory: Path) -> int:
     return descriptor
 
 
-def _lock_directory(folder: int, directory: Path) -> int:
+def _lock_directory(folder: int, directory: Path, until: float) -> int:
     """Hold a lock on the directory until the descriptor is closed, however we end."""
     try:
         flags = os.O_CREAT | os.O_RDWR | _OPEN
         descriptor = os.open(_LOCK, flags, _PRIVATE, dir_fd=folder)
     except OSError as error:
         raise PoolError(f"the disk tier cannot lock {directory}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise PoolError(f"another pool has its disk tier in {directory}") from None
-    return descriptor
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(LOCK_POLL_S)
+                continue
+            os.close(descriptor)
+            raise PoolError(f"another pool has its disk tier in {directory}") from None
+        return descriptor

@@ -28,6 +28,8 @@ T = TypeVar("T")
 STAGED_BYTES = 64 << 20
 """The most that copies of evicted blocks take until they are written."""
 COMPLAIN_EVERY_S = 60.0
+LOCK_WAIT_S = 5.0
+"""How long a pool that starts waits for the one before it to finish its writes."""
 BURST_S = 0.25
 """Seconds of the rate that may be written at once after a pause."""
 
@@ -80,7 +82,11 @@ class Disk:
         Raises: PoolError if the directory cannot be had
         """
         tier = DiskTier(
-            settings.path, settings.capacity_bytes, pages.shape[1], settings.tenant_bytes
+            settings.path,
+            settings.capacity_bytes,
+            pages.shape[1],
+            settings.tenant_bytes,
+            wait_s=LOCK_WAIT_S,
         )
         rate = settings.write_bytes_s
         return cls(tier, DiskQueue(rate, rate * BURST_S), pages)

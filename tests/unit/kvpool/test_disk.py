@@ -197,6 +197,15 @@ def test_the_oldest_used_goes_first(folder: Path) -> None:
         assert (tier.stat().evicted, tier.stat().nbytes) == (1, 3 * SIZE)
 
 
+def test_a_tier_that_is_about_to_end_is_waited_for(tier: DiskTier) -> None:
+    store(tier, 1)
+    ending = threading.Timer(0.1, tier.close)
+    ending.start()
+    with DiskTier(tier.directory, ROOM, PAGE_BYTES, wait_s=60.0) as other:
+        assert other.keys() == keys(1)
+    ending.join()
+
+
 def test_of_a_chain_the_last_block_goes_first(folder: Path) -> None:
     first, second, third = meta_of(1), meta_of(2), meta_of(3)
     second = changed(second, parent=first.key)

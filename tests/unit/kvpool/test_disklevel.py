@@ -195,9 +195,13 @@ def test_a_damaged_block_and_those_behind_it_are_computed_anew(tmp_path: Path) -
 
 
 def test_a_pool_without_its_directory_goes_on_and_says_so(
-    tmp_path: Path, make_server: Callable[..., Any], make_client: Callable[..., PoolClient]
+    tmp_path: Path,
+    make_server: Callable[..., Any],
+    make_client: Callable[..., PoolClient],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "tier"
+    monkeypatch.setattr(disklevel, "LOCK_WAIT_S", 0.0)
     with DiskTier(folder, 1 << 20, PAGE_BYTES):
         server = make_server(prefixes=PREFIXES, disk_path=str(folder), disk_bytes=1 << 20)
         client = make_client(server, "w")

@@ -93,7 +93,6 @@ def settle(server: LocalServer) -> None:
     """Wait until nothing is being written."""
     while server.pool.stat().disk.waiting:
         time.sleep(0.01)
-    time.sleep(0.1)
 
 
 def forget(folder: Path) -> None:
@@ -142,14 +141,13 @@ def steps(
     for prompt in prompts:
         ask(server, prompt)
         settle(server)
-    other = server.pool.join("other")
+    model, other = AppConfig().model, server.pool.join("other")
+    weights = describe(resolve(model.name)).weights
+    namespace = PrefixStore(other, server.plan, weights, model.dtype).namespace("")
     busy, over = threading.Event(), threading.Event()
     moved = [0.0, 0.0]
 
     def bring_back() -> None:
-        model = AppConfig().model
-        weights = describe(resolve(model.name)).weights
-        namespace = PrefixStore(other, server.plan, weights, model.dtype).namespace("")
         turn = 0
         while not over.is_set():
             if not busy.wait(0.05):

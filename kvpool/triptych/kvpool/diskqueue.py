@@ -86,13 +86,14 @@ class DiskQueue:
         self._urgent, self._others = deque[_Job](), deque[_Job]()
         self._changed = threading.Condition()
         self._closed = False
+        self._runs = False
         self._thread = threading.Thread(target=self._run, name="disk-queue", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
-        """Pieces that wait."""
+        """Pieces that wait or run."""
         with self._changed:
-            return len(self._urgent) + len(self._others)
+            return len(self._urgent) + len(self._others) + self._runs
 
     def submit(self, work: Callable[[], T], nbytes: int, *, urgent: bool = False) -> Future[T]:
         """Run ``work``, which moves ``nbytes``, as soon as its turn comes.
@@ -130,6 +131,8 @@ class DiskQueue:
     def _run(self) -> None:
         while job := self._next():
             job.run()
+            with self._changed:
+                self._runs = False
 
     def _next(self) -> _Job | None:
         """The piece whose turn it is, as soon as there is one; None when the queue is closed."""
@@ -141,6 +144,7 @@ class DiskQueue:
                         continue
                     if line is self._others:
                         self._bucket.take(job.nbytes, self._clock())
+                    self._runs = True
                     return job
                 if self._closed:
                     return None

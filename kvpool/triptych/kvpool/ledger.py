@@ -51,7 +51,7 @@ class DiskLine:
     capacity_bytes: int = 0
     """0: there is no disk tier."""
     waiting: int = 0
-    """Transfers that wait for their turn."""
+    """Transfers that wait for their turn or are under way."""
     coming: int = 0
     """Blocks on their way into memory."""
     stored: int = 0

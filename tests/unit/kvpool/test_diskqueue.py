@@ -114,9 +114,10 @@ def test_loads_go_before_stores_and_each_in_its_order(gate: Gate) -> None:
     behind(queue, gate)
     for name in ("store 1", "load 1", "store 2", "load 2"):
         queue.submit(note(name), 1, urgent=name.startswith("load"))
-    assert len(queue) == 4
+    assert len(queue) == 5
     gate.open.set()
     queue.close()
+    assert len(queue) == 0
     assert order == ["load 1", "load 2", "store 1", "store 2"]
 
 

@@ -9,14 +9,17 @@ alone (B); the files are put out of the page cache before (``posix_fadvise`` wit
 run from the submission to the first token.
 
 Then a request decodes, and stretches of its steps take turns: with nothing beside them, and with
-prefixes being brought back from disk all the time, one after the other, as fast as they come. The
-pool's threads share the interpreter with the engines here, which the server's do not.
+prefixes of as many tokens being brought back from disk, ``--per-second`` of them. As in the server,
+the pool that does so is a process of its own.
 """
 
 import argparse
 import os
+import queue
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,15 +35,15 @@ from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Sampling
 from triptych.core.pages import PagePlan
-from triptych.kvpool import Namespace
-from triptych.kvpool.client import WorkerPool
+from triptych.kvpool import DiskSettings, LocalPool, Namespace, PrefixSettings, Publication
 from triptych.workers.local import LocalServer
 from triptych.workers.models import describe, resolve
-from triptych.workers.prefixes import PrefixStore
 from triptych.workers.profiles import find_profile
 
 VOCAB = 49_152
 ANSWER_TOKENS = 4
+WARM = 8
+"""Steps that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -133,55 +136,87 @@ def first_tokens(
 
 
 def steps(
-    server: LocalServer, folder: Path, stretches: int, steps_each: int, shared: int
-) -> tuple[list[Row], float]:
-    """Times of decode steps by turns, and MB/s that came from disk meanwhile."""
-    chance = random.Random(1)
-    prompts = [[chance.randrange(VOCAB) for _ in range(shared + 1)] for _ in range(2)]
-    for prompt in prompts:
-        ask(server, prompt)
-        settle(server)
-    model, other = AppConfig().model, server.pool.join("other")
-    weights = describe(resolve(model.name)).weights
-    namespace = PrefixStore(other, server.plan, weights, model.dtype).namespace("")
-    busy, over = threading.Event(), threading.Event()
-    moved = [0.0, 0.0]
-
-    def bring_back() -> None:
-        turn = 0
-        while not over.is_set():
-            if not busy.wait(0.05):
-                continue
-            forget(folder)
-            before, began_s = other.stat().disk.loaded_bytes, time.perf_counter()
-            bring(other, namespace, prompts[turn % 2])
-            moved[0] += other.stat().disk.loaded_bytes - before
-            moved[1] += time.perf_counter() - began_s
-            turn += 1
-
-    thread = threading.Thread(target=bring_back)
-    thread.start()
+    server: LocalServer, stretches: int, steps_each: int, shared: int, per_second: float
+) -> tuple[list[Row], int]:
+    """Times of decode steps by turns, and how many prefixes were brought back meanwhile."""
+    plan = server.plan
+    blocks, pages = shared // plan.block_tokens, plan.block_pages(1)
+    command = [sys.executable, __file__, "--pool", str(blocks), str(pages), str(plan.page_bytes)]
+    other = subprocess.Popen(
+        [*command, str(per_second)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin
+    assert other.stdout
+    other.stdout.readline()
     alone, beside = list[float](), list[float]()
-    sampling = Sampling(temperature=0.0, max_tokens=2 * stretches * steps_each + 8, ignore_eos=True)
-    began_s, seen = 0.0, 0
-    for _ in server.stream([server.request(prompts[0][:64], sampling)]):
-        now_s, seen = time.perf_counter(), seen + 1
-        stretch, place = divmod(seen - 8, steps_each)
-        if seen > 8 and place > 1:
+    sampling = Sampling(
+        temperature=0.0, max_tokens=2 * stretches * steps_each + WARM, ignore_eos=True
+    )
+    prompt = list(range(100, 164))
+    began_s = time.perf_counter()
+    for number, _ in enumerate(server.stream([server.request(prompt, sampling)]), -WARM):
+        now_s = time.perf_counter()
+        stretch, place = divmod(number, steps_each)
+        if number >= 0 and place == 0:
+            other.stdin.write("go\n" if stretch % 2 else "rest\n")
+            other.stdin.flush()
+        elif number >= 0 and place > 1:
             (beside if stretch % 2 else alone).append(now_s - began_s)
-        busy.set() if stretch % 2 and seen > 8 else busy.clear()
-        began_s = now_s
-    over.set()
-    thread.join()
-    other.close()
+        began_s = time.perf_counter()
+    other.stdin.write("end\n")
+    other.stdin.flush()
+    restored = int(other.stdout.readline())
+    other.wait()
     rows = [Row.of("step, nothing beside", alone), Row.of("step, restores beside", beside)]
-    return rows, moved[0] / moved[1] / 1e6
+    return rows, restored
 
 
-def bring(pool: WorkerPool, namespace: Namespace, prompt: Sequence[int]) -> None:
-    tokens = np.array(prompt, np.int32)
-    while pool.restore_prefix(namespace, tokens, "").blocks:
-        time.sleep(0.002)
+def be_a_pool(blocks: int, block_pages: int, page_bytes: int, per_second: float) -> None:
+    """Bring prefixes of so many blocks back from disk while the other side says so."""
+    count = blocks * block_pages
+    room = count * page_bytes
+    limits = PrefixSettings(block_tokens=64, total_bytes=room, tenant_bytes=room)
+    space = Namespace(salt=b"", model="", revision="", profile="")
+    chains = [np.arange(first, first + 64 * blocks + 1, dtype=np.int32) for first in (0, 10**6)]
+    says = queue.SimpleQueue[str]()
+    threading.Thread(
+        target=lambda: [says.put(line.strip()) for line in sys.stdin], daemon=True
+    ).start()
+    with tempfile.TemporaryDirectory() as name:
+        disk = DiskSettings(
+            path=Path(name), capacity_bytes=4 << 30, tenant_bytes=4 << 30, write_bytes_s=1e9
+        )
+        with LocalPool(2 * count, page_bytes, "w", limits, disk) as pool:
+            for tokens in chains:
+                ids = pool.take(count)
+                pool.arena.data[ids] = 7
+                new = Publication(
+                    namespace=space,
+                    tokens=tokens[:-1],
+                    blocks=np.split(ids, blocks),
+                    seconds=1.0,
+                    tenant="",
+                )
+                if pool.publish_prefix(new) != blocks:
+                    raise SystemExit("the prefixes were not kept")
+                while pool.stat().disk.waiting:
+                    time.sleep(0.01)
+            print("ready", flush=True)
+            restored, goes = 0, False
+            while True:
+                try:
+                    word = says.get(timeout=1 / per_second if goes else None)
+                except queue.Empty:
+                    word = ""
+                if word == "end":
+                    break
+                goes = word == "go" if word else goes
+                if goes:
+                    forget(Path(name))
+                    while pool.restore_prefix(space, chains[restored % 2], "").blocks:
+                        time.sleep(0.002)
+                    restored += 1
+            print(restored, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -193,13 +228,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="of each stretch")
     parser.add_argument("--directory", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--per-second", type=float, default=5.0, help="prefixes brought back")
+    parser.add_argument("--pool", nargs=4, type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.pool:
+        *sizes, per_second = options.pool
+        be_a_pool(*map(int, sizes), per_second)
+        return
     host = host_info()
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         folder = Path(name) / "tier"
         with LocalServer(config_for(options.shared, folder)) as server:
             rows = first_tokens(server, folder, options.rounds, options.shared, options.own)
-            took, rate = steps(server, folder, options.stretches, options.steps, options.shared)
+            took, restored = steps(
+                server, options.stretches, options.steps, options.shared, options.per_second
+            )
             disk = server.pool.stat().disk
     new, known, alone, beside = rows = [*rows, *took]
     ratios = {
@@ -207,10 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "step_beside_restores_over_alone": round(beside.median_ms / alone.median_ms, 3),
     }
     console.print(make_table(list(asdict(new)), [list(asdict(row).values()) for row in rows]))
-    console.print(f"{ratios}; {rate:.0f} MB/s came from disk beside the steps; {disk}")
+    console.print(f"{ratios}; {restored} prefixes came from disk beside the steps; {disk}")
     if options.json:
         told = {"threads": torch.get_num_threads(), "ratios": ratios}
-        told |= {"restored_mb_per_s": round(rate, 1), "disk": asdict(disk)}
+        told |= {"restored": restored, "per_second": options.per_second, "disk": asdict(disk)}
         write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
 
 

@@ -46,6 +46,7 @@ class RouterShell:
         self._watched = set[str]()
         self._reports = dict[str, Report]()
         self._asking = set[asyncio.Task[None]]()
+        self._in_order = asyncio.Lock()
         self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
@@ -105,7 +106,8 @@ class RouterShell:
         try:
             if isinstance(message, Expel):
                 await asyncio.to_thread(self._pool.expel, message.worker)
-            else:
+                return
+            async with self._in_order:  # or an older answer may be heard last
                 lent = await asyncio.to_thread(self._pool.lend, message.bytes)
                 self._post(self._coordinator.on(lent, POOL, time.monotonic()))
         except PoolError as error:  # then nothing is left of anybody, and nothing is lent

@@ -33,7 +33,7 @@ from triptych.deployments.ingress import RouterEngine
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.router import RouterShell
 from triptych.deployments.worker import WorkerShell
-from triptych.kvpool import PoolServer, PrefixSettings
+from triptych.kvpool import Ledger, PoolServer, PrefixSettings
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
 WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", "heir")}
@@ -56,7 +56,7 @@ class Answer:
 class Cluster:
     """Starts all processes, and starts anew whoever dies. Clients ask from this process."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **pool: Any) -> None:
         settings: dict[str, Any] = {
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": 256},
             "compressor": {
@@ -73,7 +73,12 @@ class Cluster:
             },
             "prefill": {"actor": {"threads": 1}},
             "decode": {"actor": {"threads": 1, "num_replicas": 2}, "max_batch_requests": 4},
-            "pool": {"capacity_bytes": 16 << 20, "prefix_bytes": 2 << 20, "extent_pages": 4},
+            "pool": {
+                "capacity_bytes": 16 << 20,
+                "prefix_bytes": 2 << 20,
+                "extent_pages": 4,
+                **pool,
+            },
         }
         self.plan = make_plan(AppConfig.from_mapping(settings))
         size = len(POINTS)
@@ -113,15 +118,18 @@ class Cluster:
             await asyncio.to_thread(self._stop, "router", "pool")
             rundir.remove_orphans()
 
-    async def answer(self, request: Request) -> Answer:
-        """One client's request, from submission to its end."""
+    async def answer(self, request: Request, salt: str = "") -> Answer:
+        """One client's request, from submission to its end.
+
+        It shares its prefix with those of the same salt, and with nobody if there is none.
+        """
         name = f"r{next(self._ids)}"
         asked = Request(
             id=name,
             prompt=request.prompt,
             sampling=request.sampling,
             reply_to=self._engine.address,
-            cache_salt=name,  # so that each prompt is computed, and kept
+            cache_salt=salt or name,  # each prompt is computed, and kept
         )
         answer = Answer([], f"no end within {PATIENCE_S:.0f} s")
         with contextlib.suppress(TimeoutError):
@@ -180,6 +188,15 @@ class Cluster:
 
     def _is_whole(self) -> bool:
         return ABSENT not in self._taken
+
+    def ledger(self) -> Ledger:
+        """The pool's books; raises PoolUnavailable while there is none."""
+        with pool_at(self.plan.pool_address) as pool:
+            return pool.stat()
+
+    def kill(self, role: str) -> None:
+        """End the first process of a role without a word."""
+        self._processes[ROLES.index(role)].kill()
 
     def _faults(self, *, only_prefixes: bool = False) -> list[str]:
         """What is wrong in the pool's books while nothing runs."""

@@ -93,7 +93,8 @@ class DiskTier:
     chain the last block is evicted first.
 
     What is damaged is a miss: it is counted and removed, and the caller computes it anew. All
-    methods may be called from several threads; files are read and written outside the lock.
+    methods may be called from several threads. Only ``store``, ``load``, ``drop`` and ``scan`` wait
+    for the disk; the others answer at once even while it hangs.
     """
 
     def __init__(
@@ -121,6 +122,9 @@ class DiskTier:
         """Bytes of each tenant, with what is reserved."""
         self._count = Counter[str]()
         self._lock = threading.Lock()
+        """Of the index; nobody who has it waits for the disk."""
+        self._files = threading.Lock()
+        """Held while a file that the index names comes or goes; taken before the other."""
         self._open_folder = _open_directory(directory)
         self._hold = _CLOSED
         try:
@@ -243,8 +247,11 @@ class DiskTier:
         Raises: PoolError if the file cannot be removed
         """
         try:
-            with self._lock:
-                return self._remove(key)
+            with self._files:
+                with self._lock:
+                    was_there = self._forget(key)
+                self._unlink(_name(key))
+                return was_there
         except OSError as error:
             raise PoolError(f"{self.directory}: {error.strerror}") from error
 
@@ -269,10 +276,13 @@ class DiskTier:
             self._taken.clear()
             for _, entry in found:
                 self._insert(entry)
-            self._make_room(0)
+            gone = self._make_room(0)
             for tenant in list(self._taken):
-                self._make_room_of(tenant, 0)
-            return len(self._objects)
+                gone += self._make_room_of(tenant, 0)
+            left = len(self._objects)
+        for name in gone:
+            self._unlink(name)
+        return left
 
     # -------------------------------------------------------------- files
 
@@ -338,12 +348,13 @@ class DiskTier:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            with self._lock:
+            with self._files:
                 os.rename(partial, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-                self._forget(meta.key)
-                self._insert(_Entry(meta, size))
-                self._count["stored"] += 1
-                self._count["stored_bytes"] += meta.pages * meta.page_bytes
+                with self._lock:
+                    self._forget(meta.key)
+                    self._insert(_Entry(meta, size))
+                    self._count["stored"] += 1
+                    self._count["stored_bytes"] += meta.pages * meta.page_bytes
         except BaseException:
             with suppress(OSError):
                 self._unlink(partial)
@@ -353,41 +364,51 @@ class DiskTier:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._folder)
 
-    # -------------------------------------------------------------- the index; all with the lock
-
     def _reserve(self, meta: ObjectMeta, size: int) -> bool:
         """Make room for an object and keep it free; False if the object is there already."""
+        if size > min(self.capacity_bytes, self.tenant_bytes):
+            raise PoolError(self._complaint(size, "the tier is too small for it"))
         space = os.statvfs(self._folder)
-        with self._lock:
-            if meta.key in self._objects:
-                self._touch(meta.key)
-                return False
-            to_free = max(0, self._nbytes + self._reserved + size - self.capacity_bytes)
-            if size > min(self.capacity_bytes, self.tenant_bytes) or to_free > self._nbytes:
-                raise PoolError(self._complaint(size, "the tier is too small for it"))
-            if size > space.f_bavail * space.f_frsize + to_free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._make_room_of(meta.tenant, size)
-            self._make_room(size)
-            self._reserved += size
-            self._take(meta.tenant, size)
-            return True
+        with self._files:
+            with self._lock:
+                if meta.key in self._objects:
+                    self._touch(meta.key)
+                    return False
+                to_free = max(0, self._nbytes + self._reserved + size - self.capacity_bytes)
+                if to_free > self._nbytes:
+                    raise OSError(errno.ENOSPC, "others are writing into the room that is left")
+                if size > space.f_bavail * space.f_frsize + to_free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                gone = [*self._make_room_of(meta.tenant, size), *self._make_room(size)]
+                self._reserved += size
+                self._take(meta.tenant, size)
+            for name in gone:
+                self._unlink(name)
+        return True
 
-    def _make_room(self, size: int) -> None:
+    # -------------------------------------------------------------- the index; all with its lock
+
+    def _make_room(self, size: int) -> list[str]:
+        """Forget the oldest used; the names of their files, which are to be removed."""
+        gone = list[str]()
         while self._objects and self._nbytes + self._reserved + size > self.capacity_bytes:
-            self._evict(next(iter(self._objects)))
+            gone.append(self._evict(next(iter(self._objects))))
+        return gone
 
-    def _make_room_of(self, tenant: str, size: int) -> None:
+    def _make_room_of(self, tenant: str, size: int) -> list[str]:
+        gone = list[str]()
         if self._taken[tenant] + size <= self.tenant_bytes:
-            return
+            return gone
         for key in [k for k, entry in self._objects.items() if entry.meta.tenant == tenant]:
             if self._taken[tenant] + size <= self.tenant_bytes:
-                return
-            self._evict(key)
+                break
+            gone.append(self._evict(key))
+        return gone
 
-    def _evict(self, key: bytes) -> None:
-        self._remove(key)
+    def _evict(self, key: bytes) -> str:
+        self._forget(key)
         self._count["evicted"] += 1
+        return _name(key)
 
     def _touch(self, key: bytes) -> None:
         """Put a block behind all others, and those before it in its chain behind it."""
@@ -403,10 +424,6 @@ class DiskTier:
         self._nbytes += entry.nbytes
         self._take(entry.meta.tenant, entry.nbytes)
         self._touch(entry.meta.key)
-
-    def _remove(self, key: bytes) -> bool:
-        self._unlink(_name(key))
-        return self._forget(key)
 
     def _forget(self, key: bytes) -> bool:
         entry = self._objects.pop(key, None)
@@ -424,16 +441,19 @@ class DiskTier:
 
     def _lost(self, key: bytes, entry: _Entry, error: Exception) -> None:
         """Note that an object cannot be read; if it was evicted meanwhile, that is no damage."""
-        with self._lock:
-            self._count["missed"] += 1
-            if self._objects.get(key) is entry:
-                self._forget(key)
+        with self._files:
+            with self._lock:
+                self._count["missed"] += 1
+                is_ours = self._objects.get(key) is entry
+                if is_ours:
+                    self._forget(key)
+            if is_ours:
                 self._discard(_name(key), error)
 
     def _discard(self, name: str, error: Exception) -> None:
         """Remove a file that is no whole object."""
         logger.warning("%s/%s is removed: %s", self.directory, name, error)
-        self._count["damaged"] += 1
+        self._add(damaged=1)
         with suppress(OSError):  # a directory, say: it stays, and is never an object
             self._unlink(name)
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +205,31 @@ def test_a_tier_that_is_about_to_end_is_waited_for(tier: DiskTier) -> None:
     with DiskTier(tier.directory, ROOM, PAGE_BYTES, wait_s=60.0) as other:
         assert other.keys() == keys(1)
     ending.join()
+
+
+def test_a_disk_that_hangs_keeps_nobody_from_looking(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, unlink = threading.Event(), threading.Event(), os.unlink
+
+    def hang(*arguments: Any, **more: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        unlink(*arguments, **more)
+
+    with DiskTier(folder, SIZE, PAGE_BYTES) as tier, ThreadPoolExecutor(1) as worker:
+        store(tier, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.unlink", hang)
+            storing = worker.submit(store, tier, 2)
+            assert begun.wait(60)
+            assert not tier.touch(meta_of(1).key)
+            assert tier.describe(meta_of(2).key) is None
+            assert (tier.keys(), tier.stat().evicted) == ([], 1)
+            go_on.set()
+            storing.result(60)
+        require_back(tier, meta_of(2))
+        assert objects_in(folder) == [file_of(tier, 2)]
 
 
 def test_of_a_chain_the_last_block_goes_first(folder: Path) -> None:

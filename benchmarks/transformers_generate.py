@@ -46,7 +46,8 @@ class Baseline:
 
     def generate(self, batch: int, first: int) -> list[Sample]:
         """One static batch of prompts ``first``, ``first + 1`` and so on."""
-        prompts = [self.workload.body(first + row)["prompt"] for row in range(batch)]
+        turns = [self.workload.turn(first + row) for row in range(batch)]
+        prompts = [self.workload.body(turn)["prompt"] for turn in turns]
         ids, clock = torch.tensor(prompts), Clock()
         start = perf_counter()
         out = self.model.generate(

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,19 +11,20 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from triptych.cli.bench_attention import bench_attention
-from triptych.cli.commas import integers, numbers
+from triptych.cli.bench_compare import bench_compare
+from triptych.cli.load_options import LoadOptions, levels_of_options, shallow
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.measure import (
     Level,
     Results,
     Row,
     ServeBenchmark,
-    levels_of,
     measure,
     served_model,
 )
 from triptych.cli.loadgen.processes import FindProcesses, named, tree_of
 from triptych.cli.loadgen.sample import Sample
+from triptych.cli.loadgen.shapes import SHAPES
 from triptych.cli.loadgen.stats import Slo
 from triptych.cli.loadgen.workload import Endpoint, PromptForm, Workload
 from triptych.cli.output import console, make_table, notes, write_json
@@ -31,6 +32,7 @@ from triptych.cli.output import console, make_table, notes, write_json
 app = typer.Typer(help="Measure a server or the attention kernels.", no_args_is_help=True)
 
 app.command("attention")(bench_attention)
+app.command("compare")(bench_compare)
 
 COLUMNS = {
     "TTFT ms p50": "p50_ttft_ms",
@@ -41,6 +43,7 @@ COLUMNS = {
     "out tok/s": "output_throughput",
     "req/s": "request_throughput",
     "good/s": "request_goodput",
+    "good/s/GB KV": "goodput_per_gb_kv",
     "RSS MiB": "peak_rss_bytes",
     "CPU s": "server_cpu_s",
     "other": "other_cores",
@@ -55,10 +58,24 @@ def bench_serve(
     ] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Default: the first that it lists.")] = None,
     concurrency: Annotated[str, typer.Option(help="Closed loop: so many at once, as in 1,4.")] = "",
-    rate: Annotated[str, typer.Option(help="Open loop: Poisson arrivals per second.")] = "",
+    rate: Annotated[str, typer.Option(help="Open loop: requests per second, as in 0.5,1.")] = "",
     requests: Annotated[int | None, typer.Option(min=1, help="Requests of each level.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "uniform",
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded traffic: BurstGPT's .csv, Mooncake's .jsonl.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Send a trace so many times as fast.")] = 1.0,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Gamma shape of gaps: 1 Poisson, less in bursts.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean; default: the workload's.")
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean; default: the workload's.")
+    ] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer ones.")] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer ones.")] = None,
     endpoint: Annotated[Endpoint, typer.Option(help="Which of the two APIs.")] = "completions",
     prompts: Annotated[PromptForm, typer.Option(help="Ids are exact, where taken.")] = "tokens",
     vocab_size: Annotated[int, typer.Option(min=2, help="Ids are drawn below this.")] = 32_000,
@@ -74,27 +91,40 @@ def bench_serve(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures here.")
     ] = None,
+    save_dir: Annotated[
+        Path | None, typer.Option(help="Write a result file like vLLM's for each level here.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="What result files are called.")] = "triptych",
 ) -> None:
     """Measure TTFT, ITL, TPOT, throughput and memory of any OpenAI-compatible server.
 
-    Prompts are unique and of the length asked for; every answer has the same length. Token
-    counts come from the server's usage.
+    A workload says what prompts share, how long they are and where clients pause; uniform ones
+    are unique and of one length. Token counts come from the server's usage.
     """
-    concurrencies, rates = integers(concurrency), numbers(rate)
-    workload = Workload(
-        model=model or asyncio.run(served_model(url, api_key)),
+    load = LoadOptions(
+        shape=workload,
+        trace=trace,
+        speed=speed,
+        limit=requests,
+        burstiness=burstiness,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        endpoint=endpoint,
-        form=prompts,
-        vocab_size=vocab_size,
-        temperature=temperature,
+        max_prompt_tokens=max_prompt_tokens,
+        max_output_tokens=max_output_tokens,
         seed=random.SystemRandom().randrange(1 << 32) if seed is None else seed,
-    )
+    ).resolve()
+    levels = levels_of_options(load, concurrency, rate, requests)
     benchmark = ServeBenchmark(
         url=url,
-        workload=workload,
-        levels=levels_of(concurrencies or ([] if rates else [1, 4, 16]), rates, requests),
+        workload=Workload(
+            **shallow(load),
+            model=model or asyncio.run(served_model(url, api_key)),
+            endpoint=endpoint,
+            form=prompts,
+            vocab_size=vocab_size,
+            temperature=temperature,
+        ),
+        levels=levels,
         warmup_requests=warmup,
         slo=Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms),
         server=_server_processes(pid, process_name),
@@ -103,12 +133,45 @@ def bench_serve(
     )
     host = host_info()
     results = run_with_progress(benchmark)
+    server = {"url": url, **described(results.workload, trace)}
     if json_file:
-        server = {"url": url, **asdict(results.workload)}
         rows = [row.as_json() for row in results.rows]
         write_json({"host": host, "server": server, "rows": rows}, json_file)
+    if save_dir:
+        save_details(save_dir, label, results.rows, {"host": host, **server})
     console.print(make_table(("load", *COLUMNS), [_line(row) for row in results.rows]))
     _complain(results.rows)
+
+
+def described(workload: Workload, trace: Path | None) -> dict[str, object]:
+    """A workload as result files have it: a trace by its name, not its content."""
+    plain = shallow(workload)
+    sessions = plain.pop("trace")
+    return {**plain, "trace": str(trace) if trace else None, "trace_requests": len(sessions)}
+
+
+def save_details(
+    folder: Path, label: str, rows: Sequence[Row], about: Mapping[str, object]
+) -> list[Path]:
+    """One file for each level, named and filled as vLLM's ``bench serve`` does."""
+    date, paths = time.strftime("%Y%m%d-%H%M%S"), list[Path]()
+    for number, row in enumerate(rows):
+        level = str(row.level).replace("/s", "qps").replace("c=", "concurrency")
+        path = folder / f"{label}-{level}-{date}-{number}.json"
+        head = {
+            "date": date,
+            "endpoint_type": "openai",
+            "backend": "openai",
+            "label": label,
+            "model_id": about["model"],
+            "tokenizer_id": about["model"],
+            "burstiness": about["burstiness"],
+            "workload": about["shape"],
+            "about": about,
+        }
+        write_json({**head, **row.detailed_json()}, path)
+        paths.append(path)
+    return paths
 
 
 def run_with_progress(benchmark: ServeBenchmark) -> Results:

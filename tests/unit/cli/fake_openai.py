@@ -28,6 +28,8 @@ class FakeOpenAI:
     break_request: int = -1
     """This one's stream ends without a word."""
     status: int = 200
+    gauges: dict[str, float] = field(default_factory=dict)
+    """What it says at ``/metrics``."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
@@ -37,10 +39,14 @@ class FakeOpenAI:
         app.post("/v1/completions")(self.completions)
         app.post("/v1/chat/completions")(self.chat)
         app.get("/v1/models")(self.models)
+        app.get("/metrics")(self.metrics)
         return app
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [{"id": "fake", "object": "model"}]}
+
+    async def metrics(self) -> Response:
+        return Response("".join(f"{name} {value}\n" for name, value in self.gauges.items()))
 
     async def completions(self, request: Request) -> Response:
         body = await request.json()

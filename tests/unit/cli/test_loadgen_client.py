@@ -18,7 +18,7 @@ WORKLOAD = Workload(model="fake", prompt_tokens=8, output_tokens=6)
 
 async def ask(fake: FakeOpenAI, workload: Workload = WORKLOAD) -> Sample:
     async with serving(fake) as url, open_client(url, 1) as client:
-        return await send(client, workload.endpoint, workload.body(0))
+        return await send(client, workload.endpoint, workload.body(workload.turn(0)))
 
 
 async def test_every_token_has_a_moment_and_counts_come_from_usage() -> None:
@@ -68,7 +68,7 @@ async def test_an_error_event_a_cut_stream_and_a_status_are_failures() -> None:
 
 async def test_a_server_that_is_not_there_is_a_failure_not_an_exception() -> None:
     async with open_client("http://127.0.0.1:9", 1, timeout_s=5.0) as client:
-        sample = await send(client, "completions", WORKLOAD.body(0))
+        sample = await send(client, "completions", WORKLOAD.body(WORKLOAD.turn(0)))
     assert sample.error is not None
     assert "ConnectError" in sample.error
 

@@ -1,6 +1,7 @@
 """Closed and open loops, calibration and the whole measurement, on loopback."""
 
 import os
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,8 @@ from triptych.cli.loadgen.measure import Level, ServeBenchmark, measure, served_
 from triptych.cli.loadgen.processes import named, tree_of, watch
 from triptych.cli.loadgen.run import calibrate, closed_loop, open_loop
 from triptych.cli.loadgen.stats import Slo
-from triptych.cli.loadgen.workload import Workload, poisson_arrivals_s
+from triptych.cli.loadgen.turns import Segment, Session, Turn
+from triptych.cli.loadgen.workload import Workload
 from triptych.core.errors import BenchmarkError
 
 WORKLOAD = Workload(model="fake", prompt_tokens=16, output_tokens=4)
@@ -19,7 +21,7 @@ WORKLOAD = Workload(model="fake", prompt_tokens=16, output_tokens=4)
 async def test_a_closed_loop_keeps_exactly_so_many_under_way() -> None:
     fake, done = FakeOpenAI(token_s=0.005), []
     async with serving(fake) as url, open_client(url, 4) as client:
-        run = await closed_loop(client, WORKLOAD, range(12), 4, done.append)
+        run = await closed_loop(client, WORKLOAD, WORKLOAD.sessions(12), 4, done.append)
     assert len(run.samples) == len(done) == 12
     assert fake.most_running == 4
     assert run.duration_s >= max(sample.e2e_s for sample in run.samples)
@@ -28,19 +30,33 @@ async def test_a_closed_loop_keeps_exactly_so_many_under_way() -> None:
 async def test_an_open_loop_does_not_wait_for_answers_and_counts_from_the_due_moment() -> None:
     fake = FakeOpenAI(first_token_s=0.3)
     async with serving(fake) as url, open_client(url, 16) as client:
-        run = await open_loop(client, WORKLOAD, range(8), 200.0, lambda _: None)
+        sessions = WORKLOAD.sessions(8, rate_per_s=200.0)
+        run = await open_loop(client, WORKLOAD, sessions, lambda _: None)
     assert fake.most_running > 4
     starts = sorted(sample.started_s for sample in run.samples)
-    due = poisson_arrivals_s(8, 200.0, WORKLOAD.seed)
+    due = [session.start_s for session in sessions]
     assert [start - starts[0] for start in starts] == pytest.approx(due)
 
 
-def test_poisson_arrivals_come_at_the_rate_and_the_seed_fixes_them() -> None:
-    times = poisson_arrivals_s(20_000, 5.0, seed=1)
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(20_000 / 5.0, rel=0.05)
-    assert times == poisson_arrivals_s(20_000, 5.0, seed=1)
-    assert times != poisson_arrivals_s(20_000, 5.0, seed=2)
+async def test_a_session_pauses_and_sends_each_turn_after_the_one_before() -> None:
+    turns = tuple(Turn((Segment(f"s{n}", 8),), 2, pause_s=0.05 * n) for n in range(3))
+    fake = FakeOpenAI(first_token_s=0.01)
+    async with serving(fake) as url, open_client(url, 4) as client:
+        for run in (
+            await open_loop(client, WORKLOAD, [Session(turns, 0.02)], lambda _: None),
+            await closed_loop(client, WORKLOAD, [Session(turns)], 4, lambda _: None),
+        ):
+            for number, (one, other) in enumerate(pairwise(run.samples), 1):
+                assert other.started_s == pytest.approx(one.ended_s + 0.05 * number)
+    assert fake.most_running == 1
+
+
+async def test_a_session_ends_with_a_turn_that_failed() -> None:
+    turns = (Turn((Segment("a", 8),), 2),) * 3
+    fake = FakeOpenAI(fail_request=1)
+    async with serving(fake) as url, open_client(url, 4) as client:
+        run = await closed_loop(client, WORKLOAD, [Session(turns)], 1, lambda _: None)
+    assert [sample.error is None for sample in run.samples] == [True, False]
 
 
 async def test_token_ids_are_sent_where_the_server_takes_them() -> None:
@@ -55,7 +71,7 @@ async def test_words_are_counted_until_the_server_counts_what_was_asked(
     fake = FakeOpenAI(takes_token_ids=False, template_tokens=template_tokens)
     async with serving(fake) as url, open_client(url, 1) as client:
         found = await calibrate(client, WORKLOAD)
-    assert (found.form, found.words) == ("text", 16 - template_tokens)
+    assert (found.form, found.extra_words) == ("text", -template_tokens)
 
 
 async def test_a_server_that_refuses_everything_is_an_error_with_its_answer() -> None:

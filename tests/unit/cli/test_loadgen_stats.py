@@ -61,17 +61,17 @@ def test_limits_of_latency_hold_together() -> None:
 def test_prompts_have_their_length_differ_and_come_back_with_the_seed() -> None:
     for form in ("tokens", "text"):
         workload = Workload(model="m", prompt_tokens=32, output_tokens=1, form=form, seed=3)
-        prompts = [workload.body(index)["prompt"] for index in range(50)]
+        prompts = [workload.body(workload.turn(index))["prompt"] for index in range(50)]
         lengths = {len(p.split() if isinstance(p, str) else p) for p in prompts}
         assert lengths == {32}
         assert len({str(prompt)[:40] for prompt in prompts}) == 50
-        assert prompts[7] == workload.body(7)["prompt"]
+        assert prompts[7] == workload.body(workload.turn(7))["prompt"]
 
 
 @pytest.mark.parametrize("vocab_size", [2, 300, 32_000])
 def test_token_ids_stay_inside_the_vocabulary(vocab_size: int) -> None:
     workload = Workload(model="m", prompt_tokens=500, output_tokens=1, vocab_size=vocab_size)
-    prompt = workload.body(0)["prompt"]
+    prompt = workload.body(workload.turn(0))["prompt"]
     assert isinstance(prompt, list)
     assert all(0 < token < vocab_size for token in prompt)
 

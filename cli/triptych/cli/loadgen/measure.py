@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 import httpx
 
 from triptych.cli.loadgen.client import open_client
+from triptych.cli.loadgen.gauges import Series, watch_gauges
 from triptych.cli.loadgen.processes import FindProcesses, Usage, watch
 from triptych.cli.loadgen.run import Run, calibrate, closed_loop, open_loop
 from triptych.cli.loadgen.sample import Sample
-from triptych.cli.loadgen.stats import Figures, Slo, error_counts, summarize
+from triptych.cli.loadgen.stats import (
+    Figures,
+    Slo,
+    error_counts,
+    goodput_per_gb,
+    per_request,
+    summarize,
+)
+from triptych.cli.loadgen.turns import Session
 from triptych.cli.loadgen.workload import Workload
 from triptych.core.errors import BenchmarkError
 
@@ -25,12 +34,16 @@ class Level:
     concurrency: int | None = None
     rate_per_s: float | None = None
 
+    """Requests per second; without either, sessions begin when a trace says."""
+
     @property
     def connections(self) -> int:
         return self.concurrency or OPEN_LOOP_CONNECTIONS
 
     def __str__(self) -> str:
-        return f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:g}/s"
+        if self.concurrency:
+            return f"c={self.concurrency}"
+        return "trace" if self.rate_per_s is None else f"{self.rate_per_s:g}/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +72,9 @@ class Row:
     level: Level
     figures: Figures
     errors: dict[str, int]
+    run: Run
+    series: Series | None = None
+    """What the server said of itself meanwhile, if it did."""
 
     def as_json(self) -> dict[str, object]:
         """One flat mapping, in the names of vLLM's result files."""
@@ -68,7 +84,18 @@ class Row:
             "num_prompts": self.level.requests,
             **self.figures,
             "errors": self.errors,
+            "stage_seconds": self.series.seconds_per_request(self.run) if self.series else {},
         }
+
+    def detailed_json(self) -> dict[str, object]:
+        """The same with every request and the server's series: a whole result file of vLLM's.
+
+        A closed loop has no rate there, which its tools read as infinite.
+        """
+        rate = "inf" if self.level.rate_per_s is None else self.level.rate_per_s
+        series = self.series.as_json() if self.series else {}
+        flat = {**self.as_json(), "request_rate": rate, "error_counts": self.errors}
+        return {**flat, **per_request(self.run), "server_series": series}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +115,20 @@ async def measure(benchmark: ServeBenchmark, on_level: OnLevel) -> Results:
 
     Raises: BenchmarkError if the server cannot be reached or does not answer
     """
-    workload, rows, sent = await _prepare(benchmark), list[Row](), benchmark.warmup_requests
-    for level in benchmark.levels:
+    workload, rows = await _prepare(benchmark), list[Row]()
+    for scope, level in enumerate(benchmark.levels):
         on_done = on_level(level)
-        indices = range(sent, sent := sent + level.requests)
-        async with benchmark.open_client(level.connections) as client, _watch(benchmark) as usage:
-            run = await _run(client, workload, level, indices, on_done)
+        async with (
+            benchmark.open_client(level.connections) as client,
+            _watch(benchmark) as usage,
+            watch_gauges(benchmark.url, benchmark.api_key) as series,
+        ):
+            run = await _run(client, workload, level, scope, on_done)
         cost = usage.figures() if usage else {}
-        figures = summarize(run, benchmark.slo) | cost
-        rows.append(Row(level, figures, error_counts(run.samples)))
+        figures = summarize(run, benchmark.slo) | cost | series.figures()
+        figures |= goodput_per_gb(figures)
+        errors = error_counts(run.samples)
+        rows.append(Row(level, figures, errors, run, series if series.at_s else None))
     return Results(workload, rows)
 
 
@@ -116,8 +148,8 @@ async def served_model(url: str, api_key: str | None) -> str:
 async def _prepare(benchmark: ServeBenchmark) -> Workload:
     async with benchmark.open_client(1) as client:
         workload = await calibrate(client, benchmark.workload)
-        indices = range(benchmark.warmup_requests)
-        run = await closed_loop(client, workload, indices, 1, lambda _: None)
+        single = [Session((workload.turn(index),)) for index in range(benchmark.warmup_requests)]
+        run = await closed_loop(client, workload, single, 1, lambda _: None)
     for error in error_counts(run.samples):
         raise BenchmarkError(f"{benchmark.url}: the warm-up failed: {error}")
     return workload
@@ -127,12 +159,13 @@ async def _run(
     client: httpx.AsyncClient,
     workload: Workload,
     level: Level,
-    indices: range,
+    scope: int,
     on_done: Callable[[Sample], None],
 ) -> Run:
-    if level.rate_per_s is not None:
-        return await open_loop(client, workload, indices, level.rate_per_s, on_done)
-    return await closed_loop(client, workload, indices, level.concurrency or 1, on_done)
+    sessions = workload.sessions(level.requests, rate_per_s=level.rate_per_s, scope=scope)
+    if level.concurrency is not None:
+        return await closed_loop(client, workload, sessions, level.concurrency, on_done)
+    return await open_loop(client, workload, sessions, on_done)
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Runs a workload: in a closed loop, where so many are always under way, or as it arrives."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -9,7 +9,8 @@ import httpx
 
 from triptych.cli.loadgen.client import send
 from triptych.cli.loadgen.sample import Sample
-from triptych.cli.loadgen.workload import Workload, poisson_arrivals_s
+from triptych.cli.loadgen.turns import Session
+from triptych.cli.loadgen.workload import Workload
 from triptych.core.errors import BenchmarkError
 
 OnDone = Callable[[Sample], None]
@@ -26,47 +27,75 @@ class Run:
 
 
 async def closed_loop(
-    client: httpx.AsyncClient, workload: Workload, indices: range, concurrency: int, on_done: OnDone
+    client: httpx.AsyncClient,
+    workload: Workload,
+    sessions: Iterable[Session],
+    concurrency: int,
+    on_done: OnDone,
 ) -> Run:
-    """Keep ``concurrency`` requests under way until all are done."""
+    """Keep ``concurrency`` sessions under way until all are done; pauses are kept."""
     samples = list[Sample]()
 
-    async def one_after_another(shared: Iterator[int]) -> None:
-        for index in shared:
-            sample = await send(client, workload.endpoint, workload.body(index))
-            samples.append(sample)
-            on_done(sample)
+    def note(sample: Sample) -> None:
+        samples.append(sample)
+        on_done(sample)
 
-    start, shared = perf_counter(), iter(indices)
+    async def one_after_another(shared: Iterator[Session]) -> None:
+        for session in shared:
+            await _take_turns(client, workload, session, note)
+
+    start, shared = perf_counter(), iter(sessions)
     await asyncio.gather(*(one_after_another(shared) for _ in range(concurrency)))
     return Run(tuple(samples), perf_counter() - start)
 
 
 async def open_loop(
-    client: httpx.AsyncClient,
-    workload: Workload,
-    indices: range,
-    rate_per_s: float,
-    on_done: OnDone,
+    client: httpx.AsyncClient, workload: Workload, sessions: Sequence[Session], on_done: OnDone
 ) -> Run:
-    """Send requests as a Poisson process, however slow the answers are.
+    """Begin each session when it is due, however slow the answers are.
 
     Latency counts from the moment a request was due, so a client that fell behind does not
-    flatter the server.
+    flatter the server. Later turns of a session are due a pause after the end of the one before.
     """
     samples = list[Sample]()
-    bodies = [workload.body(index) for index in indices]
-    start = perf_counter()
 
-    async def one(body: dict[str, object], due_s: float) -> None:
-        await asyncio.sleep(due_s - perf_counter())
-        sample = await send(client, workload.endpoint, body, due_s)
+    def note(sample: Sample) -> None:
         samples.append(sample)
         on_done(sample)
 
-    due = poisson_arrivals_s(len(bodies), rate_per_s, workload.seed)
-    await asyncio.gather(*(one(body, start + at) for body, at in zip(bodies, due, strict=True)))
+    bodies = [workload.body(session.turns[0]) for session in sessions]  # takes time: not then
+    start = perf_counter()
+    await asyncio.gather(
+        *(
+            _take_turns(client, workload, one, note, body, start + one.start_s)
+            for one, body in zip(sessions, bodies, strict=True)
+        )
+    )
     return Run(tuple(samples), perf_counter() - start)
+
+
+async def _take_turns(
+    client: httpx.AsyncClient,
+    workload: Workload,
+    session: Session,
+    note: OnDone,
+    first: dict[str, object] | None = None,
+    due_s: float | None = None,
+) -> None:
+    """Send the turns of one session, none after one that failed.
+
+    ``first``: the body of the first turn; ``due_s``: when that is due, None: now.
+    """
+    for turn in session.turns:
+        body, first = first or workload.body(turn), None
+        if due_s is not None:
+            due_s += turn.pause_s
+            await asyncio.sleep(due_s - perf_counter())
+        sample = await send(client, workload.endpoint, body, due_s)
+        note(sample)
+        if sample.error is not None:
+            return
+        due_s = sample.ended_s
 
 
 async def calibrate(client: httpx.AsyncClient, workload: Workload) -> Workload:
@@ -78,20 +107,20 @@ async def calibrate(client: httpx.AsyncClient, workload: Workload) -> Workload:
 
     Raises: BenchmarkError if the server refuses both
     """
-    probe = replace(workload, output_tokens=1)
+    turn = replace(workload.turn(-1), output_tokens=1)
+    wanted = turn.prompt_tokens
     if workload.endpoint == "completions" and workload.form == "tokens":
-        sample = await send(client, probe.endpoint, probe.body(-1))
+        sample = await send(client, workload.endpoint, workload.body(turn))
         # One more is a start token of the server's own; 0 is a server that reports no usage.
-        taken = (workload.prompt_tokens, workload.prompt_tokens + 1, 0)
-        if sample.error is None and sample.prompt_tokens in taken:
+        if sample.error is None and sample.prompt_tokens in (wanted, wanted + 1, 0):
             return workload
-    words = workload.prompt_tokens
+    extra = 0
     for _ in range(CALIBRATION_ROUNDS):
-        probe = replace(probe, form="text", words=words)
-        sample = await send(client, probe.endpoint, probe.body(-1))
+        probe = replace(workload, form="text", extra_words=extra)
+        sample = await send(client, probe.endpoint, probe.body(turn))
         if sample.error is not None:
             raise BenchmarkError(sample.error)
-        if sample.prompt_tokens in (0, workload.prompt_tokens):
+        if sample.prompt_tokens in (0, wanted):
             break
-        words = max(1, words + workload.prompt_tokens - sample.prompt_tokens)
-    return replace(workload, form="text", words=words)
+        extra = max(1 - wanted, extra + wanted - sample.prompt_tokens)
+    return replace(workload, form="text", extra_words=extra)

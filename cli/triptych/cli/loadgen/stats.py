@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, pstdev
 
 from triptych.cli.loadgen.run import Run
@@ -67,6 +68,35 @@ def summarize(run: Run, slo: Slo) -> Figures:
         **distribution("itl", [gap for sample in good for gap in sample.token_gaps_s]),
         **distribution("chunk_gap", [gap for sample in good for gap in sample.chunk_gaps_s]),
         **distribution("e2el", [sample.e2e_s for sample in good]),
+        **distribution("norm_latency", [s.e2e_s / max(1, s.output_tokens) for s in good]),
+        "max_concurrent_requests": most_at_once(run.samples),
+    }
+
+
+def goodput_per_gb(figures: Figures) -> Figures:
+    """Requests per second inside all limits for each 10^9 bytes of keys and values held."""
+    goodput, held = figures.get("request_goodput"), figures.get("mean_kv_bytes")
+    return {"goodput_per_gb_kv": goodput / (held / 1e9) if goodput is not None and held else None}
+
+
+def most_at_once(samples: Sequence[Sample]) -> int:
+    """Requests under way at the busiest moment."""
+    edges = sorted((at, step) for s in samples for at, step in ((s.started_s, 1), (s.ended_s, -1)))
+    return max(accumulate(step for _, step in edges), default=0)
+
+
+def per_request(run: Run) -> dict[str, object]:
+    """One list per quantity with a value for each request, in seconds, as vLLM's files have it."""
+    samples = sorted(run.samples, key=lambda sample: sample.started_s)
+    first = samples[0].started_s if samples else 0.0
+    return {
+        "input_lens": [sample.prompt_tokens for sample in samples],
+        "output_lens": [0 if sample.error else sample.output_tokens for sample in samples],
+        "ttfts": [sample.ttft_s if sample.chunks else 0.0 for sample in samples],
+        "itls": [sample.token_gaps_s for sample in samples],
+        "latencies": [sample.ended_s - sample.started_s for sample in samples],
+        "start_times": [sample.started_s - first for sample in samples],
+        "errors": [sample.error or "" for sample in samples],
     }
 
 
@@ -78,6 +108,7 @@ def distribution(name: str, seconds: Sequence[float]) -> Figures:
     figures: Figures = {
         f"mean_{name}_ms": fmean(values),
         f"std_{name}_ms": pstdev(values),
+        f"median_{name}_ms": percentile(values, 50),
         f"min_{name}_ms": min(values),
         f"max_{name}_ms": max(values),
     }

@@ -1,8 +1,11 @@
-"""Prompts of an exact length, none of which shares a prefix with another."""
+"""A load in the form that an OpenAI-compatible server reads: prompts of an exact length."""
 
 import random
 from dataclasses import dataclass
 from typing import Literal
+
+from triptych.cli.loadgen.load import Load
+from triptych.cli.loadgen.turns import Segment, Turn
 
 PromptForm = Literal["tokens", "text"]
 Endpoint = Literal["completions", "chat"]
@@ -21,13 +24,11 @@ WORDS = tuple(_TEXT.split())
 """Common English words: most vocabularies have each of them, with its space, as one token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What every request of a run looks like."""
+@dataclass(frozen=True, kw_only=True)
+class Workload(Load):
+    """What is asked, when, and how it is written."""
 
     model: str
-    prompt_tokens: int
-    output_tokens: int
     endpoint: Endpoint = "completions"
     form: PromptForm = "tokens"
     """``tokens``: prompts are token ids (exact); ``text``: words (exact after calibration)."""
@@ -35,39 +36,47 @@ class Workload:
     vocab_size: int = 32_000
     """Ids are drawn below this; lower it for a model with a smaller vocabulary."""
 
-    words: int = 0
-    """Words of a text prompt that come to ``prompt_tokens`` tokens; 0: as many as tokens."""
+    extra_words: int = 0
+    """Words more than tokens that a text prompt takes; below 0 where a template adds tokens."""
 
     temperature: float = 0.0
-    seed: int = 0
 
-    def body(self, index: int) -> dict[str, object]:
-        """The JSON body of request number ``index``: the same for the same seed."""
-        prompt = self._prompt(random.Random(f"{self.seed}/{index}"))
+    def body(self, turn: Turn) -> dict[str, object]:
+        """The JSON body of one request: the same for the same seed."""
         shared: dict[str, object] = {
             "model": self.model,
-            "max_tokens": self.output_tokens,
+            "max_tokens": turn.output_tokens,
             "temperature": self.temperature,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        prompt = self._ids(turn) if self.form == "tokens" else self._text(turn)
         if self.endpoint == "chat":
             return shared | {"messages": [{"role": "user", "content": prompt}]}
         return shared | {"prompt": prompt}
 
-    def _prompt(self, draw: random.Random) -> list[int] | str:
-        if self.form == "tokens":
-            low = min(1000, self.vocab_size // 2)  # special tokens and bytes have the lowest ids
-            return [draw.randrange(low, self.vocab_size) for _ in range(self.prompt_tokens)]
-        return " ".join(draw.choice(WORDS) for _ in range(self.words or self.prompt_tokens))
+    def _ids(self, turn: Turn) -> list[int]:
+        low = min(1000, self.vocab_size // 2)  # special tokens and bytes have the lowest ids
+        return [
+            draw.randrange(low, self.vocab_size)
+            for segment in turn.segments
+            for draw in [self._source(segment)]
+            for _ in range(segment.tokens)
+        ]
 
+    def _text(self, turn: Turn) -> str:
+        """Words; a correction of their number is made at the end, behind what is shared."""
+        words = [
+            draw.choice(WORDS)
+            for segment in turn.segments
+            for draw in [self._source(segment)]
+            for _ in range(segment.tokens)
+        ]
+        count = max(1, turn.prompt_tokens + self.extra_words)
+        more = random.Random(f"{self.seed}/more")
+        words += [more.choice(WORDS) for _ in range(count - len(words))]
+        return " ".join(words[:count])
 
-def poisson_arrivals_s(count: int, rate_per_s: float, seed: int) -> list[float]:
-    """When each of ``count`` requests is due, in seconds from the start of the run."""
-    draw, now = random.Random(seed), 0.0
-    times = list[float]()
-    for _ in range(count):
-        times.append(now)
-        now += draw.expovariate(rate_per_s)
-    return times
+    def _source(self, segment: Segment) -> random.Random:
+        return random.Random(f"{self.seed}/{segment.key}")

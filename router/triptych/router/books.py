@@ -2,13 +2,16 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Self
 
 from triptych.router.drain import DrainRate
 from triptych.router.fleet import Fleet
 from triptych.router.ledger import ByteLedger
 from triptych.router.outbox import Outbox
+from triptych.router.roster import Roster
+from triptych.router.schedule import Schedule
 from triptych.router.snapshot import WorkerLoad
-from triptych.router.state import Entry, Requests, State
+from triptych.router.state import Requests, is_being_compressed, is_being_read
 
 
 @dataclass
@@ -17,7 +20,8 @@ class Books:
 
     fleet: Fleet
     ledger: ByteLedger
-    requests: Requests = field(default_factory=Requests)
+    roster: Roster
+    requests: Requests
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
     formers: set[str] = field(default_factory=set[str])
@@ -25,9 +29,21 @@ class Books:
     counters: Counter[str] = field(default_factory=Counter[str])
     """Decisions and oddities by reason."""
 
+    @classmethod
+    def open(cls, capacity_bytes: int, report_bound_s: float, schedule: Schedule) -> Self:
+        """Empty books whose parts tell the roster what changes."""
+        ledger = ByteLedger(capacity_bytes)
+        roster = Roster(report_bound_s, ledger.used, schedule.slots)
+        ledger.on_change = roster.rebook
+        requests = Requests(on_change=roster.count, on_removal=roster.forget)
+        return cls(Fleet(report_bound_s), ledger, roster, requests)
+
 
 def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
-    """Every worker as placement sees it, by address."""
+    """Every worker as placement sees it, by address, counted anew from all requests.
+
+    What the roster keeps up to date, in plain words; tests compare the two.
+    """
     prefill, compress, slots = Counter[str](), Counter[str](), Counter[str]()
     for entry in books.requests:
         if entry.decode:
@@ -50,20 +66,8 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
             is_full=is_full,
             prefill_tokens=prefill[address],
             compress_tokens=compress[address],
-            free_slots=max(0, peer.hello.max_requests - slots[address]) if takes_joins else 0,
+            free_slots=max(0, books.roster.slots_of(peer.hello.max_requests) - slots[address])
+            if takes_joins
+            else 0,
         )
     return loads
-
-
-def is_being_read(entry: Entry) -> bool:
-    """Whether its prompt is in the queue of a prefill worker."""
-    return entry.state is State.PREFILLING or (
-        entry.state is State.LEAVING and entry.stage == "prefill"
-    )
-
-
-def is_being_compressed(entry: Entry) -> bool:
-    """Whether it is in the queue of a compressor."""
-    if entry.state is State.LEAVING:
-        return entry.stage == "compress"
-    return entry.state in (State.COMPRESSING, State.PLANNED, State.ENCODING)

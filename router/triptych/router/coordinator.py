@@ -22,14 +22,13 @@ from triptych.core.messages import (
     Submit,
 )
 from triptych.core.pages import PagePlan
-from triptych.router.books import Books, worker_loads
+from triptych.router.books import Books
 from triptych.router.dispatch import Dispatch
 from triptych.router.endings import Endings
 from triptych.router.estimate import ByteModel, RequestBytes
-from triptych.router.fleet import Fleet
-from triptych.router.ledger import ByteLedger, lines_after_encoding, lines_before_encoding
+from triptych.router.ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.loans import Loans
-from triptych.router.plugins import BATCH_POLICIES
+from triptych.router.plugins import schedule_named
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
 
@@ -89,10 +88,10 @@ class Coordinator:
         """``capacity_bytes``: page memory of each arena, less what workers hoard in extents."""
         patience = patience or Patience()
         self._config, self._model, self._patience = config, ByteModel(plan), patience
-        self._books = Books(Fleet(patience.report_bound_s), ByteLedger(capacity_bytes))
+        schedule = schedule_named(config.batch_policy)
+        self._books = Books.open(capacity_bytes, patience.report_bound_s, schedule)
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
-        policy = BATCH_POLICIES.load(config.batch_policy)
-        self._dispatch = Dispatch(self._books, policy, config, plan.prefix_bytes > 0)
+        self._dispatch = Dispatch(self._books, schedule, config, plan.prefix_bytes > 0)
         self._loans = Loans(self._books, plan.prefix_bytes)
         self._ticked = 0.0
 
@@ -119,6 +118,7 @@ class Coordinator:
         self._lose_stalled(now)
         self._endings.expel_formers()
         self._give_up(now)
+        self._dispatch.adjust()
         return self._advance(now)
 
     def _advance(self, now: float) -> list[Send]:
@@ -143,7 +143,9 @@ class Coordinator:
             case Finished():
                 self._finished(message, sender, now)
             case Report():
-                if not self._books.fleet.note(message, sender, now):
+                if self._books.fleet.note(message, sender, now):
+                    self._books.roster.heard(sender, now)
+                else:
                     self._books.counters["stray_report"] += 1
             case Lent():
                 self._loans.heard(message, now)
@@ -158,10 +160,12 @@ class Coordinator:
         for address in self._books.fleet.replaced_by(hello):
             self._lose(address, now)
         self._books.fleet.join(hello)
+        self._books.roster.join(hello)
 
     def _lose(self, address: str, now: float) -> None:
         self._books.counters["peers_lost"] += 1
         peer = self._books.fleet.leave(address, now)
+        self._books.roster.leave(address)
         name = peer.name if peer and "decode" in peer.hello.stages else ""
         if name:
             self._books.formers.add(name)
@@ -170,7 +174,8 @@ class Coordinator:
     def _lose_stalled(self, now: float) -> None:
         """Give up workers that are stuck; the pool ends their processes."""
         if now - self._ticked > MISSED_TICK_S:
-            self._books.fleet.forgive(now)  # it was this process that stood still
+            for peer in self._books.fleet.forgive(now):  # it was this process that stood still
+                self._books.roster.heard(peer.address, now)
         self._ticked = now
         for peer in self._books.fleet.stalled(now, self._patience.silent_s):
             self._books.counters["stalled"] += 1
@@ -319,16 +324,22 @@ class Coordinator:
     def snapshot(self, now: float) -> RouterSnapshot:
         """For metrics and for a person in doubt."""
         requests: Requests = self._books.requests
-        waiting = requests.in_state(State.WAITING)
+        oldest = requests.line.oldest_arrival()
+        self._books.roster.refresh(now)
         return RouterSnapshot(
             requests={state.value: requests.count(state) for state in State},
             booked_bytes=self._books.ledger.arenas,
             capacity_bytes=self._books.ledger.capacity_bytes,
             held_by=self._dispatch.held_by,
-            oldest_waiting_s=now - waiting[0].arrived if waiting else 0.0,
+            oldest_waiting_s=0.0 if oldest is None else now - oldest,
             counters=dict(self._books.counters),
-            workers=tuple(worker_loads(self._books, now).values()),
+            workers=tuple(self._books.roster.loads()),
         )
+
+    def census(self) -> tuple[dict[str, int], int]:
+        """Requests by state, and bytes booked in all arenas: what a simulator asks at each tick."""
+        counts = {state.value: self._books.requests.count(state) for state in State}
+        return counts, sum(self._books.ledger.arenas.values())
 
     def explain(self, request: str, now: float) -> Explanation | None:
         """Where a request is and what it waits for; None if it ended or never was."""

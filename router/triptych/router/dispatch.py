@@ -1,23 +1,22 @@
 """Moves requests on to their next stage, whenever something has changed."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from triptych.core.config import RouterConfig
 from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
-from triptych.router.batching import BatchPolicy
-from triptych.router.books import Books, worker_loads
+from triptych.router.books import Books
+from triptych.router.estimate import RequestBytes
 from triptych.router.ledger import lines_before_encoding
-from triptych.router.placement import (
-    choose_compressor,
-    choose_decode,
-    choose_prefill,
-    has_room,
-)
-from triptych.router.snapshot import Budget, HeldBy, Waiting, WorkerLoad
+from triptych.router.schedule import Schedule
+from triptych.router.snapshot import Budget, HeldBy
 from triptych.router.state import Entry, State
 
 MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
 """States in which a request waits for the router; those nearest to the end come first."""
+
+
+ROUND_REQUESTS = 4
+"""Requests that the policy is asked for at a time: what it chose is lost when workers are full."""
 
 
 @dataclass
@@ -25,36 +24,43 @@ class Dispatch:
     """One pass over all that could move, in a fixed order."""
 
     books: Books
-    policy: BatchPolicy
+    schedule: Schedule
     config: RouterConfig
     keeps_prefixes: bool = False
     """Whether the pool keeps prefixes of prompts."""
     held_by: HeldBy = ""
     """Why the first of the waiting line did not start at the last pass."""
-    _loads: dict[str, WorkerLoad] = field(default_factory=dict[str, WorkerLoad])
 
     def run(self, now: float) -> None:
         """Send on every request that can go on."""
         self.held_by = ""
         if not any(self.books.requests.count(state) for state in MOVABLE):
             return
-        self._loads = worker_loads(self.books, now)
+        self.books.roster.refresh(now)
         self._resume_all(now)
         self._join_all(now)
         self._encode_all(now)
         self._compress_all(now)
         self.held_by = self._admit(now)
 
+    def adjust(self) -> None:
+        """Begin another round: batch sizes follow what waits and what is free."""
+        requests, roster = self.books.requests, self.books.roster
+        capacity = len(roster.arenas) * self.books.ledger.capacity_bytes
+        free_share = 1.0 - roster.used_bytes / capacity if capacity else 1.0
+        self.schedule = self.schedule.adjusted(
+            requests.count(State.WAITING), requests.count(State.PREFILLED), free_share
+        )
+
     # ---------------------------------------------------------------- orphaned -> decoding
 
     def _resume_all(self, now: float) -> None:
         for entry in self.books.requests.in_state(State.ORPHANED):
-            load = self._decode_worker_in_place(entry)
-            if load is None:
+            entry.decode = self.books.roster.decode_in(entry.final_arena) or ""
+            if not entry.decode:
                 continue
             assert entry.report is not None
-            self._take_slot(entry, load)
-            entry.worker, entry.stage = load.address, "decode"
+            entry.worker, entry.stage = entry.decode, "decode"
             resume = Resume(request=entry.request, former=entry.former, report=entry.report)
             self.books.outbox.post(entry.worker, resume)
             self.books.requests.move(entry, State.DECODING, now)
@@ -62,13 +68,32 @@ class Dispatch:
     # ---------------------------------------------------------------- compressed -> decoding
 
     def _join_all(self, now: float) -> None:
+        ready = list[Entry]()
         for entry in self.books.requests.in_state(State.COMPRESSED):
             if not entry.decode:  # the worker that was chosen died
-                load = self._decode_worker_in_place(entry)
-                if load is None:
-                    continue
-                self._take_slot(entry, load)
+                entry.decode = self.books.roster.decode_in(entry.final_arena) or ""
+                self.books.requests.touch(entry)
+            if entry.decode:
+                ready.append(entry)
+        if self.schedule.decode.most is not None:
+            ready = self._fixed_batches(ready, self.schedule.decode.most, now)
+        for entry in ready:
             self._join(entry, now)
+
+    def _fixed_batches(self, ready: list[Entry], size: int, now: float) -> list[Entry]:
+        """Of those that could join, whole batches for decode workers that have ended theirs."""
+        at = dict[str, list[Entry]]()
+        for entry in ready:
+            at.setdefault(entry.decode, []).append(entry)
+        if not at:
+            return []
+        busy = {entry.decode for entry in self.books.requests.in_state(State.DECODING)}
+        return [
+            entry
+            for address, batch in at.items()
+            if address not in busy and self.schedule.decode.opens(len(batch), now - batch[0].since)
+            for entry in batch[:size]
+        ]
 
     def _join(self, entry: Entry, now: float) -> None:
         handle, report = entry.handle, entry.report
@@ -85,59 +110,55 @@ class Dispatch:
 
     def _encode_all(self, now: float) -> None:
         """Choose decode workers, in the order of planning: nobody overtakes here."""
-        for entry in self.books.requests.in_state(State.PLANNED):
-            load = self._decode_worker(entry)
-            if load is None:
+        while (entry := self.books.requests.first(State.PLANNED)) is not None:
+            address = self._decode_worker(entry)
+            if address is None:
                 return
-            if load.arena != entry.final_arena:
-                lines = lines_before_encoding(entry.sizes, entry.raw_arena, load.arena)
+            arena = self.books.roster.arena_of(address)
+            if arena != entry.final_arena:
+                lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena)
                 self.books.ledger.book(entry.id, lines)
-                entry.final_arena = load.arena
-            self._take_slot(entry, load)
-            self._encode(entry, load, now)
+                entry.final_arena = arena
+            entry.decode = address
+            self._encode(entry, arena, now)
 
-    def _encode(self, entry: Entry, load: WorkerLoad, now: float) -> None:
+    def _encode(self, entry: Entry, arena: str, now: float) -> None:
         assert entry.handle is not None
-        arena = load.arena or entry.handle.claim.arena
-        self.books.outbox.encode(entry.worker, arena, entry.id)
+        self.books.outbox.encode(entry.worker, arena or entry.handle.claim.arena, entry.id)
         self.books.requests.move(entry, State.ENCODING, now)
 
-    def _decode_worker(self, entry: Entry) -> WorkerLoad | None:
+    def _decode_worker(self, entry: Entry) -> str | None:
         """The best decode worker, wherever the final pages of a request can be booked."""
-        ledger = self.books.ledger
 
         def fits(arena: str) -> bool:
             lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena)
-            return ledger.fits(entry.id, lines)
+            return self.books.ledger.fits(entry.id, lines)
 
-        return choose_decode(self._loads.values(), free_bytes=ledger.free, fits=fits)
-
-    def _decode_worker_in_place(self, entry: Entry) -> WorkerLoad | None:
-        """The best decode worker that maps the arena in which the final pages lie already."""
-
-        def fits(arena: str) -> bool:
-            return arena == entry.final_arena
-
-        return choose_decode(self._loads.values(), free_bytes=self.books.ledger.free, fits=fits)
-
-    def _take_slot(self, entry: Entry, load: WorkerLoad) -> None:
-        entry.decode = load.address
-        self._loads[load.address] = replace(load, free_slots=load.free_slots - 1)
+        return self.books.roster.decode({entry.raw_arena, entry.final_arena}, fits)
 
     # ---------------------------------------------------------------- prefilled -> compressing
 
     def _compress_all(self, now: float) -> None:
-        for entry in self.books.requests.in_state(State.PREFILLED):
-            load = choose_compressor(self._loads.values(), holder=entry.worker)
-            if load is None:
+        requests, gate = self.books.requests, self.schedule.compress
+        while (first := requests.first(State.PREFILLED)) is not None:
+            if gate.most is None:
+                address, batch = self.books.roster.compressor(first.worker), [first]
+            elif gate.opens(requests.count(State.PREFILLED), now - first.since):
+                address = self.books.roster.idle_compressor(first.worker)
+                batch = requests.in_state(State.PREFILLED)[: gate.most]
+            else:
                 return
-            assert entry.handle is not None
-            entry.giver, entry.worker, entry.stage = entry.worker, load.address, "compress"
-            item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
-            self.books.outbox.compress(load.address, item)
-            tokens = load.compress_tokens + entry.prompt_tokens
-            self._loads[load.address] = replace(load, compress_tokens=tokens)
-            self.books.requests.move(entry, State.COMPRESSING, now)
+            if address is None:
+                return
+            for entry in batch:
+                self._compress(entry, address, now)
+
+    def _compress(self, entry: Entry, address: str, now: float) -> None:
+        assert entry.handle is not None
+        entry.giver, entry.worker, entry.stage = entry.worker, address, "compress"
+        item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
+        self.books.outbox.compress(address, item)
+        self.books.requests.move(entry, State.COMPRESSING, now)
 
     def _prefix(self, entry: Entry) -> Prefix | None:
         """What the compressor may keep of a prompt for later requests."""
@@ -155,85 +176,94 @@ class Dispatch:
 
     def _admit(self, now: float) -> HeldBy:
         """Start as many waiting requests as bytes, decode slots and prefill workers allow."""
-        waiting = self.books.requests.in_state(State.WAITING)
-        if not waiting:
-            return ""
-        if not any(self._has_room(load, 1) for load in self._loads.values()):
-            is_there = any("prefill" in load.stages for load in self._loads.values())
-            return "prefill_busy" if is_there else "no_prefill_worker"
-        slots = self._open_slots()
-        if slots <= 0:
-            return "no_decode_slot"
-        batch = self._batch(waiting, slots, now)
-        for entry in batch:
-            held_by = self._start(entry, now)
-            if held_by:
+        line, gate, roster = self.books.requests.line, self.schedule.prefill, self.books.roster
+        limit = self.config.prefill_batch_tokens if gate.most is None else 0
+        while (oldest := line.oldest_arrival()) is not None:
+            if gate.most is not None and not gate.opens(len(line), now - oldest):
+                return "gathering"
+            if not roster.prefill_has_room(1, limit):
+                return "prefill_busy" if roster.has_stage("prefill") else "no_prefill_worker"
+            # A request is let in only if a decode slot will be free for it. Otherwise finished
+            # prompts would pile up in raw pages, the most expensive form that they ever have.
+            slots = roster.open_slots - roster.needs_slot
+            if slots <= 0:
+                return "no_decode_slot"
+            wanted = min(slots, gate.most or ROUND_REQUESTS)
+            batch = self._batch(wanted, now)
+            started, held_by = self._start_all(batch, now)
+            if held_by and (started == 0 or gate.most is None):
                 return held_by
-        if len(batch) == len(waiting):
-            return ""
-        return "no_decode_slot" if len(batch) == slots else "no_bytes"
+            if started < wanted and gate.most is None:
+                return "no_bytes" if len(line) else ""
+            if started == 0:
+                return "no_bytes"
+        return ""
 
-    def _batch(self, waiting: list[Entry], slots: int, now: float) -> list[Entry]:
+    def _batch(self, wanted: int, now: float) -> list[Entry]:
         """Ask the policy. It sees all arenas as one; ``_start`` checks each for itself."""
-        queue = [
-            Waiting(id=entry.id, bytes=entry.sizes.peak, waited_s=now - entry.arrived)
-            for entry in waiting
-        ]
-        arenas = {load.arena for load in self._loads.values()}
-        free = sum(self.books.ledger.free(arena) for arena in arenas)
-        budget = Budget(free_bytes=free, max_requests=slots, patience_s=self.config.patience_s)
-        by_id = {entry.id: entry for entry in waiting}
-        return [by_id[chosen.id] for chosen in self.policy(queue, budget)]
+        requests, roster = self.books.requests, self.books.roster
+        free = len(roster.arenas) * self.books.ledger.capacity_bytes - roster.used_bytes
+        budget = Budget(free_bytes=free, max_requests=wanted, patience_s=self.config.patience_s)
+        chosen = self.schedule.choose(requests.line.at(now), budget)
+        return [requests[one.id] for one in chosen]
 
-    def _open_slots(self) -> int:
-        """Decode slots that no admitted request will need.
+    def _start_all(self, batch: list[Entry], now: float) -> tuple[int, HeldBy]:
+        """Start requests up to the first that cannot; how many, and why no more.
 
-        A request is let in only if a slot will be free for it. Otherwise finished prompts
-        would pile up in raw pages, the most expensive form that they ever have.
+        A batch of fixed size goes to one worker that has nothing else.
         """
-        free = sum(load.free_slots for load in self._loads.values())
-        return free - sum(
-            entry.state not in (State.WAITING, State.LEAVING) and not entry.decode
-            for entry in self.books.requests
-        )
+        is_fixed = self.schedule.prefill.most is not None
+        together = ""
+        for started, entry in enumerate(batch):
+            address = self._prefill_worker(entry, is_fixed=is_fixed, together=together)
+            if address is None:
+                room = self.books.roster.prefill_has_room(
+                    entry.prompt_tokens, 0 if is_fixed else self.config.prefill_batch_tokens
+                )
+                return started, "no_bytes" if room or together else "prefill_busy"
+            self._start(entry, address, now)
+            together = address if is_fixed else ""
+        return len(batch), ""
 
-    def _start(self, entry: Entry, now: float) -> HeldBy:
-        """Book a request and send it to a prefill worker; or say why not."""
-        load = choose_prefill(
-            self._loads.values(),
-            tokens=entry.prompt_tokens,
-            limit_tokens=self.config.prefill_batch_tokens,
-            fits=lambda arena: self._final_arena(entry, arena) is not None,
-        )
-        if load is None:
-            tokens = entry.prompt_tokens
-            has_room = any(self._has_room(load, tokens) for load in self._loads.values())
-            return "no_bytes" if has_room else "prefill_busy"
-        entry.raw_arena, entry.worker, entry.stage = load.arena, load.address, "prefill"
-        entry.final_arena = self._final_arena(entry, load.arena) or ""
+    def _prefill_worker(self, entry: Entry, *, is_fixed: bool, together: str) -> str | None:
+        """The worker that reads a prompt: the one that the batch goes to, or the best."""
+        roster, sizes = self.books.roster, entry.sizes
+        if not self._could_fit(sizes):
+            return None
+
+        def fits(arena: str) -> bool:
+            return self._final_arena(entry, arena) is not None
+
+        if together:
+            return together if fits(roster.arena_of(together)) else None
+        limit = 0 if is_fixed else self.config.prefill_batch_tokens
+        return roster.prefill(tokens=entry.prompt_tokens, limit_tokens=limit, fits=fits)
+
+    def _could_fit(self, sizes: RequestBytes) -> bool:
+        """Whether the emptiest arenas have room; if not, no arena has, and none is asked."""
+        roster, ledger = self.books.roster, self.books.ledger
+        raw, final = roster.most_free_arena(), roster.final_arena(set(), lambda _: True)
+        if raw is None or final is None:
+            return False
+        return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)
+
+    def _start(self, entry: Entry, address: str, now: float) -> None:
+        """Book a request and send it to a prefill worker."""
+        arena = self.books.roster.arena_of(address)
+        entry.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
+        entry.final_arena = self._final_arena(entry, arena) or ""
         lines = lines_before_encoding(entry.sizes, entry.raw_arena, entry.final_arena)
         self.books.ledger.book(entry.id, lines)
-        self.books.outbox.prefill(load.address, entry.request)
-        tokens = load.prefill_tokens + entry.prompt_tokens
-        self._loads[load.address] = replace(load, prefill_tokens=tokens)
+        self.books.outbox.prefill(address, entry.request)
         self.books.requests.move(entry, State.PREFILLING, now)
         self.books.drain.note(now)
         self.books.counters["admitted"] += 1
-        return ""
-
-    def _has_room(self, load: WorkerLoad, tokens: int) -> bool:
-        return has_room(load, tokens=tokens, limit_tokens=self.config.prefill_batch_tokens)
-
-    def _final_arenas(self) -> list[str]:
-        """Arenas of decode workers, the one with most free bytes first."""
-        arenas = {load.arena for load in self._loads.values() if load.free_slots > 0}
-        return sorted(arenas, key=lambda arena: (-self.books.ledger.free(arena), arena))
 
     def _final_arena(self, entry: Entry, raw_arena: str) -> str | None:
         """Where to book the pages that decoding will need, before a decode worker is chosen."""
-        for arena in self._final_arenas():
-            if self.books.ledger.fits(
-                entry.id, lines_before_encoding(entry.sizes, raw_arena, arena)
-            ):
-                return arena
-        return None
+
+        def fits(arena: str) -> bool:
+            lines = lines_before_encoding(entry.sizes, raw_arena, arena)
+            return self.books.ledger.fits(entry.id, lines)
+
+        return self.books.roster.final_arena({raw_arena}, fits)

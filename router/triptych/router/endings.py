@@ -128,6 +128,7 @@ class Endings:
             entry.giver = ""
         if entry.decode == address:
             entry.decode = ""
+            self.books.requests.touch(entry)
 
     def _part(self, entry: Entry, now: float) -> None:
         """Cancel the request wherever it may be; remove it once nobody may hold its pages."""

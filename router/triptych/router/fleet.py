@@ -1,5 +1,6 @@
 """Who is there: workers and ingresses, what they can do, and how fresh their reports are."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -41,6 +42,10 @@ class Fleet:
     _peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
     _left: dict[tuple[Stage, str], float] = field(default_factory=dict[tuple[Stage, str], float])
     """When the last worker of a stage in an arena died."""
+    _there: Counter[tuple[Stage, str | None]] = field(
+        default_factory=Counter[tuple[Stage, str | None]]
+    )
+    """Workers of each stage, in each arena and in all (None)."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -58,8 +63,13 @@ class Fleet:
 
     def join(self, hello: Hello) -> None:
         """Take in a peer; one that was known and says hello again keeps its report."""
-        peer = self._peers.setdefault(hello.address, Peer(hello))
-        peer.hello = hello
+        peer = self._peers.get(hello.address)
+        if peer is None:
+            peer = self._peers[hello.address] = Peer(hello)
+        else:
+            self._count(peer.hello, -1)
+            peer.hello = hello
+        self._count(hello, +1)
 
     def note(self, report: Report, sender: str, now: float) -> bool:
         """Take a worker's report; False if no such worker is known at ``sender``."""
@@ -78,14 +88,18 @@ class Fleet:
             and (now - peer.reported > silent_s or report.step_age_s > _longest_step_s(report))
         ]
 
-    def forgive(self, now: float) -> None:
-        """Count every worker as heard of now: it was the listener that was not there."""
-        for peer in self:
-            peer.reported = max(peer.reported, now) if peer.report else peer.reported
+    def forgive(self, now: float) -> list[Peer]:
+        """Count every worker as heard of now, and say which: it was the listener that was away."""
+        reporting = [peer for peer in self if peer.report is not None]
+        for peer in reporting:
+            peer.reported = max(peer.reported, now)
+        return reporting
 
     def leave(self, address: str, now: float) -> Peer | None:
         """Forget a peer that died; returns who it was."""
         peer = self._peers.pop(address, None)
+        if peer is not None:
+            self._count(peer.hello, -1)
         for stage in peer.hello.stages if peer else ():
             self._left[stage, peer.hello.arena if peer else ""] = now
         return peer
@@ -99,15 +113,19 @@ class Fleet:
 
         None if one lives. With ``arena``: workers that store there only.
         """
-        for peer in self:
-            if stage in peer.hello.stages and arena in (None, peer.hello.arena):
-                return None
+        if self._there[stage, arena] > 0:
+            return None
         times = (
             time
             for (left_stage, left_arena), time in self._left.items()
             if left_stage == stage and arena in (None, left_arena)
         )
         return max(times, default=-inf)
+
+    def _count(self, hello: Hello, change: int) -> None:
+        for stage in hello.stages:
+            self._there[stage, hello.arena] += change
+            self._there[stage, None] += change
 
 
 def _longest_step_s(report: Report) -> float:

@@ -1,6 +1,6 @@
 """What every request has booked, in bytes of each arena."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from triptych.router.estimate import RequestBytes
@@ -25,6 +25,10 @@ def lines_after_encoding(sizes: RequestBytes, final_arena: str) -> Lines:
     return {final_arena: sizes.grown}
 
 
+def _nothing(_arena: str, _change: int) -> None:
+    return
+
+
 @dataclass
 class ByteLedger:
     """Exact sums of promises, never of measurements: no arena is ever booked above capacity."""
@@ -34,6 +38,8 @@ class ByteLedger:
     lent: dict[str, int] = field(default_factory=dict[str, int])
     """What they may use beyond that, by arena: memory for prefixes that its pool has lent."""
 
+    on_change: Callable[[str, int], None] = _nothing
+    """Told of each arena whose used bytes change, and by how much."""
     _lines: dict[str, Lines] = field(default_factory=dict[str, Lines])
     _booked: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -47,6 +53,16 @@ class ByteLedger:
 
     def free(self, arena: str) -> int:
         return self.capacity_bytes + self.lent.get(arena, 0) - self.booked(arena)
+
+    def used(self, arena: str) -> int:
+        """What is booked, less what is lent: free bytes count down from the capacity by this."""
+        return self.booked(arena) - self.lent.get(arena, 0)
+
+    def lend(self, arena: str, count: int) -> None:
+        """Say how much of the memory for prefixes requests may use, in all."""
+        change = self.lent.get(arena, 0) - count
+        self.lent[arena] = count
+        self.on_change(arena, change)
 
     def booked_by(self, request: str) -> int:
         return sum(self._lines.get(request, {}).values())
@@ -62,13 +78,18 @@ class ByteLedger:
             raise ValueError(f"negative booking for {request}: {dict(lines)}")
         if not self.fits(request, lines):
             return False
-        self.release(request)
+        before = self._lines.get(request, {})
         self._lines[request] = lines
-        for arena, count in lines.items():
-            self._booked[arena] = self.booked(arena) + count
+        for arena in {**before, **lines}:
+            self._change(arena, lines.get(arena, 0) - before.get(arena, 0))
         return True
 
     def release(self, request: str) -> None:
         """Forget the request's bookings; one without any is left alone."""
         for arena, count in self._lines.pop(request, {}).items():
-            self._booked[arena] -= count
+            self._change(arena, -count)
+
+    def _change(self, arena: str, count: int) -> None:
+        if count:
+            self._booked[arena] = self.booked(arena) + count
+            self.on_change(arena, count)

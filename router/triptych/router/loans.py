@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from triptych.core.messages import POOL, Lend, Lent
 from triptych.router.books import Books
 from triptych.router.snapshot import HeldBy
-from triptych.router.state import State
 
 KEEP_S = 5.0
 """Seconds without anybody waiting for memory after which it goes back: a prefix that is evicted
@@ -19,7 +19,7 @@ ASK_AGAIN_S = 2.0
 def enough(shortages: Sequence[int], lent: int, limit: int) -> int:
     """How much is to be lent in all, so that somebody need not wait.
 
-    ``shortages`` are what each waiting request lacks, oldest first. The oldest is helped if that
+    ``shortages`` are what waiting requests lack, the oldest first. The oldest is helped if that
     is possible at all, or else the one that lacks least; if nobody can be helped, nothing changes.
     """
     totals = [lent + max(0, short) for short in shortages]
@@ -65,15 +65,13 @@ class Loans:
         total = lent
         if held_by == "no_bytes":
             self._pressed = now
-            free = ledger.free(arena)
-            waiting = self.books.requests.in_state(State.WAITING)
-            total = enough([entry.sizes.peak - free for entry in waiting], lent, self.limit_bytes)
+            total = enough(self._shortages(ledger.free(arena), now), lent, self.limit_bytes)
         elif now - self._pressed >= KEEP_S:
             total = min(lent, max(0, ledger.booked(arena) - ledger.capacity_bytes))
         if total == lent and arena in self._known:
             return
         if total < lent:
-            ledger.lent[arena] = total
+            ledger.lend(arena, total)
         if total != lent:
             self.books.counters["memory_asked" if total > lent else "memory_returned"] += 1
         self.books.outbox.post(POOL, Lend(bytes=total))
@@ -83,8 +81,14 @@ class Loans:
         """The pool says how much it lends."""
         self._asked = now if message.bytes < self._total else -inf
         self._known.add(message.arena)
-        self.books.ledger.lent[message.arena] = message.bytes
+        self.books.ledger.lend(message.arena, message.bytes)
+
+    def _shortages(self, free: int, now: float) -> list[int]:
+        """What the oldest lacks, and the smallest: nobody between them is asked for first."""
+        line = self.books.requests.line.at(now)
+        both = (line.in_order(), line.smallest_first())
+        return [one.bytes - free for order in both for one in islice(order, 1)]
 
     def _arena(self) -> str:
-        arenas = {peer.hello.arena for peer in self.books.fleet if peer.hello.stages}
-        return arenas.pop() if len(arenas) == 1 else ""
+        arenas = self.books.roster.arenas
+        return next(iter(arenas)) if len(arenas) == 1 else ""

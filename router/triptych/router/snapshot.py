@@ -49,8 +49,10 @@ class WorkerLoad:
     """Requests that may still join its decode batch."""
 
 
-HeldBy = Literal["", "no_prefill_worker", "prefill_busy", "no_decode_slot", "no_bytes"]
+HeldBy = Literal["", "no_prefill_worker", "prefill_busy", "no_decode_slot", "no_bytes", "gathering"]
 """Why the line waits; empty if nobody does.
+
+``gathering``: a batch of fixed size is not full yet.
 
 ``prefill_busy``: no prefill worker has room, or those that have are silent and so count as full.
 """

@@ -1,12 +1,14 @@
 """All requests of the router, by id and by state."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from triptych.core.handles import KVHandle
 from triptych.core.messages import CompressionReport, Request, Stage
 from triptych.router.estimate import RequestBytes
+from triptych.router.line import WaitingLine
 
 
 class State(StrEnum):
@@ -73,7 +75,7 @@ class Entry:
     @property
     def prompt_tokens(self) -> int:
         """Tokens that the prefill reads."""
-        return len(self.request.known)
+        return len(self.request.prompt) + len(self.request.said)
 
     @property
     def holders(self) -> list[str]:
@@ -81,13 +83,36 @@ class Entry:
         return list(dict.fromkeys(address for address in (self.worker, self.giver) if address))
 
 
+def is_being_read(entry: Entry) -> bool:
+    """Whether its prompt is in the queue of a prefill worker."""
+    return entry.state is State.PREFILLING or (
+        entry.state is State.LEAVING and entry.stage == "prefill"
+    )
+
+
+def is_being_compressed(entry: Entry) -> bool:
+    """Whether it is in the queue of a compressor."""
+    if entry.state is State.LEAVING:
+        return entry.stage == "compress"
+    return entry.state in (State.COMPRESSING, State.PLANNED, State.ENCODING)
+
+
+def _nothing(_entry: Entry) -> None:
+    return
+
+
 @dataclass
 class Requests:
     """The table: each entry is in one state, and each state keeps the order of entering."""
 
+    on_change: Callable[[Entry], None] = _nothing
+    """Told of each entry that moved."""
+    on_removal: Callable[[Entry], None] = _nothing
+    line: WaitingLine = field(default_factory=WaitingLine)
+    """Those that wait, in the orders in which policies read them."""
     _by_id: dict[str, Entry] = field(default_factory=dict[str, Entry])
-    _by_state: dict[State, dict[str, Entry]] = field(
-        default_factory=lambda: {state: dict[str, Entry]() for state in State}
+    _by_state: dict[State, OrderedDict[str, Entry]] = field(
+        default_factory=lambda: {state: OrderedDict[str, Entry]() for state in State}
     )
 
     def __iter__(self) -> Iterator[Entry]:
@@ -96,31 +121,47 @@ class Requests:
     def __contains__(self, request: str) -> bool:
         return request in self._by_id
 
+    def __getitem__(self, request: str) -> Entry:
+        return self._by_id[request]
+
     def get(self, request: str) -> Entry | None:
         return self._by_id.get(request)
 
     def add(self, entry: Entry) -> None:
-        """Put an entry at the end of its state; one that was in work before goes to the front."""
+        """Take in a new entry, which waits; one that was in work before goes to the front."""
+        in_front = entry.request.attempt > 0
         self._by_id[entry.id] = entry
-        others = self._by_state[entry.state]
-        if entry.request.attempt:
-            self._by_state[entry.state] = {entry.id: entry, **others}
-        else:
-            others[entry.id] = entry
+        self._by_state[entry.state][entry.id] = entry
+        if in_front:
+            self._by_state[entry.state].move_to_end(entry.id, last=False)
+        self.line.add(entry.id, entry.sizes.peak, entry.arrived, in_front=in_front)
+        self.on_change(entry)
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""
+        self.line.discard(entry.id)
         del self._by_state[entry.state][entry.id]
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
+        self.on_change(entry)
+
+    def touch(self, entry: Entry) -> None:
+        """Say that an entry changed where it is."""
+        self.on_change(entry)
 
     def remove(self, entry: Entry) -> None:
+        self.line.discard(entry.id)
         del self._by_id[entry.id]
         del self._by_state[entry.state][entry.id]
+        self.on_removal(entry)
 
     def in_state(self, state: State) -> list[Entry]:
         """Entries of a state, first to enter first."""
         return list(self._by_state[state].values())
+
+    def first(self, state: State) -> Entry | None:
+        """The first of a state."""
+        return next(iter(self._by_state[state].values()), None)
 
     def count(self, state: State) -> int:
         return len(self._by_state[state])

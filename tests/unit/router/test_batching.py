@@ -1,12 +1,14 @@
 """Batch policies: fixed cases, and properties over random lines."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.core.errors import ConfigError
 from triptych.router import BATCH_POLICIES
 from triptych.router.batching import fifo, greedy_by_memory
+from triptych.router.line import ListedLine, WaitingLine
+from triptych.router.plugins import schedule_named
 from triptych.router.snapshot import Budget, Waiting
 
 PATIENCE_S = 5.0
@@ -16,8 +18,10 @@ def budget(free_bytes: int, max_requests: int = 99) -> Budget:
     return Budget(free_bytes=free_bytes, max_requests=max_requests, patience_s=PATIENCE_S)
 
 
-def line(*sizes_and_waits: tuple[int, float]) -> list[Waiting]:
-    return [Waiting(f"r{i}", size, waited) for i, (size, waited) in enumerate(sizes_and_waits)]
+def line(*sizes_and_waits: tuple[int, float]) -> ListedLine:
+    return ListedLine(
+        [Waiting(f"r{i}", size, waited) for i, (size, waited) in enumerate(sizes_and_waits)]
+    )
 
 
 def names(batch: list[Waiting]) -> list[str]:
@@ -64,40 +68,92 @@ def test_no_more_requests_than_slots() -> None:
 @pytest.mark.parametrize("name", BATCH_POLICIES.names)
 @given(waiting=lines, allowed=budgets)
 def test_every_policy_keeps_the_budget_and_chooses_nobody_twice(
-    name: str, waiting: list[Waiting], allowed: Budget
+    name: str, waiting: ListedLine, allowed: Budget
 ) -> None:
-    batch = BATCH_POLICIES.load(name)(waiting, allowed)
+    choose = schedule_named(name).choose
+    batch = choose(waiting, allowed)
     assert sum(one.bytes for one in batch) <= allowed.free_bytes
     assert len(batch) <= allowed.max_requests
     assert len(set(names(batch))) == len(batch)
-    assert set(batch) <= set(waiting)
-    assert batch == BATCH_POLICIES.load(name)(waiting, allowed)
+    assert set(batch) <= set(waiting.waiting)
+    assert batch == choose(waiting, allowed)
+
+
+@pytest.mark.parametrize("name", BATCH_POLICIES.names)
+@given(waiting=lines, allowed=budgets)
+def test_a_policy_that_may_start_somebody_does(
+    name: str, waiting: ListedLine, allowed: Budget
+) -> None:
+    """Work conservation: nobody waits for a batch while the first of the line would fit."""
+    batch = schedule_named(name).choose(waiting, allowed)
+    first = next(waiting.in_order(), None)
+    if first is not None and first.bytes <= allowed.free_bytes and allowed.max_requests:
+        assert batch
+
+
+@settings(max_examples=1000)
+@given(waiting=lines, free_bytes=st.integers(0, 1000))
+def test_greedy_packs_at_least_as_many_bytes_as_fifo(waiting: ListedLine, free_bytes: int) -> None:
+    allowed = budget(free_bytes, len(waiting) + 1)
+    greedy, plain = greedy_by_memory(waiting, allowed), fifo(waiting, allowed)
+    assert sum(one.bytes for one in greedy) >= sum(one.bytes for one in plain)
+
+
+def test_where_the_oldest_fill_more_bytes_they_go_first() -> None:
+    waiting = line((90, 3), (20, 2), (30, 1), (5, 0))
+    assert names(greedy_by_memory(waiting, budget(100))) == ["r0", "r3"]
 
 
 @given(waiting=lines, allowed=budgets)
 def test_greedy_admits_at_least_as_many_as_fifo_while_nobody_is_late(
-    waiting: list[Waiting], allowed: Budget
+    waiting: ListedLine, allowed: Budget
 ) -> None:
-    fresh = [Waiting(one.id, one.bytes, min(one.waited_s, PATIENCE_S)) for one in waiting]
+    fresh = ListedLine(
+        [Waiting(one.id, one.bytes, min(one.waited_s, PATIENCE_S)) for one in waiting.waiting]
+    )
     assert len(greedy_by_memory(fresh, allowed)) >= len(fifo(fresh, allowed))
 
 
 @given(waiting=lines, allowed=budgets)
 def test_a_late_request_that_is_left_out_leaves_out_everybody_younger(
-    waiting: list[Waiting], allowed: Budget
+    waiting: ListedLine, allowed: Budget
 ) -> None:
     batch = greedy_by_memory(waiting, allowed)
-    left_out = [one for one in waiting if one not in batch and one.waited_s > PATIENCE_S]
+    left_out = [one for one in waiting.waiting if one not in batch and one.waited_s > PATIENCE_S]
     for late in left_out:
         assert all(chosen.waited_s >= late.waited_s for chosen in batch)
 
 
 @given(waiting=lines, allowed=budgets)
-def test_fifo_takes_a_prefix_of_the_line(waiting: list[Waiting], allowed: Budget) -> None:
+def test_fifo_takes_a_prefix_of_the_line(waiting: ListedLine, allowed: Budget) -> None:
     batch = fifo(waiting, allowed)
-    assert batch == waiting[: len(batch)]
+    assert batch == list(waiting.waiting[: len(batch)])
 
 
 def test_a_misspelt_policy_is_told_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'greedy_by_memory'"):
         BATCH_POLICIES.load("greedy_by_memry")
+
+
+@given(
+    events=st.lists(
+        st.tuples(st.integers(1, 9), st.booleans(), st.one_of(st.none(), st.integers(0, 40))),
+        max_size=40,
+    )
+)
+def test_a_kept_line_reads_like_one_that_was_written_down(
+    events: list[tuple[int, bool, int | None]],
+) -> None:
+    """Each event adds a request, perhaps in front, and perhaps takes out an earlier one."""
+    kept, listed = WaitingLine(), list[Waiting]()
+    for number, (size, in_front, gone) in enumerate(events):
+        kept.add(f"r{number}", size, float(number), in_front=in_front)
+        listed.insert(0 if in_front else len(listed), Waiting(f"r{number}", size, 99.0 - number))
+        if gone is not None:
+            kept.discard(f"r{gone}")
+            listed = [one for one in listed if one.id != f"r{gone}"]
+    now, plain = kept.at(99.0), ListedLine(listed)
+    assert len(now) == len(plain)
+    assert list(now.in_order()) == list(plain.in_order())
+    assert list(now.oldest_first()) == list(plain.oldest_first())
+    assert list(now.smallest_first()) == list(plain.smallest_first())

@@ -48,6 +48,8 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.router import ByteModel, Coordinator, Patience
+from triptych.router.books import worker_loads
+from triptych.router.state import State
 
 PAGE, SLOTS = 3584, 3
 ROW_PAGES = 4  # head rows of the model: every row takes the same pages
@@ -389,7 +391,7 @@ class RouterMachine(RuleBasedStateMachine):
             reclaim_s=LEASE_S,
             silent_s=inf,
         )
-        kind = FifoWorld if self.policy == "fifo" else GreedyWorld
+        kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
         router = Coordinator(config, MODEL.plan, CAPACITY, patience)
         self.world = kind(router, answers_cancel=self.answers_cancel)
         self.addresses = ["all"] if self.colocated else [name for name in WORKERS if name != "all"]
@@ -524,6 +526,21 @@ class RouterMachine(RuleBasedStateMachine):
         assert 0 <= sum(booked.values()) <= CAPACITY
 
     @invariant()
+    def the_roster_has_counted_what_the_requests_say(self) -> None:
+        """Each load, the free slots and the requests without one, counted anew from scratch."""
+        books, now = self.world.router._books, self.world.now
+        books.roster.refresh(now)
+        loads = worker_loads(books, now)
+        assert {load.address: load for load in books.roster.loads()} == loads
+        assert books.roster.open_slots == sum(load.free_slots for load in loads.values())
+        assert books.roster.needs_slot == sum(
+            entry.state not in (State.WAITING, State.LEAVING) and not entry.decode
+            for entry in books.requests
+        )
+        waiting = [entry.id for entry in books.requests.in_state(State.WAITING)]
+        assert [one.id for one in books.requests.line.at(now).in_order()] == waiting
+
+    @invariant()
     def no_more_is_held_than_is_booked(self) -> None:
         if self.answers_cancel and not self.world.unnoticed:
             booked = self.world.router.snapshot(self.world.now).booked_bytes
@@ -581,6 +598,16 @@ class FifoMachine(RouterMachine):
     policy = "fifo"
 
 
+class StaticMachine(RouterMachine):
+    """Batches of fixed size, in order of arrival."""
+
+    policy = "static:p2c2d2"
+
+
+class DynamicMachine(RouterMachine):
+    policy = "dynamic"
+
+
 class SilentMachine(RouterMachine):
     """Workers that obey ``Cancel`` without a word."""
 
@@ -603,6 +630,10 @@ TestRouter = RouterMachine.TestCase
 TestRouter.settings = LIMITS
 TestFifo = FifoMachine.TestCase
 TestFifo.settings = LIMITS
+TestStatic = StaticMachine.TestCase
+TestStatic.settings = LIMITS
+TestDynamic = DynamicMachine.TestCase
+TestDynamic.settings = LIMITS
 TestSilentWorkers = SilentMachine.TestCase
 TestSilentWorkers.settings = LIMITS
 TestColocated = ColocatedMachine.TestCase

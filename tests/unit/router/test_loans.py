@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.messages import POOL, Hello, Lend, Lent, Request, Sampling, Send
+from triptych.router.batching import fifo
 from triptych.router.books import Books
 from triptych.router.estimate import RequestBytes
-from triptych.router.fleet import Fleet
-from triptych.router.ledger import ByteLedger
 from triptych.router.loans import ASK_AGAIN_S, KEEP_S, Loans, enough
+from triptych.router.schedule import Schedule
 from triptych.router.state import Entry
 
 CAPACITY, LIMIT = 100, 40
@@ -32,12 +32,13 @@ class Bench:
     """Books with one worker, and what they say to the pool."""
 
     def __init__(self, *arenas: str) -> None:
-        self.books = Books(Fleet(3.0), ByteLedger(CAPACITY))
+        self.books = Books.open(CAPACITY, 3.0, Schedule(choose=fifo))
         self.loans = Loans(self.books, LIMIT)
         for arena in arenas or ("a",):
             stages = ("prefill", "compress", "decode")
             hello = Hello(name=arena, address=arena, stages=stages, arena=arena, max_requests=4)
             self.books.fleet.join(hello)
+            self.books.roster.join(hello)
 
     def wait(self, name: str, nbytes: int) -> None:
         request = Request(id=name, prompt=(1,), sampling=Sampling(), reply_to="c")

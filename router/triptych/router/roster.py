@@ -1,0 +1,297 @@
+"""Every worker's load, counted as requests move, and who of a stage is next: no look at them all.
+
+``placement.py`` says in plain words whom to choose, ``books.worker_loads`` what a load is; the
+tests compare. Here each change costs O(log n), and so does each choice.
+"""
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from triptych.core.messages import Hello
+from triptych.router.ranking import Ranking
+from triptych.router.snapshot import WorkerLoad
+from triptych.router.state import Entry, State, is_being_compressed, is_being_read
+
+Fits = Callable[[str], bool]
+"""Whether an arena has room for what is to be booked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one request counts for, and at which addresses."""
+
+    read_at: str = ""
+    compressed_at: str = ""
+    slot_at: str = ""
+    tokens: int = 0
+    needs_slot: bool = False
+    """It was let in, and no decode worker is chosen yet."""
+
+
+NOTHING = Share()
+
+
+@dataclass(eq=False)
+class Roster:
+    """Workers by what they can take, as of the last call of ``refresh``."""
+
+    report_bound_s: float
+    used: Callable[[str], int]
+    """Bytes of an arena's capacity that are not free."""
+    slots_of: Callable[[int], int] = field(default=lambda slots: slots)
+    """Slots that a decode worker counts for, by those that it says it has."""
+
+    needs_slot: int = 0
+    """Requests that were let in and have no decode worker yet."""
+    open_slots: int = 0
+    """Free slots of all decode workers that take requests."""
+    used_bytes: int = 0
+    """What is used in the arenas of workers."""
+    arenas: Counter[str] = field(default_factory=Counter[str])
+    """Workers of each arena."""
+
+    _workers: dict[str, Hello] = field(default_factory=dict[str, Hello])
+    _fresh: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
+    """When those that are not full reported last, oldest first."""
+    _read: Counter[str] = field(default_factory=Counter[str])
+    _compressed: Counter[str] = field(default_factory=Counter[str])
+    _slots: Counter[str] = field(default_factory=Counter[str])
+    _shares: dict[str, Share] = field(default_factory=dict[str, Share])
+    _free: dict[str, int] = field(default_factory=dict[str, int])
+    """Free slots of decode workers that have some."""
+    _prefill: Ranking[tuple[int, str]] = field(default_factory=Ranking[tuple[int, str]])
+    _compress: Ranking[tuple[int, str]] = field(default_factory=Ranking[tuple[int, str]])
+    _decode: defaultdict[str, Ranking[tuple[int, str]]] = field(
+        default_factory=lambda: defaultdict[str, Ranking[tuple[int, str]]](Ranking[tuple[int, str]])
+    )
+    _open_arenas: Ranking[tuple[int, int, str]] = field(
+        default_factory=Ranking[tuple[int, int, str]]
+    )
+    """Arenas with a free decode slot: least used first, then by their best worker."""
+    _raw_arenas: Ranking[int] = field(default_factory=Ranking[int])
+    """All arenas of workers, least used first."""
+
+    # ---------------------------------------------------------------- what changes
+
+    def join(self, hello: Hello) -> None:
+        """A worker came, or introduced itself again."""
+        if not hello.stages:
+            return
+        before = self._workers.get(hello.address)
+        if before is not None:
+            self._count_arena(before.arena, -1)
+            self._withdraw(before)
+        self._workers[hello.address] = hello
+        self._count_arena(hello.arena, +1)
+        self._place(hello.address)
+
+    def leave(self, address: str) -> None:
+        """A worker died."""
+        hello = self._workers.pop(address, None)
+        self._fresh.pop(address, None)
+        if hello is not None:
+            self._withdraw(hello)
+            self._count_arena(hello.arena, -1)
+
+    def heard(self, address: str, now: float) -> None:
+        """A worker reported."""
+        if address in self._workers:
+            was_full = address not in self._fresh
+            self._fresh[address] = now
+            self._fresh.move_to_end(address)
+            if was_full:
+                self._place(address)
+
+    def refresh(self, now: float) -> None:
+        """Let time pass: who has not reported for long counts as full."""
+        while self._fresh:
+            address, reported = next(iter(self._fresh.items()))
+            if now - reported <= self.report_bound_s:
+                return
+            del self._fresh[address]
+            self._withdraw(self._workers[address])
+
+    def count(self, entry: Entry) -> None:
+        """A request has moved: count it where it is now."""
+        self._recount(entry.id, share_of(entry))
+
+    def forget(self, entry: Entry) -> None:
+        """A request is gone."""
+        self._recount(entry.id, NOTHING)
+        self._shares.pop(entry.id, None)
+
+    def rebook(self, arena: str, change: int) -> None:
+        """The used bytes of an arena have changed by so many."""
+        if arena in self.arenas:
+            self.used_bytes += change
+            self._raw_arenas.put(arena, self.used(arena))
+            self._rank_arena(arena)
+
+    # ---------------------------------------------------------------- who is next
+
+    def prefill(self, *, tokens: int, limit_tokens: int, fits: Fits) -> str | None:
+        """As ``placement.choose_prefill``: the fewest tokens to read, with room, that fits."""
+        for address in self._prefill:
+            waiting = self._read[address]
+            if waiting and waiting + tokens > limit_tokens:
+                return None  # and those behind it have more to read
+            if fits(self._workers[address].arena):
+                return address
+        return None
+
+    def prefill_has_room(self, tokens: int, limit_tokens: int) -> bool:
+        """Whether any prefill worker takes a prompt of so many tokens, bytes aside."""
+        return self.prefill(tokens=tokens, limit_tokens=limit_tokens, fits=_anywhere) is not None
+
+    def has_stage(self, stage: str) -> bool:
+        """Whether any worker of a stage is there, full or not."""
+        return any(stage in hello.stages for hello in self._workers.values())
+
+    def compressor(self, holder: str) -> str | None:
+        """As ``placement.choose_compressor``: at the holder, else the fewest tokens."""
+        return holder if holder in self._compress else self._compress.first()
+
+    def idle_compressor(self, holder: str) -> str | None:
+        """One that compresses nothing, the holder before all others."""
+        if holder in self._compress and not self._compressed[holder]:
+            return holder
+        first = self._compress.first()
+        return first if first is not None and not self._compressed[first] else None
+
+    def decode_in(self, arena: str) -> str | None:
+        """As ``placement.choose_decode`` in one arena: the one with most free slots."""
+        return self._decode[arena].first()
+
+    def decode(self, own: set[str], fits: Fits) -> str | None:
+        """As ``placement.choose_decode``: most free bytes, then most free slots, that fits.
+
+        ``own``: arenas in which the request has booked already. Of all others, that with most
+        free bytes answers for the rest.
+        """
+        arena = self.final_arena(own, fits)
+        return None if arena is None else self.decode_in(arena)
+
+    def final_arena(self, own: set[str], fits: Fits) -> str | None:
+        """The arena with a free decode slot and most free bytes that fits."""
+        return next((arena for arena in self._candidates(own) if fits(arena)), None)
+
+    def most_free_arena(self) -> str | None:
+        """Of all arenas of workers."""
+        return self._raw_arenas.first()
+
+    def _candidates(self, own: set[str]) -> list[str]:
+        best = next((arena for arena in self._open_arenas if arena not in own), None)
+        found = {
+            arena for arena in (*own, best) if arena is not None and arena in self._open_arenas
+        }
+        return sorted(found, key=self._open_arenas.key)
+
+    # ---------------------------------------------------------------- what is known
+
+    def arena_of(self, address: str) -> str:
+        return self._workers[address].arena
+
+    def tokens_to_read(self, address: str) -> int:
+        return self._read[address]
+
+    def loads(self) -> Iterator[WorkerLoad]:
+        """Every worker, as it introduced itself first to last."""
+        for address, hello in self._workers.items():
+            yield WorkerLoad(
+                name=hello.name,
+                address=address,
+                arena=hello.arena,
+                stages=hello.stages,
+                is_full=address not in self._fresh,
+                prefill_tokens=self._read[address],
+                compress_tokens=self._compressed[address],
+                free_slots=self._free.get(address, 0),
+            )
+
+    # ---------------------------------------------------------------- counting
+
+    def _recount(self, request: str, share: Share) -> None:
+        before = self._shares.get(request, NOTHING)
+        if share == before:
+            return
+        self._shares[request] = share
+        for one, sign in ((before, -1), (share, +1)):
+            self._add(self._read, one.read_at, sign * one.tokens)
+            self._add(self._compressed, one.compressed_at, sign * one.tokens)
+            self._add(self._slots, one.slot_at, sign)
+            self.needs_slot += sign * one.needs_slot
+        touched = {before.read_at, before.compressed_at, before.slot_at}
+        for address in touched | {share.read_at, share.compressed_at, share.slot_at}:
+            if address in self._fresh:
+                self._place(address)
+
+    @staticmethod
+    def _add(counter: Counter[str], address: str, count: int) -> None:
+        if address and count:
+            counter[address] += count
+            if not counter[address]:
+                del counter[address]
+
+    def _place(self, address: str) -> None:
+        """Rank a worker where it belongs now; one that is full is ranked nowhere."""
+        if address not in self._fresh:
+            return
+        hello = self._workers[address]
+        if "prefill" in hello.stages:
+            self._prefill.put(address, (self._read[address], hello.name))
+        if "compress" in hello.stages:
+            self._compress.put(address, (self._compressed[address], hello.name))
+        if "decode" in hello.stages:
+            free = self.slots_of(hello.max_requests) - self._slots[address]
+            self._set_free(hello, max(0, free))
+
+    def _withdraw(self, hello: Hello) -> None:
+        self._prefill.discard(hello.address)
+        self._compress.discard(hello.address)
+        self._set_free(hello, 0)
+
+    def _set_free(self, hello: Hello, free: int) -> None:
+        address, before = hello.address, self._free.pop(hello.address, 0)
+        self.open_slots += free - before
+        ranking = self._decode[hello.arena]
+        if free:
+            self._free[address] = free
+            ranking.put(address, (-free, hello.name))
+        else:
+            ranking.discard(address)
+        self._rank_arena(hello.arena)
+
+    def _rank_arena(self, arena: str) -> None:
+        ranking = self._decode[arena]
+        best = ranking.first()
+        if best is None:
+            self._open_arenas.discard(arena)
+        else:
+            self._open_arenas.put(arena, (self.used(arena), *ranking.key(best)))
+
+    def _count_arena(self, arena: str, change: int) -> None:
+        before = self.arenas[arena]
+        self.arenas[arena] += change
+        if before == 0:
+            self.used_bytes += self.used(arena)
+            self._raw_arenas.put(arena, self.used(arena))
+        elif before + change == 0:
+            del self.arenas[arena]
+            self.used_bytes -= self.used(arena)
+            self._raw_arenas.discard(arena)
+
+
+def share_of(entry: Entry) -> Share:
+    """What a request counts for, by the same rules as ``books.worker_loads``."""
+    return Share(
+        read_at=entry.worker if is_being_read(entry) else "",
+        compressed_at=entry.worker if is_being_compressed(entry) else "",
+        slot_at=entry.decode,
+        tokens=entry.prompt_tokens,
+        needs_slot=not entry.decode and entry.state not in (State.WAITING, State.LEAVING),
+    )
+
+
+def _anywhere(_arena: str) -> bool:
+    return True

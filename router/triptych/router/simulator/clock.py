@@ -1,0 +1,29 @@
+"""Virtual time: what is to happen, in the order in which it happens."""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+Action = Callable[..., None]
+
+
+class Clock:
+    """Runs actions at their times; those of the same time in the order they were given."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue = list[tuple[float, int, Action, tuple[Any, ...]]]()
+        self._order = count()
+
+    def after(self, seconds: float, action: Action, *arguments: Any) -> None:
+        """Have ``action`` called so many seconds from now."""
+        heappush(self._queue, (self.now + seconds, next(self._order), action, arguments))
+
+    def step(self) -> bool:
+        """Go to the next action and run it; False if there is none."""
+        if not self._queue:
+            return False
+        self.now, _, action, arguments = heappop(self._queue)
+        action(*arguments)
+        return True

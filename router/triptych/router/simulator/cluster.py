@@ -1,0 +1,261 @@
+"""A run in virtual time: clients, the real coordinator, and workers that pretend to compute."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from time import thread_time
+
+from triptych.core.errors import TriptychError
+from triptych.core.messages import (
+    Failed,
+    Hello,
+    Request,
+    Sampling,
+    Send,
+    Submit,
+)
+from triptych.router.coordinator import Coordinator, Patience
+from triptych.router.simulator.clock import Clock
+from triptych.router.simulator.costs import Costs
+from triptych.router.simulator.engines import Wrote, engines_of
+from triptych.router.simulator.setup import Chain, Cluster, Job
+from triptych.router.simulator.worker import OwnCores, SimulatedWorker, Turns
+
+INGRESS = "ingress"
+REPORT_S, TICK_S = 0.5, 0.25
+STUCK_S = 3600.0
+"""Time without any beginning or end of a request after which nothing will ever happen."""
+
+
+class SimulationStuck(TriptychError):
+    """Requests are left, and nothing will ever happen to them."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request; times in seconds of the run."""
+
+    job: Job
+    due_s: float
+    first_s: float = -1.0
+    last_s: float = -1.0
+    error: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.last_s >= 0 and not self.error
+
+
+@dataclass
+class Trial:
+    """Everything that one run gave."""
+
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    duration_s: float = 0.0
+    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Seconds of a decode step with those of waiting for the cores, and tokens that it wrote."""
+    decision_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Real CPU time of each call of the coordinator: no neighbour makes it longer."""
+    state_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Requests in each state, integrated over time by looks at each tick."""
+    mean_booked_bytes: float = 0.0
+    peak_booked_bytes: int = 0
+    busy_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of work of each stage's workers."""
+    counters: dict[str, int] = field(default_factory=dict[str, int])
+    """The coordinator's."""
+
+
+class Simulation:
+    """One run. Everything the router decides, the real coordinator decides."""
+
+    def __init__(self, cluster: Cluster, costs: Costs, *, keep_gaps: bool = True) -> None:
+        self.clock, self.trial = Clock(), Trial()
+        self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
+        self._coordinator = Coordinator(
+            cluster.router, cluster.plan, cluster.capacity_bytes, Patience()
+        )
+        self._outcomes = dict[str, Outcome]()
+        self._rest = dict[str, Iterator[Job]]()
+        """What follows a request that is under way, or to come, in its session."""
+        self._sessions: Iterator[Chain] = iter(())
+        self._is_closed_loop = False
+        self._progress_s = 0.0
+        self._looks = 0
+        self._wrote_at = dict[str, float]()
+        self._workers = self._build_workers()
+
+    def run(self, sessions: Iterable[Chain], concurrency: int | None = None) -> Trial:
+        """Serve all sessions to their end.
+
+        ``sessions`` are in the order in which they are due. With ``concurrency`` so many are
+        always under way, whenever they were due.
+
+        Raises: SimulationStuck if some of them would wait for ever
+        """
+        for number, (address, arena, stages) in enumerate(self._cluster.workers):
+            slots = self._cluster.max_batch_requests if "decode" in stages else 0
+            hello = Hello(
+                name=address, address=address, stages=stages, max_requests=slots, arena=arena
+            )
+            self._coordinator.on(hello, address, 0.0)
+            self._report(self._workers[address])
+            # Real workers did not start at the same moment either.
+            offset = REPORT_S * number / len(self._workers)
+            self.clock.after(offset, self._keep_reporting, self._workers[address])
+        self.clock.after(TICK_S, self._tick)
+        self._sessions, self._is_closed_loop = iter(sessions), concurrency is not None
+        for _ in range(concurrency or 1):
+            self._begin_session()
+        while self._rest and self.clock.step():
+            pass
+        return self._finished()
+
+    def _build_workers(self) -> dict[str, SimulatedWorker]:
+        cores = dict[str, Turns]()
+        workers = dict[str, SimulatedWorker]()
+        for address, arena, stages in self._cluster.workers:
+            shared = cores.setdefault(arena, Turns()) if self._cluster.shared_cores else OwnCores()
+            engines = engines_of(stages, self._cluster, self._costs)
+            workers[address] = SimulatedWorker(
+                address, self.clock, engines, shared, self._from_worker
+            )
+        return workers
+
+    # ---------------------------------------------------------------- clients
+
+    def _begin_session(self) -> None:
+        """Wait for the next session that is due; in a closed loop, begin it now."""
+        session = next(self._sessions, None)
+        if session is not None:
+            jobs = iter(session)
+            first = next(jobs)
+            wait_s = 0.0 if self._is_closed_loop else max(0.0, first.at_s - self.clock.now)
+            self._rest[first.id] = jobs
+            self.clock.after(wait_s, self._send, first, not self._is_closed_loop)
+
+    def _send(self, job: Job, is_arrival: bool = False) -> None:
+        self._progress_s = self.clock.now
+        self._outcomes[job.id] = Outcome(job, self.clock.now)
+        self.clock.after(self._costs.arrive_s, self._arrive, job)
+        if is_arrival:
+            self._begin_session()
+
+    def _arrive(self, job: Job) -> None:
+        request = Request(
+            id=job.id,
+            prompt=_prompt(job.prompt_tokens),
+            sampling=_sampling(job.max_tokens),
+            reply_to=INGRESS,
+        )
+        self._decide([Submit(request=request)], INGRESS)
+
+    def _hear(self, wrote: Wrote) -> None:
+        """Tokens reach their clients."""
+        now = self.clock.now
+        for name in wrote.first:
+            self._outcomes[name].first_s = now
+        for name in wrote.joined:
+            if self._keep_gaps:
+                self.trial.gaps.append((now - self._outcomes[name].first_s, 1))
+        for name in wrote.last:
+            self._end(name)
+
+    def _end(self, name: str, error: str = "") -> None:
+        outcome = self._outcomes.pop(name)
+        outcome.last_s, outcome.error = self.clock.now, error
+        self._progress_s = self.clock.now
+        self.trial.outcomes.append(outcome)
+        jobs = self._rest.pop(name)
+        job = None if error else next(jobs, None)
+        if job is not None:
+            self._rest[job.id] = jobs
+            self.clock.after(job.at_s, self._send, job)
+        elif self._is_closed_loop:
+            self._begin_session()
+
+    # ---------------------------------------------------------------- the router
+
+    def _decide(self, messages: Sequence[object], sender: str) -> None:
+        started = thread_time()
+        sends = self._coordinator.receive(messages, sender, self.clock.now)
+        self.trial.decision_s.append(thread_time() - started)
+        self._post(sends)
+
+    def _post(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            if isinstance(send.message, Failed):
+                code = send.message.code or "failed"
+                self.clock.after(self._costs.reply_s, self._end, send.message.request, code)
+            elif send.to in self._workers:
+                worker = self._workers[send.to]
+                self.clock.after(self._costs.hop_s, worker.post, send.message)
+
+    def _tick(self) -> None:
+        now = self.clock.now
+        if self._outcomes and now - self._progress_s > STUCK_S:
+            raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
+        self._post(self._coordinator.tick(now))
+        self._look()
+        self.clock.after(TICK_S, self._tick)
+
+    def _look(self) -> None:
+        counts, booked = self._coordinator.census()
+        trial, self._looks = self.trial, self._looks + 1
+        for state, count in counts.items():
+            trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
+        trial.mean_booked_bytes += (booked - trial.mean_booked_bytes) / self._looks
+        trial.peak_booked_bytes = max(trial.peak_booked_bytes, booked)
+
+    # ---------------------------------------------------------------- workers
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        self._decide([worker.report()], worker.address)
+
+    def _keep_reporting(self, worker: SimulatedWorker) -> None:
+        self._report(worker)
+        self.clock.after(REPORT_S, self._keep_reporting, worker)
+
+    def _from_worker(
+        self, worker: SimulatedWorker, sends: Sequence[Send], wrote: Wrote | None
+    ) -> None:
+        if sends:
+            messages = [send.message for send in sends]
+            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address)
+        if wrote is None:
+            return
+        if not wrote.first:
+            self._note_gap(worker, wrote)
+        if wrote.first or wrote.last or wrote.joined:
+            self.clock.after(self._costs.reply_s, self._hear, wrote)
+
+    def _note_gap(self, worker: SimulatedWorker, wrote: Wrote) -> None:
+        """Time from one decode step of a worker to its next: what a client sees of its tokens."""
+        now, before = self.clock.now, self._wrote_at.pop(worker.address, None)
+        others = wrote.requests - len(wrote.joined)
+        if self._keep_gaps and before is not None and others:
+            self.trial.gaps.append((now - before, others))
+        if wrote.goes_on:
+            self._wrote_at[worker.address] = now
+
+    # ---------------------------------------------------------------- the end
+
+    def _finished(self) -> Trial:
+        trial = self.trial
+        trial.duration_s = self.clock.now
+        for address, _, stages in self._cluster.workers:
+            stage = stages[0] if len(stages) == 1 else "all"
+            trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + self._workers[address].busy_s
+        trial.counters = dict(self._coordinator.snapshot(self.clock.now).counters)
+        return trial
+
+
+@cache
+def _prompt(tokens: int) -> tuple[int, ...]:
+    return (0,) * tokens
+
+
+@cache
+def _sampling(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0)

@@ -1,0 +1,234 @@
+"""The three engines as the router sees them: what they do in a step, and how long it takes.
+
+They batch as those in ``triptych.workers`` do: prefill reads chunks from the oldest prompts,
+the compressor encodes all that waits, decode writes a token for each running request.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.messages import (
+    ROUTER,
+    Compress,
+    Compressed,
+    CompressionReport,
+    Encode,
+    Finished,
+    Join,
+    Message,
+    Planned,
+    Prefill,
+    Prefilled,
+    Request,
+    Send,
+    Stage,
+)
+from triptych.router.simulator.costs import Costs
+from triptych.router.simulator.setup import Cluster
+
+FIRST_TOKEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """To the client: tokens of these requests, and which of them end with it."""
+
+    requests: int
+    first: tuple[str, ...] = ()
+    """Requests whose first token it is."""
+    last: tuple[str, ...] = ()
+    """Requests whose answer is complete."""
+    joined: tuple[str, ...] = ()
+    """Requests for which it is the first token after the prefill's."""
+    goes_on: bool = False
+    """Whether the worker has more to write in its next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one unit of work takes, and what comes of it when it is done."""
+
+    seconds: float
+    sends: list[Send] = field(default_factory=list[Send])
+    wrote: Wrote | None = None
+
+
+class SimulatedEngine(Protocol):
+    """One stage of one worker."""
+
+    stage: Stage
+
+    def accept(self, message: Message) -> Work | None:
+        """Take a message; None if it is not for this stage."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> Work:
+        """Do one unit of work."""
+        ...
+
+
+def claim(request: str, tokens: int) -> KVHandle:
+    """A handle that nobody will look into."""
+    return KVHandle(Claim("simulated", LeaseId(0), 0), (), tokens)
+
+
+@dataclass
+class Prompt:
+    """A prompt that is being read."""
+
+    request: Request
+    tokens: int
+    read: int = 0
+
+
+class PrefillSimulation:
+    """Reads up to ``chunk_tokens`` a step, from the oldest prompts."""
+
+    stage: Stage = "prefill"
+
+    def __init__(self, cluster: Cluster, costs: Costs) -> None:
+        self._chunk, self._costs = cluster.chunk_tokens, costs
+        self._prompts = deque[Prompt]()
+
+    def accept(self, message: Message) -> Work | None:
+        if not isinstance(message, Prefill):
+            return None
+        self._prompts.extend(Prompt(one, len(one.known)) for one in message.requests)
+        return Work(0.0)
+
+    def has_work(self) -> bool:
+        return bool(self._prompts)
+
+    def step(self) -> Work:
+        left, pairs, done = self._chunk, 0.0, list[Prompt]()
+        for prompt in self._prompts:
+            count = min(left, prompt.tokens - prompt.read)
+            pairs += count * (prompt.read + count / 2)
+            prompt.read += count
+            left -= count
+            if prompt.read == prompt.tokens:
+                done.append(prompt)
+            if left == 0:
+                break
+        for _ in done:  # those that are done are the oldest
+            self._prompts.popleft()
+        costs, tokens = self._costs, self._chunk - left
+        seconds = costs.prefill_step_s + tokens * costs.prefill_token_s
+        seconds += pairs * costs.prefill_pair_s
+        names = tuple(prompt.request.id for prompt in done)
+        last = tuple(one.request.id for one in done if one.request.sampling.max_tokens <= 1)
+        sends = [Send(ROUTER, self._prefilled(prompt)) for prompt in done]
+        return Work(seconds, sends, Wrote(len(done), names, last) if done else None)
+
+    @staticmethod
+    def _prefilled(prompt: Prompt) -> Prefilled:
+        request = prompt.request
+        goes_on = request.sampling.max_tokens > 1
+        handle = claim(request.id, prompt.tokens) if goes_on else None
+        return Prefilled(request=request.id, first_token=FIRST_TOKEN, handle=handle)
+
+
+class CompressSimulation:
+    """Plans as soon as it is told, and encodes all that waits in one step."""
+
+    stage: Stage = "compress"
+
+    def __init__(self, cluster: Cluster, costs: Costs) -> None:
+        self._cluster, self._costs = cluster, costs
+        self._planned = dict[str, int]()
+        self._ready = list[str]()
+
+    def accept(self, message: Message) -> Work | None:
+        if isinstance(message, Compress):
+            planned = list[Send]()
+            for item in message.items:
+                tokens = item.handle.tokens
+                self._planned[item.request] = tokens
+                pages = self._cluster.stored_pages(tokens)
+                planned.append(Send(ROUTER, Planned(request=item.request, pages=pages)))
+            return Work(0.0, planned)
+        if isinstance(message, Encode):
+            self._ready.extend(message.requests)
+            return Work(0.0)
+        return None
+
+    def has_work(self) -> bool:
+        return bool(self._ready)
+
+    def step(self) -> Work:
+        names, self._ready = self._ready, []
+        sends, total = list[Send](), 0
+        for name in names:
+            tokens = self._planned.pop(name)
+            total += tokens
+            report = CompressionReport(policy="simulated", raw_bytes=0, stored_bytes=0)
+            done = Compressed(request=name, handle=claim(name, tokens), report=report)
+            sends.append(Send(ROUTER, done))
+        costs = self._costs
+        return Work(costs.compress_step_s + total * costs.compress_token_s, sends)
+
+
+class DecodeSimulation:
+    """Writes a token for each running request at each step.
+
+    Which step is the last of a request is known when it joins, so a step costs no time of ours
+    for each request in it.
+    """
+
+    stage: Stage = "decode"
+
+    def __init__(self, _cluster: Cluster, costs: Costs) -> None:
+        self._costs = costs
+        self._running = 0
+        self._stored = 0
+        """Tokens that a step attends to."""
+        self._steps = 0
+        self._joined = list[str]()
+        self._ends = defaultdict[int, list[tuple[str, int]]](list)
+        """Requests, and tokens stored by then, that end with a step."""
+
+    def accept(self, message: Message) -> Work | None:
+        if not isinstance(message, Join):
+            return None
+        request, tokens = message.request, message.handle.tokens
+        left = request.sampling.max_tokens - 1
+        self._ends[self._steps + left].append((request.id, tokens + left))
+        self._running += 1
+        self._stored += tokens
+        self._joined.append(request.id)
+        return Work(0.0)
+
+    def has_work(self) -> bool:
+        return self._running > 0
+
+    def step(self) -> Work:
+        costs, count = self._costs, self._running
+        seconds = costs.decode_step_s + count * costs.decode_request_s
+        seconds += self._stored * costs.decode_token_s
+        self._steps += 1
+        self._stored += count
+        ended = self._ends.pop(self._steps, ())
+        sends = list[Send]()
+        for name, stored in ended:
+            self._running -= 1
+            self._stored -= stored
+            sends.append(Send(ROUTER, Finished(request=name, tokens=0)))
+        last, joined, self._joined = tuple(name for name, _ in ended), tuple(self._joined), []
+        return Work(seconds, sends, Wrote(count, (), last, joined, self._running > 0))
+
+
+ENGINES = {
+    "prefill": PrefillSimulation,
+    "compress": CompressSimulation,
+    "decode": DecodeSimulation,
+}
+
+
+def engines_of(stages: Iterable[Stage], cluster: Cluster, costs: Costs) -> list[SimulatedEngine]:
+    """The engines of one worker, in the order in which its loop steps them."""
+    return [ENGINES[stage](cluster, costs) for stage in stages]

@@ -1,0 +1,110 @@
+"""What is simulated: how many workers of which kind, with what memory, and who asks for what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from triptych.core.config import RouterConfig, require
+from triptych.core.layout import Geometry, default_page_bytes
+from triptych.core.messages import Stage
+from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
+
+SMOLLM2 = Geometry(layers=30, kv_heads=3, head_dim=64)
+DIFFKV = Policy(
+    name="diffkv", high_format="k8v4", low_format="k4v2", alpha_high=1.0, window_tokens=64
+)
+
+Group = tuple[str, str, tuple[Stage, ...]]
+"""Address, arena and stages of one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a client."""
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    at_s: float = 0.0
+    """When it is due; behind the first of a session: how long after the end of the one before."""
+
+
+Chain = Sequence[Job]
+"""The requests of one session, each sent when the one before it has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Workers, the machines they are on, and the settings of their router."""
+
+    prefill: int = 1
+    compress: int = 1
+    decode: int = 1
+    colocated: int = 0
+    """Workers with all three stages; then there are no others."""
+    workers_per_node: int = 0
+    """Workers that share a machine and its arena; 0: all of them."""
+    shared_cores: bool = True
+    """Whether the workers of a machine take turns on its cores, step by step."""
+    capacity_bytes: int = 600 << 20
+    """Page memory that requests may book, of each machine."""
+    max_batch_requests: int = 32
+    chunk_tokens: int = 512
+    high_share: float = 0.35
+    """Share of the compressed tokens that stay in the high format."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    plan: PagePlan = field(
+        default_factory=lambda: PagePlan(SMOLLM2, default_page_bytes(SMOLLM2.head_dim), DIFFKV)
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "compress", "decode"):
+            count = getattr(self, name)
+            least = 0 if self.colocated else 1
+            require(count >= least, name, count, f"at least {least} worker")
+        require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
+        require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
+        require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")
+        require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
+
+    @cached_property
+    def workers(self) -> list[Group]:
+        """All workers; the stages are spread evenly over the machines."""
+        kinds: list[tuple[str, tuple[Stage, ...], int]] = [
+            ("p", ("prefill",), self.prefill),
+            ("c", ("compress",), self.compress),
+            ("d", ("decode",), self.decode),
+        ]
+        if self.colocated:
+            kinds = [("w", ("prefill", "compress", "decode"), self.colocated)]
+        total = sum(count for _, _, count in kinds)
+        nodes = -(-total // self.workers_per_node) if self.workers_per_node else 1
+        groups = list[Group]()
+        for letter, stages, count in kinds:
+            for index in range(count):
+                node = f"node{index * nodes // count}"
+                groups.append((f"{letter}{index}", node, stages))
+        return groups
+
+    def stored_pages(self, tokens: int) -> int:
+        """Pages of all head rows once a prompt of ``tokens`` tokens is compressed."""
+        plan = self.plan
+        leaving = plan.leaving_pages(tokens)
+        encoded = leaving * plan.raw.tokens
+        if plan.low is None:
+            coded = plan.high.pages(encoded)
+        else:
+            high = round(encoded * self.high_share)
+            coded = plan.high.pages(high) + plan.low.pages(encoded - high)
+        return (plan.raw.pages(tokens) - leaving + coded) * plan.geometry.head_rows
+
+
+def split_of(replicas: int) -> tuple[int, int, int]:
+    """Prefill, compress and decode workers of ``replicas`` in all: about 3 to 1 to 6.
+
+    Raises: ConfigError if there are too few for one of each
+    """
+    require(replicas >= 3, "--replicas", replicas, "at least 3, one of each stage")
+    prefill, compress = max(1, round(replicas * 0.3)), max(1, round(replicas * 0.1))
+    return prefill, compress, replicas - prefill - compress

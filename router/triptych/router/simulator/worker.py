@@ -1,0 +1,108 @@
+"""A worker process in virtual time: one loop that takes messages and steps its engines."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from triptych.core.messages import Message, Report, Send
+from triptych.router.simulator.clock import Clock
+from triptych.router.simulator.engines import SimulatedEngine, Work, Wrote
+
+Deliver = Callable[["SimulatedWorker", Sequence[Send], Wrote | None], None]
+
+
+class Turns:
+    """The cores of one machine: a step has all of them, whoever waited longest is next."""
+
+    def __init__(self) -> None:
+        self._waiting = deque[Callable[[], None]]()
+        self._taken = False
+
+    def take(self, go: Callable[[], None]) -> None:
+        """Call ``go`` when the cores are free."""
+        if self._taken:
+            self._waiting.append(go)
+        else:
+            self._taken = True
+            go()
+
+    def leave(self) -> None:
+        """Let the next one have them."""
+        if self._waiting:
+            self._waiting.popleft()()
+        else:
+            self._taken = False
+
+
+class OwnCores:
+    """Cores that nobody else wants."""
+
+    def take(self, go: Callable[[], None]) -> None:
+        go()
+
+    def leave(self) -> None:
+        return
+
+
+class SimulatedWorker:
+    """Takes all messages that have come, then steps each engine that has work, and again."""
+
+    def __init__(
+        self,
+        address: str,
+        clock: Clock,
+        engines: Sequence[SimulatedEngine],
+        cores: Turns | OwnCores,
+        deliver: Deliver,
+    ) -> None:
+        self.address, self.busy_s, self.works_since = address, 0.0, 0.0
+        self._clock, self._engines, self._cores, self._deliver = clock, engines, cores, deliver
+        self._inbox = deque[Message]()
+        self._turn = 0
+        """The engine that is stepped next; those before it had their step of this round."""
+        self._is_working = False
+
+    def post(self, message: Message) -> None:
+        """A message has arrived."""
+        self._inbox.append(message)
+        if not self._is_working:
+            self._is_working = True
+            self._go_on()
+
+    def report(self) -> Report:
+        return Report(name=self.address, running=0, waiting=0, pages_held=0, busy_s=self.busy_s)
+
+    def _go_on(self) -> None:
+        if self._turn == 0:
+            self._take_messages()
+        while self._turn < len(self._engines):
+            engine = self._engines[self._turn]
+            self._turn += 1
+            if engine.has_work():
+                self._cores.take(lambda engine=engine: self._begin(engine.step()))
+                return
+        self._turn = 0
+        if self._inbox or any(engine.has_work() for engine in self._engines):
+            self._go_on()
+        else:
+            self._is_working = False
+
+    def _take_messages(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            for engine in self._engines:
+                work = engine.accept(message)
+                if work is not None:
+                    if work.sends:
+                        self._deliver(self, work.sends, None)
+                    break
+            else:
+                raise TypeError(f"{self.address}: no stage takes {type(message).__name__}")
+
+    def _begin(self, work: Work) -> None:
+        self._clock.after(work.seconds, self._end, work)
+
+    def _end(self, work: Work) -> None:
+        self.busy_s += work.seconds
+        self._cores.leave()
+        self._deliver(self, work.sends, work.wrote)
+        self._go_on()

@@ -2,7 +2,7 @@
 
     python benchmarks/live_series.py --out benchmarks/results/live
 
-One server with the default settings answers all of them, in turn. Each run is one result file as
+One server answers all of them, in turn. Each run is one result file as
 ``triptych bench serve --save-dir`` writes it; ``fit-`` and ``held-`` in front of the name say what
 it is for.
 """
@@ -51,29 +51,39 @@ def opened(rate: float, requests: int) -> Level:
 
 
 CASES = (
-    Case("fit-1", closed(1, 5), lengths(256, 32, 1)),
-    Case("held-1", closed(2, 8), lengths(512, 32, 2)),
-    Case("fit-2", closed(4, 12), lengths(256, 32, 3)),
-    Case("held-2", opened(0.5, 14), lengths(256, 32, 4)),
-    Case("fit-3", closed(2, 6), lengths(1024, 16, 5)),
-    Case("held-3", closed(6, 14), lengths(128, 48, 6)),
-    Case("fit-4", closed(8, 16), lengths(64, 64, 7)),
-    Case("held-4", closed(4, 14), lengths(256, 32, 8, "mixed")),
-    Case("fit-5", opened(0.8, 20), lengths(200, 24, 9, "mixed")),
-    Case("held-5", opened(1.2, 24), lengths(128, 32, 10, "burstgpt")),
-    Case("fit-6", closed(12, 24), lengths(384, 24, 11)),
-    Case("held-6", closed(16, 32), lengths(200, 32, 12)),
+    Case("fit-1", closed(1, 4), lengths(256, 24, 1)),
+    Case("held-1", closed(2, 6), lengths(384, 24, 2)),
+    Case("fit-2", closed(4, 10), lengths(192, 24, 3)),
+    Case("held-2", opened(0.4, 12), lengths(192, 24, 4)),
+    Case("fit-3", closed(2, 4), lengths(768, 12, 5)),
+    Case("held-3", closed(6, 14), lengths(96, 40, 6)),
+    Case("fit-4", closed(8, 16), lengths(48, 48, 7)),
+    Case("held-4", closed(4, 12), lengths(192, 24, 8, "mixed")),
+    Case("fit-5", opened(0.6, 16), lengths(128, 24, 9, "mixed")),
+    Case("held-5", opened(0.8, 16), lengths(96, 24, 10, "burstgpt")),
+    Case("fit-6", closed(12, 20), lengths(192, 16, 11)),
+    Case("held-6", closed(16, 20), lengths(128, 24, 12)),
 )
+
+
+def settings(threads: int | None) -> dict[str, object]:
+    """The defaults, or stages with so many threads of their own."""
+    model: dict[str, object] = {"model": {"name": MODEL}}
+    if threads is None:
+        return model
+    actor = {"actor": {"threads": threads}}
+    return {**model, "prefill": actor, "compressor": actor, "decode": actor}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--port", type=int, default=8131)
+    parser.add_argument("--threads", type=int, help="of each stage; default: all cores, in turns")
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving({"model": {"name": MODEL}}, asked.port, Path(folder)) as server,
+        serving(settings(asked.threads), asked.port, Path(folder)) as server,
     ):
         for case in CASES:
             workload = Workload(**shallow(case.options.resolve()), model=MODEL)

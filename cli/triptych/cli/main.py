@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from triptych.cli import bench, config, evaluate, kernels, keys, model, pool
+from triptych.cli import bench, config, evaluate, kernels, keys, model, pool, simulate
 from triptych.cli.calibrate import calibrate
 from triptych.cli.output import notes
 from triptych.cli.serve import serve
@@ -24,6 +24,7 @@ app.command()(validate)
 app.command()(calibrate)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
+app.add_typer(simulate.app, name="simulate")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(pool.app, name="pool")

@@ -3,7 +3,7 @@
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.estimate import ByteModel, RequestBytes
 from triptych.router.journey import Journey, Journeys
-from triptych.router.plugins import BATCH_POLICIES
+from triptych.router.plugins import BATCH_POLICIES, schedule_named
 from triptych.router.snapshot import Explanation, RouterSnapshot
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Patience",
     "RequestBytes",
     "RouterSnapshot",
+    "schedule_named",
 ]

@@ -41,6 +41,8 @@ class Result:
     stage_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     series: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     simulated: bool = False
+    cores: int = 1
+    """Of the machine that it was measured on."""
 
     @property
     def name(self) -> str:
@@ -85,6 +87,7 @@ def _result(path: Path, data: Plain, row: Plain) -> Result:
         stage_seconds=_numbers(row.get("stage_seconds")),
         series=_series(row.get("server_series")),
         simulated=bool(row.get("simulated") or data.get("simulated")),
+        cores=_cores(data),
     )
 
 
@@ -110,6 +113,20 @@ def _requests(path: Path, row: Plain) -> Requests | None:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: a request in it makes no sense: {error}") from error
+
+
+def _cores(data: Plain) -> int:
+    """What the file says of the machine, at its top or under ``about``."""
+    for place in (data, _inner(data, "about")):
+        found = _inner(place, "host").get("cores")
+        if isinstance(found, int) and found > 0:
+            return found
+    return 1
+
+
+def _inner(data: Plain, name: str) -> Plain:
+    value = data.get(name)
+    return cast("Plain", value) if isinstance(value, dict) else {}
 
 
 def _numbers(value: object) -> dict[str, float]:

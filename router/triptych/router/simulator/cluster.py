@@ -1,7 +1,7 @@
 """A run in virtual time: clients, the real coordinator, and workers that pretend to compute."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from time import thread_time
@@ -10,6 +10,7 @@ from triptych.core.errors import TriptychError
 from triptych.core.messages import (
     Failed,
     Hello,
+    Message,
     Request,
     Sampling,
     Send,
@@ -70,7 +71,14 @@ class Trial:
 class Simulation:
     """One run. Everything the router decides, the real coordinator decides."""
 
-    def __init__(self, cluster: Cluster, costs: Costs, *, keep_gaps: bool = True) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        *,
+        keep_gaps: bool = True,
+        on_tick: Callable[[Trial], None] = lambda _: None,
+    ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
         self._coordinator = Coordinator(
@@ -82,7 +90,7 @@ class Simulation:
         self._sessions: Iterator[Chain] = iter(())
         self._is_closed_loop = False
         self._progress_s = 0.0
-        self._looks = 0
+        self._looks, self._on_tick = 0, on_tick
         self._wrote_at = dict[str, float]()
         self._workers = self._build_workers()
 
@@ -113,15 +121,24 @@ class Simulation:
         return self._finished()
 
     def _build_workers(self) -> dict[str, SimulatedWorker]:
-        cores = dict[str, Turns]()
+        cores = dict[str, Turns | OwnCores]()
         workers = dict[str, SimulatedWorker]()
         for address, arena, stages in self._cluster.workers:
-            shared = cores.setdefault(arena, Turns()) if self._cluster.shared_cores else OwnCores()
+            shared = cores.get(arena)
+            if shared is None:
+                shared = cores[arena] = self._cores()
             engines = engines_of(stages, self._cluster, self._costs)
             workers[address] = SimulatedWorker(
                 address, self.clock, engines, shared, self._from_worker
             )
         return workers
+
+    def _cores(self) -> Turns | OwnCores:
+        """Those of one machine."""
+        cluster = self._cluster
+        if not cluster.shared_cores:
+            return OwnCores(cluster.free_cores)
+        return Turns(1.0 if cluster.free_cores is None else cluster.cores / cluster.free_cores)
 
     # ---------------------------------------------------------------- clients
 
@@ -177,20 +194,22 @@ class Simulation:
 
     # ---------------------------------------------------------------- the router
 
-    def _decide(self, messages: Sequence[object], sender: str) -> None:
+    def _decide(self, messages: Sequence[Message], sender: str) -> None:
         started = thread_time()
         sends = self._coordinator.receive(messages, sender, self.clock.now)
         self.trial.decision_s.append(thread_time() - started)
         self._post(sends)
 
     def _post(self, sends: Sequence[Send]) -> None:
+        frames = dict[str, list[Message]]()
         for send in sends:
             if isinstance(send.message, Failed):
                 code = send.message.code or "failed"
                 self.clock.after(self._costs.reply_s, self._end, send.message.request, code)
             elif send.to in self._workers:
-                worker = self._workers[send.to]
-                self.clock.after(self._costs.hop_s, worker.post, send.message)
+                frames.setdefault(send.to, []).append(send.message)
+        for address, messages in frames.items():
+            self.clock.after(self._costs.hop_s, self._workers[address].post, messages)
 
     def _tick(self) -> None:
         now = self.clock.now
@@ -198,6 +217,7 @@ class Simulation:
             raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
         self._post(self._coordinator.tick(now))
         self._look()
+        self._on_tick(self.trial)
         self.clock.after(TICK_S, self._tick)
 
     def _look(self) -> None:

@@ -33,8 +33,6 @@ class Costs:
     decode_request_s: float = 0.003
     decode_token_s: float = 5e-7
     """For each stored token that a step attends to."""
-    contention: float = 1.0
-    """Slow-down by each core that neighbours keep busy: 1 doubles all times at one core."""
 
     def __post_init__(self) -> None:
         for name, value in self.as_dict().items():
@@ -43,14 +41,6 @@ class Costs:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
-
-    def slowed(self, other_cores: float) -> Self:
-        """The same on a machine whose neighbours keep so many cores busy."""
-        factor = 1.0 + self.contention * other_cores
-        scaled = {
-            name: value * factor for name, value in self.as_dict().items() if name.endswith("_s")
-        }
-        return type(self)(**scaled, contention=self.contention)
 
     @classmethod
     def of(cls, data: Mapping[str, object], source: str) -> Self:
@@ -80,6 +70,3 @@ class Costs:
         if not isinstance(costs, dict):
             raise ConfigError(f"{path}: no 'costs' in it: expected what `simulate fit` writes")
         return cls.of(cast("dict[str, object]", costs), str(path))
-
-
-SMOLLM2_ON_TWO_CORES = Costs()

@@ -47,6 +47,10 @@ class Cluster:
     """Workers that share a machine and its arena; 0: all of them."""
     shared_cores: bool = True
     """Whether the workers of a machine take turns on its cores, step by step."""
+    cores: int = 2
+    """Of each machine."""
+    free_cores: float | None = None
+    """What neighbours leave of them; None: all, and with cores of its own each worker has one."""
     capacity_bytes: int = 600 << 20
     """Page memory that requests may book, of each machine."""
     max_batch_requests: int = 32
@@ -66,6 +70,8 @@ class Cluster:
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
         require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")
+        free = self.free_cores
+        require(free is None or 0 < free <= self.cores, "free_cores", free, f"0 to {self.cores}")
         require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
 
     @cached_property

@@ -13,7 +13,9 @@ Deliver = Callable[["SimulatedWorker", Sequence[Send], Wrote | None], None]
 class Turns:
     """The cores of one machine: a step has all of them, whoever waited longest is next."""
 
-    def __init__(self) -> None:
+    def __init__(self, stretch: float = 1.0) -> None:
+        self.stretch = stretch
+        """Times that a step takes longer, as neighbours have some of the cores."""
         self._waiting = deque[Callable[[], None]]()
         self._taken = False
 
@@ -34,13 +36,22 @@ class Turns:
 
 
 class OwnCores:
-    """Cores that nobody else wants."""
+    """A core for each worker of a machine; if there are fewer, steps share them evenly."""
+
+    def __init__(self, free_cores: float | None = None) -> None:
+        self._free, self._busy = free_cores, 0
+
+    @property
+    def stretch(self) -> float:
+        """Times that a step takes longer, as of those that are under way when it begins."""
+        return 1.0 if self._free is None else max(1.0, self._busy / self._free)
 
     def take(self, go: Callable[[], None]) -> None:
+        self._busy += 1
         go()
 
     def leave(self) -> None:
-        return
+        self._busy -= 1
 
 
 class SimulatedWorker:
@@ -54,16 +65,16 @@ class SimulatedWorker:
         cores: Turns | OwnCores,
         deliver: Deliver,
     ) -> None:
-        self.address, self.busy_s, self.works_since = address, 0.0, 0.0
+        self.address, self.busy_s = address, 0.0
         self._clock, self._engines, self._cores, self._deliver = clock, engines, cores, deliver
         self._inbox = deque[Message]()
         self._turn = 0
         """The engine that is stepped next; those before it had their step of this round."""
         self._is_working = False
 
-    def post(self, message: Message) -> None:
-        """A message has arrived."""
-        self._inbox.append(message)
+    def post(self, messages: Sequence[Message]) -> None:
+        """A frame has arrived."""
+        self._inbox.extend(messages)
         if not self._is_working:
             self._is_working = True
             self._go_on()
@@ -99,10 +110,11 @@ class SimulatedWorker:
                 raise TypeError(f"{self.address}: no stage takes {type(message).__name__}")
 
     def _begin(self, work: Work) -> None:
-        self._clock.after(work.seconds, self._end, work)
+        seconds = work.seconds * self._cores.stretch
+        self._clock.after(seconds, self._end, work, seconds)
 
-    def _end(self, work: Work) -> None:
-        self.busy_s += work.seconds
+    def _end(self, work: Work, seconds: float) -> None:
+        self.busy_s += seconds
         self._cores.leave()
         self._deliver(self, work.sends, work.wrote)
         self._go_on()

@@ -1,0 +1,263 @@
+"""``triptych simulate``: the real router among pretended workers, in virtual time."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from triptych.cli.commas import numbers, words
+from triptych.cli.load_options import LoadOptions
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.loadgen.load import Load
+from triptych.cli.loadgen.shapes import SHAPES
+from triptych.cli.loadgen.stats import Slo
+from triptych.cli.loadgen.turns import requests_of
+from triptych.cli.loadgen.virtual import decision_ms, figures_of, jobs_of, per_job
+from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.simulate_fit import simulate_fit
+from triptych.core.config import RouterConfig, require
+from triptych.router import schedule_named
+from triptych.router.simulator import Cluster, Costs, Simulation, Trial
+from triptych.router.simulator.capacity import saturation_rate
+from triptych.router.simulator.setup import split_of
+
+app = typer.Typer(help="Simulate a cluster with the real router.", invoke_without_command=True)
+app.command("fit")(simulate_fit)
+
+NEAR_SATURATION = 0.8
+UNLIMITED_QUEUE = 1 << 40
+
+COLUMNS = {
+    "TTFT ms mean": "mean_ttft_ms",
+    "p99": "p99_ttft_ms",
+    "TPOT ms mean": "mean_tpot_ms",
+    "out tok/s": "output_throughput",
+    "req/s": "request_throughput",
+    "good/s": "request_goodput",
+    "good/s/GB KV": "goodput_per_gb_kv",
+    "failed": "failed",
+}
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run: a policy at a rate or a concurrency."""
+
+    policy: str
+    rate_per_s: float | None
+    concurrency: int | None
+    seed: int
+
+    def __str__(self) -> str:
+        pace = f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:.3g}/s"
+        return (
+            f"{self.policy} {'trace' if self.rate_per_s is None and not self.concurrency else pace}"
+        )
+
+
+@app.callback()
+def simulate(
+    context: typer.Context,
+    replicas: Annotated[
+        int | None, typer.Option(help="Workers in all: 3 in 10 prefill, 1 compresses, 6 decode.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
+    compress: Annotated[int, typer.Option(min=1, help="Compressors.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    workers_per_node: Annotated[int, typer.Option(min=0, help="0: all on one machine.")] = 0,
+    own_cores: Annotated[
+        bool, typer.Option(help="Workers compute at once; else those of a machine take turns.")
+    ] = False,
+    slots: Annotated[int, typer.Option(min=1, help="Requests of a decode worker.")] = 32,
+    capacity_mib: Annotated[int, typer.Option(min=1, help="Bookable pages of a machine.")] = 600,
+    max_queued: Annotated[
+        int | None, typer.Option(min=1, help="More are refused; default: never.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="One or more, as in dynamic,fcfs,static:p2c2d8.")
+    ] = "greedy_by_memory",
+    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 1000,
+    rate: Annotated[
+        str, typer.Option(help="Requests per second; default: 0.8 of saturation.")
+    ] = "",
+    load_factor: Annotated[
+        str, typer.Option(help="Rates as parts of saturation, as in 0.5,1,2.")
+    ] = "",
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop instead.")] = None,
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "mixed",
+    trace: Annotated[Path | None, typer.Option(help="Recorded traffic, .csv or .jsonl.")] = None,
+    speed: Annotated[float, typer.Option(help="Send a trace so many times as fast.")] = 1.0,
+    burstiness: Annotated[float | None, typer.Option(help="Gamma shape of gaps.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", help="What simulate fit wrote.")
+    ] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TTFT.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TPOT.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first run of each case.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.")
+    ] = None,
+    detailed: Annotated[bool, typer.Option(help="With every request in the JSON.")] = False,
+) -> None:
+    """Let the real coordinator route simulated requests to simulated workers.
+
+    Same policies, same books, same decisions as in the server; only computing takes virtual
+    time, by costs that were fitted to measured runs.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if replicas is not None:
+        require((prefill, compress, decode) == (1, 1, 1), "--replicas", replicas, "no other counts")
+        prefill, compress, decode = split_of(replicas)
+    cluster = Cluster(
+        prefill=prefill,
+        compress=compress,
+        decode=decode,
+        workers_per_node=workers_per_node,
+        shared_cores=not own_cores,
+        capacity_bytes=capacity_mib << 20,
+        max_batch_requests=slots,
+        router=RouterConfig(max_queued_requests=max_queued or UNLIMITED_QUEUE),
+    )
+    costs = Costs.read(costs_file) if costs_file else Costs()
+    load = LoadOptions(
+        shape="uniform" if trace else workload,
+        trace=trace,
+        speed=speed,
+        limit=requests,
+        burstiness=burstiness,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        max_output_tokens=max_output_tokens,
+    ).resolve()
+    policies = words(policy)
+    for name in policies:
+        schedule_named(name, slots)
+    saturation = saturation_of(cluster, costs, load)
+    rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
+    cases = [
+        Case(policy=name, rate_per_s=one, concurrency=concurrency, seed=seed + offset)
+        for one in rates
+        for offset in range(seeds)
+        for name in policies
+    ]
+    slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
+    rows = run_cases(cases, cluster, costs, load, requests, slo, detailed=detailed)
+    if json_file:
+        head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
+        decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
+        about = {"costs": costs.as_dict(), "workload": load.shape, "saturation_per_s": saturation}
+        write_json({**head, **about, "decision_ms": decisions, "rows": rows}, json_file)
+    table = [
+        [row["label"], row["level"], *(row.get(key) for key in COLUMNS.values())] for row in rows
+    ]
+    console.print(make_table(("policy", "load", *COLUMNS), table, "simulated"))
+
+
+def rates_of(
+    rate: str, load_factor: str, concurrency: int | None, saturation: float, *, has_trace: bool
+) -> list[float | None]:
+    """Rates in requests per second; None where a trace or a closed loop sets the pace.
+
+    Raises: ConfigError if two of them do
+    """
+    given = [name for name in (rate, load_factor, concurrency) if name]
+    require(len(given) <= 1, "--rate, --load-factor, --concurrency", given, "one of them")
+    if load_factor:
+        return [factor * saturation for factor in numbers(load_factor)]
+    if rate:
+        return list(numbers(rate))
+    return [None] if concurrency or has_trace else [NEAR_SATURATION * saturation]
+
+
+def saturation_of(cluster: Cluster, costs: Costs, load: Load) -> float:
+    """The rate that the cluster could serve at most, for requests as they are in this load."""
+    sample = load.sessions(min(500, len(load.trace) or 500))
+    turns = [turn for session in sample for turn in session.turns]
+    prompt = sum(turn.prompt_tokens for turn in turns) / len(turns)
+    output = sum(turn.output_tokens for turn in turns) / len(turns)
+    return saturation_rate(cluster, costs, prompt, output)
+
+
+def run_cases(
+    cases: list[Case],
+    cluster: Cluster,
+    costs: Costs,
+    load: Load,
+    requests: int,
+    slo: Slo,
+    *,
+    detailed: bool = False,
+) -> list[Row]:
+    """Simulate each case, with a bar on a terminal."""
+    bars = Progress(
+        TextColumn("{task.description:>24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=notes,
+        disable=not notes.is_terminal,
+    )
+    rows = list[Row]()
+    with bars:
+        for case in cases:
+            sessions = replace(load, seed=case.seed).sessions(requests, rate_per_s=case.rate_per_s)
+            bar = bars.add_task(str(case), total=requests_of(sessions))
+            router = replace(cluster.router, batch_policy=case.policy)
+            simulation = Simulation(
+                replace(cluster, router=router),
+                costs,
+                on_tick=lambda trial, bar=bar: bars.update(bar, completed=len(trial.outcomes)),
+            )
+            started = time.process_time()
+            trial = simulation.run(jobs_of(sessions), case.concurrency)
+            spent_s = time.process_time() - started
+            bars.update(bar, completed=len(trial.outcomes))
+            row = row_of(case, trial, slo, spent_s)
+            rows.append({**row, **per_job(trial)} if detailed else row)
+    return rows
+
+
+def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
+    """One run in the names of a measured one."""
+    done = sum(one.is_done for one in trial.outcomes) or 1
+    figures = figures_of(trial, slo)
+    return {
+        "simulated": True,
+        "label": case.policy,
+        "level": str(case).partition(" ")[2],
+        "seed": case.seed,
+        "max_concurrency": case.concurrency,
+        "request_rate": case.rate_per_s,
+        "num_prompts": len(trial.outcomes),
+        **figures,
+        "stage_seconds": {name: s / done for name, s in trial.state_seconds.items() if s},
+        "busy_seconds": trial.busy_s,
+        "counters": trial.counters,
+        "decision_ms": decision_ms(trial),
+        "cpu_s": spent_s,
+    }
+
+
+def worst_decisions(rows: list[Row]) -> dict[str, float]:
+    """The largest of each over all runs."""
+    each = [cast("dict[str, float]", row["decision_ms"]) for row in rows]
+    return {name: max(decisions[name] for decisions in each) for name in each[0]}
+
+
+def described(cluster: Cluster) -> dict[str, object]:
+    """A cluster as result files have it."""
+    names = ("prefill", "compress", "decode", "colocated", "workers_per_node", "shared_cores")
+    names += ("capacity_bytes", "max_batch_requests", "chunk_tokens", "high_share")
+    return {name: getattr(cluster, name) for name in names}

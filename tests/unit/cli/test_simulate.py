@@ -1,0 +1,104 @@
+"""``triptych simulate`` as a user calls it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from triptych.cli import main as command
+from triptych.cli.loadgen.results import read_results
+from triptych.cli.loadgen.virtual import weighted
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            command.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decisions(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "s.json"
+    code, out, _ = run(
+        "simulate", "--replicas", "10", "--own-cores", "--requests", "60", "--policy",
+        "dynamic,static:p1c1d8", "--slo-ttft-ms", "2000", "--json", str(path), "--detailed",
+    )  # fmt: skip
+    assert code == 0
+    assert "simulated" in out
+    data = json.loads(path.read_text())
+    assert data["simulated"] is True
+    assert 0 < data["decision_ms"]["p50"] <= data["decision_ms"]["p99"]
+    dynamic, static = read_results(path)
+    assert (dynamic.label, static.label) == ("dynamic", "static:p1c1d8")
+    assert dynamic.simulated
+    for name in ("mean_ttft_ms", "p99_tpot_ms", "mean_itl_ms", "request_goodput", "mean_kv_bytes"):
+        assert dynamic.figures[name] > 0
+    assert dynamic.figures["completed"] == 60
+    assert dynamic.requests is not None
+    assert len(dynamic.requests.ttft_s) == 60
+    code, out, _ = run("bench", "compare", str(path), str(path), "--json")
+    assert code == 0
+    assert json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--policy", "gredy_by_memory"], "greedy_by_memory"),
+        (["--policy", "static:p2c2"], "static:p2c2d8"),
+        (["--policy", "static:p1c1d8", "--slots", "4"], "max_batch_requests=4"),
+        (["--replicas", "2"], "at least 3"),
+        (["--replicas", "9", "--decode", "3"], "no other counts"),
+        (["--rate", "1", "--concurrency", "2"], "one of them"),
+        (["--workload", "chat"], "conversations"),
+        (["--trace", "none.csv"], "none.csv"),
+        (["--costs", "none.json"], "none.json"),
+        (["--rate", "quick"], "numbers"),
+    ],
+)
+def test_what_makes_no_sense_is_exit_code_2_before_anything_starts(
+    run: Run, options: list[str], says: str
+) -> None:
+    code, _, err = run("simulate", "--requests", "5", *options)
+    assert code == 2
+    assert says in err
+
+
+def test_a_fit_reads_measured_files_and_its_costs_are_read_back(run: Run, tmp_path: Path) -> None:
+    measured, costs = tmp_path / "m.json", tmp_path / "c.json"
+    lists = {
+        "input_lens": [100] * 4, "output_lens": [5] * 4, "ttfts": [0.2] * 4,
+        "itls": [[0.05] * 4] * 4, "start_times": [0.0, 1.0, 2.0, 3.0],
+    }  # fmt: skip
+    flat = {"label": "m", "request_rate": 1.0, "request_throughput": 1.1, **lists}
+    measured.write_text(json.dumps(flat))
+    code, out, err = run(
+        "simulate", "fit", str(measured), "--held-out", str(measured), "--json", str(costs)
+    )
+    assert (code, "held out" in out) == (0, True), err
+    data = json.loads(costs.read_text())
+    assert data["held_out_errors"]["mean_ttft_s"] < 0.3
+    code, _, _ = run("simulate", "--requests", "5", "--costs", str(costs))
+    assert code == 0
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps({"request_throughput": 1.0}))
+    code, _, err = run("simulate", "fit", str(bare))
+    assert (code, "save-dir" in err) == (2, True)
+
+
+def test_gaps_with_counts_become_a_list_that_is_not_too_long() -> None:
+    assert weighted([(2.0, 1), (1.0, 3)]) == [1.0, 1.0, 1.0, 2.0]
+    many = weighted([(1.0, 300_000), (3.0, 100_000)])
+    assert len(many) == 200_000
+    assert many.count(3.0) == 50_000

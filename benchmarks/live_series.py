@@ -16,6 +16,7 @@ from pathlib import Path
 from server import serving
 
 from triptych.cli.bench import described, save_details
+from triptych.cli.commas import words
 from triptych.cli.load_options import LoadOptions, shallow
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.measure import Level, ServeBenchmark, measure
@@ -66,13 +67,15 @@ CASES = (
 )
 
 
-def settings(threads: int | None) -> dict[str, object]:
-    """The defaults, or stages with so many threads of their own."""
-    model: dict[str, object] = {"model": {"name": MODEL}}
-    if threads is None:
-        return model
-    actor = {"actor": {"threads": threads}}
-    return {**model, "prefill": actor, "compressor": actor, "decode": actor}
+def settings(threads: int | None, record: Path | None) -> dict[str, object]:
+    """The defaults; or stages with so many threads of their own, and a router that is recorded."""
+    found: dict[str, object] = {"model": {"name": MODEL}}
+    if record is not None:
+        found["router"] = {"record": str(record.resolve())}
+    if threads is not None:
+        actor = {"actor": {"threads": threads}}
+        found |= {"prefill": actor, "compressor": actor, "decode": actor}
+    return found
 
 
 def main() -> None:
@@ -80,12 +83,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--port", type=int, default=8131)
     parser.add_argument("--threads", type=int, help="of each stage; default: all cores, in turns")
+    parser.add_argument("--only", default="", help="names of runs, with commas between them")
+    parser.add_argument("--record", type=Path, help="write the router's decisions here")
     asked = parser.parse_args()
+    wanted = words(asked.only) or [case.name for case in CASES]
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(settings(asked.threads), asked.port, Path(folder)) as server,
+        serving(settings(asked.threads, asked.record), asked.port, Path(folder)) as server,
     ):
-        for case in CASES:
+        for case in (case for case in CASES if case.name in wanted):
             workload = Workload(**shallow(case.options.resolve()), model=MODEL)
             benchmark = ServeBenchmark(
                 url=server.url,

@@ -18,6 +18,7 @@ from triptych.cli.loadgen.turns import requests_of
 from triptych.cli.loadgen.virtual import decision_ms, figures_of, jobs_of, per_job
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.simulate_fit import simulate_fit
+from triptych.cli.simulate_replay import simulate_replay
 from triptych.core.config import RouterConfig, require
 from triptych.router import schedule_named
 from triptych.router.simulator import Cluster, Costs, Simulation, Trial
@@ -26,6 +27,7 @@ from triptych.router.simulator.setup import split_of
 
 app = typer.Typer(help="Simulate a cluster with the real router.", invoke_without_command=True)
 app.command("fit")(simulate_fit)
+app.command("replay")(simulate_replay)
 
 NEAR_SATURATION = 0.8
 UNLIMITED_QUEUE = 1 << 40

@@ -10,6 +10,7 @@ import typer
 from triptych.cli.output import JsonFlag, console, make_table
 from triptych.cli.servefile import ServedApp, read_serve_file
 from triptych.core.config import ActorConfig, AppConfig
+from triptych.router import schedule_named
 
 ConfigPath = Annotated[Path, typer.Argument(help="A Ray Serve config file.")]
 
@@ -134,6 +135,7 @@ def _in_words(pages: dict[str, object] | None) -> str:
 
 def _facts(app: ServedApp) -> Facts:
     check_keys(app.config)
+    schedule_named(app.config.router.batch_policy, app.config.decode.max_batch_requests)
     return Facts(
         name=app.name,
         route_prefix=app.route_prefix,

@@ -262,7 +262,9 @@ class RouterConfig:
     """What runs next, where, and whether at all."""
 
     batch_policy: str = "greedy_by_memory"
-    """How waiting requests are chosen: ``greedy_by_memory``, or ``fifo`` as the baseline."""
+    """How waiting requests are chosen, and in what batches they go: ``greedy_by_memory``,
+    ``dynamic`` (the same, in batches whose sizes follow the load), or the baselines ``fcfs`` and
+    ``static:p<X>c<Y>d<Z>`` (batches of fixed sizes, as in ``static:p2c2d8``)."""
 
     patience_s: float = 5.0
     """Seconds after which a waiting request can no longer be overtaken."""
@@ -272,6 +274,10 @@ class RouterConfig:
 
     prefill_batch_tokens: int = 2048
     """Prompt tokens that are sent to one prefill worker at once."""
+
+    record: str = ""
+    """File to which every message to the router is written, prompts included, with what it
+    decided, for ``triptych simulate replay``; empty: none."""
 
     def __post_init__(self) -> None:
         require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")

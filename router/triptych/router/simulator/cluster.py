@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from time import thread_time
 
+from triptych.core.config import RouterConfig
 from triptych.core.errors import TriptychError
 from triptych.core.messages import (
     Failed,
@@ -16,6 +17,7 @@ from triptych.core.messages import (
     Send,
     Submit,
 )
+from triptych.core.pages import PagePlan
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.simulator.clock import Clock
 from triptych.router.simulator.costs import Costs
@@ -78,12 +80,11 @@ class Simulation:
         *,
         keep_gaps: bool = True,
         on_tick: Callable[[Trial], None] = lambda _: None,
+        make: Callable[[RouterConfig, PagePlan, int, Patience], Coordinator] = Coordinator,
     ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
-        self._coordinator = Coordinator(
-            cluster.router, cluster.plan, cluster.capacity_bytes, Patience()
-        )
+        self._coordinator = make(cluster.router, cluster.plan, cluster.capacity_bytes, Patience())
         self._outcomes = dict[str, Outcome]()
         self._rest = dict[str, Iterator[Job]]()
         """What follows a request that is under way, or to come, in its session."""

@@ -11,6 +11,7 @@ from triptych.cli.bench import described, save_details
 from triptych.cli.bench_compare import compare
 from triptych.cli.loadgen.gauges import Series, read_gauges
 from triptych.cli.loadgen.measure import Level, ServeBenchmark, measure
+from triptych.cli.loadgen.plot import curve, draw_all
 from triptych.cli.loadgen.results import read_results
 from triptych.cli.loadgen.run import Run
 from triptych.cli.loadgen.sample import Chunk, Sample
@@ -114,3 +115,24 @@ def test_a_server_without_our_gauges_has_no_series() -> None:
 def test_the_busiest_moment_counts_who_was_under_way() -> None:
     spans = [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)]
     assert most_at_once([Sample(start, end) for start, end in spans]) == 2
+
+
+def test_pictures_are_drawn_of_what_the_results_have(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [result for path in measured(tmp_path) for result in read_results(path)]
+    paths = draw_all(results, tmp_path / "out", "b")
+    kinds = {path.name: path.read_bytes()[:4] for path in paths}
+    assert {"b-latency.png", "b-rates.png", "b-memory.png"} <= kinds.keys()
+    assert set(kinds.values()) == {b"\x89PNG"}
+
+
+def test_a_curve_has_the_median_of_its_runs_and_their_spread(tmp_path: Path) -> None:
+    rows = [
+        {"label": "a", "request_rate": rate, "request_throughput": value}
+        for rate, value in ((2.0, 5.0), (1.0, 1.0), (1.0, 3.0), (1.0, 2.0))
+    ]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert curve(read_results(path), "request_throughput") == {
+        "a": ([1.0, 2.0], [2.0, 5.0], [1.0, 5.0], [3.0, 5.0])
+    }

@@ -98,7 +98,7 @@ def test_a_fit_reads_measured_files_and_its_costs_are_read_back(run: Run, tmp_pa
 
 
 def test_gaps_with_counts_become_a_list_that_is_not_too_long() -> None:
-    assert weighted([(2.0, 1), (1.0, 3)]) == [1.0, 1.0, 1.0, 2.0]
-    many = weighted([(1.0, 300_000), (3.0, 100_000)])
+    assert weighted({2.0: 1, 1.0: 3}) == [1.0, 1.0, 1.0, 2.0]
+    many = weighted({1.0: 300_000, 3.0: 100_000})
     assert len(many) == 200_000
     assert many.count(3.0) == 50_000

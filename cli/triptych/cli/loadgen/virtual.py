@@ -1,6 +1,6 @@
 """A simulated run in the words of a measured one: the same loads in, the same figures out."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from triptych.cli.loadgen.stats import Figures, Slo, distribution, goodput_per_gb, percentile
 from triptych.cli.loadgen.turns import Session
@@ -72,12 +72,12 @@ def is_inside(outcome: Outcome, slo: Slo) -> bool:
 MOST_VALUES = 200_000
 
 
-def weighted(gaps: Sequence[tuple[float, int]]) -> list[float]:
+def weighted(gaps: Mapping[float, int]) -> list[float]:
     """Gaps with how often each occurred, as a list; thinned out evenly where it would be long."""
-    total = sum(count for _, count in gaps)
+    total = sum(gaps.values())
     every = max(1, total // MOST_VALUES)
     values, seen = list[float](), 0
-    for gap, count in sorted(gaps):
+    for gap, count in sorted(gaps.items()):
         before, seen = seen // every, seen + count
         values += [gap] * (seen // every - before)
     return values

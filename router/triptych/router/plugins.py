@@ -4,7 +4,7 @@ from triptych.core.registry import Registry
 from triptych.router.batching import BatchPolicy
 from triptych.router.schedule import STATIC, Schedule, static_schedule
 
-BATCH_POLICIES = Registry[BatchPolicy | Schedule](
+BATCH_POLICIES = Registry[BatchPolicy](
     kind="batch_policies",
     builtin={
         "greedy_by_memory": "triptych.router.batching:greedy_by_memory",

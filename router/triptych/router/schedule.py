@@ -6,6 +6,8 @@ from typing import Self
 
 from triptych.core.errors import ConfigError
 from triptych.router.batching import BatchPolicy, fifo
+from triptych.router.line import Line
+from triptych.router.snapshot import Budget, Waiting
 
 STATIC = "static:"
 STATIC_WAIT_S = 0.5
@@ -50,6 +52,10 @@ class Schedule:
     """With ``most``, a decode batch runs to its end before another one joins."""
     is_adaptive: bool = False
     """Whether sizes follow what waits and what is free."""
+
+    def __call__(self, line: Line, budget: Budget) -> list[Waiting]:
+        """Choose as the policy does, so that a schedule may stand where a policy does."""
+        return self.choose(line, budget)
 
     def slots(self, worker_slots: int) -> int:
         """Requests that may be chosen for a decode worker that holds ``worker_slots`` at once.

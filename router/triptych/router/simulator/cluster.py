@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import inf
 from time import thread_time
 
 from triptych.core.config import RouterConfig
@@ -96,8 +97,10 @@ class Simulation:
         self._wrote_at = dict[str, float]()
         self._workers = self._build_workers()
 
-    def run(self, sessions: Iterable[Chain], concurrency: int | None = None) -> Trial:
-        """Serve all sessions to their end.
+    def run(
+        self, sessions: Iterable[Chain], concurrency: int | None = None, stop_s: float = inf
+    ) -> Trial:
+        """Serve all sessions to their end, or until ``stop_s``.
 
         ``sessions`` are in the order in which they are due. With ``concurrency`` so many are
         always under way, whenever they were due.
@@ -118,7 +121,7 @@ class Simulation:
         self._sessions, self._is_closed_loop = iter(sessions), concurrency is not None
         for _ in range(concurrency or 1):
             self._begin_session()
-        while self._rest and self.clock.step():
+        while self._rest and self.clock.now < stop_s and self.clock.step():
             pass
         return self._finished()
 

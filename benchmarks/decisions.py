@@ -1,0 +1,79 @@
+"""CPU time of the router's decisions against the number of workers and of waiting requests.
+
+    python benchmarks/decisions.py --json benchmarks/results/decisions.json
+
+The real coordinator in virtual time, with more requests at once than the cluster holds. Counted are
+all messages after the last of them has arrived. No model, no server.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.loadgen.stats import percentile
+from triptych.cli.output import console, make_table, write_json
+from triptych.core.config import RouterConfig
+from triptych.router.simulator import Cluster, Costs, Job, Simulation
+from triptych.router.simulator.setup import split_of
+
+CASES = (
+    *((replicas, 1000) for replicas in (10, 30, 100, 300, 1000)),
+    *((1000, waiting) for waiting in (100, 10_000, 40_000)),
+)
+WORKERS_PER_NODE = 10
+STOP_S = 2.0
+SLOTS = 32
+
+
+def jobs(count: int) -> Iterator[tuple[Job, ...]]:
+    """Requests of many sizes, all due at once."""
+    draw = Random(1)
+    for number in range(count):
+        yield (Job(f"r{number}", draw.randint(64, 1024), draw.randint(8, 64)),)
+
+
+def measure(replicas: int, waiting: int, policy: str) -> dict[str, object]:
+    """One cluster with a line of about this length."""
+    prefill, compress, decode = split_of(replicas)
+    cluster = Cluster(
+        prefill=prefill,
+        compress=compress,
+        decode=decode,
+        workers_per_node=WORKERS_PER_NODE,
+        shared_cores=False,
+        max_batch_requests=SLOTS,
+        router=RouterConfig(batch_policy=policy, max_queued_requests=1 << 40),
+    )
+    count = waiting + decode * SLOTS
+    simulation = Simulation(cluster, Costs(), keep_gaps=False)
+    trial = simulation.run(jobs(count), stop_s=STOP_S)
+    times = [seconds * 1e3 for seconds in trial.decision_s[count + 2 * replicas :]]
+    left = count - trial.counters.get("admitted", 0)
+    return {
+        "replicas": replicas,
+        "waiting": waiting,
+        "waiting_at_end": left,
+        "policy": policy,
+        "decisions": len(times),
+        "p50_ms": percentile(times, 50),
+        "p99_ms": percentile(times, 99),
+        "mean_ms": sum(times) / len(times),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--policy", default="greedy_by_memory")
+    asked = parser.parse_args()
+    host, rows = host_info(), list[dict[str, object]]()
+    for replicas, waiting in CASES:
+        rows.append(measure(replicas, waiting, asked.policy))
+        write_json({"simulated": True, "host": host, "rows": rows}, asked.json)
+    console.print(make_table([*rows[0]], [[*row.values()] for row in rows], "CPU time"))
+
+
+if __name__ == "__main__":
+    main()

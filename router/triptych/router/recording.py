@@ -1,5 +1,5 @@
 # msgpack has no type hints; nothing untyped leaves this module.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """What a live router heard and decided, written down, and the same done again from the file."""
 
 import os

@@ -50,7 +50,7 @@ def draw_all(results: Sequence[Result], folder: Path, name: str) -> list[Path]:
             figure.suptitle("simulator")
         path = folder / f"{name}-{kind}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=80)
         paths.append(path)
     if not paths:
         raise ConfigError("nothing to draw: the results have neither requests nor rates")
@@ -118,11 +118,14 @@ def _tpots(result: Result) -> Sequence[float]:
 
 
 def _stages(axes: "Axes", results: Sequence[Result]) -> None:
-    """Stacked bars: hatched where a request waits for the router, plain where a worker has it."""
-    names = [result.name for result in results]
-    bottom = [0.0] * len(results)
+    """Stacked bars, medians over runs of one name: hatched where a request waits for the router."""
+    names = list(dict.fromkeys(result.name for result in results))
+    bottom = [0.0] * len(names)
     for index, stage in enumerate(STAGES):
-        heights = [result.stage_seconds.get(stage, 0.0) for result in results]
+        heights = [
+            median(one.stage_seconds.get(stage, 0.0) for one in results if one.name == name)
+            for name in names
+        ]
         hatch = "//" if stage in QUEUES else None
         axes.bar(names, heights, bottom=bottom, color=f"C{index}", hatch=hatch, label=stage)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]

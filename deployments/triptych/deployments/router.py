@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -20,8 +19,8 @@ from triptych.deployments.plan import AppPlan
 from triptych.deployments.rundir import RunDir
 from triptych.deployments.status import Status
 from triptych.kvpool import PoolWatcher
-from triptych.router import Coordinator, Patience
-from triptych.router.recording import RecordingCoordinator
+from triptych.router import Patience
+from triptych.router.recording import end_recording, open_coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,12 @@ class RouterShell:
 
     async def __init__(self, plan: AppPlan) -> None:
         self._run_dir = RunDir.enter(plan.run_dir)
-        self._coordinator = _coordinator(plan)
+        self._coordinator = open_coordinator(
+            plan.config.router,
+            plan.pages,
+            plan.bookable_bytes,
+            Patience(reclaim_s=RECLAIM_S),
+        )
         self._pool = PoolWatcher(plan.pool_address)
         self._watched = set[str]()
         self._reports = dict[str, Report]()
@@ -62,8 +66,7 @@ class RouterShell:
                     await asyncio.sleep(TICK_S)
         self._ticking.cancel()
         await self._mailbox.stop()
-        if isinstance(self._coordinator, RecordingCoordinator):
-            self._coordinator.close()
+        end_recording(self._coordinator)
         await asyncio.to_thread(self._pool.close)
         await _close_pool()
         self._run_dir.leave()
@@ -111,15 +114,6 @@ class RouterShell:
                 self._post(self._coordinator.on(lent, POOL, time.monotonic()))
         except PoolError as error:  # then nothing is left of anybody, and nothing is lent
             logger.warning("the pool does not hear %s: %s", message, error)
-
-
-def _coordinator(plan: AppPlan) -> Coordinator:
-    """The one that decides; told to, it writes down what it hears and decides."""
-    config, patience = plan.config.router, Patience(reclaim_s=RECLAIM_S)
-    if config.record:
-        path = Path(config.record)
-        return RecordingCoordinator(path, config, plan.pages, plan.bookable_bytes, patience)
-    return Coordinator(config, plan.pages, plan.bookable_bytes, patience)
 
 
 async def _close_pool() -> None:

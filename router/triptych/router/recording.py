@@ -107,6 +107,24 @@ class RecordingCoordinator(Coordinator):
         self._file.write(cast("bytes", msgpack.packb(record)))
 
 
+def open_coordinator(
+    config: RouterConfig, plan: PagePlan, capacity_bytes: int, patience: Patience
+) -> Coordinator:
+    """A coordinator; if ``router.record`` says so, one that is recorded.
+
+    Raises: ConfigError if the recording cannot be written
+    """
+    if config.record:
+        return RecordingCoordinator(Path(config.record), config, plan, capacity_bytes, patience)
+    return Coordinator(config, plan, capacity_bytes, patience)
+
+
+def end_recording(coordinator: Coordinator) -> None:
+    """Close the file of one that is recorded."""
+    if isinstance(coordinator, RecordingCoordinator):
+        coordinator.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """How far a recording was followed, and where the decisions parted, if they did."""

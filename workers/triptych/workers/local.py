@@ -41,7 +41,8 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
-from triptych.router import Coordinator, Journeys, Patience
+from triptych.router import Journeys, Patience
+from triptych.router.recording import end_recording, open_coordinator
 from triptych.workers.build import load_brain, make_engines, prefix_store
 from triptych.workers.cores import Turns
 from triptych.workers.loop import StageLoop
@@ -112,11 +113,11 @@ class LocalServer:
         store = prefix_store(config, self.plan, self.pool, facts.weights)
         engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, store)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
-        self._coordinator = Coordinator(
+        self._coordinator = open_coordinator(
             config.router,
             self.plan,
             capacity_bytes=pages * self.plan.page_bytes - self.plan.prefix_bytes,
-            patience=Patience(report_bound_s=math.inf),
+            patience=Patience(report_bound_s=math.inf, silent_s=math.inf),
         )
         self._lock = threading.Lock()
         self._watch = watch
@@ -143,6 +144,7 @@ class LocalServer:
         trace: TracebackType | None,
     ) -> None:
         self._loop.stop()
+        end_recording(self._coordinator)
         self.pool.close()
         self._directory.cleanup()
 
@@ -190,6 +192,13 @@ class LocalServer:
             except queue.Empty:
                 if not self._loop.is_alive:
                     raise StageLost(WORKER) from None
+                self._tick()  # a batch of fixed size may wait to be let go
+
+    def _tick(self) -> None:
+        with self._lock:
+            sends = self._coordinator.tick(time.monotonic())
+        for send in sends:
+            self._route(send)
 
     # ---------------------------------------------------------------- delivery
 

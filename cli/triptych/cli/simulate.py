@@ -30,6 +30,8 @@ app.command("fit")(simulate_fit)
 app.command("replay")(simulate_replay)
 
 NEAR_SATURATION = 0.8
+NODE_WORKERS = 10
+"""Workers of a machine in a cluster that is given by their number."""
 UNLIMITED_QUEUE = 1 << 40
 
 COLUMNS = {
@@ -71,10 +73,13 @@ def simulate(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     compress: Annotated[int, typer.Option(min=1, help="Compressors.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
-    workers_per_node: Annotated[int, typer.Option(min=0, help="0: all on one machine.")] = 0,
+    workers_per_node: Annotated[
+        int | None, typer.Option(min=0, help="0: all on one machine; with --replicas 10.")
+    ] = None,
     own_cores: Annotated[
-        bool, typer.Option(help="Workers compute at once; else those of a machine take turns.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Workers compute at once, as with --replicas; else in turns."),
+    ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Requests of a decode worker.")] = 32,
     capacity_mib: Annotated[int, typer.Option(min=1, help="Bookable pages of a machine.")] = 600,
     max_queued: Annotated[
@@ -118,6 +123,7 @@ def simulate(
     """
     if context.invoked_subcommand is not None:
         return
+    is_large = replicas is not None
     if replicas is not None:
         require((prefill, compress, decode) == (1, 1, 1), "--replicas", replicas, "no other counts")
         prefill, compress, decode = split_of(replicas)
@@ -125,8 +131,8 @@ def simulate(
         prefill=prefill,
         compress=compress,
         decode=decode,
-        workers_per_node=workers_per_node,
-        shared_cores=not own_cores,
+        workers_per_node=NODE_WORKERS * is_large if workers_per_node is None else workers_per_node,
+        shared_cores=not (is_large if own_cores is None else own_cores),
         capacity_bytes=capacity_mib << 20,
         max_batch_requests=slots,
         router=RouterConfig(max_queued_requests=max_queued or UNLIMITED_QUEUE),

@@ -31,7 +31,7 @@ def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decision
 ) -> None:
     path = tmp_path / "s.json"
     code, out, _ = run(
-        "simulate", "--replicas", "10", "--own-cores", "--requests", "60", "--policy",
+        "simulate", "--replicas", "10", "--requests", "60", "--policy",
         "dynamic,static:p1c1d8", "--slo-ttft-ms", "2000", "--json", str(path), "--detailed",
     )  # fmt: skip
     assert code == 0

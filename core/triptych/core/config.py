@@ -339,6 +339,10 @@ class AppConfig:
     topology: Literal["disaggregated", "colocated"] = "disaggregated"
     """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process."""
 
+    node_resource: str = ""
+    """A custom Ray resource that one node of the cluster has: every actor of this application runs
+    there, since they share that node's memory. Empty: the cluster is one node."""
+
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     """The prefill stage."""
 

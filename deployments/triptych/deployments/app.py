@@ -16,6 +16,7 @@ from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.ingress import IngressShell
+from triptych.deployments.placement import Resources, sliver, wait_for_home
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.pool import PoolShell
 from triptych.deployments.router import POOL_ACTOR, RouterShell
@@ -38,8 +39,13 @@ def build_app(args: dict[str, object]) -> Application:
     """
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
-    check_gpus(config, ray.cluster_resources().get("GPU", 0.0))
+    node = wait_for_home(config.node_resource, _alive_nodes)
+    check_gpus(config, node.get("GPU", 0.0))
     return wire(plan)
+
+
+def _alive_nodes() -> list[Resources]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def make_plan(config: AppConfig) -> AppPlan:
@@ -62,13 +68,13 @@ def make_plan(config: AppConfig) -> AppPlan:
 
 
 def check_gpus(config: AppConfig, available: float) -> None:
-    """Raise ConfigError if the stages together ask for more GPUs than the cluster has."""
+    """Raise ConfigError if the stages together ask for more GPUs than their node has."""
     wanted = {stage: _gpus(actor_config(config, stage)) for stage in groups(config)}
     if sum(wanted.values()) > available:
         asked = ", ".join(f"{stage} {count:g}" for stage, count in wanted.items() if count)
         raise ConfigError(
-            f"num_gpus: the stages ask for {sum(wanted.values()):g} GPUs ({asked}) and the cluster "
-            f"has {available:g}: lower num_gpus or num_replicas, or add nodes"
+            f"num_gpus: the stages ask for {sum(wanted.values()):g} GPUs ({asked}) and their node "
+            f"has {available:g}: lower num_gpus or num_replicas, or give the node more"
         )
 
 
@@ -81,18 +87,19 @@ def groups(config: AppConfig) -> dict[Stage, tuple[Stage, ...]]:
 
 def wire(plan: AppPlan) -> Application:
     """Bind the deployments: workers know the router by its address, Serve by its graph."""
+    here = sliver(plan.config.node_resource)
     router = serve.deployment(
         RouterShell,
         name="Router",
         max_ongoing_requests=UNLIMITED,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": here},
         health_check_period_s=1,
         deployment_actors=[
             DeploymentActorConfig(
                 name=POOL_ACTOR,
                 actor_class=ray.remote(PoolShell),
                 init_kwargs={"plan": plan},
-                actor_options={"num_cpus": 0},
+                actor_options={"num_cpus": 0, "resources": here},
             )
         ],
     ).bind(plan)
@@ -102,7 +109,7 @@ def wire(plan: AppPlan) -> Application:
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
         max_ongoing_requests=UNLIMITED,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": here},
         health_check_period_s=1,
     ).bind(plan, router, *workers)
 
@@ -119,6 +126,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
         ray_actor_options={
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
+            "resources": sliver(plan.config.node_resource),
             "runtime_env": {"env_vars": BRIEF_SPINNING},
         },
     ).bind(plan, members)

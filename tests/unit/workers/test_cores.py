@@ -1,5 +1,6 @@
 """Turns on the cores, with real processes."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.workers.cores import OwnCores, Turns
+from triptych.workers.cores import OwnCores, Turns, usable_cores
 
 WORKER = """
 import sys, time
@@ -86,3 +87,26 @@ def test_a_worker_that_is_killed_in_its_step_does_not_keep_the_turn(tmp_path: Pa
 def test_own_cores_sets_the_threads_once() -> None:
     with OwnCores(1).step():
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "300000 100000\n"}, 3),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu.max": "nonsense"}, 16),
+        ({}, 16),
+    ],
+)
+def test_a_container_uses_the_cores_that_it_has_time_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == cores

@@ -14,6 +14,32 @@ from pathlib import Path
 
 import torch
 
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process may use: those it may run on, or what its container has time for.
+
+    A container sees all cores of its machine. With a thread on each and the time of eight, the
+    kernel stops all of them for most of every period.
+    """
+    quota = _quota(cgroup)
+    affinity = len(os.sched_getaffinity(0))
+    return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Cores' worth of CPU time of this container, by cgroup v2 or v1; None: no limit."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
+    except (OSError, ValueError):
+        return None
+    return int(quota) / int(period) if quota.strip().isdigit() and int(period) > 0 else None
+
 
 class OwnCores:
     """Every step takes the same number of threads, whatever others do."""
@@ -40,7 +66,7 @@ class Turns:
             os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for name in ("next", "turn")
         )
-        torch.set_num_threads(cores or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(cores or usable_cores())
 
     @contextmanager
     def step(self) -> Generator[None]:

@@ -8,6 +8,7 @@ import typer
 
 from triptych.cli import bench, config, evaluate, kernels, keys, model, pool, simulate
 from triptych.cli.calibrate import calibrate
+from triptych.cli.drain import drain
 from triptych.cli.output import notes
 from triptych.cli.serve import serve
 from triptych.cli.validate import validate
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(validate)
 app.command()(calibrate)
+app.command()(drain)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")

@@ -32,9 +32,25 @@ def read_serve_file(path: Path) -> list[ServedApp]:
 
     Raises: ConfigError naming the file, the key, the value and what was expected
     """
+    return parse_serve_config(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises: ConfigError naming it
+    """
     try:
-        body: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse_serve_config(text: str, path: str) -> list[ServedApp]:
+    """What ``read_serve_file`` does, for a text that came from ``path``."""
+    try:
+        body: object = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {error}") from error
     applications = (
         cast("dict[str, Any]", body).get("applications") if isinstance(body, dict) else None
@@ -59,7 +75,7 @@ def _is_ours(item: Any) -> bool:
     return isinstance(item, dict) and cast("dict[str, Any]", item).get("import_path") == IMPORT_PATH
 
 
-def _read_app(path: Path, item: dict[str, Any]) -> ServedApp:
+def _read_app(path: str, item: dict[str, Any]) -> ServedApp:
     args: object = item.get("args") or {}
     if not isinstance(args, dict):
         raise ConfigError(f"{path}: args={args!r}: expected a mapping")

@@ -1,18 +1,28 @@
-"""``triptych validate``: find what is wrong with a config file before anything starts."""
+"""``triptych validate``: find what is wrong with a file before anything starts."""
 
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from triptych.cli.output import JsonFlag, console, make_table
-from triptych.cli.servefile import ServedApp, read_serve_file
+from triptych.cli.manifests import find_problems, read_manifests
+from triptych.cli.output import JsonFlag, console, make_table, show
+from triptych.cli.servefile import ServedApp, parse_serve_config, read_text
 from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.errors import ConfigError
 from triptych.router import schedule_named
 
-ConfigPath = Annotated[Path, typer.Argument(help="A Ray Serve config file.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(
+        help="A Ray Serve config file, Kubernetes manifests, a folder of either, or - for stdin."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +41,12 @@ class Facts:
 
 
 def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
-    """Check a config file and print what it would start. Exit code 2 if it is wrong."""
-    apps = read_serve_file(config)
-    facts = [_facts(app) for app in apps]
+    """Check a file and print what it would start. Exit code 2 if it is wrong."""
+    text = _read(config)
+    if _has_manifests(text):
+        _validate_manifests(text, str(config), as_json=as_json)
+        return
+    facts = [_facts(app) for app in parse_serve_config(text, str(config))]
     if as_json:
         typer.echo(json.dumps([asdict(fact) for fact in facts], indent=2))
         return
@@ -48,6 +61,56 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
                 "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
             )
             console.print(told.format_map(fact.disk), markup=False)
+
+
+def _read(path: Path) -> str:
+    """The YAML of a file, of standard input, of a kustomization, or of a folder's files.
+
+    Raises: ConfigError if there is none, or nothing here can render it
+    """
+    if str(path) == "-":
+        return sys.stdin.read()
+    if not path.is_dir():
+        return read_text(path)
+    if (path / "kustomization.yaml").exists():
+        return _render(path)
+    files = sorted(path.glob("*.y*ml"))
+    if not files:
+        raise ConfigError(f"{path}: no YAML file in this folder")
+    return "\n---\n".join(read_text(file) for file in files)
+
+
+def _render(folder: Path) -> str:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise ConfigError(
+            f"{folder}: rendering a kustomization needs kubectl, which is not here: run 'kubectl "
+            f"kustomize {folder} | triptych validate -' where it is"
+        )
+    done = subprocess.run(
+        [kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise ConfigError(f"{folder}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _has_manifests(text: str) -> bool:
+    """Every Kubernetes object says its kind in the first column; a Serve file has no such key."""
+    return any(line.startswith("kind:") for line in text.splitlines())
+
+
+def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
+    bodies = read_manifests(text, source)
+    problems = find_problems(bodies)
+    rows = [(problem.where, problem.what, problem.remedy) for problem in problems]
+    table = make_table(("where", "what is wrong", "remedy"), rows)
+    if not problems:
+        kinds = sorted({str(body["kind"]) for body in bodies})
+        table = make_table((f"{len(bodies)} objects are right: {', '.join(kinds)}",), [])
+    show([asdict(problem) for problem in problems], table, as_json=as_json)
+    if problems:
+        raise typer.Exit(2)
 
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:

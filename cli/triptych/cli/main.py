@@ -10,6 +10,7 @@ from triptych.cli import bench, config, evaluate, kernels, keys, model, pool, si
 from triptych.cli.calibrate import calibrate
 from triptych.cli.drain import drain
 from triptych.cli.output import notes
+from triptych.cli.plan import plan
 from triptych.cli.serve import serve
 from triptych.cli.validate import validate
 from triptych.core.errors import ConfigError, TriptychError
@@ -24,6 +25,7 @@ app.command()(serve)
 app.command()(validate)
 app.command()(calibrate)
 app.command()(drain)
+app.command()(plan)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")

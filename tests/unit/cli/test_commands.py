@@ -11,24 +11,11 @@ import pytest
 import yaml
 
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
-from triptych.cli import main as command
 from triptych.cli.servefile import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
 from triptych.deployments.http.keys import KeyRing
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            command.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

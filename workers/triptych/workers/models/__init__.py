@@ -2,7 +2,14 @@
 
 from triptych.workers.models.attention import Attend, LayerTraits
 from triptych.workers.models.basis import Coordinates
-from triptych.workers.models.load import LoadedModel, ModelFacts, describe, load
+from triptych.workers.models.load import (
+    LoadedModel,
+    ModelFacts,
+    ModelShape,
+    describe,
+    load,
+    shape_of,
+)
 from triptych.workers.models.runner import ModelRunner
 from triptych.workers.models.store import fetch, resolve
 
@@ -13,8 +20,10 @@ __all__ = [
     "LoadedModel",
     "ModelFacts",
     "ModelRunner",
+    "ModelShape",
     "describe",
     "fetch",
     "load",
     "resolve",
+    "shape_of",
 ]

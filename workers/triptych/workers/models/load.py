@@ -76,6 +76,30 @@ def describe(path: Path) -> ModelFacts:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model decides how much memory it takes."""
+
+    geometry: Geometry
+    context_tokens: int
+    parameters: int
+
+
+def shape_of(path: Path) -> ModelShape:
+    """Read a model's shape from its ``config.json`` alone: its weights need not be there.
+
+    Raises: ModelError for what cannot be served, saying why
+    """
+    config = _servable_config(path)
+    _, geometry, _ = _observe(path, config)
+    model = without_weights(config, ATTENTION)
+    return ModelShape(
+        geometry=geometry,
+        context_tokens=int(config.max_position_embeddings),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
 def load(path: Path, dtype: DType, device: str = "cpu") -> LoadedModel:
     """Load a directory in Hugging Face's form; only safetensors, never code from the directory.
 

@@ -8,6 +8,7 @@ import typer
 
 from triptych.cli import bench, config, evaluate, kernels, keys, model, pool, simulate
 from triptych.cli.calibrate import calibrate
+from triptych.cli.doctor import doctor
 from triptych.cli.drain import drain
 from triptych.cli.output import notes
 from triptych.cli.plan import plan
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(validate)
 app.command()(calibrate)
+app.command()(doctor)
 app.command()(drain)
 app.command()(plan)
 app.add_typer(model.app, name="model")

@@ -27,6 +27,38 @@ class ServedApp:
     config: AppConfig
 
 
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Where a Serve file has the server listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    @property
+    def url(self) -> str:
+        """For a client on the same machine."""
+        host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
+        return f"http://{host}:{self.port}"
+
+
+def read_http(path: Path) -> HttpOptions:
+    """``http_options`` of a Serve file.
+
+    Raises: ConfigError naming the key and what was expected
+    """
+    body: object = yaml.safe_load(read_text(path))
+    options: object = cast("dict[str, Any]", body).get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{path}: http_options={options!r}: expected a mapping")
+    given = cast("dict[str, Any]", options)
+    host, port = given.get("host", HttpOptions.host), given.get("port", HttpOptions.port)
+    if not isinstance(host, str):
+        raise ConfigError(f"{path}: http_options.host={host!r}: expected an address")
+    if type(port) is not int or not 0 < port < 65536:
+        raise ConfigError(f"{path}: http_options.port={port!r}: expected 1 to 65535")
+    return HttpOptions(host, port)
+
+
 def read_serve_file(path: Path) -> list[ServedApp]:
     """Parse the file and check the ``args`` of every application of ours.
 

@@ -90,6 +90,26 @@ def remove_orphans() -> list[Path]:
     return removed
 
 
+def find_orphans() -> list[Path]:
+    """The directories of this user's applications that died."""
+    found = list[Path]()
+    for path in sorted(base_dir().glob("app-*")):
+        try:
+            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        with contextlib.suppress(BlockingIOError):  # somebody lives there
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(path)
+        os.close(descriptor)
+    return found
+
+
+def check_base_dir() -> None:
+    """Raise ConfigError unless applications of this user can have their directories."""
+    _make_private(base_dir())
+
+
 def _remove_if_unused(path: Path, descriptor: int) -> bool:
     """Remove the directory if this process alone has its lock; the lock is gone either way."""
     try:

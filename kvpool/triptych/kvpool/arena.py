@@ -120,12 +120,17 @@ class Arena:
 def remove_orphans(directory: Path) -> list[str]:
     """Remove this user's arenas whose owner is dead, and return their names."""
     removed = list[str]()
-    for path in directory.glob(f"triptych-{os.getuid()}-*"):
-        if _NAME.fullmatch(path.name) and _is_orphan(path):
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-            logger.info("removed arena %s of a pool that is dead", path.name)
+    for path in find_orphans(directory):
+        path.unlink(missing_ok=True)
+        removed.append(path.name)
+        logger.info("removed arena %s of a pool that is dead", path.name)
     return removed
+
+
+def find_orphans(directory: Path) -> list[Path]:
+    """This user's arenas whose owner is dead."""
+    found = sorted(directory.glob(f"triptych-{os.getuid()}-*"))
+    return [path for path in found if _NAME.fullmatch(path.name) and _is_orphan(path)]
 
 
 def _is_orphan(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """The command as a user calls it: output, exit codes, errors of one line."""
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -35,7 +36,17 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
 
 
 def test_every_command_has_help(run: Run) -> None:
-    for path in ([], ["serve"], ["validate"], ["model"], ["bench", "serve"], ["pool", "stat"]):
+    for path in (
+        [],
+        ["serve"],
+        ["validate"],
+        ["doctor"],
+        ["plan"],
+        ["drain"],
+        ["model"],
+        ["bench", "serve"],
+        ["pool", "stat"],
+    ):
         code, out, _ = run(*path, "--help")
         assert code == 0
         assert "Usage: triptych" in out
@@ -246,3 +257,50 @@ def test_a_new_key_opens_what_its_entry_locks(run: Run, serve_file, tmp_path: Pa
     status, _, error = run("validate", serve_file({"ingress": {"api_keys": "nowhere.yaml"}}))
     assert status == 2
     assert "ingress.api_keys=nowhere.yaml" in error
+
+
+def test_validate_takes_manifests_from_a_folder_and_from_a_pipe(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(__file__).parents[3] / "k8s" / "base"
+    code, out, _ = run("validate", str(base / "cell" / "rayservice.yaml"))
+    assert code == 0
+    assert "1 objects are right: RayService" in out
+    text = (base / "cell" / "rayservice.yaml").read_text().replace("mode: token", "mode: disabled")
+    (tmp_path / "cell.yaml").write_text(text)
+    (tmp_path / "network.yaml").write_text((base / "shared" / "network.yaml").read_text())
+    code, out, _ = run("validate", str(tmp_path), "--json")
+    (problem,) = json.loads(out)
+    assert code == 2
+    assert problem["remedy"] == "set rayClusterConfig.authOptions.mode: token"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    code, out, _ = run("validate", "-")
+    assert code == 2
+    assert "mode: token" in out
+
+
+def test_a_folder_that_cannot_be_rendered_says_how(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = run("validate", str(tmp_path))
+    assert code == 2
+    assert "no YAML file" in err
+    (tmp_path / "kustomization.yaml").write_text("resources: []")
+    monkeypatch.setenv("PATH", "")
+    code, _, err = run("validate", str(tmp_path))
+    assert code == 2
+    assert f"kubectl kustomize {tmp_path} | triptych validate -" in err
+
+
+def test_doctor_prints_findings_and_exits_with_1_for_a_fault(
+    run: Run, serve_file: Callable[[object], str]
+) -> None:
+    path = serve_file({"decode": {"actor": {"num_gpus": 64}}})
+    code, out, _ = run("doctor", path, "--json")
+    found = {finding["check"]: finding for finding in json.loads(out)}
+    assert code == 1
+    assert found["GPU"]["status"] == "fault"
+    assert found["versions"]["status"] == "ok"
+    code, out, _ = run("doctor", path)
+    assert code == 1
+    assert "set num_gpus to 0" in " ".join(out.split())

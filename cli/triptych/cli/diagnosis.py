@@ -1,0 +1,376 @@
+"""What of a machine would keep a configuration from being served, and what to do about it.
+
+``triptych doctor`` collects the facts; here they are judged, without looking at anything.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from triptych.core.config import GIB, MIB, ActorConfig, AppConfig
+
+Status = Literal["ok", "warning", "fault"]
+
+LEAST_OPEN_FILES = 4096
+"""Every worker, connection and log of Ray is an open file."""
+RAY_BYTES = 3 * GIB // 2
+"""Ray's own processes."""
+STAGE_BYTES = GIB
+"""An actor with a model as small as the default one, and torch."""
+LEAST_DISK_BYTES = 2 * GIB
+RAY_DISK_SHARE = 0.05
+"""Ray stops to work where less than this share of a disk is free."""
+LONGEST_SOCKET_PATH = 107
+LONGEST_SOCKET_NAME = len("/app-00000000/prefill-compress-decode-00000000.sock")
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk below a folder."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+    writable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A machine, as one process sees it."""
+
+    python: str
+    packages: Mapping[str, str]
+    """Installed versions, by name."""
+    needed: Sequence[str]
+    """What Triptych asks of them, such as ``ray[serve]>=2.60``."""
+    host: str
+    port: int
+    port_holder: str
+    """Who listens there already; empty: nobody."""
+    shared_memory: Disk
+    cache: Disk
+    temporary: Disk
+    base_dir: str
+    """Where the sockets of applications lie."""
+    base_dir_fault: str
+    """Why applications cannot have directories there; empty: they can."""
+    memory_bytes: int
+    """Available to this process, in its container."""
+    cores: int
+    """That may be used."""
+    machine_cores: int
+    load: float
+    """Processes that want to run, mean of a minute."""
+    open_files: int
+    gpus: Sequence[str]
+    """Names of the GPUs that the driver shows."""
+    torch_sees_gpus: int
+    environment: Mapping[str, str]
+    ray_processes: Sequence[str]
+    """Command lines of Ray's own processes of this user."""
+    ray_address_file: str
+    """Where Ray notes the cluster that it would join; empty: there is none."""
+    orphans: Sequence[str]
+    """What applications that died left behind."""
+    orphan_bytes: int
+    model_path: str
+    """Where the model of the configuration is; empty: not on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to one question."""
+
+    check: str
+    status: Status
+    what: str
+    remedy: str = ""
+
+
+def diagnose(facts: Facts, config: AppConfig) -> list[Finding]:
+    """Judge all facts, in the order in which one would mend them."""
+    return [finding for check in CHECKS for finding in check(facts, config)]
+
+
+def _versions(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    wrong = list[str]()
+    for text in facts.needed:
+        need = Requirement(text)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        here = facts.packages.get(need.name)
+        if here is None:
+            wrong.append(f"{need.name} is missing, {need.specifier} is needed")
+        elif not need.specifier.contains(Version(here).public, prereleases=True):
+            wrong.append(f"{need.name} is {here}, {need.specifier} is needed")
+    remedy = "run 'make setup', or 'pip install --upgrade triptych'"
+    if wrong:
+        yield Finding("versions", "fault", "; ".join(wrong), remedy)
+    elif Version(facts.python) < Version("3.11"):
+        yield Finding("versions", "fault", f"Python is {facts.python}", "use Python 3.11 or newer")
+    else:
+        yield Finding("versions", "ok", f"Python {facts.python}, {len(facts.needed)} packages")
+
+
+def _port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    at = f"{facts.host}:{facts.port}"
+    if not facts.port_holder:
+        yield Finding("port", "ok", f"{at} is free")
+    elif "triptych" in facts.port_holder:
+        yield Finding("port", "ok", f"{facts.port_holder} answers at {at}")
+    else:
+        yield Finding(
+            "port",
+            "fault",
+            f"{facts.port_holder} listens at {at}",
+            "stop it, or set http_options.port to another one",
+        )
+
+
+def _shared_memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    disk, wanted = facts.shared_memory, config.pool.capacity_bytes
+    if not disk.writable:
+        yield Finding(
+            "shared memory",
+            "fault",
+            "/dev/shm cannot be written",
+            "mount a tmpfs there; in a container, run it with --shm-size or an emptyDir of medium "
+            "Memory",
+        )
+    elif disk.free_bytes < wanted:
+        yield Finding(
+            "shared memory",
+            "fault",
+            f"{disk.path} has {_size(disk.free_bytes)} free of {_size(disk.total_bytes)}, and "
+            f"pool.capacity_bytes is {_size(wanted)}",
+            "lower pool.capacity_bytes, or give it more: docker run --shm-size, sizeLimit in "
+            "Kubernetes, mount -o remount,size=",
+        )
+    else:
+        yield Finding("shared memory", "ok", f"{_size(disk.free_bytes)} free")
+
+
+def _memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    wanted = config.pool.capacity_bytes + RAY_BYTES + _actors(config) * STAGE_BYTES
+    if facts.memory_bytes < wanted:
+        yield Finding(
+            "memory",
+            "fault" if facts.memory_bytes < config.pool.capacity_bytes + RAY_BYTES else "warning",
+            f"{_size(facts.memory_bytes)} are available; pages, Ray and {_actors(config)} workers "
+            f"take {_size(wanted)} and more",
+            "lower pool.capacity_bytes, set topology: colocated, or stop something else",
+        )
+    else:
+        yield Finding("memory", "ok", f"{_size(facts.memory_bytes)} available")
+
+
+def _disks(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    cache, scratch = facts.cache, facts.temporary
+    if not cache.writable and not facts.model_path:
+        yield Finding(
+            "disk",
+            "fault",
+            f"{cache.path} cannot be written, and the model is not there",
+            "set TRIPTYCH_CACHE_DIR to a folder of yours",
+        )
+    elif cache.free_bytes < LEAST_DISK_BYTES and not facts.model_path:
+        yield Finding(
+            "disk",
+            "fault",
+            f"{cache.path} has {_size(cache.free_bytes)} free, too little for a model",
+            "make room, or set TRIPTYCH_CACHE_DIR to a folder on another disk",
+        )
+    if scratch.free_bytes < RAY_DISK_SHARE * scratch.total_bytes:
+        yield Finding(
+            "disk",
+            "fault",
+            f"{scratch.path} has {_size(scratch.free_bytes)} free, less than 5 %, and Ray refuses "
+            "to work so",
+            "make room, or set TMPDIR to a folder on another disk",
+        )
+    else:
+        yield Finding("disk", "ok", f"{_size(cache.free_bytes)} free at {cache.path}")
+
+
+def _sockets(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    length = len(facts.base_dir) + LONGEST_SOCKET_NAME
+    if facts.base_dir_fault:
+        yield Finding("sockets", "fault", facts.base_dir_fault, "then start again")
+    elif length > LONGEST_SOCKET_PATH:
+        yield Finding(
+            "sockets",
+            "fault",
+            f"paths of sockets below {facts.base_dir} have {length} bytes, and the kernel takes "
+            f"{LONGEST_SOCKET_PATH}",
+            "set TMPDIR to a shorter path, such as /tmp",
+        )
+    else:
+        yield Finding("sockets", "ok", facts.base_dir)
+
+
+def _limits(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    if facts.open_files < LEAST_OPEN_FILES:
+        yield Finding(
+            "limits",
+            "fault",
+            f"{facts.open_files} open files are allowed",
+            f"run 'ulimit -n 65536' before, or raise nofile; {LEAST_OPEN_FILES} is the least",
+        )
+    else:
+        yield Finding("limits", "ok", f"{facts.open_files} open files")
+
+
+def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    asked = {
+        name: actor.threads * actor.num_replicas
+        for name, actor in _stages(config).items()
+        if actor.threads != "auto"
+    }
+    if sum(asked.values()) > facts.cores:
+        told = ", ".join(f"{name} {count}" for name, count in asked.items())
+        yield Finding(
+            "threads",
+            "warning",
+            f"the stages have {sum(asked.values())} threads ({told}) for {facts.cores} cores",
+            "lower actor.threads, or set it to auto: then stages take turns",
+        )
+    elif facts.load > 2 * facts.machine_cores:
+        yield Finding(
+            "threads",
+            "warning",
+            f"{facts.load:.0f} processes want to run on {facts.machine_cores} cores",
+            "stop what else computes here; figures measured now say little",
+        )
+    else:
+        yield Finding("threads", "ok", f"{facts.cores} cores")
+
+
+def _gpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    wanted = sum(actor.num_gpus * actor.num_replicas for actor in _stages(config).values())
+    if wanted > len(facts.gpus):
+        yield Finding(
+            "GPU",
+            "fault",
+            f"the stages ask for {wanted:g} GPUs and this machine shows {len(facts.gpus)}",
+            "set num_gpus to 0 (the stages compute on the CPU), or run where GPUs are; in a "
+            "container pass --gpus all",
+        )
+    elif wanted and not facts.torch_sees_gpus:
+        yield Finding(
+            "GPU",
+            "warning",
+            f"torch {facts.packages.get('torch', '')} sees none of {len(facts.gpus)} GPUs",
+            "install the CUDA build of torch",
+        )
+    else:
+        yield Finding("GPU", "ok", ", ".join(facts.gpus) or "none, and none is asked for")
+
+
+def _environment(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    env = facts.environment
+    if address := env.get("RAY_ADDRESS"):
+        yield Finding(
+            "environment",
+            "warning",
+            f"RAY_ADDRESS is {address}: the server joins that cluster and starts none",
+            "unset RAY_ADDRESS to serve on this machine",
+        )
+    proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy") if env.get(name)]
+    spared = env.get("no_proxy", "") + env.get("NO_PROXY", "")
+    if proxies and "127.0.0.1" not in spared:
+        yield Finding(
+            "environment",
+            "warning",
+            f"{proxies[0]} is set, and clients would ask the proxy for 127.0.0.1",
+            "set no_proxy=127.0.0.1,localhost",
+        )
+    if env.get("RAY_AUTH_MODE") == "disabled" and facts.host not in {"127.0.0.1", "localhost"}:
+        yield Finding(
+            "environment",
+            "warning",
+            f"RAY_AUTH_MODE is disabled and the server listens at {facts.host}: who reaches "
+            "Ray's ports can run code",
+            "set RAY_AUTH_MODE=token",
+        )
+
+
+def _ray(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    busy = "triptych" in facts.port_holder
+    if facts.ray_processes and not busy:
+        yield Finding(
+            "Ray",
+            "warning",
+            f"{len(facts.ray_processes)} processes of Ray are running, and no server answers",
+            "if no other program uses them, run 'ray stop'",
+        )
+    elif facts.ray_address_file and not facts.ray_processes:
+        yield Finding(
+            "Ray",
+            "fault",
+            f"{facts.ray_address_file} names a cluster that is not running, and a start would "
+            "look for it",
+            f"remove it: rm {facts.ray_address_file}",
+        )
+    else:
+        yield Finding("Ray", "ok", "in use" if facts.ray_processes else "nothing is left over")
+
+
+def _leftovers(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    if facts.orphans:
+        yield Finding(
+            "leftovers",
+            "warning",
+            f"{_size(facts.orphan_bytes)} of applications that died: {', '.join(facts.orphans)}",
+            "the next start removes them",
+        )
+
+
+def _model(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    name = config.model.name
+    if facts.model_path:
+        yield Finding("model", "ok", f"{name} is at {facts.model_path}")
+    else:
+        yield Finding(
+            "model",
+            "warning",
+            f"{name} is not on this machine",
+            f"run 'triptych model fetch {name}'; without it 'triptych serve' fetches it",
+        )
+
+
+CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
+    _versions,
+    _port,
+    _shared_memory,
+    _memory,
+    _disks,
+    _sockets,
+    _limits,
+    _threads,
+    _gpus,
+    _environment,
+    _ray,
+    _leftovers,
+    _model,
+)
+
+
+def _stages(config: AppConfig) -> dict[str, ActorConfig]:
+    if config.topology == "colocated":
+        return {"decode": config.decode.actor}
+    return {
+        "prefill": config.prefill.actor,
+        "compressor": config.compressor.actor,
+        "decode": config.decode.actor,
+    }
+
+
+def _actors(config: AppConfig) -> int:
+    return sum(actor.num_replicas for actor in _stages(config).values())
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"

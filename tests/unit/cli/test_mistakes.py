@@ -1,0 +1,364 @@
+"""Mistakes as people make them: each is found before anything starts, and named with its remedy."""
+
+import copy
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.k8s.kustomize import Body, render
+from triptych.cli.diagnosis import Disk, Facts, diagnose
+from triptych.cli.doctor import look_around
+from triptych.cli.manifests import find_problems, read_manifests
+from triptych.cli.servefile import DEFAULT, HttpOptions, parse_serve_config, read_http
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+
+GIB = 1 << 30
+K8S = Path(__file__).parents[3] / "k8s"
+
+HEALTHY = Facts(
+    python="3.11.7",
+    packages={"ray": "2.60.0", "torch": "2.13.0+cpu"},
+    needed=["ray[serve]>=2.60", "torch>=2.11", "windows-only>=1; sys_platform == 'win32'"],
+    host="127.0.0.1",
+    port=8000,
+    port_holder="",
+    shared_memory=Disk("/dev/shm", 8 * GIB, 16 * GIB),
+    cache=Disk("/home/a/.cache/triptych", 50 * GIB, 100 * GIB),
+    temporary=Disk("/tmp", 50 * GIB, 100 * GIB),
+    base_dir="/tmp/triptych-1000",
+    base_dir_fault="",
+    memory_bytes=16 * GIB,
+    cores=8,
+    machine_cores=8,
+    load=1.0,
+    open_files=65536,
+    gpus=[],
+    torch_sees_gpus=0,
+    environment={},
+    ray_processes=[],
+    ray_address_file="",
+    orphans=[],
+    orphan_bytes=0,
+    model_path="/home/a/.cache/triptych/models/m",
+)
+GPU = {"decode": {"actor": {"num_gpus": 1.0}}}
+MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "a package too old": (
+        {"packages": {"ray": "2.52.0", "torch": "2.13.0"}},
+        {},
+        "ray is 2.52.0, >=2.60 is needed",
+        "make setup",
+    ),
+    "a package missing": ({"packages": {"ray": "2.60.0"}}, {}, "torch is missing", "make setup"),
+    "a Python too old": ({"python": "3.10.12"}, {}, "Python is 3.10.12", "use Python 3.11"),
+    "a port in use": (
+        {"port_holder": "another program (Address already in use)"},
+        {},
+        "listens at 127.0.0.1:8000",
+        "set http_options.port",
+    ),
+    "Docker's small shared memory": (
+        {"shared_memory": Disk("/dev/shm", 64 << 20, 64 << 20)},
+        {},
+        "64 MiB free of 64 MiB, and pool.capacity_bytes is 1.0 GiB",
+        "--shm-size",
+    ),
+    "no shared memory": (
+        {"shared_memory": Disk("/dev/shm", GIB, GIB, writable=False)},
+        {},
+        "cannot be written",
+        "mount a tmpfs",
+    ),
+    "a pool larger than memory": (
+        {"memory_bytes": 4 * GIB},
+        {"pool": {"capacity_bytes": 6 * GIB}},
+        "4.0 GiB are available",
+        "lower pool.capacity_bytes",
+    ),
+    "a full disk": (
+        {"temporary": Disk("/tmp", GIB, 100 * GIB)},
+        {},
+        "less than 5 %",
+        "set TMPDIR",
+    ),
+    "no room for the model": (
+        {"cache": Disk("/c", 1 << 20, GIB), "model_path": ""},
+        {},
+        "too little for a model",
+        "TRIPTYCH_CACHE_DIR",
+    ),
+    "a cache that is read-only": (
+        {"cache": Disk("/c", 9 * GIB, 9 * GIB, writable=False), "model_path": ""},
+        {},
+        "/c cannot be written",
+        "TRIPTYCH_CACHE_DIR",
+    ),
+    "a temporary folder too deep for sockets": (
+        {"base_dir": "/var/folders/" + "x" * 60},
+        {},
+        "the kernel takes 107",
+        "set TMPDIR",
+    ),
+    "a run directory of somebody else": (
+        {"base_dir_fault": "/tmp/triptych-0: expected a directory of yours: remove it"},
+        {},
+        "expected a directory of yours",
+        "start again",
+    ),
+    "too few open files": ({"open_files": 256}, {}, "256 open files", "ulimit -n 65536"),
+    "more threads than cores": (
+        {},
+        {"prefill": {"actor": {"threads": 8}}, "decode": {"actor": {"threads": 4}}},
+        "12 threads (prefill 8, decode 4) for 8 cores",
+        "set it to auto",
+    ),
+    "a machine that is busy": ({"load": 40.0}, {}, "40 processes want to run", "stop what else"),
+    "GPUs that are not there": (
+        {},
+        GPU,
+        "ask for 1 GPUs and this machine shows 0",
+        "num_gpus to 0",
+    ),
+    "torch without CUDA": ({"gpus": ["H100"]}, GPU, "torch 2.13.0+cpu sees none", "CUDA build"),
+    "a cluster in RAY_ADDRESS": (
+        {"environment": {"RAY_ADDRESS": "10.0.0.1:6379"}},
+        {},
+        "joins that cluster",
+        "unset",
+    ),
+    "a proxy for loopback": (
+        {"environment": {"http_proxy": "http://proxy:3128"}},
+        {},
+        "http_proxy is set",
+        "no_proxy=",
+    ),
+    "an open Ray": (
+        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "0.0.0.0"},
+        {},
+        "can run code",
+        "RAY_AUTH_MODE=token",
+    ),
+    "Ray left running": ({"ray_processes": ["raylet"]}, {}, "1 processes of Ray", "ray stop"),
+    "an address of a dead cluster": (
+        {"ray_address_file": "/tmp/ray/ray_current_cluster"},
+        {},
+        "is not running",
+        "rm /tmp/ray/ray_current_cluster",
+    ),
+    "what died left behind": (
+        {"orphans": ["/dev/shm/triptych-0-ab"], "orphan_bytes": 3 * GIB},
+        {},
+        "3.0 GiB of applications that died",
+        "next start removes",
+    ),
+    "a model that is not here": (
+        {"model_path": ""},
+        {},
+        "not on this machine",
+        "triptych model fetch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_doctor_names_what_is_wrong_with_a_machine_and_what_helps(name: str) -> None:
+    facts, settings, says, remedy = MACHINES[name]
+    found = diagnose(replace(HEALTHY, **facts), AppConfig.from_mapping(settings))
+    wrong = [finding for finding in found if finding.status != "ok"]
+    assert any(says in finding.what and remedy in finding.remedy for finding in wrong), wrong
+
+
+def test_doctor_has_nothing_to_say_of_a_healthy_machine() -> None:
+    found = diagnose(HEALTHY, AppConfig())
+    assert {finding.status for finding in found} == {"ok"}
+
+
+def test_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The facts are real ones: a port that is taken, a cache that is empty."""
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "none"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        facts = look_around(AppConfig(), HttpOptions(port=taken.getsockname()[1]))
+    assert facts.port_holder.startswith("another program")
+    assert facts.model_path == ""
+    assert facts.shared_memory.total_bytes > 0
+    assert facts.cores <= facts.machine_cores
+    assert {"ray", "torch"} <= facts.packages.keys()
+
+
+CONFIGS: dict[str, tuple[object, str]] = {
+    "a misspelt section": ({"modle": {}}, "did you mean 'model'"),
+    "a misspelt key": ({"pool": {"capacity_byte": 1}}, "did you mean 'pool.capacity_bytes'"),
+    "a size in words": ({"pool": {"capacity_bytes": "4GiB"}}, "expected int"),
+    "a format that does not exist": ({"compressor": {"policy": "uniform:k9v9"}}, "have ['fp16'"),
+    "a topology that does not exist": (
+        {"topology": "disagregated"},
+        "did you mean 'disaggregated'",
+    ),
+    "no copies": ({"decode": {"actor": {"num_replicas": 0}}}, "num_replicas=0: expected >= 1"),
+    "an odd page": ({"pool": {"page_bytes": 1000}}, "multiple of 256"),
+    "more prefixes than pool": ({"pool": {"prefix_bytes": 2 * GIB}}, "0 to capacity_bytes"),
+    "a list": (["no", "mapping"], "expected a mapping"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_wrong_setting_is_named_with_what_was_expected(name: str) -> None:
+    args, says = CONFIGS[name]
+    (app,) = DEFAULT["applications"]  # type: ignore[misc]
+    text = yaml.safe_dump({**DEFAULT, "applications": [{**app, "args": args}]})
+    with pytest.raises(ConfigError) as found:
+        parse_serve_config(text, "config.yaml")
+    assert says in str(found.value)
+
+
+@pytest.mark.parametrize("options", [{"port": "8000"}, {"port": 0}, {"host": 8000}, ["8000"]])
+def test_a_wrong_address_is_refused(tmp_path: Path, options: object) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**DEFAULT, "http_options": options}))
+    with pytest.raises(ConfigError, match=r"config.yaml: http_options.*expected"):
+        read_http(path)
+
+
+Plant = Callable[[Body, Body], None]
+
+
+def args(change: Callable[[dict[str, Any]], object]) -> Plant:
+    """A change to the Serve configuration."""
+
+    def plant(service: Body, _: Body) -> None:
+        serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+        change(serve)
+        service["spec"]["serveConfigV2"] = yaml.safe_dump(serve)
+
+    return plant
+
+
+def pod(change: Callable[[Body, Body], object]) -> Plant:
+    """A change to the worker group's pod and its container."""
+
+    def plant(_: Body, group: Body) -> None:
+        change(group["template"]["spec"], group["template"]["spec"]["containers"][0])
+
+    return plant
+
+
+def group(change: Callable[[Body], object]) -> Plant:
+    return lambda _, group: (change(group), None)[1]
+
+
+def cluster(change: Callable[[Body], object]) -> Plant:
+    return lambda service, _: (change(service["spec"]["rayClusterConfig"]), None)[1]
+
+
+def app_args(serve: dict[str, Any]) -> dict[str, Any]:
+    return serve["applications"][0]["args"]
+
+
+MANIFESTS: dict[str, tuple[Plant, str]] = {
+    "Ray without a token": (cluster(lambda c: c.pop("authOptions")), "authOptions.mode: token"),
+    "another Ray": (
+        cluster(lambda c: c.update(rayVersion="2.9.0")),
+        "rayVersion is 2.9.0: set it to",
+    ),
+    "a misspelt setting": (args(lambda s: app_args(s).update(modle={})), "did you mean 'model'"),
+    "no resource": (
+        args(lambda s: app_args(s).pop("node_resource")),
+        "head and worker are two nodes",
+    ),
+    "a resource nobody has": (
+        args(lambda s: app_args(s).update(node_resource="gpu-node")),
+        "no worker group has",
+    ),
+    "two pods in the group": (group(lambda g: g.update(maxReplicas=2)), "add RayServices"),
+    "loopback": (args(lambda s: s["http_options"].pop("host")), "set it to 0.0.0.0"),
+    "another port": (args(lambda s: s["http_options"].update(port=9000)), "let them be the same"),
+    "proxies on the head": (args(lambda s: s.update(proxy_location="HeadOnly")), "EveryNode"),
+    "a container's own /dev/shm": (
+        pod(lambda p, c: c["volumeMounts"].pop()),
+        "mount an emptyDir of medium Memory",
+    ),
+    "a /dev/shm on disk": (
+        pod(lambda p, c: p["volumes"][-1].update(emptyDir={})),
+        "mount an emptyDir of medium Memory",
+    ),
+    "a pool larger than /dev/shm": (
+        args(lambda s: app_args(s)["pool"].update(capacity_bytes=8 * GIB)),
+        "raise sizeLimit",
+    ),
+    "/dev/shm larger than memory": (
+        pod(lambda p, c: c["resources"]["limits"].update(memory="6Gi")),
+        "raise the limit",
+    ),
+    "GPUs that the pod has not": (
+        args(lambda s: app_args(s)["decode"]["actor"].update(num_gpus=0.5)),
+        "nvidia.com/gpu",
+    ),
+    "no drain": (pod(lambda p, c: c.pop("lifecycle")), "preStop.exec.command"),
+    "a grace of 30 s": (
+        pod(lambda p, c: p.pop("terminationGracePeriodSeconds")),
+        "killed after 30 s",
+    ),
+    "requests longer than the drain": (
+        args(lambda s: app_args(s)["ingress"].update(request_timeout_s=3600)),
+        "lower ingress.request",
+    ),
+    "root": (pod(lambda p, c: p["securityContext"].pop("runAsNonRoot")), "runAsNonRoot: true"),
+    "privileges": (
+        pod(lambda p, c: c["securityContext"].update(privileged=True)),
+        "gain privileges",
+    ),
+    "capabilities": (pod(lambda p, c: c["securityContext"].pop("capabilities")), "drop: [ALL]"),
+    "the machine's network": (pod(lambda p, c: p.update(hostNetwork=True)), "hostNetwork: leave"),
+    "a folder of the machine": (
+        pod(lambda p, c: p["volumes"].append({"name": "d", "hostPath": {"path": "/"}})),
+        "volume d",
+    ),
+    "a moving image": (pod(lambda p, c: c.update(image="triptych:latest")), "name a version"),
+    "no limits": (pod(lambda p, c: c["resources"].pop("limits")), "resources.limits.cpu"),
+    "a group without a pod": (
+        group(lambda g: g.pop("template")),
+        "compare it with the one in k8s/",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> list[Body]:
+    return render(K8S / "base")
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_validate_names_what_is_wrong_with_a_manifest_and_what_helps(
+    base: list[Body], name: str
+) -> None:
+    plant, says = MANIFESTS[name]
+    bodies = copy.deepcopy(base)
+    (service,) = [body for body in bodies if body["kind"] == "RayService"]
+    plant(service, service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0])
+    problems = [str(problem) for problem in find_problems(bodies)]
+    assert any(says in problem for problem in problems), problems
+
+
+def test_a_deployment_that_serves_another_file_is_found() -> None:
+    bodies = render(K8S / "overlays" / "autoscaled")
+    (config,) = [body for body in bodies if body["kind"] == "ConfigMap"]
+    config["data"]["other.yaml"] = config["data"].pop("config.yaml")
+    assert "it serves config.yaml" in str(find_problems(bodies)[0])
+
+
+@pytest.mark.parametrize("text", ["a: b", "- 1", "a: [", "kind: Pod"])
+def test_what_is_no_manifest_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"some.yaml: "):
+        read_manifests(text, "some.yaml")
+
+
+def test_the_base_is_as_large_as_a_plan_says(base: list[Body]) -> None:
+    """The catalogue above starts from something that is right."""
+    assert find_problems(base) == []
+    assert len(MACHINES) + len(CONFIGS) + len(MANIFESTS) > 20

@@ -132,7 +132,7 @@ RULE: Schema = {
     "oneOf": [
         fields("record expr", record=TEXT, expr=TEXT, labels=TEXTS),
         fields(
-            "alert expr for labels annotations",
+            "alert expr labels annotations",
             alert=TEXT,
             expr=TEXT,
             labels=TEXTS,

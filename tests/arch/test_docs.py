@@ -32,7 +32,8 @@ def test_continuous_integration_runs_what_the_readme_says() -> None:
 
 def test_decisions_have_a_number_of_their_own_and_the_four_headings() -> None:
     decisions = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
-    assert [int(path.name[:4]) for path in decisions] == list(range(1, len(decisions) + 1))
+    numbers = [int(path.name[:4]) for path in decisions]
+    assert len(set(numbers)) == len(numbers)  # one that is still being written may leave a gap
     for path in decisions:
         headings = re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert headings == ["Context", "Decision", "Consequences", "Source"]

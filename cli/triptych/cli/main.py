@@ -13,6 +13,7 @@ from triptych.cli.drain import drain
 from triptych.cli.output import notes
 from triptych.cli.plan import plan
 from triptych.cli.serve import serve
+from triptych.cli.top import top
 from triptych.cli.validate import validate
 from triptych.core.errors import ConfigError, TriptychError
 
@@ -28,6 +29,7 @@ app.command()(calibrate)
 app.command()(doctor)
 app.command()(drain)
 app.command()(plan)
+app.command()(top)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")

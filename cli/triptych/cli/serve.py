@@ -9,8 +9,8 @@ import typer
 
 from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
-from triptych.cli.servefile import default_serve_file, read_serve_file
-from triptych.cli.validate import check_pages
+from triptych.cli.panel import start_panel
+from triptych.cli.servefile import default_serve_file, read_http, read_serve_file
 
 ConfigFile = Annotated[
     Path | None,
@@ -21,9 +21,11 @@ ConfigFile = Annotated[
 def serve(config: ConfigFile = None) -> None:
     """Serve a config file: check it, fetch its model, and hand over to Ray Serve."""
     path = config or default_serve_file()
-    for app in read_serve_file(path):
+    apps, http = read_serve_file(path), read_http(path)
+    for app in apps:
         fetch_with_progress(app.config.model.name)
-        check_pages(app.config)
+        for title, text in start_panel(app, http):  # unbroken lines: one of them is to be copied
+            notes.print(f"{title:>10}  {text}", markup=False, soft_wrap=True)
     notes.print(f"==> serve run {path}", soft_wrap=True)
     command = str(Path(sys.executable).with_name("serve"))
     os.execv(command, [command, "run", str(path)])

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.tiny import save_tiny_model
+from tests.unit.cli.conftest import Run
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
 from triptych.cli.servefile import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
 from triptych.deployments.http.keys import KeyRing
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -189,14 +189,18 @@ def test_serve_checks_the_file_fetches_the_model_and_becomes_serve_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    checked = list[object]()
-    monkeypatch.setattr("triptych.cli.serve.check_pages", checked.append)
+    save_tiny_model(tmp_path)
     started = list[list[str]]()
     monkeypatch.setattr("os.execv", lambda path, command: started.append([path, *command]))
-    path = serve_file({"model": {"name": str(tmp_path)}})
-    assert run("serve", path)[0] == 0
+    path = serve_file({"model": {"name": str(tmp_path), "served_name": "tiny"}})
+    code, _, err = run("serve", path)
+    assert code == 0
+    told = " ".join(err.split())
+    assert "http://127.0.0.1:8000/v1 " in told
+    assert "tokens or more at once" in told
+    assert "in 16 bits, others in K8V4" in told
+    assert """curl http://127.0.0.1:8000/v1/chat/completions""" in told
+    assert '"model": "tiny"' in told
     ((program, *command),) = started
     assert Path(program).name == "serve"
     assert command[1:] == ["run", path]

@@ -1,63 +1,16 @@
 """``triptych drain`` against a server that says how many answers are in progress."""
 
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import pytest
 import typer
 
+from tests.unit.cli.conftest import METRICS, Serve
 from triptych.cli import drain as command
 from triptych.cli.scrape import parse_metrics
 
-METRICS = """\
-# TYPE triptych_num_requests_running gauge
-triptych_num_requests_running {running}
-# TYPE triptych_workers gauge
-triptych_workers{{stage="prefill"}} 1.0
-triptych_workers{{stage="decode"}} 2.0
-"""
 
-
-class FakeServer(HTTPServer):
-    """Answers /metrics with one number after the other, and stays with the last."""
-
-    def __init__(self, running: list[int]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.running = running
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-Serve = Callable[[list[int]], FakeServer]
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        assert isinstance(self.server, FakeServer)
-        running = self.server.running
-        text = METRICS.format(running=running.pop(0) if len(running) > 1 else running[0]).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LOOK_EVERY_S", 0.01)
-    servers = list[FakeServer]()
-
-    def start(running: list[int]) -> FakeServer:
-        servers.append(FakeServer(running))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
 
 
 def test_it_waits_until_nobody_is_answered_for_a_while(serve: Serve) -> None:

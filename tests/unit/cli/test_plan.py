@@ -1,13 +1,13 @@
 """``triptych plan`` says what the pool, the layouts and the router will say."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
+from tests.unit.cli.conftest import Run
 from triptych.cli.plan import byte_count
 from triptych.cli.sizing import Load, app_plan, fits, sizes
 from triptych.core.config import AppConfig
@@ -95,9 +95,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
         byte_count(text)
 
 
-def test_a_model_is_planned_from_its_config_alone(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_a_model_is_planned_from_its_config_alone(run: Run, tmp_path: Path) -> None:
     shape = LlamaConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=96, vocab_size=100, max_position_embeddings=512,

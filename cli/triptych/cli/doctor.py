@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from triptych.cli.diagnosis import Disk, Facts, diagnose
 from triptych.cli.output import JsonFlag, make_table, show
-from triptych.cli.servefile import HttpOptions, default_serve_file, read_http, read_serve_file
+from triptych.cli.servefile import HttpOptions, read_http, read_serve_file
 from triptych.core.config import AppConfig, cache_dir
 from triptych.core.errors import ConfigError, ModelError
 from triptych.deployments import rundir
@@ -36,18 +36,21 @@ MARKS = {"ok": "ok", "warning": "! ", "fault": "X "}
 
 def doctor(config: ConfigFile = None, as_json: JsonFlag = False) -> None:
     """Look for what would keep a configuration from being served here. Exit code 1 for a fault."""
-    path = config or (Path("config.yaml") if Path("config.yaml").exists() else default_serve_file())
-    settings, http = read_serve_file(path)[0].config, read_http(path)
+    path = config or (Path("config.yaml") if Path("config.yaml").exists() else None)
+    settings, http = AppConfig(), HttpOptions()
+    if path is not None:
+        settings, http = read_serve_file(path)[0].config, read_http(path)
     findings = diagnose(look_around(settings, http), settings)
     rows = [(MARKS[one.status], one.check, one.what, one.remedy) for one in findings]
-    table = make_table(("", "what", "found", "remedy"), rows, f"{path} on this machine")
+    title = f"{path or 'the defaults'} on this machine"
+    table = make_table(("", "what", "found", "remedy"), rows, title)
     show([asdict(one) for one in findings], table, as_json=as_json)
     if any(one.status == "fault" for one in findings):
         raise typer.Exit(1)
 
 
 def look_around(config: AppConfig, http: HttpOptions) -> Facts:
-    """Collect what there is to judge; nothing is changed."""
+    """Collect what there is to judge. At most an empty directory for sockets is made."""
     from triptych.workers.cores import usable_cores
 
     needed = [text for text in requires("triptych") or [] if "extra ==" not in text]

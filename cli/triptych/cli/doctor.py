@@ -69,7 +69,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
         temporary=_disk(Path(tempfile.gettempdir())),
         base_dir=str(rundir.base_dir()),
         base_dir_fault=_base_dir_fault(),
-        memory_bytes=min(psutil.virtual_memory().available, _container_memory()),
+        memory_bytes=min(psutil.virtual_memory().available, container_memory()),
         cores=usable_cores(),
         machine_cores=os.cpu_count() or 1,
         load=os.getloadavg()[0],
@@ -101,7 +101,7 @@ def _disk(path: Path) -> Disk:
     return Disk(str(path), usage.free, usage.total, os.access(there, os.W_OK))
 
 
-def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """What a container may still take, by cgroup v2; without a limit, more than there is."""
     try:
         limit, used = ((cgroup / name).read_text() for name in ("memory.max", "memory.current"))

@@ -2,6 +2,7 @@
 
 import copy
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from tests.unit.k8s.kustomize import Body, render
 from triptych.cli.diagnosis import Disk, Facts, diagnose
-from triptych.cli.doctor import look_around
+from triptych.cli.doctor import container_memory, look_around
 from triptych.cli.manifests import find_problems, read_manifests
 from triptych.cli.servefile import DEFAULT, HttpOptions, parse_serve_config, read_http
 from triptych.core.config import AppConfig
@@ -189,6 +190,18 @@ def test_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert facts.shared_memory.total_bytes > 0
     assert facts.cores <= facts.machine_cores
     assert {"ray", "torch"} <= facts.packages.keys()
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [("1000000\n", 400000), ("max\n", sys.maxsize), (None, sys.maxsize)]
+)
+def test_a_container_has_the_memory_of_its_limit(
+    tmp_path: Path, limit: str | None, left: int
+) -> None:
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text("600000\n")
+    assert container_memory(tmp_path) == left
 
 
 CONFIGS: dict[str, tuple[object, str]] = {

@@ -243,6 +243,7 @@ def _in_serving_pod(
 ) -> Iterator[Problem]:
     container: Body = pod["containers"][0]
     yield from _in_network(where, container, serve)
+    yield from _in_keys(where, pod, container, config.ingress.api_keys)
     yield from _in_memory(where, pod, container, config.pool.capacity_bytes + store_bytes)
     yield from _in_gpus(where, container, config)
     yield from _in_shutdown(where, pod, container, config.ingress.request_timeout_s)
@@ -261,6 +262,21 @@ def _in_network(where: str, container: Body, serve: ServeConfig) -> Iterator[Pro
             where,
             f"http_options.port is {port} and the container's port 'serve' {ports.get('serve')}",
             "let them be the same",
+        )
+
+
+def _in_keys(where: str, pod: Body, container: Body, path: str) -> Iterator[Problem]:
+    secrets = {volume["name"] for volume in pod.get("volumes", []) if "secret" in volume}
+    folders = [
+        mount["mountPath"].rstrip("/") + "/"
+        for mount in container.get("volumeMounts", [])
+        if mount["name"] in secrets
+    ]
+    if path and not any(path.startswith(folder) for folder in folders):
+        yield Problem(
+            where,
+            f"ingress.api_keys is {path}, and no secret is mounted there",
+            "mount the secret that has the file, in the head too",
         )
 
 

@@ -291,13 +291,17 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
     "two pods in the group": (group(lambda g: g.update(maxReplicas=2)), "add RayServices"),
     "loopback": (args(lambda s: s["http_options"].pop("host")), "set it to 0.0.0.0"),
     "another port": (args(lambda s: s["http_options"].update(port=9000)), "let them be the same"),
+    "keys that are not mounted": (
+        args(lambda s: app_args(s)["ingress"].update(api_keys="/keys.yaml")),
+        "mount the secret",
+    ),
     "proxies on the head": (args(lambda s: s.update(proxy_location="HeadOnly")), "EveryNode"),
     "a container's own /dev/shm": (
-        pod(lambda p, c: c["volumeMounts"].pop()),
+        pod(lambda p, c: c["volumeMounts"].pop(2)),
         "mount an emptyDir of medium Memory",
     ),
     "a /dev/shm on disk": (
-        pod(lambda p, c: p["volumes"][-1].update(emptyDir={})),
+        pod(lambda p, c: p["volumes"][2].update(emptyDir={})),
         "mount an emptyDir of medium Memory",
     ),
     "a pool larger than /dev/shm": (

@@ -74,6 +74,10 @@ def _read(path: Path) -> str:
         return read_text(path)
     if (path / "kustomization.yaml").exists():
         return _render(path)
+    if (path / "Chart.yaml").exists():
+        raise ConfigError(
+            f"{path}: a Helm chart: run 'helm template triptych {path} | triptych validate -'"
+        )
     files = sorted(path.glob("*.y*ml"))
     if not files:
         raise ConfigError(f"{path}: no YAML file in this folder")

@@ -289,6 +289,10 @@ def test_a_folder_that_cannot_be_rendered_says_how(
     code, _, err = run("validate", str(tmp_path))
     assert code == 2
     assert "no YAML file" in err
+    chart = Path(__file__).parents[3] / "k8s" / "chart"
+    code, _, err = run("validate", str(chart))
+    assert code == 2
+    assert f"helm template triptych {chart} | triptych validate -" in err
     (tmp_path / "kustomization.yaml").write_text("resources: []")
     monkeypatch.setenv("PATH", "")
     code, _, err = run("validate", str(tmp_path))

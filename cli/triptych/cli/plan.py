@@ -52,7 +52,7 @@ def plan(
 
     With --gpus it is arithmetic only: so far pages lie in the memory of the machine.
     """
-    from triptych.cli.sizing import Load, app_plan, as_data, fits, sizes
+    from triptych.cli.sizing import Load, app_plan, fits, sizes
 
     settings = _settings(config, model)
     shape, profile = _shape(settings)
@@ -77,7 +77,7 @@ def plan(
         "pools": max(1, gpus),
         "load": asdict(load),
         "per_pool": asdict(needs),
-        "fits": as_data(found),
+        "fits": [asdict(fit) for fit in found],
     }
     columns = ("policy", "formats", "pages", "tokens a page", "bytes a token", "of FP16",
                "tokens", "expected", "MiB read", "MiB decoded", "requests")  # fmt: skip

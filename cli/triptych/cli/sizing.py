@@ -1,7 +1,7 @@
 """How much fits into a pool: pages, tokens and requests, by policy, from the real page layouts."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triptych.core.config import MIB, AppConfig, CompressorConfig
@@ -66,9 +66,9 @@ class Sizes:
     """Pages, journals and Ray's own store: the size of /dev/shm."""
 
 
-def policies(config: AppConfig, profile: Profile | None) -> Iterator[tuple[str, AppConfig]]:
-    """What is configured, and every format for all tokens."""
-    yield "as configured", config
+def policies(config: AppConfig, profile: Profile | None) -> Iterator[AppConfig]:
+    """What is configured, then every format for all tokens."""
+    yield config
     names = [f"uniform:{name}" for name in FORMATS]
     if profile is None:
         names.append("diffkv")
@@ -76,7 +76,7 @@ def policies(config: AppConfig, profile: Profile | None) -> Iterator[tuple[str, 
         compressor = CompressorConfig(
             actor=config.compressor.actor, policy=name, profile=config.compressor.profile
         )
-        yield name, replace(config, compressor=compressor)
+        yield replace(config, compressor=compressor)
 
 
 def fits(
@@ -93,7 +93,7 @@ def fits(
         )
     return [
         _fit(app_plan(each, geometry, context_tokens, profile), load, profile)
-        for _, each in policies(config, profile)
+        for each in policies(config, profile)
     ]
 
 
@@ -168,8 +168,3 @@ def _expected_tokens(plan: AppPlan, profile: Profile | None) -> int | None:
         return None
     longest = max(profile.measured, key=lambda one: one.context)
     return int(plan.bookable_bytes / (longest.bytes_ratio * plan.pages.raw_bytes(1)))
-
-
-def as_data(found: Sequence[Fit]) -> list[dict[str, object]]:
-    """For JSON."""
-    return [asdict(fit) for fit in found]

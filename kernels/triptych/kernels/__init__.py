@@ -9,16 +9,21 @@ from typing import Any
 from triptych.kernels.codec import load_tokens, store_tokens, transcode
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
+from triptych.kernels.lists import PageLists
 from triptych.kernels.op import Op
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import largest_sums, prefill_attention, significance_of
+from triptych.kernels.select import Rule, Summaries, select_pages, summarize_pages
 
 __all__ = [
     "OPS",
     "Op",
+    "PageLists",
     "Past",
     "Retirement",
+    "Rule",
     "Section",
+    "Summaries",
     "decode_attention",
     "largest_sums",
     "load_tokens",
@@ -27,8 +32,10 @@ __all__ = [
     "plan_tokens",
     "prefill_attention",
     "score_tokens",
+    "select_pages",
     "significance_of",
     "store_tokens",
+    "summarize_pages",
     "transcode",
 ]
 
@@ -43,6 +50,8 @@ OPS: dict[str, Op[..., Any]] = {
         plan_retirement,
         decode_attention,
         score_tokens,
+        summarize_pages,
+        select_pages,
     )
 }
 """Every operation by name; tests and benchmarks iterate over this."""

@@ -92,6 +92,11 @@ class Emitter:
         bits = self.build.shl(biased, self.constant(23, biased))
         return self.build.fmul(result, self.build.bitcast(bits, power.type))
 
+    def sqrt(self, value: Value) -> Value:
+        return self.build.call(
+            self._intrinsic("llvm.sqrt", value, (value.type,), value.type), [value]
+        )
+
     def tanh(self, value: Value) -> Value:
         """1 - 2 / (exp(2 value) + 1), for |value| below 40."""
         power = self.build.fmul(value, self.constant(2.0 * 1.4426950408889634, value))

@@ -12,6 +12,7 @@ from triptych.core.errors import ConfigError
 from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.decode import driver
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
+from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 
@@ -26,11 +27,12 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
+    lists: PageLists | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``."""
     out = torch.empty(query.shape)
     traits = Traits(scale, window, softcap)
-    _attend(query, arena, sections, slots, traits, positions, out=out, lse=lse)
+    _attend(query, arena, sections, slots, traits, positions, out=out, lse=lse, lists=lists)
     return out
 
 
@@ -81,6 +83,7 @@ def _attend(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     weight: float = 0.0,
+    lists: PageLists | None = None,
 ) -> None:
     """Fill ``out`` and ``lse``; or, with a weight, read ``lse`` and add to the scores."""
     rows, heads, dim = query.shape
@@ -120,8 +123,28 @@ def _attend(
         0 if lse is None else lse.data_ptr(),
     )
     job[16:19].view(np.float64)[:] = (*traits.factors, weight)
+    if lists is not None:
+        places = lists.rows.contiguous()
+        job[19 : 19 + LIST_WORDS] = _lists(lists, places, rows, kv_heads)
     if not driver.attend(job, team_address(), driver.take_runs.address, team_threads()):
         raise ConfigError("decode attention: a slot, a token count or a page id is out of range")
+
+
+LIST_WORDS = 9
+
+
+def _lists(lists: PageLists, places: Tensor, rows: int, kv_heads: int) -> tuple[int, ...]:
+    """What the driver knows of lists of pages, in the order of its job."""
+    check_lists(lists, rows, kv_heads)
+    return (
+        places.data_ptr(),
+        min(lists.ordinals.shape[0], lists.counts.shape[0]),
+        lists.ordinals.data_ptr(),
+        *lists.ordinals.stride()[:2],
+        lists.ordinals.shape[2],
+        lists.counts.data_ptr(),
+        *lists.counts.stride(),
+    )
 
 
 def _is_plain_float(tensor: Tensor) -> bool:

@@ -30,6 +30,7 @@ Job = namedtuple(
     "Job",
     "query out arena page_count page_bytes slots positions rows kv_heads group dim"
     " scratch_floats window sections section_count lse scale cap weight"
+    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
     " runs run_count partial counter bad",
 )
 """All that a thread needs: sizes, and addresses of what is shared."""
@@ -73,7 +74,8 @@ def _job(address):
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
         words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
         np.float32(numbers[16]), np.float32(numbers[17]), np.float32(numbers[18]),
-        words[19], words[20], words[21], words[22], words[23],
+        words[19], words[20], words[21], words[22], words[23], words[24], words[25], words[26],
+        words[27], words[28], words[29], words[30], words[31], words[32],
     )  # fmt: skip
 
 
@@ -95,7 +97,37 @@ def _count_pages(job):
                 pages[row] = -1
                 break
             pages[row] += -(-tokens // section[PAGE_TOKENS])
+        if pages[row] >= 0 and _list_of(job, row // job.kv_heads) >= 0:
+            pages[row] = _listed(job, row, pages[row])
     return pages
+
+
+@kernel
+def _list_of(job, request):
+    """The list of pages that a request reads; -1: all."""
+    if not job.lists:
+        return np.int64(-1)
+    return np.int64(carray(pointer(job.lists + 4 * request), 1, np.int32)[0])
+
+
+@kernel
+def _listed(job, row, pages):
+    """Pages in the list of a head row; -1 if there is no such list, or more than pages."""
+    place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
+    if place >= job.list_slots:
+        return np.int64(-1)
+    at = job.counts + 4 * (place * job.count_slot + head * job.count_head)
+    count = np.int64(carray(pointer(at), 1, np.int32)[0])
+    return count if count <= min(pages, job.room) else np.int64(-1)
+
+
+@kernel
+def _entries(job, row):
+    """Address of the list of a head row; 0 if it reads all pages."""
+    place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
+    if place < 0:
+        return np.int64(0)
+    return job.ordinals + 4 * (place * job.list_slot + head * job.list_head)
 
 
 @kernel
@@ -165,7 +197,8 @@ def _prepare(job, row, query, state):
 def _walk(job, run, query, state, scratch):
     """Step through the pages of a run, section by section; False at a page id out of range.
 
-    Each page is read when the next one is known, so that the next one can be prefetched.
+    A run is a part of the row's pages, or of its list of pages, which is ascending. Each page is
+    read when the next one is known, so that the next one can be prefetched.
     """
     row, skip, left = run[0], run[1], run[2]
     request, head = row // job.kv_heads, row % job.kv_heads
@@ -175,23 +208,31 @@ def _walk(job, run, query, state, scratch):
         asked = carray(pointer(job.positions + 4 * request), 1, np.int32)[0]
         oldest = np.int32(asked - job.window + 1)
     step = page = live = np.int64(0)
-    for section in _sections(job):
-        tokens, room = _tokens(section, slot, head), section[PAGE_TOKENS]
-        pages = -(-tokens // room)
-        table = section[PAGES] + 4 * (slot * section[PAGES_SLOT] + head * section[PAGES_HEAD])
-        for index in range(skip, min(pages, skip + left)):
-            entry = carray(pointer(table + 4 * index * section[PAGES_ENTRY]), 1, np.int32)
-            if entry[0] < 0 or entry[0] >= job.page_count:
-                return False
-            upcoming = job.arena + np.int64(entry[0]) * job.page_bytes
-            if live > 0:
-                call_page_step(
-                    step, page, upcoming, live, query.ctypes.data, state.ctypes.data,
-                    scratch.ctypes.data, oldest, job.cap,
-                )  # fmt: skip
-            step, page, live = section[STEP], upcoming, min(room, tokens - index * room)
-        left -= max(0, min(pages - skip, left))
-        skip = max(0, skip - pages)
+    sections, listed = _sections(job), _entries(job, row)
+    which, begin, end, tokens, room, table = -1, np.int64(0), np.int64(0), 0, 1, np.int64(0)
+    for place in range(skip, skip + left):
+        ordinal = np.int64(place)
+        if listed:
+            ordinal = np.int64(carray(pointer(listed + 4 * place), 1, np.int32)[0])
+        while ordinal >= end and which + 1 < len(sections):
+            which, begin = which + 1, end
+            section = sections[which]
+            tokens, room = _tokens(section, slot, head), section[PAGE_TOKENS]
+            table = section[PAGES] + 4 * (slot * section[PAGES_SLOT] + head * section[PAGES_HEAD])
+            end = begin + -(-tokens // room)
+        if not begin <= ordinal < end:
+            return False
+        index, section = ordinal - begin, sections[which]
+        entry = carray(pointer(table + 4 * index * section[PAGES_ENTRY]), 1, np.int32)
+        if entry[0] < 0 or entry[0] >= job.page_count:
+            return False
+        upcoming = job.arena + np.int64(entry[0]) * job.page_bytes
+        if live > 0:
+            call_page_step(
+                step, page, upcoming, live, query.ctypes.data, state.ctypes.data,
+                scratch.ctypes.data, oldest, job.cap,
+            )  # fmt: skip
+        step, page, live = section[STEP], upcoming, min(room, tokens - index * room)
     if live > 0:
         call_page_step(
             step, page, page, live, query.ctypes.data, state.ctypes.data,

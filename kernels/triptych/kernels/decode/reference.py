@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.kernels.codec import reference as codec
+from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, segments
 
 
@@ -20,6 +21,7 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
+    lists: PageLists | None = None,
 ) -> Tensor:
     """Attention of one query token per request over all its sections.
 
@@ -27,14 +29,19 @@ def decode_attention(
     must be in a page already. ``window > 0`` hides keys that are ``window`` positions old
     or older and needs ``positions``, the position of each query; ``softcap > 0`` caps
     logits by tanh. ``lse`` is filled with the natural logarithm of the sum of each head's
-    exponentials: what ``score_tokens`` needs.
+    exponentials: what ``score_tokens`` needs. With ``lists`` only the pages that they name are
+    read (``select_pages`` makes such lists).
 
     Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H] -> [R, H, d]
     Dtypes:  query float32 or bfloat16; arena uint8; indices int32; lse and output float32
-    Promise: what lies in unused bytes of pages never changes the result
+    Promise: what lies in unused bytes of pages never changes the result; lists of all pages
+             give the same bits as no lists
     Source:  DiffKV (mixed-precision pages in one kernel); FlashDecoding (splits)
     """
     logits, value, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
+    if lists is not None:
+        unread = ~_listed(lists, sections, slots)
+        logits = logits.masked_fill(unread[:, :, None], float("-inf"))
     if lse is not None:
         lse[:] = logits.logsumexp(-1).view_as(lse)
     return (logits.softmax(-1) @ value).view_as(query)
@@ -74,6 +81,25 @@ def score_tokens(
         scores = segments(arena, section.layout).scores
         scores[page, row] += received[..., start : start + len(token)][live]
         start += len(token)
+
+
+def _listed(lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:
+    """Which tokens lie in pages that their request reads, [R, KH, N] in the order of ``_logits``.
+
+    Beyond the end of a row the answer means nothing.
+    """
+    check_lists(lists, len(slots), sections[0].tokens.shape[1])
+    place = lists.rows.long().clamp(min=0)
+    entry = torch.arange(lists.ordinals.shape[2], device=slots.device)
+    named = lists.ordinals[place].where(entry < lists.counts[place][..., None], -1)
+    parts, first = list[Tensor](), torch.zeros_like(lists.counts[place])
+    for section in sections:
+        tokens, room = section.tokens[slots.long()], section.layout.tokens
+        page = torch.arange(int(tokens.max()), device=slots.device) // room
+        ordinal = first[..., None] + page
+        parts.append((ordinal[..., None] == named[:, :, None]).any(-1))
+        first = first + (tokens + room - 1) // room
+    return torch.cat(parts, 2) | (lists.rows < 0)[:, None, None]
 
 
 def _logits(

@@ -1,0 +1,29 @@
+"""Which pages a query has to read: summaries of pages, and their choice by score."""
+
+from triptych.kernels.lists import PageLists
+from triptych.kernels.op import Op
+from triptych.kernels.select import reference
+from triptych.kernels.select.summary import KINDS, Kind, Rule, Summaries, tile_bytes
+
+summarize_pages = Op(
+    name="summarize_pages",
+    spec=reference.summarize_pages,
+    fast={"cpu": "triptych.kernels.select.cpu:summarize_pages"},
+)
+
+select_pages = Op(
+    name="select_pages",
+    spec=reference.select_pages,
+    fast={"cpu": "triptych.kernels.select.cpu:select_pages"},
+)
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "PageLists",
+    "Rule",
+    "Summaries",
+    "select_pages",
+    "summarize_pages",
+    "tile_bytes",
+]

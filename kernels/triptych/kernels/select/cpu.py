@@ -1,0 +1,137 @@
+"""Page summaries and page selection on the CPU: checks and addresses here, numba in ``driver``."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+from triptych.kernels.codec.cpu import form_words
+from triptych.kernels.codec.vectors import PART_WORDS
+from triptych.kernels.compiled import team_address, team_threads
+from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.select import driver
+from triptych.kernels.select.score_tile import ScoreTile, score_tile_address
+from triptych.kernels.select.summary import Kind, Rule, Summaries
+
+
+def summarize_pages(
+    arena: Tensor,
+    layout: PageLayout,
+    pages: Tensor,
+    summaries: Summaries,
+    rows: Tensor,
+    columns: Tensor,
+) -> None:
+    """See ``reference.summarize_pages``."""
+    check_arena(arena, layout)
+    check_indices(pages, rows, columns)
+    pages, rows, columns = pages.contiguous(), rows.contiguous(), columns.contiguous()
+    memory, words = summaries.memory, form_words(layout)
+    tokens, _, positions, *parts = words
+    job = np.array(
+        (
+            0,
+            0,
+            len(pages),
+            arena.data_ptr(),
+            *arena.shape,
+            layout.head_dim,
+            summaries.kind == "box",
+            tokens,
+            positions,
+            *parts[:PART_WORDS],
+            pages.data_ptr(),
+            rows.data_ptr(),
+            columns.data_ptr(),
+            memory.data_ptr(),
+            *memory.shape[:3],
+            *memory.stride()[:2],
+        ),
+        np.int64,
+    )
+    body = driver.summarize.address
+    if not driver.run_summaries(job, team_address(), body, team_threads()):
+        raise ConfigError("summarize_pages: a page, a row or a column is out of range")
+
+
+def select_pages(
+    query: Tensor,
+    sections: Sequence[Section],
+    summaries: Sequence[Summaries | None],
+    slots: Tensor,
+    positions: Tensor,
+    rule: Rule,
+    lists: PageLists,
+    *,
+    scale: float,
+    scores: Tensor | None = None,
+) -> None:
+    """See ``reference.select_pages``."""
+    rows, heads, dim = query.shape
+    kv_heads = sections[0].tokens.shape[1]
+    kinds: set[Kind] = {known.kind for known in summaries if known is not None}
+    if len(kinds) != 1:
+        raise ConfigError(f"select_pages: summaries of kinds {sorted(kinds)}: expected one kind")
+    kind = kinds.pop()
+    check_indices(slots, positions)
+    check_lists(lists, rows, kv_heads)
+    _check_sections(sections, summaries, kv_heads, dim)
+    query = query.float().contiguous()
+    slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
+    table = np.array([_row(*pair) for pair in zip(sections, summaries, strict=True)], np.int64)
+    job = np.zeros(driver.JOB_WORDS, np.int64)
+    job[2:29] = (
+        query.data_ptr(),
+        slots.data_ptr(),
+        positions.data_ptr(),
+        rows,
+        kv_heads,
+        heads // kv_heads,
+        dim,
+        table.ctypes.data,
+        len(table),
+        score_tile_address(ScoreTile(kind, heads // kv_heads, dim)),
+        lists_of.data_ptr(),
+        min(lists.ordinals.shape[0], lists.counts.shape[0]),
+        lists.ordinals.data_ptr(),
+        *lists.ordinals.stride()[:2],
+        lists.ordinals.shape[2],
+        lists.counts.data_ptr(),
+        *lists.counts.stride(),
+        rule.keep,
+        rule.budget_tokens,
+        rule.sink_tokens,
+        rule.window_tokens,
+        kind == "box",
+        *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
+    )
+    job[29:].view(np.float64)[0] = scale
+    if not driver.run_choice(job, team_address(), driver.choose_rows.address, team_threads()):
+        raise ConfigError("select_pages: a slot, a token count or a list is out of range")
+
+
+def _check_sections(
+    sections: Sequence[Section], summaries: Sequence[Summaries | None], kv_heads: int, dim: int
+) -> None:
+    for section, known in zip(sections, summaries, strict=True):
+        check_indices(section.tokens)
+        fits = known is None or (known.head_dim == dim and known.memory.shape[1] == kv_heads)
+        if section.tokens.shape[1] != kv_heads or not fits:
+            raise ConfigError(f"select_pages: expected {kv_heads} KV heads of head_dim {dim}")
+
+
+def _row(section: Section, summaries: Summaries | None) -> tuple[int, ...]:
+    """What the driver knows of a section; its columns are named there."""
+    tokens = section.tokens
+    slots = min(tokens.shape[0], section.pages.shape[0])
+    if summaries is None:
+        known = (0, 0, 0, 0)
+    else:
+        memory = summaries.memory
+        slots = min(slots, memory.shape[0])
+        known = (memory.data_ptr(), *memory.stride()[:2], memory.shape[2])
+    room = section.layout.tokens, section.pages.shape[2]
+    return (*room, tokens.data_ptr(), *tokens.stride(), slots, *known)

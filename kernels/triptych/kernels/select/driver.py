@@ -1,0 +1,374 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""Summaries of pages, and the choice of pages by their scores, in the threads of torch."""
+
+from collections import namedtuple
+
+import numpy as np
+from numba import carray
+
+from triptych.kernels.codec.vectors import PART_WORDS, decode, part_of
+from triptych.kernels.compiled import (
+    call_score_tile,
+    fetch_add,
+    kernel,
+    pointer,
+    run_team,
+    team_body,
+)
+from triptych.kernels.select.summary import NUMBERS, POSITIONS, TILE_PAGES
+
+# ------------------------------------------------------------------ summaries
+
+COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM, IS_BOX = range(8)
+PAGE_TOKENS, POSITIONS_AT = range(8, 10)
+KEY_PART = 10
+PAGES, ROWS, COLUMNS, MEMORY, SLOTS, KV_HEADS, TILES, BY_SLOT, BY_HEAD = range(
+    KEY_PART + PART_WORDS, KEY_PART + PART_WORDS + 9
+)
+SUMMARIZE_WORDS = BY_HEAD + 1
+
+CHUNK = 8
+"""Pages that a thread takes at a time."""
+TOP, BOX_TOP = np.float32(255.0), np.float32(254.0)
+OUTWARDS, ROUNDING = np.float32(0.01), np.float32(2.0**-20)
+
+
+@kernel
+def run_summaries(job, team, body, threads):
+    """Summarize in a team; False if the job named a page or a cell that there is not."""
+    run_team(team, body, job.ctypes.data, threads if job[ITEMS] > CHUNK else 1)
+    return job[BAD] == 0
+
+
+@kernel
+def _box(keys, first, second):
+    first[:] = keys[0]
+    second[:] = keys[0]
+    for row in range(1, len(keys)):
+        for channel in range(len(first)):
+            first[channel] = max(first[channel], keys[row, channel])
+            second[channel] = min(second[channel], keys[row, channel])
+
+
+@kernel
+def _moments(keys, first, second, numbers):
+    """Mean and deviation, in two passes: the mean may be far larger than the deviation."""
+    share = np.float32(1.0 / len(keys))
+    first[:], second[:] = np.float32(0.0), np.float32(0.0)
+    for row in range(len(keys)):
+        for channel in range(len(first)):
+            first[channel] += keys[row, channel]
+    for channel in range(len(first)):
+        first[channel] *= share
+    for row in range(len(keys)):
+        for channel in range(len(first)):
+            numbers[channel] = keys[row, channel] - first[channel]
+            second[channel] += numbers[channel] * numbers[channel]
+    for channel in range(len(first)):
+        second[channel] = np.sqrt(second[channel] * share)
+
+
+@kernel
+def _write(tile, page, index, vector, is_box):
+    """Code a vector of a page; a box is rounded outwards, the zero of a deviation is 0."""
+    dim = len(vector)
+    low = high = vector[0]
+    for number in vector:
+        low, high = min(low, number), max(high, number)
+    if is_box:
+        scale = (high - low) / BOX_TOP + max(abs(high), abs(low)) * ROUNDING
+    else:
+        if index == 1:
+            low = np.float32(0.0)
+        scale = (high - low) / TOP
+    if not scale > 0:
+        scale = np.float32(1.0)
+    codes = carray(pointer(tile + index * dim * TILE_PAGES + page), dim * TILE_PAGES, np.uint8)
+    from_above = is_box and index == 1
+    for channel in range(dim):
+        step = (high - vector[channel] if from_above else vector[channel] - low) / scale
+        step = np.ceil(step + OUTWARDS) if is_box else np.rint(step)
+        codes[channel * TILE_PAGES] = np.uint8(min(max(step, np.float32(0.0)), TOP))
+    at = tile + TILE_PAGES * (2 * dim + 8 * index) + 4 * page
+    numbers = carray(pointer(at), TILE_PAGES + 1, np.float32)
+    numbers[0] = -scale if from_above else scale
+    numbers[TILE_PAGES] = high if from_above else low
+
+
+@kernel
+def _write_positions(tile, page, near, dim, tokens):
+    known = carray(pointer(near), tokens, np.int32)
+    at = tile + TILE_PAGES * (2 * dim + 4 * NUMBERS) + 4 * page
+    ends = carray(pointer(at), TILE_PAGES + 1, np.int32)
+    ends[0], ends[TILE_PAGES] = known.min(), known.max()
+
+
+@team_body
+def summarize(address):
+    job = carray(pointer(address), SUMMARIZE_WORDS, np.int64)
+    part = part_of(job[KEY_PART : KEY_PART + PART_WORDS])
+    count, dim = job[ITEMS], job[HEAD_DIM]
+    pages = carray(pointer(job[PAGES]), count, np.int32)
+    rows = carray(pointer(job[ROWS]), count, np.int32)
+    columns = carray(pointer(job[COLUMNS]), count, np.int32)
+    codes, numbers = np.empty(dim, np.uint8), np.empty(dim, np.float32)
+    first, second = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    keys = np.empty((job[PAGE_TOKENS], dim), np.float32)
+    while True:
+        start = fetch_add(address, CHUNK)
+        if start >= count:
+            break
+        for index in range(start, min(count, start + CHUNK)):
+            page, column = np.int64(pages[index]), np.int64(columns[index])
+            slot, head = np.int64(rows[index]) // job[KV_HEADS], rows[index] % job[KV_HEADS]
+            is_page, is_row = 0 <= page < job[PAGE_COUNT], 0 <= slot < job[SLOTS]
+            if not (is_page and is_row and 0 <= column < job[TILES] * TILE_PAGES):
+                job[BAD] = 1
+                continue
+            near = job[ARENA] + page * job[PAGE_BYTES]
+            for row in range(job[PAGE_TOKENS]):
+                decode(part, near, row, codes, keys[row])
+            tile = job[MEMORY] + slot * job[BY_SLOT] + head * job[BY_HEAD]
+            tile += column // TILE_PAGES * (TILE_PAGES * (2 * dim + 4 * (NUMBERS + POSITIONS)))
+            if job[IS_BOX]:
+                _box(keys, first, second)
+            else:
+                _moments(keys, first, second, numbers)
+            _write(tile, column % TILE_PAGES, 0, first, job[IS_BOX])
+            _write(tile, column % TILE_PAGES, 1, second, job[IS_BOX])
+            _write_positions(tile, column % TILE_PAGES, near + job[POSITIONS_AT], dim, len(keys))
+
+
+# ------------------------------------------------------------------ choosing
+
+ROOM, WIDTH, TOKENS, TOKENS_SLOT, TOKENS_HEAD, COUNT_SLOTS = range(6)
+TILE_AT, TILE_SLOT, TILE_HEAD, TILE_COUNT = range(6, 10)
+SECTION_COLUMNS = 10
+"""Columns of the table of sections; without summaries ``TILE_AT`` is 0."""
+
+SERIAL_PAGES = 512
+"""So few pages (10 us) are scored sooner by one thread than a sleeping one wakes up."""
+
+Job = namedtuple(
+    "Job",
+    "counter bad query slots positions rows kv_heads group dim sections section_count"
+    " step lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " keep budget sinks window is_box scores score_row score_head scale",
+)
+JOB_WORDS = len(Job._fields)
+
+FORCED = np.int32(2**31 - 1)
+"""Above the key of every score: a page that is read in any case."""
+LOWEST = np.int32(-(2**31))
+
+
+@kernel
+def run_choice(words, team, body, threads):
+    """Choose pages for all head rows; False if a slot, a count or a list is out of range."""
+    job = _job(words.ctypes.data)
+    sections = _sections(job)
+    most = 0
+    for section in sections:
+        most += section[WIDTH]
+    few = job.rows * job.kv_heads * most <= SERIAL_PAGES
+    run_team(team, body, words.ctypes.data, 1 if few else threads)
+    return words[1] == 0
+
+
+@kernel
+def _job(address):
+    words = carray(pointer(address), JOB_WORDS, np.int64)
+    numbers = carray(pointer(address), JOB_WORDS, np.float64)
+    return Job(
+        words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
+        words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
+        words[16], words[17], words[18], words[19], words[20], words[21], words[22], words[23],
+        words[24], words[25], words[26], words[27], words[28], np.float32(numbers[29]),
+    )  # fmt: skip
+
+
+@kernel
+def _sections(job):
+    return carray(pointer(job.sections), (job.section_count, SECTION_COLUMNS), np.int64)
+
+
+@kernel
+def _choose(job, sections, row, keys, found, query):
+    """Write the list of one head row; False if something is out of range."""
+    request, head = row // job.kv_heads, row % job.kv_heads
+    slot = np.int64(_word(job.slots, request))
+    place = np.int64(_word(job.lists, request))
+    if place >= job.list_slots:
+        return False
+    pages, forced, tokens = _mark(job, sections, slot, head, _word(job.positions, request), keys)
+    if pages < 0:
+        return False
+    share = -(-pages * job.keep // 65536)
+    budget = min(pages, max(forced, share, -(-pages * job.budget // max(1, tokens))))
+    if budget > job.room:
+        return False
+    if budget < pages or job.scores:
+        _prepare(job, row, query)
+        _score(job, sections, slot, head, keys, found, query)
+        if job.scores:
+            _tell(job, request, head, keys[:pages])
+    ordinals = carray(
+        pointer(job.ordinals + 4 * (place * job.list_slot + head * job.list_head)),
+        job.room, np.int32,
+    )  # fmt: skip
+    count = carray(
+        pointer(job.counts + 4 * (place * job.count_slot + head * job.count_head)), 1, np.int32
+    )
+    _list(keys[:pages], budget, ordinals)
+    count[0] = budget
+    return True
+
+
+@kernel
+def _word(address, index):
+    return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)[0]
+
+
+@kernel
+def _mark(job, sections, slot, head, position, keys):
+    """Mark the pages that are read in any case; pages, marked pages and tokens of the row.
+
+    -1 pages if a section has no such row.
+    """
+    pages = forced = total = np.int64(0)
+    newest = np.int32(position - job.window)
+    for section in sections:
+        if not 0 <= slot < section[COUNT_SLOTS]:
+            return np.int64(-1), forced, total
+        offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
+        tokens = np.int64(_word(section[TOKENS], offset))
+        count, full = -(-tokens // section[ROOM]), tokens // section[ROOM]
+        if tokens < 0 or count > section[WIDTH]:
+            return np.int64(-1), forced, total
+        if not section[TILE_AT]:
+            full = 0
+        if full > section[TILE_COUNT] * TILE_PAGES:
+            return np.int64(-1), forced, total
+        for first in range(0, full, TILE_PAGES):
+            at = _tile(job, section, slot, head, first) + TILE_PAGES * (2 * job.dim + 4 * NUMBERS)
+            ends = carray(pointer(at), 2 * TILE_PAGES, np.int32)
+            for page in range(min(TILE_PAGES, full - first)):
+                competes = ends[page] >= job.sinks and ends[TILE_PAGES + page] <= newest
+                keys[pages + first + page] = LOWEST if competes else FORCED
+                forced += 0 if competes else 1
+        keys[pages + full : pages + count] = FORCED
+        forced += count - full
+        pages += count
+        total += tokens
+    return pages, forced, total
+
+
+@kernel
+def _tile(job, section, slot, head, page):
+    at = section[TILE_AT] + slot * section[TILE_SLOT] + head * section[TILE_HEAD]
+    return at + page * (2 * job.dim + 4 * (NUMBERS + POSITIONS))
+
+
+@kernel
+def _prepare(job, row, query):
+    """The vectors that summaries are multiplied by, and their sums."""
+    group, dim = job.group, job.dim
+    near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
+    second, sums = group * dim, 2 * group * dim
+    for head in range(group):
+        first_sum = second_sum = np.float32(0.0)
+        for channel in range(head * dim, (head + 1) * dim):
+            number = near[channel] * job.scale
+            if job.is_box:
+                first, other = max(number, np.float32(0.0)), min(number, np.float32(0.0))
+            else:
+                first, other = number, number * number
+            query[channel], query[second + channel] = first, other
+            first_sum += first
+            second_sum += other
+        query[sums + head], query[sums + group + head] = first_sum, second_sum
+
+
+@kernel
+def _score(job, sections, slot, head, keys, found, query):
+    """Replace the marks of pages that compete by the keys of their scores."""
+    start = np.int64(0)
+    bits = found.view(np.int32)
+    for section in sections:
+        offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
+        tokens = np.int64(_word(section[TOKENS], offset))
+        full = tokens // section[ROOM] if section[TILE_AT] else 0
+        for first in range(0, full, TILE_PAGES):
+            tile = _tile(job, section, slot, head, first)
+            call_score_tile(job.step, tile, query.ctypes.data, found.ctypes.data)
+            for page in range(min(TILE_PAGES, full - first)):
+                if keys[start + first + page] != FORCED:
+                    keys[start + first + page] = _key(bits[page])
+        start += -(-tokens // section[ROOM])
+
+
+@kernel
+def _key(bits):
+    """Integers in the order of the floats with these bits; its own inverse."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1))
+
+
+@kernel
+def _tell(job, request, head, keys):
+    at = job.scores + 4 * (request * job.score_row + head * job.score_head)
+    scores = carray(pointer(at), len(keys), np.int32)
+    for page in range(len(keys)):
+        scores[page] = np.int32(0x7F800000) if keys[page] == FORCED else _key(keys[page])
+
+
+@kernel
+def _list(keys, count, ordinals):
+    """The ``count`` largest keys, of equal ones the first, in ascending order of their places.
+
+    The smallest of them is found by bisection over all integers: 32 passes, each as fast as
+    reading the keys, whatever they are.
+    """
+    low, high = np.int64(LOWEST), np.int64(FORCED) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if _count(keys, np.int32(middle)) >= count:
+            low = middle
+        else:
+            high = middle
+    least = np.int32(low)
+    equal = count - (_count(keys, np.int32(low + 1)) if least != FORCED else 0)
+    written = 0
+    for page in range(len(keys)):
+        if keys[page] > least or (keys[page] == least and equal > 0):
+            equal -= 1 if keys[page] == least else 0
+            ordinals[written] = page
+            written += 1
+
+
+@kernel
+def _count(keys, least):
+    """How many keys are ``least`` or more."""
+    count = np.int32(0)
+    for page in range(len(keys)):
+        count += np.int32(keys[page] >= least)
+    return count
+
+
+@team_body
+def choose_rows(address):
+    job = _job(address)
+    sections = _sections(job)
+    most = 0
+    for section in sections:
+        most += section[WIDTH]
+    keys = np.empty(most, np.int32)
+    found = np.empty(TILE_PAGES, np.float32)
+    query = np.empty(2 * job.group * (job.dim + 1), np.float32)
+    lists = carray(pointer(job.lists), job.rows, np.int32)
+    while True:
+        row = fetch_add(address, 1)
+        if row >= job.rows * job.kv_heads:
+            break
+        if lists[row // job.kv_heads] >= 0 and not _choose(job, sections, row, keys, found, query):
+            fetch_add(address + 8, 1)

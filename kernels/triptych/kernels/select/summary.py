@@ -1,0 +1,133 @@
+"""Page summaries: two vectors a page from which its largest logit is guessed, in one byte each.
+
+Two kinds. ``box``: for each channel the largest and the smallest number among the page's keys, so
+that no key can have a larger product with a query than the page's score. ``moments``: mean and
+standard deviation of each channel, which bounds nothing and ranks better: most keys of a page lie
+far from the corners of its box.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+
+Kind = Literal["box", "moments"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+TILE_PAGES = 16
+"""Pages whose summaries lie together, channel by channel: the width of a vector register."""
+NUMBERS = 4
+"""Of a page: scale and zero of the first vector, and of the second."""
+POSITIONS = 2
+"""Of a page: the smallest and the largest position of its tokens."""
+WHOLE = 1 << 16
+"""Parts that ``Rule.keep`` counts in."""
+DEVIATIONS = 2.0
+"""Standard deviations above the mean at which ``moments`` expects a page's largest logit."""
+
+
+def tile_bytes(head_dim: int) -> int:
+    """Bytes of the summaries of ``TILE_PAGES`` pages: codes, then numbers, then positions."""
+    return TILE_PAGES * summary_bytes(head_dim)
+
+
+def summary_bytes(head_dim: int) -> int:
+    """Bytes of the summary of one page: 152 at head_dim 64, 4.2 % of a page."""
+    return 2 * head_dim + 4 * (NUMBERS + POSITIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Summaries:
+    """Summaries of the full pages of one section, in the order of the section's page lists.
+
+    A page that is not full is read in any case, and its summary is never looked at.
+    """
+
+    kind: Kind
+    memory: Tensor
+    """uint8 [S, KH, tiles, bytes of a tile], the last two dense."""
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        memory, size = self.memory, tile_bytes(self.head_dim)
+        dense = memory.dim() == 4 and memory.stride()[2:] == (memory.shape[3], 1)
+        if memory.dtype != torch.uint8 or not dense or memory.shape[3] != size:
+            raise ConfigError(
+                f"summaries {tuple(memory.shape)} {memory.dtype}: expected uint8 "
+                f"[slots, KV heads, tiles, {size}]"
+            )
+
+    @property
+    def pages(self) -> int:
+        """Pages of a head row that there is room for."""
+        return self.memory.shape[2] * TILE_PAGES
+
+    @property
+    def codes(self) -> Tensor:
+        """uint8 [S, KH, tiles, 2, d, pages of a tile]: both vectors."""
+        end = 2 * self.head_dim * TILE_PAGES
+        return _split(self._part(0, end), 2, self.head_dim, TILE_PAGES)
+
+    @property
+    def numbers(self) -> Tensor:
+        """float32 [S, KH, tiles, 4, pages of a tile]: scale, zero, scale, zero."""
+        start = 2 * self.head_dim * TILE_PAGES
+        part = self._part(start, start + 4 * NUMBERS * TILE_PAGES).view(torch.float32)
+        return _split(part, NUMBERS, TILE_PAGES)
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [S, KH, tiles, 2, pages of a tile]: oldest and newest."""
+        start = (2 * self.head_dim + 4 * NUMBERS) * TILE_PAGES
+        part = self._part(start, self.memory.shape[3]).view(torch.int32)
+        return _split(part, POSITIONS, TILE_PAGES)
+
+    def _part(self, start: int, end: int) -> Tensor:
+        return self.memory[..., start:end]
+
+
+def _split(part: Tensor, *sizes: int) -> Tensor:
+    """``part`` [S, KH, tiles, n] as [S, KH, tiles, *sizes]."""
+    return part.view(*part.shape[:3], *sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How many pages of a head row are read, and which in any case.
+
+    Pages are equally large, so a share of them is a share of the bytes. Always read are pages
+    that hold one of the first ``sink_tokens`` positions or of the newest ``window_tokens``, pages
+    that are not full, and sections without summaries; they count as read.
+    """
+
+    keep: int
+    """Pages that are read, of 65,536; see ``of``."""
+    budget_tokens: int = 0
+    """If these tokens fill more pages than ``keep``, so many pages are read instead."""
+    sink_tokens: int = 4
+    window_tokens: int = 64
+
+    @classmethod
+    def of(
+        cls,
+        keep_fraction: float,
+        budget_tokens: int = 0,
+        sink_tokens: int = 4,
+        window_tokens: int = 64,
+    ) -> "Rule":
+        """The fraction in whole parts, so that every backend counts the same pages."""
+        return cls(
+            keep=round(keep_fraction * WHOLE),
+            budget_tokens=budget_tokens,
+            sink_tokens=sink_tokens,
+            window_tokens=window_tokens,
+        )
+
+    def pages(self, pages: int, tokens: int) -> int:
+        """Pages to read of a head row that has so many, rounded up."""
+        share = -(-pages * self.keep // WHOLE)
+        budget = -(-pages * self.budget_tokens // max(1, tokens))
+        return min(pages, max(share, budget))

@@ -1,0 +1,417 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch.linalg and Tensor.tolist have no types.
+"""Summaries of pages bound or rank them; the best are chosen; attention reads no other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.kernels import (
+    PageLists,
+    Rule,
+    Section,
+    Summaries,
+    decode_attention,
+    load_tokens,
+    select_pages,
+    store_tokens,
+    summarize_pages,
+)
+from triptych.kernels.select.summary import KINDS, Kind, summary_bytes, tile_bytes
+
+BACKENDS = [name for name in select_pages.backends if name != "cuda"]
+NewCache = Callable[..., Any]
+"""``conftest.Cache``."""
+DIM = 64
+
+
+def new_summaries(section: Section, kind: Kind) -> Summaries:
+    """Room for all pages, full of garbage."""
+    slots, heads, width = section.pages.shape
+    size = tile_bytes(section.layout.head_dim)
+    memory = torch.randint(0, 256, (slots, heads, -(-width // 16), size), dtype=torch.uint8)
+    return Summaries(kind, memory, section.layout.head_dim)
+
+
+def summarize(backend: str, arena: Tensor, section: Section, summaries: Summaries) -> None:
+    """Summaries of all full pages of all head rows."""
+    full = section.tokens // section.layout.tokens
+    column = torch.arange(section.pages.shape[2]).expand(section.pages.shape)
+    wanted = column < full[..., None]
+    row = torch.arange(full.numel()).view(*full.shape, 1).expand_as(column)
+    pages, rows, columns = (part[wanted].int() for part in (section.pages, row, column))
+    summarize_pages.on(backend)(arena, section.layout, pages, summaries, rows, columns)
+
+
+def new_lists(sections: Sequence[Section], requests: int) -> PageLists:
+    """A list for each slot, full of garbage; request r has list r."""
+    slots, heads = sections[0].tokens.shape
+    most = sum(section.pages.shape[2] for section in sections)
+    return PageLists(
+        ordinals=torch.full((slots, heads, most), -7, dtype=torch.int32),
+        counts=torch.full((slots, heads), 10**6, dtype=torch.int32),
+        rows=torch.arange(requests, dtype=torch.int32),
+    )
+
+
+@dataclass
+class Chosen:
+    lists: PageLists
+    scores: Tensor
+
+    def of(self, request: int, head: int) -> list[int]:
+        place = self.lists.rows[request]
+        count = int(self.lists.counts[place, head])
+        return self.lists.ordinals[place, head, :count].tolist()
+
+
+def select(
+    backend: str,
+    query: Tensor,
+    sections: Sequence[Section],
+    summaries: Sequence[Summaries | None],
+    rule: Rule,
+    position: int = 10**6,
+) -> Chosen:
+    requests = len(query)
+    lists = new_lists(sections, requests)
+    scores = torch.full((requests, *lists.ordinals.shape[1:]), float("nan"))
+    slots = torch.arange(requests, dtype=torch.int32)
+    positions = torch.full((requests,), position, dtype=torch.int32)
+    choose = select_pages.on(backend)
+    arguments = query, sections, summaries, slots, positions, rule, lists
+    choose(*arguments, scale=DIM**-0.5, scores=scores)
+    return Chosen(lists, scores)
+
+
+def keys_of_a_model(*shape: int) -> Tensor:
+    """Keys with a mean, loud channels and outliers, rotated as pages hold them."""
+    basis, _ = torch.linalg.qr(torch.randn(shape[-1], shape[-1], dtype=torch.float64))
+    keys = torch.randn(shape) * torch.logspace(-2, 1, shape[-1]) + torch.randn(shape[-1]) * 3
+    keys = torch.where(torch.rand(shape) < 0.01, keys * 20, keys)
+    return (keys.double() @ basis).float()
+
+
+# ---------------------------------------------------------------- summaries
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_a_summary_takes_less_than_seven_percent_of_a_page(head_dim: int) -> None:
+    most = 0.07 if head_dim >= 64 else 0.09
+    assert summary_bytes(head_dim) <= most * default_page_bytes(head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fast_summaries_are_those_of_the_reference(
+    kind: Kind, name: str, head_dim: int, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim)
+    vectors = keys_of_a_model(2, 2, 200, head_dim), torch.randn(2, 2, 200, head_dim)
+    section = cache.fill(name, [[200, 131], [1, 57]], vectors=vectors).section
+    want, got = (new_summaries(section, kind) for _ in range(2))
+    want.memory[:] = got.memory
+    summarize("reference", cache.arena, section, want)
+    summarize("cpu", cache.arena, section, got)
+    # The order of a sum may move a number over the middle between two codes.
+    assert int((got.codes.int() - want.codes.int()).abs().max()) <= 1
+    torch.testing.assert_close(got.numbers, want.numbers, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.equal(got.positions, want.positions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_summary_says_what_the_keys_are(kind: Kind, new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    stored = cache.fill("k8v8", [[24]])
+    summaries = new_summaries(stored.section, kind)
+    summarize("cpu", cache.arena, stored.section, summaries)
+    numbers = summaries.numbers[0, 0, 0, :, 0]
+    codes = summaries.codes[0, 0, 0, :, :, 0].float()
+    first, second = codes[0] * numbers[0] + numbers[1], codes[1] * numbers[2] + numbers[3]
+    keys = stored.key[0, 0].float()
+    if kind == "box":
+        assert (first >= keys.amax(0)).all()
+        assert (second <= keys.amin(0)).all()
+        torch.testing.assert_close(first, keys.amax(0), rtol=0, atol=float(numbers[0]) * 1.1)
+        torch.testing.assert_close(second, keys.amin(0), rtol=0, atol=-float(numbers[2]) * 1.1)
+    else:
+        torch.testing.assert_close(first, keys.mean(0), rtol=0, atol=float(numbers[0]))
+        torch.testing.assert_close(
+            second, keys.std(0, correction=0), rtol=0, atol=float(numbers[2])
+        )
+
+
+def violations(name: str, pages: int) -> int:
+    """Pages that hold a key whose logit is above the score of the page's box."""
+    heads = 20
+    layout = PageLayout(FORMATS[name], DIM, default_page_bytes(DIM))
+    count = pages // heads * layout.tokens
+    arena = torch.zeros(pages, layout.page_bytes, dtype=torch.uint8)
+    table = torch.randperm(pages, dtype=torch.int32).view(1, heads, -1)
+    token = torch.arange(count)
+    keys, query = keys_of_a_model(count, heads, DIM), keys_of_a_model(1, heads, DIM)
+    cells = table[0][:, token // layout.tokens].T.contiguous()
+    rows = (token % layout.tokens).int()[:, None].repeat(1, heads)
+    store_tokens(arena, layout, keys, keys, cells, rows, token.int())
+    tokens = torch.full((1, heads), count, dtype=torch.int32)
+    section = Section(layout, table, tokens)
+    summaries = new_summaries(section, "box")
+    summarize("cpu", arena, section, summaries)
+    scores = select("cpu", query, [section], [summaries], ANY).scores[0]
+    held = load_tokens(arena, layout, table[0], tokens[0])[0].double()
+    logits = (held @ query[0].double()[:, :, None])[..., 0] * DIM**-0.5
+    largest = logits.view(heads, -1, layout.tokens).amax(2)
+    assert scores.shape == largest.shape
+    assert scores.isfinite().all()
+    return int((scores.double() < largest).sum())
+
+
+ANY = Rule.of(0.5, sink_tokens=0, window_tokens=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_key_has_a_larger_logit_than_its_box(name: str) -> None:
+    assert violations(name, 2_000) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_key_of_a_hundred_thousand_pages_has_a_larger_logit_than_its_box(name: str) -> None:
+    assert sum(violations(name, 4_000) for _ in range(25)) == 0
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def filled(cache: Any, kind: Kind, lengths: dict[str, list[list[int]]]) -> tuple[Any, Any]:
+    """Sections of several formats and their summaries; the last section has none."""
+    sections = [cache.fill(name, counts).section for name, counts in lengths.items()]
+    summaries = [new_summaries(section, kind) for section in sections]
+    for section, known in zip(sections, summaries, strict=True):
+        summarize("cpu", cache.arena, section, known)
+    return sections, [*summaries[:-1], None]
+
+
+MIXED = {
+    "k8v4": [[320, 0, 333], [32, 31, 700]],
+    "k4v2": [[560, 1000, 57], [0, 56, 0]],
+    "fp16": [[30, 14, 26], [13, 1, 27]],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fast_scores_are_those_of_the_reference(kind: Kind, new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, kind, MIXED)
+    query = torch.randn(2, 9, DIM)
+    rule = Rule.of(0.5, sink_tokens=40, window_tokens=10)
+    want = select("reference", query, sections, summaries, rule, 600)
+    got = select("cpu", query, sections, summaries, rule, 600)
+    torch.testing.assert_close(got.scores, want.scores, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(got.lists.counts, want.lists.counts)
+
+
+@pytest.mark.parametrize("group", [1, 4, 13])
+@pytest.mark.parametrize("head_dim", [16, 96, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_query_heads_of_a_group_have_a_say(
+    kind: Kind, head_dim: int, group: int, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim)
+    section = cache.fill("k8v4", [[700, 350]]).section
+    summaries = new_summaries(section, kind)
+    summarize("cpu", cache.arena, section, summaries)
+    query = torch.randn(1, 2 * group, head_dim)
+    want = select("reference", query, [section], [summaries], ANY).scores
+    got = select("cpu", query, [section], [summaries], ANY).scores
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def best(scores: Tensor, count: int) -> list[int]:
+    """Brute force: by score, then by place."""
+    order = sorted(range(len(scores)), key=lambda page: (-float(scores[page]), page))
+    forced = int(scores.isposinf().sum())
+    return sorted(order[: max(count, forced)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_chosen_pages_are_the_best_by_their_scores(backend: str, new_cache: NewCache) -> None:
+    """A thousand head rows; every page stands in its list twice, so scores are often equal."""
+    cache = new_cache(DIM, pages=2000)
+    stored = cache.fill("k4v2", torch.randint(57, 900, (20, 5)).tolist())
+    section = stored.section
+    doubled = section.pages.repeat_interleave(2, 2)
+    tokens = section.tokens // 56 * 112
+    section = Section(section.layout, doubled, tokens)
+    summaries = new_summaries(section, "moments")
+    summarize("cpu", cache.arena, section, summaries)
+    rounds = 10 if backend == "cpu" else 1
+    for keep in torch.rand(rounds).tolist():
+        rule = Rule.of(keep, sink_tokens=3, window_tokens=0)
+        chosen = select(backend, torch.randn(20, 10, DIM), [section], [summaries], rule)
+        for request in range(20):
+            for head in range(5):
+                pages = int(tokens[request, head]) // 56
+                scores = chosen.scores[request, head, :pages]
+                count = rule.pages(pages, int(tokens[request, head]))
+                assert chosen.of(request, head) == best(scores, count)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule.of(0.0, sink_tokens=1, window_tokens=1),
+        Rule.of(0.3, sink_tokens=40, window_tokens=100),
+        Rule.of(0.0, budget_tokens=400, sink_tokens=4, window_tokens=64),
+        Rule.of(1.0),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_some_pages_are_read_in_any_case(backend: str, rule: Rule, new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "moments", MIXED)
+    position = 650
+    chosen = select(backend, torch.randn(2, 6, DIM), sections, summaries, rule, position)
+    for request in range(2):
+        for head in range(3):
+            listed, start, forced, tokens = chosen.of(request, head), 0, set[int](), 0
+            assert listed == sorted(set(listed))
+            for section, known in zip(sections, summaries, strict=True):
+                count, room = int(section.tokens[request, head]), section.layout.tokens
+                for page in range(-(-count // room)):
+                    last = page * room + room - 1  # positions count from 0 in each section
+                    is_recent = last > position - rule.window_tokens
+                    is_sink = page * room < rule.sink_tokens
+                    if known is None or last >= count or is_recent or is_sink:
+                        forced.add(start + page)
+                start += -(-count // room)
+                tokens += count
+            assert forced <= set(listed)
+            assert len(listed) == max(len(forced), rule.pages(start, tokens))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_without_a_list_gets_none(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "moments", MIXED)
+    lists = replace(new_lists(sections, 2), rows=torch.tensor([-1, 0], dtype=torch.int32))
+    before = lists.ordinals.clone()
+    slots = positions = torch.tensor([0, 1], dtype=torch.int32)
+    select_pages.on(backend)(
+        torch.randn(2, 3, DIM), sections, summaries, slots, positions, Rule.of(0.5), lists, scale=1
+    )
+    assert torch.equal(lists.ordinals[1], before[1])
+    assert (lists.counts[1] == 10**6).all()
+    assert (lists.counts[0] < 10**6).all()
+
+
+# ---------------------------------------------------------------- attention over lists
+
+
+def attend(backend: str, cache: Any, query: Tensor, sections: Any, **options: Any) -> Tensor:
+    slots = torch.arange(len(query), dtype=torch.int32)
+    return decode_attention.on(backend)(query, cache.arena, sections, slots, scale=0.1, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lists_of_all_pages_give_the_same_bits_as_no_lists(
+    backend: str, threads: int, new_cache: NewCache
+) -> None:
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "moments", MIXED)
+    query = torch.randn(2, 9, DIM)
+    chosen = select(backend, query, sections, summaries, Rule.of(1.0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    lse, other = torch.empty(2, 9), torch.empty(2, 9)
+    whole = attend(backend, cache, query, sections, lse=lse)
+    listed = attend(backend, cache, query, sections, lse=other, lists=chosen.lists)
+    torch.set_num_threads(before)
+    assert torch.equal(whole, listed)
+    assert torch.equal(lse, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_reads_the_listed_pages_and_no_other(backend: str, new_cache: NewCache) -> None:
+    """What it says of a list is what it says of tables that have only those pages."""
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "box", MIXED)
+    query = torch.randn(2, 9, DIM)
+    chosen = select("cpu", query, sections, summaries, Rule.of(0.4), 400)
+    got = attend(backend, cache, query, sections, lists=chosen.lists)
+    few = [Section(s.layout, s.pages * 0, s.tokens * 0) for s in sections]
+    for request in range(2):
+        for head in range(3):
+            for ordinal in chosen.of(request, head):
+                page = ordinal
+                for section, left in zip(sections, few, strict=True):
+                    room, count = section.layout.tokens, int(section.tokens[request, head])
+                    if page < -(-count // room):
+                        at = int(left.tokens[request, head]) // room
+                        left.pages[request, head, at] = section.pages[request, head, page]
+                        left.tokens[request, head] += min(room, count - page * room)
+                        break
+                    page -= -(-count // room)
+    want = attend("reference", cache, query, few)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_with_and_without_lists_go_together(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "moments", MIXED)
+    query = torch.randn(2, 6, DIM)
+    lists = select(backend, query, sections, summaries, Rule.of(0.3)).lists
+    listed = attend(backend, cache, query, sections, lists=lists)
+    rows = torch.tensor([-1, 1], dtype=torch.int32)
+    both = attend(backend, cache, query, sections, lists=replace(lists, rows=rows))
+    torch.testing.assert_close(both[0], attend(backend, cache, query, sections)[0])
+    torch.testing.assert_close(both[1], listed[1])
+    assert (both[0] - listed[0]).abs().max() > 1e-3
+
+
+def _unsorted(lists: PageLists) -> PageLists:
+    return replace(lists, ordinals=lists.ordinals.flip(2))
+
+
+def _beyond_the_end(lists: PageLists) -> PageLists:
+    return replace(lists, ordinals=lists.ordinals + 30)
+
+
+def _too_many(lists: PageLists) -> PageLists:
+    return replace(lists, counts=lists.counts + 40)
+
+
+def _no_such_list(lists: PageLists) -> PageLists:
+    return replace(lists, rows=lists.rows + 1)
+
+
+@pytest.mark.parametrize("spoil", [_unsorted, _beyond_the_end, _too_many, _no_such_list])
+def test_lists_that_name_nothing_are_an_error(
+    spoil: Callable[[PageLists], PageLists], new_cache: NewCache
+) -> None:
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "moments", MIXED)
+    query = torch.randn(2, 6, DIM)
+    lists = spoil(select("cpu", query, sections, summaries, Rule.of(0.5)).lists)
+    with pytest.raises(ConfigError, match="out of range"):
+        attend("cpu", cache, query, sections, lists=lists)
+
+
+def test_summaries_of_too_few_pages_are_an_error(new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    section = cache.fill("k8v4", [[1000]]).section
+    summaries = Summaries("box", new_summaries(section, "box").memory[:, :, :1], DIM)
+    with pytest.raises(ConfigError, match="out of range"):
+        summarize("cpu", cache.arena, section, summaries)
+    with pytest.raises(ConfigError, match="out of range"):
+        select("cpu", torch.randn(1, 1, DIM), [section], [summaries], ANY)

@@ -175,6 +175,42 @@ class CompressorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionConfig:
+    """Which pages of a long context a decode step reads; by default all."""
+
+    method: Literal["none", "moments", "box"] = "none"
+    """How pages are ranked for each query: by mean and deviation of their keys, or by the box
+    around them; ``none``: every page is read."""
+
+    keep_fraction: float = 0.3
+    """Share of each head row's pages that is read, those that are read in any case included."""
+
+    budget_tokens: int = 2048
+    """Pages for this many tokens are read at least, so shorter contexts are read whole."""
+
+    sink_tokens: int = 4
+    """First tokens whose pages are read in any case: attention rests on them."""
+
+    window_tokens: int = 64
+    """Newest tokens whose pages are read in any case."""
+
+    dense_layers: int = 2
+    """First layers that read every page."""
+
+    reselect_every: int = 1
+    """Tokens of an answer from one choice of pages to the next."""
+
+    def __post_init__(self) -> None:
+        kept = self.keep_fraction
+        require(0 <= kept <= 1, "decode.selection.keep_fraction", kept, "0 to 1")
+        for name in ("budget_tokens", "sink_tokens", "window_tokens", "dense_layers"):
+            value = getattr(self, name)
+            require(0 <= value < 1 << 31, f"decode.selection.{name}", value, "0 or more")
+        every = self.reselect_every
+        require(every >= 1, "decode.selection.reselect_every", every, ">= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
     """The stage that writes answers."""
 
@@ -183,6 +219,9 @@ class DecodeConfig:
 
     max_batch_requests: int = 32
     """Requests that one copy decodes at once."""
+
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    """Which pages a step reads."""
 
     def __post_init__(self) -> None:
         count = self.max_batch_requests

@@ -37,7 +37,7 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool
-from triptych.workers import decode, journal, rows, window
+from triptych.workers import decode, journal, rows, selection, window
 from triptych.workers.build import load_brain, make_engines
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.journal import Journal, journal_bytes
@@ -45,7 +45,9 @@ from triptych.workers.models import describe
 
 SLOTS, CONTEXT, ANSWER = 3, 256, 40
 REPORT = CompressionReport(policy="any", raw_bytes=1, stored_bytes=1)
-DECODE = frozenset(str(Path(module.__file__ or "")) for module in (decode, window, journal, rows))
+DECODE = frozenset(
+    str(Path(module.__file__ or "")) for module in (decode, window, journal, rows, selection)
+)
 RETIREMENT = frozenset({str(Path(window.__file__ or ""))})
 POLICIES = {
     "diffkv": {
@@ -61,6 +63,14 @@ POLICIES = {
     },
     "uniform": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
     "raw": {"policy": "uniform:fp16"},
+}
+POLICIES["selected"] = POLICIES["diffkv"]
+SELECTION = {
+    "method": "moments",
+    "keep_fraction": 0.4,
+    "budget_tokens": 0,
+    "window_tokens": 8,
+    "dense_layers": 1,
 }
 
 
@@ -104,6 +114,7 @@ class Stages:
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": CONTEXT},
             "compressor": {"profile": "none", **POLICIES[policy]},
             "pool": {"capacity_bytes": 8 << 20},
+            "decode": {"selection": SELECTION if policy == "selected" else {}},
         }
         config = build(AppConfig, settings)
         plan = PagePlan.of(config, describe(model).geometry)
@@ -119,7 +130,10 @@ class Stages:
         name = f"decode-{self.decoders}"
         pool = self.pool.join(name, journal_bytes(self.plan, SLOTS, CONTEXT))
         model = self.engines["decode"]
-        return name, DecodeEngine(model.runner, pool, self.plan, model.answers, SLOTS)
+        engine = DecodeEngine(
+            model.runner, pool, self.plan, model.answers, SLOTS, selection=model.selection
+        )
+        return name, engine
 
     def join(self, request: Request) -> Join:
         """Read and compress a prompt, as the router would have it done."""

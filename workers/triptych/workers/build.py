@@ -70,7 +70,13 @@ def make_engines(
         ),
         "compress": lambda: CompressEngine(pool, plan, prefixes),
         "decode": lambda: DecodeEngine(
-            runner, pool, plan, answers, config.decode.max_batch_requests, draw
+            runner,
+            pool,
+            plan,
+            answers,
+            config.decode.max_batch_requests,
+            draw,
+            config.decode.selection,
         ),
     }
     return [makers[stage]() for stage in stages]

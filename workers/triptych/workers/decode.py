@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych.core.config import SelectionConfig
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import (
@@ -33,6 +34,7 @@ from triptych.workers.journal import Journal
 from triptych.workers.models import ModelRunner
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, sample
+from triptych.workers.selection import Selector, StepChoice
 from triptych.workers.stage import refuse
 from triptych.workers.window import Window
 
@@ -71,6 +73,8 @@ class DecodeEngine:
     max_requests: int
     draw: Draw = sample
     """How tokens are drawn from logits; the quality harness forces them."""
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    """Which pages a step reads."""
     stage: Stage = "decode"
     _running: dict[str, Running] = field(default_factory=dict[str, Running])
 
@@ -83,6 +87,7 @@ class DecodeEngine:
         self._tables = self._journal.tables
         self._raw = self._tables[0]
         self._window = self._window_of(self._journal)
+        self._selector = Selector.of(self.selection, self.plan, self._arena, self._tables)
 
     def _window_of(self, journal: Journal) -> Window | None:
         """None if raw pages are the final ones."""
@@ -225,6 +230,8 @@ class DecodeEngine:
         self, answer: Answer, slot: int, claim: Claim, spare: Sequence[int] | Ids = ()
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
+        if self._selector is not None:
+            self._selector.join(slot)
         sends = self._repeat(answer, self._journal.words(slot))
         position = self._journal.position(slot)
         one = Running(slot, claim, answer, position, [int(page) for page in spare])
@@ -258,6 +265,8 @@ class DecodeEngine:
         self.pool.give(np.array(one.grown, np.int32))
         for table in self._tables:
             table.clear(one.slot)
+        if self._selector is not None:
+            self._selector.leave(one.slot)
         self._free_slots.append(one.slot)
 
     # ---------------------------------------------------------------- pages of a step
@@ -268,6 +277,8 @@ class DecodeEngine:
         for one in list(self._running.values()):
             if self._raw.has_room(one.slot):
                 continue
+            if self._selector is not None:
+                self._selector.fill(one.slot)
             try:
                 self._grow(one, self._raw, self._raw.tokens[:, one.slot] + 1)
             except TriptychError as error:
@@ -289,8 +300,11 @@ class DecodeEngine:
                 moving.append(index)
             except TriptychError as error:
                 refused.append(self._give_up(one, error))
-        for index, free in zip(moving, window.move(leaving.of(moving)), strict=True):
+        leaving = leaving.of(moving)
+        for index, free in zip(moving, window.move(leaving), strict=True):
             full[index].spare.extend(free.tolist())
+        if self._selector is not None:
+            self._selector.retire(leaving)
         return refused
 
     def _give_up(self, one: Running, error: TriptychError) -> Send:
@@ -326,6 +340,7 @@ class DecodeEngine:
             positions,
             self.plan.policy.score_every,
             self._journal.scored,
+            self._selector,
         )
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
@@ -341,7 +356,8 @@ class PageAttention:
 
     Every so many tokens of a request, the attention that its tokens receive is added to their
     scores, times the tokens that it stands for. Which steps those are depends on the position
-    alone, so an answer does not depend on what else is in the batch.
+    alone, so an answer does not depend on what else is in the batch. Requests of such a step read
+    all their pages; others may read a choice of them.
     """
 
     def __init__(
@@ -352,6 +368,7 @@ class PageAttention:
         positions: Tensor,
         score_every: int,
         progress: NDArray[np.int64],
+        selector: Selector | None = None,
     ) -> None:
         """Choose the cell of each new token in the first table, and count it as stored.
 
@@ -369,6 +386,10 @@ class PageAttention:
         pages, rows = tables[0].next_cells(slots)
         self._pages, self._rows = torch.from_numpy(pages), torch.from_numpy(rows)
         tables[0].tokens[:, slots] += 1
+        self._choice: StepChoice | None = None
+        if selector is not None:
+            is_dense = np.isin(np.arange(len(slots)), self._scored.numpy())
+            self._choice = selector.step(slots, positions, is_dense)
 
     def __call__(
         self,
@@ -386,6 +407,8 @@ class PageAttention:
         sections = [table.section(layer) for table in self._tables]
         scored = self._left(self._scored, layer)
         lse = torch.empty(query.shape[:2]) if len(scored) else None
+        choice = self._choice
+        lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
         mixed = decode_attention(
             query,
             self._arena,
@@ -396,6 +419,7 @@ class PageAttention:
             softcap=softcap,
             positions=self._positions,
             lse=lse,
+            lists=lists,
         )
         if lse is not None:
             self._score(layer, scored, query, lse, scale=scale, window=window, softcap=softcap)

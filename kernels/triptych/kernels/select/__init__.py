@@ -3,7 +3,7 @@
 from triptych.kernels.lists import PageLists
 from triptych.kernels.op import Op
 from triptych.kernels.select import reference
-from triptych.kernels.select.summary import KINDS, Kind, Rule, Summaries, tile_bytes
+from triptych.kernels.select.summary import KINDS, TILE_PAGES, Kind, Rule, Summaries, tile_bytes
 
 summarize_pages = Op(
     name="summarize_pages",
@@ -19,6 +19,7 @@ select_pages = Op(
 
 __all__ = [
     "KINDS",
+    "TILE_PAGES",
     "Kind",
     "PageLists",
     "Rule",

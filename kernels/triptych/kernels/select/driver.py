@@ -243,11 +243,9 @@ def _mark(job, sections, slot, head, position, keys):
             return np.int64(-1), forced, total
         offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
         tokens = np.int64(_word(section[TOKENS], offset))
-        count, full = -(-tokens // section[ROOM]), tokens // section[ROOM]
+        count, full = -(-tokens // section[ROOM]), _competing(section, tokens)
         if tokens < 0 or count > section[WIDTH]:
             return np.int64(-1), forced, total
-        if not section[TILE_AT]:
-            full = 0
         if full > section[TILE_COUNT] * TILE_PAGES:
             return np.int64(-1), forced, total
         for first in range(0, full, TILE_PAGES):
@@ -262,6 +260,12 @@ def _mark(job, sections, slot, head, position, keys):
         pages += count
         total += tokens
     return pages, forced, total
+
+
+@kernel
+def _competing(section, tokens):
+    """Pages of a row that may compete: all but the last, if there are summaries."""
+    return max(0, tokens - 1) // section[ROOM] if section[TILE_AT] else np.int64(0)
 
 
 @kernel
@@ -298,7 +302,7 @@ def _score(job, sections, slot, head, keys, found, query):
     for section in sections:
         offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
         tokens = np.int64(_word(section[TOKENS], offset))
-        full = tokens // section[ROOM] if section[TILE_AT] else 0
+        full = _competing(section, tokens)
         for first in range(0, full, TILE_PAGES):
             tile = _tile(job, section, slot, head, first)
             call_score_tile(job.step, tile, query.ctypes.data, found.ctypes.data)

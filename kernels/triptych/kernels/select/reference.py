@@ -131,7 +131,7 @@ def choose(scores: Tensor, count: int) -> Tensor:
 
 
 Row = list[tuple[Summaries | None, int, int, int, int]]
-"""Of each section: its summaries, slot, head, pages and full pages of a head row."""
+"""Of each section: its summaries, slot, head, pages of a head row, and those that may compete."""
 
 
 def _row(
@@ -140,20 +140,21 @@ def _row(
     row: Row = []
     for section, known in zip(sections, summaries, strict=True):
         tokens, room = int(section.tokens[slot, head]), section.layout.tokens
-        row.append((known, slot, head, -(-tokens // room), tokens // room if known else 0))
+        competing = max(0, tokens - 1) // room if known else 0
+        row.append((known, slot, head, -(-tokens // room), competing))
     return row
 
 
 def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
     """Scores [pages] of a head row for its queries [G, d]; infinity: read in any case."""
     parts: list[Tensor] = []
-    for summaries, slot, head, pages, full in row:
+    for summaries, slot, head, pages, count in row:
         scores = torch.full((pages,), float("inf"), device=query.device)
-        if summaries is not None and full > 0:
-            tiles = summaries.positions[slot, head].transpose(0, 1).flatten(1)[:, :full]
+        if summaries is not None and count > 0:
+            tiles = summaries.positions[slot, head].transpose(0, 1).flatten(1)[:, :count]
             competes = (tiles[0] >= rule.sink_tokens) & (tiles[1] <= position - rule.window_tokens)
-            found = page_scores(query, summaries, slot, head)[:full]
-            scores[:full] = found.where(competes, float("inf"))
+            found = page_scores(query, summaries, slot, head)[:count]
+            scores[:count] = found.where(competes, float("inf"))
         parts.append(scores)
     return torch.cat(parts)
 

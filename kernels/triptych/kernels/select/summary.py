@@ -43,7 +43,7 @@ def summary_bytes(head_dim: int) -> int:
 class Summaries:
     """Summaries of the full pages of one section, in the order of the section's page lists.
 
-    A page that is not full is read in any case, and its summary is never looked at.
+    The last page of a head row is read in any case, and its summary is never looked at.
     """
 
     kind: Kind
@@ -99,8 +99,8 @@ class Rule:
     """How many pages of a head row are read, and which in any case.
 
     Pages are equally large, so a share of them is a share of the bytes. Always read are pages
-    that hold one of the first ``sink_tokens`` positions or of the newest ``window_tokens``, pages
-    that are not full, and sections without summaries; they count as read.
+    that hold one of the first ``sink_tokens`` positions or of the newest ``window_tokens``, the
+    last page of each section, and sections without summaries; they count as read.
     """
 
     keep: int

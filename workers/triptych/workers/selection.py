@@ -1,0 +1,229 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch.from_numpy has no type hints; numpy's comparisons lack types.
+"""Reading only the pages that matter: their summaries, and who reads which of them.
+
+Summaries are made from the pages when a request joins, and again of each page that changes, so
+what is known of a page depends on nothing but its bytes: a worker that takes over a request
+chooses the same pages. They lie beside the page tables of the worker, in the order in which they
+are scored, and not beside the pages: then they need no place in handles, transports and tiers.
+"""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.config import SelectionConfig
+from triptych.core.pages import PagePlan
+from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
+from triptych.kernels.select import TILE_PAGES, Kind, tile_bytes
+from triptych.workers.rows import SectionTable
+from triptych.workers.window import Leaving
+
+Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+
+MAP_NORESERVE = 0x4000
+"""Linux on x86 and Arm; Python names it from 3.13 on."""
+
+
+class TableSummaries:
+    """Summaries of the full pages of one table, for all slots, layers and KV heads."""
+
+    def __init__(self, kind: Kind, arena: Tensor, table: SectionTable) -> None:
+        self._arena, self.table = arena, table
+        layers, slots, kv_heads, width = table.pages.shape
+        tile = tile_bytes(table.layout.head_dim)
+        shape = (slots, layers, kv_heads, -(-width // TILE_PAGES), tile)
+        self._slot_bytes = int(np.prod(shape[1:]))
+        self._memory = _unused_memory(slots * self._slot_bytes)
+        every = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape)
+        self.of_layer = [
+            Summaries(kind, every[:, layer], table.layout.head_dim) for layer in range(layers)
+        ]
+        self._all = Summaries(kind, every.view(slots * layers, *shape[2:]), table.layout.head_dim)
+
+    def add(self, slot: int) -> None:
+        """Summarize all full pages of a slot."""
+        full = self.table.tokens[:, slot] // np.int32(self.table.layout.tokens)
+        column = np.arange(self.table.width, dtype=np.int32)
+        self._write(slot, column < full[..., None])
+
+    def renew(self, slot: int, places: Ids) -> None:
+        """Summarize the full pages that hold some places of each row, [layers, kv_heads, n]."""
+        full = self.table.tokens[:, slot] // np.int32(self.table.layout.tokens)
+        touched: Mask = np.zeros((*full.shape, self.table.width + 1), np.bool_)
+        column = np.where(places >= 0, places // self.table.layout.tokens, self.table.width)
+        np.put_along_axis(touched, column.astype(np.int64), True, axis=2)
+        column = np.arange(self.table.width, dtype=np.int32)
+        self._write(slot, touched[..., :-1] & (column < full[..., None]))
+
+    def drop(self, slot: int) -> None:
+        """Give the memory of a slot back, up to whole pages of the system."""
+        start, end = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def _write(self, slot: int, wanted: Mask) -> None:
+        """Summarize pages of a slot, [layers, kv_heads, columns]."""
+        layer, head, column = np.nonzero(wanted)
+        if not len(column):
+            return
+        layers, _, kv_heads, _ = self.table.pages.shape
+        rows = (slot * layers + layer) * kv_heads + head
+        pages = self.table.pages[:, slot][wanted]
+        cells = (torch.from_numpy(part.astype(np.int32)) for part in (rows, column))
+        layout = self.table.layout
+        summarize_pages(self._arena, layout, torch.from_numpy(pages), self._all, *cells)
+
+
+@dataclass(frozen=True, eq=False)
+class StepChoice:
+    """What the requests of one decode step read in each layer."""
+
+    owner: "Selector"
+    slots: Tensor
+    positions: Tensor
+    due: Tensor
+    """The list that is to be chosen anew for each request, or -1; int32 [R]."""
+    read: Tensor
+    """The list that each request reads, or -1: it reads all pages; int32 [R]."""
+    is_due: bool
+
+    def lists(self, layer: int, query: Tensor, *, scale: float, window: int) -> PageLists | None:
+        """Lists of pages for a layer's queries [R, H, d]; None: all requests read all pages.
+
+        A layer whose own window hides most keys reads its few pages as they are.
+        """
+        owner = self.owner
+        if layer < owner.config.dense_layers or window > 0:
+            return None
+        ordinals, counts = owner.ordinals[layer], owner.counts[layer]
+        if self.is_due:
+            select_pages(
+                query,
+                [table.section(layer) for table in owner.tables],
+                owner.summaries_of(layer),
+                self.slots,
+                self.positions,
+                owner.rule,
+                PageLists(ordinals, counts, self.due),
+                scale=scale,
+            )
+        return PageLists(ordinals, counts, self.read)
+
+
+class Selector:
+    """Summaries and lists of pages of a decode worker's requests."""
+
+    def __init__(
+        self,
+        config: SelectionConfig,
+        kind: Kind,
+        plan: PagePlan,
+        arena: Tensor,
+        tables: Sequence[SectionTable],
+    ) -> None:
+        """The first of the tables is that of raw pages.
+
+        Where tokens are compressed these are the sink and the window, read in any case.
+        """
+        self.config, self.tables = config, tables
+        self.rule = Rule.of(
+            config.keep_fraction, config.budget_tokens, config.sink_tokens, config.window_tokens
+        )
+        known = tables[1:] if plan.compresses else tables
+        self._summaries = [TableSummaries(kind, arena, table) for table in known]
+        layers, slots, kv_heads, _ = tables[0].pages.shape
+        most = sum(table.width for table in tables)
+        self.ordinals = _zeros(layers, slots, kv_heads, most)
+        self.counts = _zeros(layers, slots, kv_heads)
+        self._is_chosen: Mask = np.zeros(slots, np.bool_)
+        """Slots whose lists name the pages that their rows still have."""
+
+    @classmethod
+    def of(
+        cls,
+        config: SelectionConfig,
+        plan: PagePlan,
+        arena: Tensor,
+        tables: Sequence[SectionTable],
+    ) -> "Selector | None":
+        """None if every page is read."""
+        if config.method == "none":
+            return None
+        return cls(config, config.method, plan, arena, tables)
+
+    def summaries_of(self, layer: int) -> list[Summaries | None]:
+        """One for each table; None for that of the window."""
+        known: list[Summaries | None] = [part.of_layer[layer] for part in self._summaries]
+        return [None] * (len(self.tables) - len(known)) + known
+
+    # ---------------------------------------------------------------- what changes in a slot
+
+    def join(self, slot: int) -> None:
+        """Get to know all pages of a request; its tables are filled."""
+        for part in self._summaries:
+            part.add(slot)
+        self._is_chosen[slot] = False
+
+    def leave(self, slot: int) -> None:
+        for part in self._summaries:
+            part.drop(slot)
+
+    def fill(self, slot: int) -> None:
+        """The newest raw page of each row is full."""
+        raw = self.tables[0]
+        if self._summaries[0].table is raw:
+            self._summaries[0].renew(slot, raw.tokens[:, slot, :, None] - np.int32(1))
+        self._is_chosen[slot] = False
+
+    def retire(self, leaving: Leaving) -> None:
+        """Tokens came to places in high, and some went from there to low."""
+        for index, slot in enumerate(leaving.slots.tolist()):
+            for part, places in zip(
+                self._summaries, (leaving.places, leaving.mover_places), strict=False
+            ):
+                part.renew(slot, places[:, index])
+            self._is_chosen[slot] = False
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, slots: Ids, positions: Tensor, is_dense: Mask) -> StepChoice | None:
+        """Decide who chooses pages in this step; None if every request reads all of them.
+
+        Dense are requests whose tokens are scored in this step: what is not read receives no
+        score. So are those that the budget holds as a whole.
+        """
+        now = positions.numpy().astype(np.int32)
+        reads_all: Mask = is_dense | (now < self.config.budget_tokens)
+        if reads_all.all():
+            return None
+        every = self.config.reselect_every
+        due: Mask = ~reads_all & (~self._is_chosen[slots] | (now % every == 0))
+        self._is_chosen[slots[due]] = True
+        return StepChoice(
+            owner=self,
+            slots=torch.from_numpy(slots),
+            positions=torch.from_numpy(now),
+            due=torch.from_numpy(np.where(due, slots, np.int32(-1))),
+            read=torch.from_numpy(np.where(reads_all, np.int32(-1), slots)),
+            is_due=bool(due.any()),
+        )
+
+
+def _unused_memory(size: int) -> mmap.mmap:
+    """Zeros that take no memory until they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
+
+
+def _zeros(*shape: int) -> Tensor:
+    """int32 zeros that take no memory until they are written."""
+    return torch.from_numpy(np.zeros(shape, np.int32))

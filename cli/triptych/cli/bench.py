@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from triptych.cli.bench_attention import bench_attention
 from triptych.cli.bench_compare import bench_compare
 from triptych.cli.bench_plot import bench_plot
+from triptych.cli.bench_selection import bench_selection
 from triptych.cli.load_options import LoadOptions, levels_of_options, shallow
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.measure import (
@@ -35,6 +36,7 @@ app = typer.Typer(help="Measure a server or the attention kernels.", no_args_is_
 app.command("attention")(bench_attention)
 app.command("compare")(bench_compare)
 app.command("plot")(bench_plot)
+app.command("selection")(bench_selection)
 
 COLUMNS = {
     "TTFT ms p50": "p50_ttft_ms",

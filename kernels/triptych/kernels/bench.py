@@ -169,7 +169,7 @@ def _measure(
     read_speed: float,
     repeats: int,
 ) -> Row:
-    ours, *theirs = _in_turns([lambda: case.attend(backend), *baselines], repeats)
+    ours, *theirs = in_turns([lambda: case.attend(backend), *baselines], repeats)
     best = min(theirs, key=min)
     return Row(
         backend=backend,
@@ -190,11 +190,11 @@ def _measure(
 def read_seconds(repeats: int) -> list[float]:
     """Seconds of summing ``READ_BYTES``: what memory gives a kernel with hardly any arithmetic."""
     numbers = torch.ones(READ_BYTES // 4)
-    (seconds,) = _in_turns([numbers.sum], repeats)
+    (seconds,) = in_turns([numbers.sum], repeats)
     return seconds
 
 
-def _in_turns(calls: Sequence[Callable[[], Tensor]], repeats: int) -> list[list[float]]:
+def in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
     """Seconds of each call, A B C A B C; the first round warms up and is not counted."""
     times: list[list[float]] = [[] for _ in calls]
     for round_ in range(repeats + 1):
@@ -204,7 +204,7 @@ def _in_turns(calls: Sequence[Callable[[], Tensor]], repeats: int) -> list[list[
     return times
 
 
-def _timed(calls: Sequence[Callable[[], Tensor]]) -> Iterator[float]:
+def _timed(calls: Sequence[Callable[[], object]]) -> Iterator[float]:
     for call in calls:
         start = perf_counter()
         call()

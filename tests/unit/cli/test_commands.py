@@ -237,6 +237,23 @@ def test_bench_attention_writes_a_row_for_every_case(run: Run, tmp_path: Path) -
     ]
 
 
+def test_bench_selection_writes_a_row_for_every_rule(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "selection.json"
+    options = ["--formats", "k8v4", "--batch", "1", "--context", "640", "--repeats", "1"]
+    options += ["--keep", "0.5", "--budget", "128"]
+    code, _, _ = run("bench", "selection", *options, "--json", str(path))
+    assert code == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["rule"] for row in rows] == ["keep 0.5", "budget 128"]
+    assert [row["pages_read"] for row in rows] == [0.5, 0.2]
+
+
+def test_bench_selection_of_an_unknown_method_is_exit_code_2(run: Run) -> None:
+    code, _, err = run("bench", "selection", "--method", "luck", "--context", "64")
+    assert code == 2
+    assert "luck" in err
+
+
 def test_bench_attention_of_an_unknown_format_is_exit_code_2(run: Run) -> None:
     code, _, err = run("bench", "attention", "--formats", "k9v9", "--context", "8")
     assert code == 2

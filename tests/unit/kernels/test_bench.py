@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from triptych.core.errors import ConfigError
-from triptych.kernels import bench, bench_gpu
+from triptych.kernels import bench, bench_gpu, bench_selection
 
 
 def test_a_row_counts_the_bytes_that_attention_reads() -> None:
@@ -16,6 +16,22 @@ def test_a_row_counts_the_bytes_that_attention_reads() -> None:
     assert rows[0].bytes == 2 * 3 * 64 * 104
     assert rows[2].bytes == 2 * 3 * (32 * 104 + 32 * 256)
     assert all(row.time_ms > 0 and row.sdpa_ms > 0 for row in rows)
+
+
+def test_the_bytes_of_a_selection_are_a_summary_a_page_and_the_pages_that_it_keeps() -> None:
+    rows = bench_selection.run_selection(
+        ["cpu"], ["moments", "box"], ["k8v4"], [2], [8192], [0.3], [2048], repeats=1
+    )
+    assert [(row.method, row.rule) for row in rows] == [
+        ("moments", "keep 0.3"),
+        ("moments", "budget 2048"),
+        ("box", "keep 0.3"),
+        ("box", "budget 2048"),
+    ]
+    for row in rows:
+        assert row.bytes_whole == 2 * 3 * 8192 * 104
+        assert row.bytes_read == pytest.approx(row.bytes_formula, rel=0.02)
+    assert [row.pages_read for row in rows[:2]] == [77 / 256, 0.25]
 
 
 def test_an_unknown_format_is_an_error() -> None:

@@ -1,5 +1,6 @@
 """Names on the command line, and the bytes that a handle stands for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +37,22 @@ def test_default_is_what_the_server_would_use() -> None:
     assert method.config.compressor == base.compressor
 
 
+def test_settings_of_the_selection_have_a_name_before_them() -> None:
+    base = AppConfig.from_mapping({"compressor": {"policy": "uniform:k8v8", "sink_tokens": 3}})
+    name = "default+sink_tokens=5+selection.method=box+selection.keep_fraction=0.5"
+    method = parse_method(name, HERE, base, "float32")
+    assert isinstance(method, EngineMethod)
+    assert method.config.compressor == replace(base.compressor, sink_tokens=5)
+    assert method.config.decode.selection.method == "box"
+    assert method.config.decode.selection.keep_fraction == 0.5
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "uniform:k9v9",
+        "default+selection.method=best",
+        "default+selection.keep=0.5",
         "uniform:k8v4+recent_window_tokens",
         "uniform:k8v4+window=3",
         "simulated:k9v4",

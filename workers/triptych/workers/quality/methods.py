@@ -1,7 +1,7 @@
 """Names of methods, as on the command line, and what they stand for."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,7 @@ from triptych.workers.quality.cases import Method
 from triptych.workers.quality.engines import EngineMethod
 from triptych.workers.quality.plain import FullCache, SimulatedFormat, simulated_format
 
-FULL, DEFAULT, SIMULATED = "full", "default", "simulated:"
+FULL, DEFAULT, SIMULATED, SELECTION = "full", "default", "simulated:", "selection."
 
 BASELINES = (
     DEFAULT,
@@ -34,7 +34,8 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
     """The method that a name stands for.
 
     ``full``, ``default`` (the settings of ``base``), ``simulated:<format>``, or a policy of
-    the compressor with settings behind it: ``uniform:k8v4+recent_window_tokens=128``.
+    the compressor with settings behind it: ``uniform:k8v4+recent_window_tokens=128``, or
+    ``default+selection.method=moments`` for those of ``decode.selection``.
 
     Raises: ConfigError if the name or a setting is none that we know
     """
@@ -44,7 +45,7 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
         form = simulated_format(name.removeprefix(SIMULATED))
         window = Policy.of(base.compressor).window_tokens
         return SimulatedFormat(model_path, form, window)
-    config = base if name == DEFAULT else _with_policy(name, base)
+    config = base if name == DEFAULT else _with_settings(name, base)
     model = ModelConfig(name=str(model_path), dtype=dtype)
     return EngineMethod(name, replace(config, model=model), model_path)
 
@@ -59,13 +60,19 @@ def parse_methods(
     return [parse_method(name, model_path, base, dtype) for name in wanted]
 
 
-def _with_policy(name: str, base: AppConfig) -> AppConfig:
+def _with_settings(name: str, base: AppConfig) -> AppConfig:
+    """The settings of ``base`` with those behind the policy's name, which stand for themselves."""
     policy, *settings = name.split("+")
-    fields: dict[str, object] = {"profile": base.compressor.profile, "policy": policy}
+    given: dict[str, object] = {"profile": base.compressor.profile, "policy": policy}
+    compressor = asdict(base.compressor) if policy == DEFAULT else given
+    selection = asdict(base.decode.selection)
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"method {name!r}: expected +setting=value, got {setting!r}")
-        fields[key] = cast("object", yaml.safe_load(value))
-    built = AppConfig.from_mapping({"compressor": fields})
-    return replace(base, compressor=built.compressor)
+        of_selection = key.startswith(SELECTION)
+        fields = selection if of_selection else compressor
+        fields[key.removeprefix(SELECTION)] = cast("object", yaml.safe_load(value))
+    built = AppConfig.from_mapping({"compressor": compressor, "decode": {"selection": selection}})
+    decode = replace(base.decode, selection=built.decode.selection)
+    return replace(base, compressor=built.compressor, decode=decode)

@@ -1,0 +1,238 @@
+"""Time decode attention over chosen pages beside the same pages read whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from triptych.core.errors import TriptychError
+from triptych.kernels.bench import TOLERANCE, Case, Shape, build_case, in_turns
+from triptych.kernels.decode import decode_attention
+from triptych.kernels.lists import PageLists
+from triptych.kernels.pages import Section
+from triptych.kernels.select import (
+    TILE_PAGES,
+    Kind,
+    Rule,
+    Summaries,
+    select_pages,
+    summarize_pages,
+    tile_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRow:
+    """One measured case: choosing pages and reading them, in turns with reading all."""
+
+    backend: str
+    method: Kind
+    format: str
+    batch: int
+    context: int
+    rule: str
+    """``keep 0.3`` or ``budget 2048``."""
+    pages_read: float
+    """Share of the pages, those that are read in any case included."""
+    selected_ms: float
+    """Fastest choice and attention together."""
+    selected_median_ms: float
+    select_ms: float
+    """Fastest choice alone."""
+    whole_ms: float
+    whole_median_ms: float
+    speedup: float
+    """Of the fastest calls."""
+    speedup_median: float
+    bytes_read: int
+    """Of listed pages and of the summaries that were scored, counted from the lists."""
+    bytes_formula: int
+    """A summary for each page, and the rule's share of the pages."""
+    bytes_whole: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionCase:
+    """A case whose pages have summaries."""
+
+    case: Case
+    summaries: list[Summaries]
+    rule: Rule
+    lists: PageLists
+    slots: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, case: Case, kind: Kind, rule: Rule, context: int) -> "SelectionCase":
+        batch, heads = case.sections[0].tokens.shape
+        most = sum(section.pages.shape[2] for section in case.sections)
+        slots = torch.arange(batch, dtype=torch.int32)
+        return cls(
+            case=case,
+            summaries=[summaries_of(case.arena, section, kind) for section in case.sections],
+            rule=rule,
+            lists=PageLists(
+                torch.zeros(batch, heads, most, dtype=torch.int32),
+                torch.zeros(batch, heads, dtype=torch.int32),
+                slots,
+            ),
+            slots=slots,
+            positions=torch.full_like(slots, context - 1),
+        )
+
+    def select(self, backend: str) -> None:
+        case = self.case
+        select_pages.on(backend)(
+            case.query,
+            case.sections,
+            self.summaries,
+            self.slots,
+            self.positions,
+            self.rule,
+            self.lists,
+            scale=case.query.shape[2] ** -0.5,
+        )
+
+    def attend(self, backend: str) -> Tensor:
+        case = self.case
+        return decode_attention.on(backend)(
+            case.query,
+            case.arena,
+            case.sections,
+            self.slots,
+            scale=case.query.shape[2] ** -0.5,
+            lists=self.lists,
+        )
+
+    def run(self, backend: str) -> Tensor:
+        self.select(backend)
+        return self.attend(backend)
+
+    def pages(self) -> int:
+        """Pages of all head rows."""
+        return sum(int(section.layout.pages(n)) for section, n in self._counts())
+
+    def listed_bytes(self) -> int:
+        """What attention reads of the listed pages, and the tiles of summaries that are scored."""
+        total = 0
+        batch, heads = self.lists.counts.shape
+        for request, head in product(range(batch), range(heads)):
+            count = int(self.lists.counts[request, head])
+            listed, first = self.lists.ordinals[request, head, :count], 0
+            for section in self.case.sections:
+                tokens, room = int(section.tokens[request, head]), section.layout.tokens
+                pages = section.layout.pages(tokens)
+                inside = listed[(listed >= first) & (listed < first + pages)] - first
+                held = (tokens - inside * room).clamp(max=room).sum()
+                total += int(held) * section.layout.format.read_bytes(section.layout.head_dim)
+                tiles = -(-((tokens - 1) // room) // TILE_PAGES)
+                total += tiles * tile_bytes(section.layout.head_dim)
+                first += pages
+        return total
+
+    def formula_bytes(self) -> int:
+        """A summary for each page, and the rule's share of all that attention reads."""
+        dim = self.case.query.shape[2]
+        pages = self.pages()
+        batch, heads = self.lists.counts.shape
+        tokens = sum(n for _, n in self._counts()) // (batch * heads)
+        row = pages // (batch * heads)
+        share = self.rule.pages(row, tokens) / row
+        return round(pages * tile_bytes(dim) / TILE_PAGES + share * self.case.read_bytes)
+
+    def _counts(self) -> list[tuple[Section, int]]:
+        return [
+            (section, int(count))
+            for section in self.case.sections
+            for count in section.tokens.flatten()
+        ]
+
+
+def summaries_of(arena: Tensor, section: Section, kind: Kind) -> Summaries:
+    """Summaries of all full pages of a section."""
+    batch, heads, width = section.pages.shape
+    dim = section.layout.head_dim
+    tiles = -(-width // TILE_PAGES)
+    memory = torch.zeros(batch, heads, tiles, tile_bytes(dim), dtype=torch.uint8)
+    summaries = Summaries(kind, memory, dim)
+    full = section.tokens // section.layout.tokens
+    column = torch.arange(width).expand(batch, heads, width)
+    row = torch.arange(batch * heads).view(batch, heads, 1).expand_as(column)
+    live = column < full[..., None]
+    pages, rows, columns = (part[live].int() for part in (section.pages, row, column))
+    summarize_pages(arena, section.layout, pages, summaries, rows, columns)
+    return summaries
+
+
+def run_selection(
+    backends: Sequence[str] = ("cpu",),
+    methods: Sequence[Kind] = ("moments",),
+    formats: Sequence[str] = ("k8v4",),
+    batches: Sequence[int] = (1, 4),
+    contexts: Sequence[int] = (4096, 8192),
+    keeps: Sequence[float] = (0.3,),
+    budgets: Sequence[int] = (2048,),
+    *,
+    shape: Shape | None = None,
+    repeats: int = 30,
+) -> list[SelectionRow]:
+    """Measure every combination on the CPU, with the threads that torch has.
+
+    Raises:  TriptychError if a backend disagrees with the reference over the chosen pages
+    """
+    shape = shape or Shape()
+    rules = [(f"keep {keep:g}", Rule.of(keep)) for keep in keeps]
+    rules += [(f"budget {tokens}", Rule.of(0.0, tokens)) for tokens in budgets]
+    rows: list[SelectionRow] = []
+    for batch, context, name in product(batches, contexts, formats):
+        query = torch.randn(batch, shape.heads, shape.head_dim)
+        whole = build_case(shape, name, query, context)
+        for kind, (label, rule) in product(methods, rules):
+            case = SelectionCase.of(whole, kind, rule, context)
+            for backend in backends:
+                check_selection(case, backend, name)
+                rows.append(_measure(case, backend, kind, name, label, repeats))
+    return rows
+
+
+def check_selection(case: SelectionCase, backend: str, name: str) -> None:
+    """Raise ``TriptychError`` if attention over the list is not that of the reference."""
+    error = (case.run(backend) - case.attend("reference")).abs().max().item()
+    if not error <= TOLERANCE:
+        raise TriptychError(f"{backend} is off by {error:.2g} on {name} pages: not measured")
+
+
+def _measure(
+    case: SelectionCase, backend: str, kind: Kind, name: str, label: str, repeats: int
+) -> SelectionRow:
+    whole, selected, select = in_turns(
+        [
+            lambda: case.case.attend(backend),
+            lambda: case.run(backend),
+            lambda: case.select(backend),
+        ],
+        repeats,
+    )
+    read = int(case.lists.counts.sum())
+    return SelectionRow(
+        backend=backend,
+        method=kind,
+        format=name,
+        batch=len(case.case.query),
+        context=int(case.positions[0]) + 1,
+        rule=label,
+        pages_read=read / case.pages(),
+        selected_ms=min(selected) * 1e3,
+        selected_median_ms=median(selected) * 1e3,
+        select_ms=min(select) * 1e3,
+        whole_ms=min(whole) * 1e3,
+        whole_median_ms=median(whole) * 1e3,
+        speedup=min(whole) / min(selected),
+        speedup_median=median(whole) / median(selected),
+        bytes_read=case.listed_bytes(),
+        bytes_formula=case.formula_bytes(),
+        bytes_whole=case.case.read_bytes,
+    )

@@ -28,6 +28,16 @@ def kernel(function: Callable[..., Any]) -> Any:
         return njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
+def summing_kernel(function: Callable[..., Any]) -> Any:
+    """As ``kernel``, but sums and extremes of finite numbers may be taken in any order.
+
+    Only then are they taken many at a time.
+    """
+    with _cache_of_these_sources():
+        flags = {"reassoc", "nnan", "ninf", "nsz"}
+        return njit(nogil=True, cache=True, error_model="numpy", fastmath=flags)(function)
+
+
 def team_body(function: Callable[..., Any]) -> Any:
     """Compile what every thread of a team runs; it gets the address of the team's job."""
     with _cache_of_these_sources():

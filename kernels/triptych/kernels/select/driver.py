@@ -11,9 +11,11 @@ from triptych.kernels.codec.vectors import PART_WORDS, decode, part_of
 from triptych.kernels.compiled import (
     call_score_tile,
     fetch_add,
+    from_half,
     kernel,
     pointer,
     run_team,
+    summing_kernel,
     team_body,
 )
 from triptych.kernels.select.summary import NUMBERS, POSITIONS, TILE_PAGES
@@ -42,31 +44,55 @@ def run_summaries(job, team, body, threads):
 
 
 @kernel
-def _box(keys, first, second):
-    first[:] = keys[0]
-    second[:] = keys[0]
-    for row in range(1, len(keys)):
-        for channel in range(len(first)):
-            first[channel] = max(first[channel], keys[row, channel])
-            second[channel] = min(second[channel], keys[row, channel])
+def _load(part, page, keys, scales, codes, numbers):
+    """Decode the keys of the page at an address into rows of channels, [d, tokens]."""
+    tokens = keys.shape[1]
+    if part.token_stride != 1 or part.groups != 1:
+        for token in range(tokens):
+            decode(part, page, token, codes, numbers)
+            keys[:, token] = numbers
+        return
+    metadata = carray(pointer(page + part.metadata), (tokens, 2), np.uint16)
+    for token in range(tokens):
+        scales[0, token], scales[1, token] = (
+            from_half(metadata[token, 0]), from_half(metadata[token, 1])
+        )  # fmt: skip
+    units, mask = len(keys) * part.bits // 8, np.uint8(2**part.bits - 1)
+    for unit in range(units):
+        packed = carray(pointer(page + part.codes + unit * part.byte_stride), tokens, np.uint8)
+        for share in range(8 // part.bits):
+            _widen(packed, np.uint8(share * part.bits), mask, scales, keys[share * units + unit])
 
 
 @kernel
-def _moments(keys, first, second, numbers):
+def _widen(packed, shift, mask, scales, channel):
+    for token in range(len(channel)):
+        code = np.float32((packed[token] >> shift) & mask)
+        channel[token] = code * scales[0, token] + scales[1, token]
+
+
+@summing_kernel
+def _box(keys, first, second):
+    for channel in range(len(first)):
+        low = high = keys[channel, 0]
+        for token in range(keys.shape[1]):
+            low, high = min(low, keys[channel, token]), max(high, keys[channel, token])
+        first[channel], second[channel] = high, low
+
+
+@summing_kernel
+def _moments(keys, first, second):
     """Mean and deviation, in two passes: the mean may be far larger than the deviation."""
-    share = np.float32(1.0 / len(keys))
-    first[:], second[:] = np.float32(0.0), np.float32(0.0)
-    for row in range(len(keys)):
-        for channel in range(len(first)):
-            first[channel] += keys[row, channel]
+    share = np.float32(1.0 / keys.shape[1])
     for channel in range(len(first)):
-        first[channel] *= share
-    for row in range(len(keys)):
-        for channel in range(len(first)):
-            numbers[channel] = keys[row, channel] - first[channel]
-            second[channel] += numbers[channel] * numbers[channel]
-    for channel in range(len(first)):
-        second[channel] = np.sqrt(second[channel] * share)
+        total = spread = np.float32(0.0)
+        for token in range(keys.shape[1]):
+            total += keys[channel, token]
+        mean = total * share
+        for token in range(keys.shape[1]):
+            away = keys[channel, token] - mean
+            spread += away * away
+        first[channel], second[channel] = mean, np.sqrt(spread * share)
 
 
 @kernel
@@ -114,7 +140,8 @@ def summarize(address):
     columns = carray(pointer(job[COLUMNS]), count, np.int32)
     codes, numbers = np.empty(dim, np.uint8), np.empty(dim, np.float32)
     first, second = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    keys = np.empty((job[PAGE_TOKENS], dim), np.float32)
+    keys = np.empty((dim, job[PAGE_TOKENS]), np.float32)
+    scales = np.empty((2, job[PAGE_TOKENS]), np.float32)
     while True:
         start = fetch_add(address, CHUNK)
         if start >= count:
@@ -127,17 +154,18 @@ def summarize(address):
                 job[BAD] = 1
                 continue
             near = job[ARENA] + page * job[PAGE_BYTES]
-            for row in range(job[PAGE_TOKENS]):
-                decode(part, near, row, codes, keys[row])
+            _load(part, near, keys, scales, codes, numbers)
             tile = job[MEMORY] + slot * job[BY_SLOT] + head * job[BY_HEAD]
             tile += column // TILE_PAGES * (TILE_PAGES * (2 * dim + 4 * (NUMBERS + POSITIONS)))
             if job[IS_BOX]:
                 _box(keys, first, second)
             else:
-                _moments(keys, first, second, numbers)
+                _moments(keys, first, second)
             _write(tile, column % TILE_PAGES, 0, first, job[IS_BOX])
             _write(tile, column % TILE_PAGES, 1, second, job[IS_BOX])
-            _write_positions(tile, column % TILE_PAGES, near + job[POSITIONS_AT], dim, len(keys))
+            _write_positions(
+                tile, column % TILE_PAGES, near + job[POSITIONS_AT], dim, keys.shape[1]
+            )
 
 
 # ------------------------------------------------------------------ choosing

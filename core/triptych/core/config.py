@@ -188,6 +188,10 @@ class SelectionConfig:
     budget_tokens: int = 2048
     """Pages for this many tokens are read at least, so shorter contexts are read whole."""
 
+    omitted_mass: float = 0.0
+    """More pages are read until the others are expected to receive no more than this share of the
+    attention to pages that compete; an estimate (``moments`` alone). 0: no more are."""
+
     sink_tokens: int = 4
     """First tokens whose pages are read in any case: attention rests on them."""
 
@@ -206,6 +210,10 @@ class SelectionConfig:
         for name in ("budget_tokens", "sink_tokens", "window_tokens", "dense_layers"):
             value = getattr(self, name)
             require(0 <= value < 1 << 31, f"decode.selection.{name}", value, "0 or more")
+        mass, told = self.omitted_mass, self.method == "moments"
+        expected = "0 to 1; above 0 only with method: moments"
+        fits = 0 <= mass < 1 and (mass == 0 or told)
+        require(fits, "decode.selection.omitted_mass", mass, expected)
         every = self.reselect_every
         require(every >= 1, "decode.selection.reselect_every", every, ">= 1")
 

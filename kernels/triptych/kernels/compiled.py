@@ -181,15 +181,15 @@ def call_page_step(
 
 
 @intrinsic
-def call_score_tile(typing_context, function, tile, query, scores):
+def call_score_tile(typing_context, function, tile, query, scores, means):
     """Call the machine code of ``select.score_tile`` by address."""
 
     def emit(context, builder, signature, arguments):
         byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), (byte, byte, byte))
+        kind = ir.FunctionType(ir.VoidType(), (byte, byte, byte, byte))
         near = [builder.inttoptr(item, byte) for item in arguments[1:]]
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), near)
         return context.get_dummy_value()
 
     word = types.int64
-    return types.void(word, word, word, word), emit
+    return types.void(word, word, word, word, word), emit

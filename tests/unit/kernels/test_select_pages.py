@@ -298,6 +298,68 @@ def test_some_pages_are_read_in_any_case(backend: str, rule: Rule, new_cache: Ne
             assert len(listed) == max(len(forced), rule.pages(start, tokens))
 
 
+@pytest.mark.parametrize("omitted", [0.02, 0.2, 0.7])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_are_added_until_the_others_are_expected_to_matter_little(
+    backend: str, omitted: float, new_cache: NewCache
+) -> None:
+    """As few as that takes; what is expected is said in float64 here, from the summaries."""
+    cache = new_cache(DIM)
+    sections, summaries = filled(cache, "moments", MIXED)
+    query = torch.randn(2, 9, DIM) * 3
+    rule = Rule.of(0.0, sink_tokens=33, window_tokens=10, omitted_mass=omitted)
+    chosen = select(backend, query, sections, summaries, rule, 600)
+    least = select(backend, query, sections, summaries, replace(rule, omitted_mass=0.0), 600)
+    added = 0
+    for request in range(2):
+        for head in range(3):
+            asked = query[request].view(3, 3, DIM)[head].double() * DIM**-0.5
+            shares = expected_shares(asked, sections, summaries, request, head)
+            listed, few = chosen.of(request, head), least.of(request, head)
+            assert set(few) <= set(listed)
+            if not shares.any():
+                assert listed == few
+                continue
+            assert 1 - float(shares[:, listed].sum(1).min()) <= omitted + 1e-4
+            scores = chosen.scores[request, head]
+            optional = [page for page in listed if scores[page].isfinite()]
+            added += len(optional)
+            if optional:
+                worst = min(optional, key=lambda page: float(scores[page]))
+                rest = [page for page in listed if page != worst]
+                assert 1 - float(shares[:, rest].sum(1).min()) > omitted - 1e-4
+    assert added > 0
+
+
+def expected_shares(
+    query: Tensor, sections: Any, summaries: Any, request: int, head: int
+) -> Tensor:
+    """[G, pages] in float64; pages without summaries receive nothing."""
+    parts: list[Tensor] = []
+    for section, known in zip(sections, summaries, strict=True):
+        count, room = int(section.tokens[request, head]), section.layout.tokens
+        logits = torch.full((len(query), -(-count // room)), -1e9, dtype=torch.float64)
+        for page in range(max(0, count - 1) // room if known else 0):
+            tile, place = divmod(page, 16)
+            codes = known.codes[request, head, tile, :, :, place].double()
+            numbers = known.numbers[request, head, tile, :, place].double()
+            mean, deviation = codes[0] * numbers[0] + numbers[1], codes[1] * numbers[2]
+            logits[:, page] = query @ mean + query.square() @ deviation.square() / 2
+            logits[:, page] += torch.tensor(float(room)).log()
+        parts.append(logits)
+    whole = torch.cat(parts, 1)
+    return whole.softmax(1) * (whole > -1e8)
+
+
+def test_a_box_does_not_tell_what_a_page_is_expected_to_receive(new_cache: NewCache) -> None:
+    cache = new_cache(DIM)
+    section = cache.fill("k8v4", [[100]]).section
+    rule, summaries = replace(ANY, omitted_mass=0.1), [new_summaries(section, "box")]
+    for backend in BACKENDS:
+        with pytest.raises(ConfigError, match="omitted_mass"):
+            select(backend, torch.randn(1, 1, DIM), [section], summaries, rule)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_without_a_list_gets_none(backend: str, new_cache: NewCache) -> None:
     cache = new_cache(DIM)

@@ -148,6 +148,8 @@ def test_lists_are_short_and_fit_the_pages_that_a_row_has(
         ("keep_fraction", -0.1),
         ("budget_tokens", -1),
         ("reselect_every", 0),
+        ("omitted_mass", 0.1),  # without a method
+        ("omitted_mass", 1.0),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_names_it(key: str, value: object) -> None:

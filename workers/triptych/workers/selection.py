@@ -136,7 +136,11 @@ class Selector:
         """
         self.config, self.tables = config, tables
         self.rule = Rule.of(
-            config.keep_fraction, config.budget_tokens, config.sink_tokens, config.window_tokens
+            config.keep_fraction,
+            config.budget_tokens,
+            config.sink_tokens,
+            config.window_tokens,
+            config.omitted_mass,
         )
         known = tables[1:] if plan.compresses else tables
         self._summaries = [TableSummaries(kind, arena, table) for table in known]

@@ -14,7 +14,7 @@ from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import driver
 from triptych.kernels.select.score_tile import ScoreTile, score_tile_address
-from triptych.kernels.select.summary import Kind, Rule, Summaries
+from triptych.kernels.select.summary import Kind, Rule, Summaries, check_rule
 
 
 def summarize_pages(
@@ -76,6 +76,7 @@ def select_pages(
     if len(kinds) != 1:
         raise ConfigError(f"select_pages: summaries of kinds {sorted(kinds)}: expected one kind")
     kind = kinds.pop()
+    check_rule(rule, kind)
     check_indices(slots, positions)
     check_lists(lists, rows, kv_heads)
     _check_sections(sections, summaries, kv_heads, dim)
@@ -93,7 +94,7 @@ def select_pages(
         dim,
         table.ctypes.data,
         len(table),
-        score_tile_address(ScoreTile(kind, heads // kv_heads, dim)),
+        score_tile_address(ScoreTile(kind, heads // kv_heads, dim, rule.omitted_mass > 0)),
         lists_of.data_ptr(),
         min(lists.ordinals.shape[0], lists.counts.shape[0]),
         lists.ordinals.data_ptr(),
@@ -108,7 +109,7 @@ def select_pages(
         kind == "box",
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
     )
-    job[29:].view(np.float64)[0] = scale
+    job[29:].view(np.float64)[:] = scale, rule.omitted_mass
     if not driver.run_choice(job, team_address(), driver.choose_rows.address, team_threads()):
         raise ConfigError("select_pages: a slot, a token count or a list is out of range")
 

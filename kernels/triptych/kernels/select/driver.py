@@ -182,7 +182,7 @@ Job = namedtuple(
     "Job",
     "counter bad query slots positions rows kv_heads group dim sections section_count"
     " step lists list_slots ordinals list_slot list_head room counts count_slot count_head"
-    " keep budget sinks window is_box scores score_row score_head scale",
+    " keep budget sinks window is_box scores score_row score_head scale omitted",
 )
 JOB_WORDS = len(Job._fields)
 
@@ -213,6 +213,7 @@ def _job(address):
         words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
         words[16], words[17], words[18], words[19], words[20], words[21], words[22], words[23],
         words[24], words[25], words[26], words[27], words[28], np.float32(numbers[29]),
+        np.float32(numbers[30]),
     )  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def _sections(job):
 
 
 @kernel
-def _choose(job, sections, row, keys, found, query):
+def _choose(job, sections, row, keys, found, query, masses):
     """Write the list of one head row; False if something is out of range."""
     request, head = row // job.kv_heads, row % job.kv_heads
     slot = np.int64(_word(job.slots, request))
@@ -238,9 +239,13 @@ def _choose(job, sections, row, keys, found, query):
         return False
     if budget < pages or job.scores:
         _prepare(job, row, query)
-        _score(job, sections, slot, head, keys, found, query)
+        _score(job, sections, slot, head, keys, found, query, masses)
         if job.scores:
             _tell(job, request, head, keys[:pages])
+        if job.omitted > 0:
+            budget = max(budget, _enough(keys[:pages], masses[:, :pages], job.omitted))
+            if budget > job.room:
+                return False
     ordinals = carray(
         pointer(job.ordinals + 4 * (place * job.list_slot + head * job.list_head)),
         job.room, np.int32,
@@ -323,21 +328,66 @@ def _prepare(job, row, query):
 
 
 @kernel
-def _score(job, sections, slot, head, keys, found, query):
-    """Replace the marks of pages that compete by the keys of their scores."""
+def _score(job, sections, slot, head, keys, found, query, masses):
+    """Replace the marks of pages that compete by the keys of their scores.
+
+    ``found`` has room for the scores of a tile, and for the expected logits of its pages. The
+    latter go to ``masses``, if that has room.
+    """
     start = np.int64(0)
-    bits = found.view(np.int32)
+    bits, means = found[0].view(np.int32), found[1:]
+    masses[:] = -np.inf
     for section in sections:
         offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
         tokens = np.int64(_word(section[TOKENS], offset))
         full = _competing(section, tokens)
         for first in range(0, full, TILE_PAGES):
             tile = _tile(job, section, slot, head, first)
-            call_score_tile(job.step, tile, query.ctypes.data, found.ctypes.data)
+            call_score_tile(
+                job.step, tile, query.ctypes.data, found.ctypes.data, means.ctypes.data
+            )  # fmt: skip
+            if job.omitted > 0:
+                more = np.float32(np.log(np.float32(section[ROOM])))
+                here = min(TILE_PAGES, full - first)
+                masses[:, start + first : start + first + here] = means[:, :here] + more
             for page in range(min(TILE_PAGES, full - first)):
                 if keys[start + first + page] != FORCED:
                     keys[start + first + page] = _key(bits[page])
         start += -(-tokens // section[ROOM])
+
+
+@kernel
+def _enough(keys, masses, omitted):
+    """The fewest pages, best first, that leave no head more than its share ``omitted``.
+
+    ``masses`` are logarithms; they become shares. Pages of equal scores are taken together.
+    """
+    for head in range(len(masses)):
+        peak = masses[head].max()
+        if peak == -np.inf:
+            return 0
+        masses[head] = np.exp(masses[head] - peak)
+        masses[head] /= masses[head].sum()
+    low, high = np.int64(LOWEST), np.int64(FORCED) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        fits = True
+        for head in range(len(masses)):
+            fits = fits and _left(keys, masses[head], np.int32(middle)) <= omitted
+        if fits:
+            low = middle
+        else:
+            high = middle
+    return np.int64(_count(keys, np.int32(low)))
+
+
+@summing_kernel
+def _left(keys, shares, least):
+    """What pages below a key receive."""
+    total = np.float32(0.0)
+    for page in range(len(keys)):
+        total += shares[page] if keys[page] < least else np.float32(0.0)
+    return total
 
 
 @kernel
@@ -395,12 +445,15 @@ def choose_rows(address):
     for section in sections:
         most += section[WIDTH]
     keys = np.empty(most, np.int32)
-    found = np.empty(TILE_PAGES, np.float32)
+    found = np.empty((1 + job.group, TILE_PAGES), np.float32)
+    masses = np.empty((job.group, most if job.omitted > 0 else 0), np.float32)
     query = np.empty(2 * job.group * (job.dim + 1), np.float32)
     lists = carray(pointer(job.lists), job.rows, np.int32)
     while True:
         row = fetch_add(address, 1)
         if row >= job.rows * job.kv_heads:
             break
-        if lists[row // job.kv_heads] >= 0 and not _choose(job, sections, row, keys, found, query):
+        if lists[row // job.kv_heads] < 0:
+            continue
+        if not _choose(job, sections, row, keys, found, query, masses):
             fetch_add(address + 8, 1)

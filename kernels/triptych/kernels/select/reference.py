@@ -3,6 +3,7 @@
 """What page summaries and their scores mean, one page and one head row at a time."""
 
 from collections.abc import Sequence
+from math import log
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from triptych.core.layout import PageLayout
 from triptych.kernels.codec import reference as codec
 from triptych.kernels.lists import PageLists
 from triptych.kernels.pages import Section
-from triptych.kernels.select.summary import DEVIATIONS, TILE_PAGES, Rule, Summaries
+from triptych.kernels.select.summary import DEVIATIONS, TILE_PAGES, Rule, Summaries, check_rule
 
 BOX_TOP, TOP = 254.0, 255.0
 """Codes of a box leave room to be rounded outwards."""
@@ -101,6 +102,11 @@ def select_pages(
     the query heads of its KV head: for a box ``sum of max(q M, q m)``, never below the logit of
     any key of the page; for moments ``q mean + 2 sqrt(sum of q**2 deviation**2)``.
 
+    With ``omitted_mass`` pages are added in the order of their scores until, for each query head,
+    the others are expected to receive no more than that share. What a page of n tokens receives
+    is expected to be ``n exp(q mean + sum of q**2 deviation**2 / 2)``, as if its keys were normally
+    distributed: an estimate, no bound (a bound by boxes says nothing in practice).
+
     ``summaries`` has one entry for each section; None: all its pages are read. ``scores``, if
     given, receives the score of every page that competes, and infinity for those that need not.
 
@@ -108,6 +114,9 @@ def select_pages(
     Promise: lists are sorted and without doubles; if the rule keeps all pages, all are listed
     Source:  TinyServe, section 3 (Algorithm 1); Quest; one set per KV head is ours
     """
+    for known in summaries:
+        if known is not None:
+            check_rule(rule, known.kind)
     kv_heads = sections[0].tokens.shape[1]
     grouped = query.float().unflatten(1, (kv_heads, -1)) * scale
     for request, place in enumerate(lists.rows.tolist()):
@@ -116,7 +125,11 @@ def select_pages(
             row = _row(sections, summaries, slot, head)
             found = _scores(grouped[request, head], row, int(positions[request]), rule)
             tokens = sum(int(section.tokens[slot, head]) for section in sections)
-            chosen = choose(found, rule.pages(len(found), tokens))
+            count = rule.pages(len(found), tokens)
+            if rule.omitted_mass > 0:
+                masses = expected(grouped[request, head], row)
+                count = max(count, enough(found, masses, rule.omitted_mass))
+            chosen = choose(found, count)
             lists.ordinals[place, head, : len(chosen)] = chosen
             lists.counts[place, head] = len(chosen)
             if scores is not None:
@@ -130,8 +143,19 @@ def choose(scores: Tensor, count: int) -> Tensor:
     return best.sort().values.int()
 
 
-Row = list[tuple[Summaries | None, int, int, int, int]]
-"""Of each section: its summaries, slot, head, pages of a head row, and those that may compete."""
+def enough(scores: Tensor, masses: Tensor, omitted: float) -> int:
+    """The fewest pages, best scores first, that leave no head more than its share ``omitted``.
+
+    Shapes:  scores [pages]; masses [G, pages], which sum up to 1, or are 0 without summaries
+    """
+    order = scores.argsort(descending=True, stable=True)
+    left = 1.0 - masses[:, order].cumsum(1).amin(0)
+    return int((left > omitted).sum()) + 1 if masses.any() else 0
+
+
+Row = list[tuple[Summaries | None, int, int, int, int, int]]
+"""Of each section: its summaries, slot, head, pages of a head row, those that may compete, and
+tokens of a page."""
 
 
 def _row(
@@ -141,14 +165,14 @@ def _row(
     for section, known in zip(sections, summaries, strict=True):
         tokens, room = int(section.tokens[slot, head]), section.layout.tokens
         competing = max(0, tokens - 1) // room if known else 0
-        row.append((known, slot, head, -(-tokens // room), competing))
+        row.append((known, slot, head, -(-tokens // room), competing, room))
     return row
 
 
 def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
     """Scores [pages] of a head row for its queries [G, d]; infinity: read in any case."""
     parts: list[Tensor] = []
-    for summaries, slot, head, pages, count in row:
+    for summaries, slot, head, pages, count, _ in row:
         scores = torch.full((pages,), float("inf"), device=query.device)
         if summaries is not None and count > 0:
             tiles = summaries.positions[slot, head].transpose(0, 1).flatten(1)[:, :count]
@@ -161,12 +185,34 @@ def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
 
 def page_scores(query: Tensor, summaries: Summaries, slot: int, head: int) -> Tensor:
     """Scores of all pages of a head row that there is room for, over the queries [G, d]."""
-    codes = summaries.codes[slot, head].float().permute(1, 0, 3, 2).flatten(1, 2)
-    numbers = summaries.numbers[slot, head].transpose(0, 1).flatten(1)[..., None]
-    first = codes[0] * numbers[0] + numbers[1]
-    second = codes[1] * numbers[2] + numbers[3]
+    first, second = decoded(summaries, slot, head)
     if summaries.kind == "box":
         scores = query.relu() @ first.T + query.clamp(max=0) @ second.T
     else:
         scores = query @ first.T + DEVIATIONS * (query.square() @ second.square().T).sqrt()
     return scores.amax(0)
+
+
+def decoded(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
+    """The two vectors of all pages of a head row, [pages, d] each."""
+    codes = summaries.codes[slot, head].float().permute(1, 0, 3, 2).flatten(1, 2)
+    numbers = summaries.numbers[slot, head].transpose(0, 1).flatten(1)[..., None]
+    return codes[0] * numbers[0] + numbers[1], codes[1] * numbers[2] + numbers[3]
+
+
+def expected(query: Tensor, row: Row) -> Tensor:
+    """Share of the attention that each page is expected to receive from each query, [G, pages].
+
+    Of the attention that goes to pages with summaries: the others count for nothing.
+    """
+    parts: list[Tensor] = []
+    for summaries, slot, head, pages, count, room in row:
+        logits = torch.full((len(query), pages), float("-inf"), device=query.device)
+        if summaries is not None and count > 0:
+            mean, deviation = decoded(summaries, slot, head)
+            logits[:, :count] = (query @ mean.T + query.square() @ deviation.square().T / 2)[
+                :, :count
+            ]
+            logits[:, :count] += log(room)
+        parts.append(logits)
+    return torch.cat(parts, 1).softmax(1).nan_to_num()

@@ -21,6 +21,8 @@ class ScoreTile:
     group: int
     """Query heads per KV head."""
     head_dim: int
+    has_means: bool = False
+    """Also says what logits of a page mean on average, as ``reference.expected`` does."""
 
 
 def query_floats(group: int, head_dim: int) -> int:
@@ -30,15 +32,16 @@ def query_floats(group: int, head_dim: int) -> int:
 
 @cache
 def score_tile_address(tile: ScoreTile) -> int:
-    """Machine code of ``void(tile, query, scores)``: the largest score of each page's heads.
+    """Machine code of ``void(tile, query, scores, means)``: the largest score of a page's heads.
 
     tile: address of codes, numbers and positions of ``TILE_PAGES`` pages; query: floats
-    [2, G, d] and their sums [2, G]; scores: room for ``TILE_PAGES`` floats. The vectors are those
-    that the two of the summary are multiplied by: the positive and the negative part of a
-    query for a box, the query and its squares for moments.
+    [2, G, d] and their sums [2, G]; scores: room for ``TILE_PAGES`` floats; means: room for
+    [G, ``TILE_PAGES``], where asked for. The vectors are those that the two of the summary are
+    multiplied by: the positive and the negative part of a query for a box, the query and its
+    squares for moments.
     """
     module = ir.Module("score_tile")
-    kind = ir.FunctionType(ir.VoidType(), (POINTER, POINTER, POINTER))
+    kind = ir.FunctionType(ir.VoidType(), (POINTER, POINTER, POINTER, POINTER))
     function = ir.Function(module, kind, "score_tile")
     for argument in function.args:
         argument.add_attribute("noalias")
@@ -52,7 +55,7 @@ class _ScoreTileEmitter:
         self.emit_ = Emitter(builder)
         self.build: Any = builder
         self.tile = tile
-        self.at, self.query, self.scores = arguments
+        self.at, self.query, self.scores, self.means = arguments
         self.lanes = min(TILE_PAGES, vector_lanes())
         self.heads_at_once = 10 if vector_lanes() == 16 else 5
 
@@ -87,20 +90,23 @@ class _ScoreTileEmitter:
                     self.build.store(product, slot)
         numbers = [self._number(index, page) for index in range(4)]
         return [
-            self._score(head, *(self.build.load(slot) for slot in pair), *numbers)
+            self._score(page, head, *(self.build.load(slot) for slot in pair), *numbers)
             for pair, head in zip(sums, heads, strict=True)
         ]
 
     def _score(
-        self, head: int, first: Value, second: Value, scale: Value, zero: Value, *other: Value
+        self, page: int, head: int, first: Value, second: Value, scale: Value, *others: Value
     ) -> Value:
-        e = self.emit_
+        e, (zero, *other) = self.emit_, others
         score = e.fma(first, scale, self.build.fmul(zero, self._sum(0, head)))
         if self.tile.kind == "box":
             return self.build.fadd(
                 score, e.fma(second, other[0], self.build.fmul(other[1], self._sum(1, head)))
             )
         variance = self.build.fmul(second, self.build.fmul(other[0], other[0]))
+        if self.tile.has_means:
+            mean = e.fma(variance, e.constant(0.5, variance), score)
+            e.store(mean, e.byte(self.means, 4 * (head * TILE_PAGES + page)))
         deviation = e.sqrt(variance)
         return e.fma(deviation, e.constant(DEVIATIONS, deviation), score)
 

@@ -109,6 +109,9 @@ class Rule:
     """If these tokens fill more pages than ``keep``, so many pages are read instead."""
     sink_tokens: int = 4
     window_tokens: int = 64
+    omitted_mass: float = 0.0
+    """More pages are read until those that are not are expected to receive no more than this
+    share of the attention that goes to pages with summaries; 0: no more are. Needs ``moments``."""
 
     @classmethod
     def of(
@@ -117,6 +120,7 @@ class Rule:
         budget_tokens: int = 0,
         sink_tokens: int = 4,
         window_tokens: int = 64,
+        omitted_mass: float = 0.0,
     ) -> "Rule":
         """The fraction in whole parts, so that every backend counts the same pages."""
         return cls(
@@ -124,6 +128,7 @@ class Rule:
             budget_tokens=budget_tokens,
             sink_tokens=sink_tokens,
             window_tokens=window_tokens,
+            omitted_mass=omitted_mass,
         )
 
     def pages(self, pages: int, tokens: int) -> int:
@@ -131,3 +136,12 @@ class Rule:
         share = -(-pages * self.keep // WHOLE)
         budget = -(-pages * self.budget_tokens // max(1, tokens))
         return min(pages, max(share, budget))
+
+
+def check_rule(rule: Rule, kind: Kind) -> None:
+    """Raise ``ConfigError`` if the rule asks for what the kind of summary does not tell."""
+    if rule.omitted_mass > 0 and kind != "moments":
+        raise ConfigError(
+            f"omitted_mass={rule.omitted_mass} with {kind!r} summaries: expected 'moments'; "
+            "a box does not tell what a page is expected to receive"
+        )

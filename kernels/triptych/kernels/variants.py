@@ -18,6 +18,8 @@ from triptych.kernels.decode import gpu as decode
 from triptych.kernels.launch import Launch
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import gpu as prefill
+from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
+from triptych.kernels.select import gpu as select
 
 HEAD_DIMS = (64, 96, 128, 256)
 MIXES = (("k8v4", "k4v2", "fp16"), ("k8v8", "k4v4"))
@@ -50,7 +52,7 @@ RICH = Kind(window=100, softcap=30.0)
 
 def all_variants() -> dict[tuple[str, str], Launch]:
     """Launches of all kernels by name of kernel and variant; equal ones once."""
-    planned = chain(_decode(), _scores(), _prefill(), _codec(), _compact())
+    planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact())
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
         key = f"{launch.name} {launch.source().signature} {launch.constants}"
@@ -70,6 +72,7 @@ USUAL_VARIANTS = {
     "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16",
     "merge_runs": "k8v4+k4v2+fp16 d128 g4 bf16",
     "score_run": "k8v4 d128 g4 bf16",
+    "score_tiles": "moments d128 g4 bf16",
     "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
     "sum_columns": "past k8v4 d128 g4 bf16 window cap #2",
     "find_first": "past k8v4 d128 g4 bf16 window cap",
@@ -115,6 +118,25 @@ def _scores() -> Iterator[Planned]:
             decode.plan_scores(
                 _query(dim, kind), _arena(dim), cache, _meta(4), lse, 0.1, kind.window,
                 kind.softcap, _meta(4), 1.0,
+            ),
+        )  # fmt: skip
+
+
+def _select() -> Iterator[Planned]:
+    wanted = chain(
+        product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (False,)),
+        product((64, 128), ("moments",), (USUAL, EXACT), (True,)),
+    )
+    for dim, how, kind, has_means in wanted:
+        query, cache = _query(dim, kind), _section("k8v4", dim, kind)
+        memory = _meta(4, 8, 19, tile_bytes(dim), dtype=torch.uint8)
+        found = _meta(4, 8, 300, dtype=torch.float32)
+        means = _meta(4, 8, kind.group, 300, dtype=torch.float32) if has_means else None
+        yield (
+            f"{how} d{dim} {kind}{' means' if has_means else ''}",
+            select.plan_scores(
+                query, [cache], [Summaries(how, memory, dim)], _meta(4), _meta(4), Rule.of(0.3),
+                0.1, found, means,
             ),
         )  # fmt: skip
 

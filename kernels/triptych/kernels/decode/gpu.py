@@ -19,6 +19,7 @@ from triptych.kernels.launch import (
     power_of_two,
     processors,
 )
+from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 SECTIONS = 3
@@ -61,15 +62,20 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
+    lists: PageLists | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``.
 
     float32 queries are multiplied as two fp16 halves, which keeps float32 accuracy; bfloat16
     ones once, and weights are rounded to fp16: errors of about 2**-12 of a value. A request
     without a visible token gets zeros. Nothing here waits for the device, so wrong page
-    ids cannot raise: they give NaN.
+    ids cannot raise: they give NaN. Lists of pages become short page tables first, by some
+    small launches of torch.
     """
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    if lists is not None:
+        sections = listed_sections(sections, slots, lists)
+        slots = torch.arange(len(query), dtype=torch.int32, device=query.device)
     for launch in plan(query, arena, sections, slots, scale, window, softcap, positions, lse, out):
         launch.run()
     return out
@@ -93,6 +99,41 @@ def score_tokens(
         query, arena, sections, slots, lse, scale, window, softcap, positions, weight
     ):
         launch.run()
+
+
+def listed_sections(sections: Sequence[Section], slots: Tensor, lists: PageLists) -> list[Section]:
+    """Sections that hold the listed pages of each request, one slot for each.
+
+    Lists are ascending and name the last page of a section if they name any that is not full. So a
+    section's entries lie side by side, and only the last one may be shorter than a page.
+    """
+    check_lists(lists, len(slots), sections[0].tokens.shape[1])
+    place, slot = lists.rows.long().clamp(min=0), slots.long()
+    reads_all = (lists.rows < 0)[:, None]
+    entry = torch.arange(lists.ordinals.shape[2], device=slots.device)
+    end = torch.iinfo(torch.int32).max
+    listed = lists.ordinals[place].where(entry < lists.counts[place][..., None], end)
+    short: list[Section] = []
+    base = torch.zeros_like(lists.counts[place])
+    for section in sections:
+        tokens, room = section.tokens[slot], section.layout.tokens
+        pages = (tokens + room - 1) // room
+        first = (listed < base[..., None]).sum(2)
+        count = (listed < (base + pages)[..., None]).sum(2) - first
+        column = torch.arange(section.pages.shape[2], device=slots.device)
+        at = (first[..., None] + column).clamp(max=listed.shape[2] - 1)
+        chosen = listed.gather(2, at) - base[..., None]
+        chosen = torch.where(reads_all[..., None], column, chosen)
+        count = torch.where(reads_all, pages, count)
+        chosen = chosen.clamp(0, len(column) - 1)
+        last = chosen.gather(2, (count - 1).clamp(min=0).long()[..., None])[..., 0]
+        held = count * room - torch.where(
+            (count > 0) & (last == pages - 1), pages * room - tokens, 0
+        )
+        table = section.forward_pages[slot].gather(2, chosen.long())
+        short.append(Section(section.layout, table, held.int()))
+        base = base + pages
+    return short
 
 
 def plan(

@@ -8,13 +8,19 @@ from triptych.kernels.select.summary import KINDS, TILE_PAGES, Kind, Rule, Summa
 summarize_pages = Op(
     name="summarize_pages",
     spec=reference.summarize_pages,
-    fast={"cpu": "triptych.kernels.select.cpu:summarize_pages"},
+    fast={
+        "cpu": "triptych.kernels.select.cpu:summarize_pages",
+        "cuda": "triptych.kernels.select.gpu:summarize_pages",
+    },
 )
 
 select_pages = Op(
     name="select_pages",
     spec=reference.select_pages,
-    fast={"cpu": "triptych.kernels.select.cpu:select_pages"},
+    fast={
+        "cpu": "triptych.kernels.select.cpu:select_pages",
+        "cuda": "triptych.kernels.select.gpu:select_pages",
+    },
 )
 
 __all__ = [

@@ -41,6 +41,13 @@ def summarize_pages(
     key, _, positions = codec.load_tokens(
         arena, layout, pages[:, None], torch.full_like(pages, layout.tokens)
     )
+    write_summaries(key, positions, summaries, rows, columns)
+
+
+def write_summaries(
+    key: Tensor, positions: Tensor, summaries: Summaries, rows: Tensor, columns: Tensor
+) -> None:
+    """Write summaries of pages with these keys [n, T, d] and positions [n, T]."""
     first, second = vectors(key, summaries)
     kv_heads = summaries.memory.shape[1]
     slot, head = rows.long() // kv_heads, rows.long() % kv_heads

@@ -1,0 +1,143 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.kernels import (
+    PageLists,
+    Rule,
+    Section,
+    Summaries,
+    decode_attention,
+    select_pages,
+    summarize_pages,
+)
+from triptych.kernels.select.summary import KINDS, Kind, tile_bytes
+
+NewCache = Callable[..., Any]
+"""``conftest.Cache``."""
+MIXED = {"k8v4": [[200, 0], [32, 170]], "k4v2": [[57, 300], [0, 56]], "fp16": [[20, 14], [13, 1]]}
+POSITION = 150
+
+
+def summarized(op: Any, device: Any, arena: Tensor, section: Section, kind: Kind) -> Summaries:
+    """Summaries of all full pages, on the CPU again."""
+    slots, heads, width = section.pages.shape
+    size = (slots, heads, -(-width // 16), tile_bytes(section.layout.head_dim))
+    made = Summaries(kind, torch.zeros(size, dtype=torch.uint8), section.layout.head_dim)
+    full = section.tokens // section.layout.tokens
+    column = torch.arange(width).expand(section.pages.shape)
+    row = torch.arange(full.numel()).view(*full.shape, 1).expand_as(column)
+    wanted = column < full[..., None]
+    cells = [part[wanted].int() for part in (section.pages, row, column)]
+    there = Summaries(kind, device.take(made.memory)[0], made.head_dim)
+    pages, rows, columns = device.take(*cells)
+    op(device.take(arena)[0], section.layout, pages, there, rows, columns)
+    return Summaries(kind, there.memory.cpu(), made.head_dim)
+
+
+@pytest.mark.parametrize("name", ["fp16", "k8v4", "k4v2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_summaries_are_those_of_the_reference(
+    kind: Kind, name: str, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=60)
+    section = cache.fill(name, [[200, 0], [32, 70]]).section
+    got = summarized(summarize_pages.on("cuda"), device, cache.arena, section, kind)
+    want = summarized(summarize_pages.on("reference"), device, cache.arena, section, kind)
+    assert int((got.codes.int() - want.codes.int()).abs().max()) <= 1
+    torch.testing.assert_close(got.numbers, want.numbers, rtol=1e-5, atol=1e-6)
+    assert torch.equal(got.positions, want.positions)
+
+
+def select(
+    backend: str,
+    device: Any,
+    query: Tensor,
+    sections: Sequence[Section],
+    summaries: Sequence[Summaries | None],
+    rule: Rule,
+    rows: list[int],
+) -> tuple[PageLists, Tensor]:
+    """Lists and scores, on the CPU again."""
+    slots, heads = sections[0].tokens.shape
+    most = sum(section.pages.shape[2] for section in sections)
+    take = device.take if backend == "cuda" else lambda *tensors: list(tensors)
+    made = take(
+        torch.full((slots, heads, most), -7, dtype=torch.int32),
+        torch.full((slots, heads), -9, dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int32),
+    )
+    lists = PageLists(*made)
+    here = [
+        Summaries(part.kind, take(part.memory)[0], part.head_dim) if part else None
+        for part in summaries
+    ]
+    there = [device.section(section) for section in sections] if backend == "cuda" else sections
+    asked, scores, which, now = take(
+        query,
+        torch.full((len(query), heads, most), float("nan")),
+        torch.arange(len(query), dtype=torch.int32),
+        torch.full((len(query),), POSITION, dtype=torch.int32),
+    )
+    choose = select_pages.on(backend)
+    choose(asked, there, here, which, now, rule, lists, scale=0.125, scores=scores)
+    return PageLists(*(part.cpu() for part in made)), scores.cpu()
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "rule", "rows"),
+    [
+        ("box", 64, Rule.of(0.4, sink_tokens=33, window_tokens=20), [1, 0]),
+        ("moments", 64, Rule.of(0.0, budget_tokens=150, sink_tokens=0, window_tokens=0), [0, 1]),
+        ("moments", 96, Rule.of(0.5), [1, -1]),
+        ("moments", 64, Rule.of(0.0, sink_tokens=1, omitted_mass=0.3), [0, 1]),
+        ("moments", 64, Rule.of(1.0), [0, 1]),
+    ],
+)
+def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
+    kind: Kind, head_dim: int, rule: Rule, rows: list[int], device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim, pages=80)
+    sections = [cache.fill(name, counts).section for name, counts in MIXED.items()]
+    sections[1] = replace(sections[1], pages=sections[1].pages.flip(-1), backward=True)
+    forward = [replace(s, pages=s.forward_pages, backward=False) for s in sections]
+    op = summarize_pages.on("reference")
+    here = Here()
+    known = [summarized(op, here, cache.arena, section, kind) for section in forward[:2]]
+    query = torch.randn(2, 6, head_dim)
+    want, wanted = select("reference", here, query, sections, [*known, None], rule, rows)
+    got, found = select("cuda", device, query, sections, [*known, None], rule, rows)
+    torch.testing.assert_close(
+        found[torch.tensor(rows) >= 0], wanted[torch.tensor(rows) >= 0], rtol=1e-5, atol=1e-5,
+        equal_nan=True,
+    )  # fmt: skip
+    assert torch.equal(got.counts, want.counts)
+    for place in [row for row in rows if row >= 0]:
+        for head in range(2):
+            count = int(want.counts[place, head])
+            assert torch.equal(
+                got.ordinals[place, head, :count], want.ordinals[place, head, :count]
+            )
+    slots = torch.arange(2, dtype=torch.int32)
+    expected = decode_attention.on("reference")(
+        query, cache.arena, sections, slots, scale=0.125, lists=want
+    )
+    moved = [device.section(section) for section in sections]
+    lists = PageLists(*device.take(want.ordinals, want.counts, want.rows))
+    asked, arena, which = device.take(query, cache.arena, slots)
+    mixed = decode_attention.on("cuda")(asked, arena, moved, which, scale=0.125, lists=lists)
+    torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+class Here:
+    """Stands for a device: inputs stay where they are."""
+
+    def take(self, *tensors: Tensor) -> list[Tensor]:
+        return list(tensors)
+
+    def section(self, section: Section) -> Section:
+        return section

@@ -1,5 +1,5 @@
-# pyright: reportPrivateUsage=false
-# A benchmark looks into engines.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# Tensor.tolist has no element type.
 """Time of a decode step that reads chosen pages, in turns with one that reads all of them.
 
     python benchmarks/selection.py --json benchmarks/results/selection_decode.json

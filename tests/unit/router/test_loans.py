@@ -102,3 +102,8 @@ def test_nobody_borrows_where_memory_has_more_than_one_place() -> None:
     bench = Bench("a", "b")
     bench.wait("next", 130)
     assert bench.said("no_bytes", 0.0) == []
+
+
+@given(st.lists(st.integers(-50, 80), min_size=1), st.integers(0, LIMIT))
+def test_the_oldest_and_the_smallest_answer_for_all(short: list[int], lent: int) -> None:
+    assert enough([short[0], min(short)], lent, LIMIT) == enough(short, lent, LIMIT)

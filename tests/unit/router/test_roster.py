@@ -105,7 +105,7 @@ def test_whoever_is_next_is_whom_the_rules_choose(
         choose_decode(loads, free_bytes=free, fits=fits_at_home)
     )
     assert roster.open_slots == sum(load.free_slots for load in loads)
-    assert roster.booked_bytes == sum(booked[arena] for arena in {load.arena for load in loads})
+    assert roster.used_bytes == sum(booked[arena] for arena in {load.arena for load in loads})
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 5)))))

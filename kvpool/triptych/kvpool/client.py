@@ -21,6 +21,7 @@ from triptych.kvpool.disklevel import Coming, Disk, DiskSettings
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
+from triptych.kvpool.pagemap import PageMap
 from triptych.kvpool.pool import Commit, Pool
 from triptych.kvpool.prefixcache import FoundPrefix, PrefixSettings
 from triptych.kvpool.processes import this_process
@@ -441,6 +442,13 @@ class PoolWatcher:
         """The books; None if the pool does not answer."""
         try:
             return self._remote.stat()
+        except PoolUnavailable:
+            return None
+
+    def map(self, max_cells: int) -> PageMap | None:
+        """Whose each page is; None if the pool does not answer."""
+        try:
+            return self._remote.map(max_cells)
         except PoolUnavailable:
             return None
 

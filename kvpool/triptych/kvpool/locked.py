@@ -14,6 +14,7 @@ from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.disklevel import Coming, Disk, DiskLevel
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import DiskLine, Ledger, PrefixLine
+from triptych.kvpool.pagemap import PageMap
 from triptych.kvpool.pool import Commit, Pool, WorkerId
 from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.processes import ProcessKey, end
@@ -217,6 +218,10 @@ class LockedPool:
             disk = self._disk.line() if self._disk else DiskLine(fault=self._disk_fault)
             prefix = self._prefixes.line() if self._prefixes else PrefixLine()
             return replace(ledger, prefix=prefix, disk=disk)
+
+    def map(self, max_cells: int) -> PageMap:
+        with self._lock:
+            return self._pool.map(max_cells)
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""

@@ -11,6 +11,7 @@ from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHan
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.freelist import FreeList, PageIds, count_outside, count_repeated
 from triptych.kvpool.ledger import Ledger, WorkerLine
+from triptych.kvpool.pagemap import FREE, OwnerLine, PageMap
 from triptych.kvpool.processes import ProcessKey
 
 WorkerId = NewType("WorkerId", str)
@@ -22,8 +23,8 @@ Commit = tuple[str, PageIds]
 KEEP_S = 60.0
 """How long what a dead worker held waits for another one: longer than one takes to start."""
 
-_FREE = 0
-"""Owner of a page that nobody holds. Leases count from 1."""
+_FREE = FREE
+"""Leases count from 1."""
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
 
@@ -345,6 +346,25 @@ class Pool:
             reclaimed_workers_total=self._reclaimed_workers,
         )
 
+    def map(self, max_cells: int) -> PageMap:
+        """Whose each page is; of a pool with more than ``max_cells`` pages, every n-th page."""
+        stride = max(1, -(-self.pages // max_cells))
+        leases, at = np.unique(self._owner[::stride], return_inverse=True)
+        lines = dict[OwnerLine, int]()
+        index = [
+            lines.setdefault(_owner_line(self._leases[LeaseId(lease)]), len(lines) + 1)
+            if lease != _FREE
+            else FREE
+            for lease in leases.tolist()
+        ]
+        return PageMap(
+            arena=self.arena_id,
+            pages=self.pages,
+            stride=stride,
+            owners=tuple(lines),
+            packed=np.array(index, "<u2")[at].tobytes(),
+        )
+
     def check(self) -> list[str]:
         """Compare all books with each other and say where they differ; empty: all is well."""
         wrong = list[str]()
@@ -507,6 +527,10 @@ def _count_each(owners: NDArray[np.int64]) -> list[tuple[int, int]]:
         return [(int(owners[0]), owners.size)]
     values, counts = np.unique(owners, return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _owner_line(lease: _Lease) -> OwnerLine:
+    return OwnerLine(kind=lease.kind, worker=lease.worker.name, label=lease.label)
 
 
 def _line(worker: _Worker, now: float) -> WorkerLine:

@@ -20,6 +20,7 @@ from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, dec
 from triptych.kvpool.disklevel import Coming
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
+from triptych.kvpool.pagemap import MAX_CELLS, PageMap
 from triptych.kvpool.pool import Commit, WorkerId
 from triptych.kvpool.prefixcache import FoundPrefix
 from triptych.kvpool.processes import ProcessKey
@@ -70,6 +71,7 @@ class PoolCalls(Protocol):
     ) -> Coming: ...
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
     def stat(self) -> Ledger: ...
+    def map(self, max_cells: int) -> PageMap: ...
 
 
 # ------------------------------------------------------------------ questions
@@ -274,6 +276,18 @@ class ReleasePrefix:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatPool:
     """The answer is a ``Ledger``."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapPages:
+    """The answer is a ``PageMap`` of so many cells at most."""
+
+    max_cells: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_cells <= MAX_CELLS:
+            raise ValueError(f"max_cells={self.max_cells}: expected 1 to {MAX_CELLS}")
 
 
 @message

@@ -11,6 +11,7 @@ from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, enc
 from triptych.kvpool.disklevel import Coming
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
+from triptych.kvpool.pagemap import PageMap
 from triptych.kvpool.pool import Commit, WorkerId
 from triptych.kvpool.prefixcache import FoundPrefix
 from triptych.kvpool.processes import ProcessKey
@@ -137,6 +138,9 @@ class RemotePool:
 
     def stat(self) -> Ledger:
         return self._ask(protocol.StatPool(), Ledger)
+
+    def map(self, max_cells: int) -> PageMap:
+        return self._ask(protocol.MapPages(max_cells=max_cells), PageMap)
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""

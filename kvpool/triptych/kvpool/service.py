@@ -189,6 +189,8 @@ def _answer(calls: LockedPool, asked: Message) -> Message:
             return calls.lend(asked.bytes)
         case protocol.StatPool():
             return calls.stat()
+        case protocol.MapPages():
+            return calls.map(asked.max_cells)
         case protocol.CheckPool():
             return protocol.Checked(faults=tuple(calls.check()))
         case _:

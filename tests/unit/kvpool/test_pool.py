@@ -97,3 +97,44 @@ def test_a_lease_lives_for_its_whole_time_and_not_longer(pool: Pool, worker: Wor
     assert pool.sweep(15.0, lambda _: True) == []
     assert pool.sweep(15.1, lambda _: True) == ["worker"]
     assert pool.stat(15.1).reclaimed_pages_total == 3
+
+
+# ------------------------------------------------------------------ the map
+
+
+def drawn(pool: Pool, max_cells: int = 1000) -> list[tuple[str, str] | None]:
+    """Kind and label of each cell's owner."""
+    seen = pool.map(max_cells)
+    lines = [None, *((line.kind, line.label) for line in seen.owners)]
+    return [lines[cell] for cell in seen.cells]
+
+
+def test_the_map_follows_pages_from_hand_to_hand(pool: Pool, worker: WorkerId) -> None:
+    assert drawn(pool) == [None] * 16
+    ids = pool.grant(worker, 4)
+    [claim] = pool.handoff(worker, [("r", ids[:3])])
+    expected: list[tuple[str, str] | None] = [None] * 16
+    for page in ids[:3]:
+        expected[page] = ("request", "r")
+    expected[ids[3]] = ("extent", "")
+    assert drawn(pool) == expected
+    other = pool.register("other", ME, 0.0)
+    pool.attach(other, [(claim, ids[:3])])
+    assert drawn(pool) == expected
+    assert {line.worker for line in pool.map(99).owners} == {"worker", "other"}
+
+
+def test_a_map_has_no_more_cells_than_asked_for_and_each_tells_of_one_page(
+    pool: Pool, worker: WorkerId
+) -> None:
+    pool.handoff(worker, [(f"r{n}", pool.grant(worker, 1)) for n in range(16)])
+    whole = drawn(pool, 16)
+    assert len(set(whole)) == 16
+    assert pool.map(5).stride == 4
+    assert drawn(pool, 5) == whole[::4]
+    assert drawn(pool, 1) == whole[:1]
+
+
+def test_leases_of_one_request_and_worker_are_one_owner(pool: Pool, worker: WorkerId) -> None:
+    pool.handoff(worker, [("r", pool.grant(worker, 2)), ("r", pool.grant(worker, 2))])
+    assert len(pool.map(16).owners) == 1

@@ -357,6 +357,21 @@ class PoolMachine(RuleBasedStateMachine):
             entry.label: len(self.pages_of(lease)) for lease, entry in self.leases.items()
         }
 
+    @invariant()
+    def the_map_agrees_with_the_model(self) -> None:
+        seen = self.pool.map(PAGES)
+        for page, cell in enumerate(seen.cells.tolist()):
+            owner = self.owner.get(page)
+            if owner is None:
+                assert cell == 0
+                continue
+            line = seen.owners[cell - 1]
+            if isinstance(owner, str):
+                assert (line.kind, line.worker, line.label) == ("extent", owner, "")
+            else:
+                assert (line.kind, line.label) == ("request", self.leases[owner].label)
+                assert line.worker == self.leases[owner].worker
+
 
 def as_ids(pages: list[int]) -> np.ndarray:
     return np.array(pages, np.int32)

@@ -402,6 +402,56 @@ class TestNonsense:
             pool.handoff([("r" * 10_000, pool.take(1))])
 
 
+def test_a_watcher_sees_whose_each_page_is(
+    make_server: MakeServer, make_client: MakeClient
+) -> None:
+    server = make_server()
+    client, watcher = make_client(server, "w"), PoolWatcher(server.address)
+    ids = client.take(3)
+    client.handoff([("r", ids[:2])])
+    seen = watcher.map(65_535)
+    assert seen is not None
+    owners = [seen.owners[cell - 1] for cell in seen.cells[ids]]
+    assert [(one.kind, one.worker, one.label) for one in owners] == [
+        ("request", "w", "r"),
+        ("request", "w", "r"),
+        ("extent", "w", ""),
+    ]
+    watcher.close()
+    server.stop()
+    late = PoolWatcher(server.address, timeout_s=0.2)
+    assert late.map(65_535) is None
+    late.close()
+
+
+@pytest.mark.parametrize("max_cells", [0, -1, 65_536])
+def test_a_map_of_any_size_cannot_be_asked_for(make_server: MakeServer, max_cells: int) -> None:
+    channel = FrameChannel(make_server().address)
+    fields = {"max_cells": max_cells}
+    frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["MapPages", fields]]))
+    [said] = unpack(channel.ask(frame, 5.0))
+    assert isinstance(said, protocol.PoolRefused)
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stride": 0},
+        {"packed": b""},
+        {"packed": b"\x02\x00" + bytes(6)},
+        {"owners": [["extent", "w", ""]]},
+    ],
+)
+def test_a_map_that_contradicts_itself_is_refused(fields: dict[str, object]) -> None:
+    owner = {"kind": "extent", "worker": "w", "label": ""}
+    good = {"arena": "a", "pages": 4, "stride": 1, "owners": [owner], "packed": bytes(8)}
+    assert unpack(cast("bytes", msgpack.packb([WIRE_VERSION, ["PageMap", good]])))
+    frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["PageMap", good | fields]]))
+    with pytest.raises(MessageError):
+        unpack(frame)
+
+
 def test_many_workers_at_once_keep_the_books_right(
     make_server: MakeServer, make_client: MakeClient
 ) -> None:

@@ -2,9 +2,10 @@
 
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.estimate import ByteModel, RequestBytes
+from triptych.router.history import Life
 from triptych.router.journey import Journey, Journeys
 from triptych.router.plugins import BATCH_POLICIES, schedule_named
-from triptych.router.snapshot import Explanation, RouterSnapshot
+from triptych.router.snapshot import Explanation, RouterSnapshot, WorkerLoad
 
 __all__ = [
     "BATCH_POLICIES",
@@ -13,8 +14,10 @@ __all__ = [
     "Explanation",
     "Journey",
     "Journeys",
+    "Life",
     "Patience",
     "RequestBytes",
     "RouterSnapshot",
+    "WorkerLoad",
     "schedule_named",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import Overloaded, PoolExhausted, PromptTooLong, QueueFull, StageLost
+from triptych.core.handles import KVHandle
 from triptych.core.messages import (
     Cancel,
     Compressed,
@@ -26,6 +27,7 @@ from triptych.router.books import Books
 from triptych.router.dispatch import Dispatch
 from triptych.router.endings import Endings
 from triptych.router.estimate import ByteModel, RequestBytes
+from triptych.router.history import Life
 from triptych.router.ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.loans import Loans
 from triptych.router.plugins import schedule_named
@@ -301,7 +303,7 @@ class Coordinator:
         if message.error is not None:
             self._endings.fail(entry, message.error, now)
         elif entry.state in (State.PREFILLING, State.DECODING):
-            self._endings.finish(entry, worker, now)
+            self._endings.finish(entry, worker, message.tokens, now)
         else:
             self._endings.fail(entry, StageLost(entry.stage), now)
 
@@ -340,6 +342,19 @@ class Coordinator:
         """Requests by state, and bytes booked in all arenas: what a simulator asks at each tick."""
         counts = {state.value: self._books.requests.count(state) for state in State}
         return counts, sum(self._books.ledger.arenas.values())
+
+    def lives(self) -> tuple[Life, ...]:
+        """What became of the latest requests, first come first; times are those of ``now``."""
+        return tuple(self._books.requests.history)
+
+    def handles(self) -> dict[str, KVHandle]:
+        """The pages of each request, as its last stage handed them over."""
+        entries = self._books.requests
+        return {entry.id: entry.handle for entry in entries if entry.handle is not None}
+
+    def report_ages_s(self, now: float) -> dict[str, float]:
+        """Seconds since the last report of each worker, by name, that has sent one."""
+        return {peer.name: now - peer.reported for peer in self._books.fleet if peer.report}
 
     def explain(self, request: str, now: float) -> Explanation | None:
         """Where a request is and what it waits for; None if it ended or never was."""

@@ -29,13 +29,14 @@ class Endings:
     )
     """When, by whom, and what the ingress must hear if that worker dies right afterwards."""
 
-    def finish(self, entry: Entry, worker: str, now: float) -> None:
+    def finish(self, entry: Entry, worker: str, tokens: int, now: float) -> None:
         """The answer is complete, as its last worker says; no worker holds anything.
 
         The last words go to the ingress on a way of their own, on which the worker's death may
         overtake them.
         """
         self.books.counters["finished"] += 1
+        self.books.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
         self._remove(entry)
@@ -48,11 +49,14 @@ class Endings:
         """Tell the client, and have every page freed."""
         last_word = failed(entry.id, error) if isinstance(error, TriptychError) else error
         self._tell(entry.request, replace(last_word, request=entry.id))
+        code = last_word.code or "unknown"
+        self.books.requests.history.end(entry.id, "failed", now, code=code)
         self._part(entry, now)
 
     def cancel(self, entry: Entry, now: float) -> None:
         """The client is gone: say nothing, and have every page freed."""
         self.books.counters["cancelled"] += 1
+        self.books.requests.history.end(entry.id, "cancelled", now)
         self._part(entry, now)
 
     def lost(self, address: str, name: str, now: float) -> None:

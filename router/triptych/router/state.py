@@ -8,6 +8,7 @@ from enum import StrEnum
 from triptych.core.handles import KVHandle
 from triptych.core.messages import CompressionReport, Request, Stage
 from triptych.router.estimate import RequestBytes
+from triptych.router.history import History
 from triptych.router.line import WaitingLine
 
 
@@ -110,6 +111,7 @@ class Requests:
     on_removal: Callable[[Entry], None] = _nothing
     line: WaitingLine = field(default_factory=WaitingLine)
     """Those that wait, in the orders in which policies read them."""
+    history: History = field(default_factory=History)
     _by_id: dict[str, Entry] = field(default_factory=dict[str, Entry])
     _by_state: dict[State, OrderedDict[str, Entry]] = field(
         default_factory=lambda: {state: OrderedDict[str, Entry]() for state in State}
@@ -135,6 +137,7 @@ class Requests:
         if in_front:
             self._by_state[entry.state].move_to_end(entry.id, last=False)
         self.line.add(entry.id, entry.sizes.peak, entry.arrived, in_front=in_front)
+        self.history.begin(entry.request, entry.state.value, entry.since)
         self.on_change(entry)
 
     def move(self, entry: Entry, state: State, now: float) -> None:
@@ -143,6 +146,8 @@ class Requests:
         del self._by_state[entry.state][entry.id]
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
+        if state is not State.LEAVING:  # over for the client; `Endings` says how
+            self.history.note(entry.id, state.value, entry.report, now)
         self.on_change(entry)
 
     def touch(self, entry: Entry) -> None:

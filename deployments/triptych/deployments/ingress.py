@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from ray import serve
@@ -25,6 +25,7 @@ from triptych.core.messages import (
     Tokens,
     failed,
 )
+from triptych.deployments.board import Board
 from triptych.deployments.http import Health, ModelCard, create_app
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
@@ -97,6 +98,14 @@ class RouterEngine:
     async def gauges(self) -> Mapping[str, float]:
         """What router and pool know, for /metrics."""
         return (await self._status()).gauges()
+
+    async def board(self) -> Mapping[str, object]:
+        """What router and pool know, for the dashboard."""
+        try:
+            board = cast("Board", await self._router.board.remote())
+        except RayError as error:
+            raise Overloaded("the router does not answer") from error
+        return await asyncio.to_thread(board.json)
 
     async def _status(self) -> Status:
         try:
@@ -193,5 +202,6 @@ class IngressShell:
             model=card,
             config=plan.config.ingress,
             gauges=self._engine.gauges,
+            board=self._engine.board,
             send_request_id=False,
         )

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from triptych.core.errors import PoolError
 from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send
+from triptych.deployments.board import MAX_CELLS, Board
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.rundir import RunDir
@@ -57,6 +58,16 @@ class RouterShell:
         snapshot = self._coordinator.snapshot(time.monotonic())
         ledger = await asyncio.to_thread(self._pool.stat)
         return Status(snapshot, ledger, tuple(self._reports.values()))
+
+    async def board(self) -> Board:
+        """What happens at this moment, for the dashboard."""
+        status, pages = await asyncio.gather(
+            self.status(), asyncio.to_thread(self._pool.map, MAX_CELLS)
+        )
+        router = self._coordinator
+        now = time.monotonic()
+        ages = router.report_ages_s(now)
+        return Board(status, pages, router.lives(), router.handles(), ages, now)
 
     async def __del__(self) -> None:
         """Serve ends the application: the pool goes last, and takes its arena with it."""

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triptych.core.config import IngressConfig
-from triptych.core.errors import RequestError, TriptychError
+from triptych.core.errors import Overloaded, RequestError, TriptychError
 from triptych.deployments.http.answers import Answer, ChatAnswer, CompletionAnswer
+from triptych.deployments.http.dashboard import BoardSource, Dashboard, no_board
 from triptych.deployments.http.errors import ApiError, RequestFailed, report
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
@@ -59,22 +60,26 @@ def create_app(
     config: IngressConfig,
     metrics: IngressMetrics | None = None,
     gauges: Gauges = no_gauges,
+    board: BoardSource = no_board,
     keep_alive_s: float = KEEP_ALIVE_S,
     send_request_id: bool = True,
 ) -> FastAPI:
     """Build the app that serves ``model`` through ``engine``.
 
-    ``gauges`` adds values of other parts to ``/metrics``. Turn ``send_request_id`` off
+    ``gauges`` adds values of other parts to ``/metrics``, ``board`` what they do to the
+    dashboard. Turn ``send_request_id`` off
     where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
     """
     codec = TextCodec(tokenizer, model.context_tokens)
+    metrics = metrics or IngressMetrics()
     routes = Routes(
         engine=engine,
         codec=codec,
         model=model,
         config=config,
-        metrics=metrics or IngressMetrics(),
+        metrics=metrics,
         gauges=gauges,
+        dashboard=Dashboard(board, metrics, model),
         keep_alive_s=keep_alive_s,
     )
     app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
@@ -103,6 +108,7 @@ class Routes:
         config: IngressConfig,
         metrics: IngressMetrics,
         gauges: Gauges,
+        dashboard: Dashboard,
         keep_alive_s: float,
     ) -> None:
         self._engine = engine
@@ -111,6 +117,7 @@ class Routes:
         self._config = config
         self._metrics = metrics
         self._gauges = gauges
+        self._dashboard = dashboard
         self._keep_alive_s = keep_alive_s
         self._planner = Planner(engine=engine, codec=codec, model=model, config=config)
         self._keys = KeyRing(Path(config.api_keys) if config.api_keys else None)
@@ -127,6 +134,8 @@ class Routes:
         app.add_api_route("/live", self.live, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
+        app.add_api_route("/dashboard", self.dashboard, methods=["GET"])
+        app.add_api_route("/dashboard/state", self.dashboard_state, methods=["GET"])
 
     async def chat(self, request: Request) -> Response:
         client = self._client(request)
@@ -234,3 +243,15 @@ class Routes:
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})
+
+    async def dashboard(self) -> Response:
+        return self._dashboard.page()
+
+    async def dashboard_state(self, request: Request) -> Response:
+        # A page that looks every second must not use up what its key may ask.
+        self._keys.client(request.headers.get("authorization", ""), counts=False)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await self._dashboard.state()
+        except TimeoutError as error:
+            raise Overloaded("the router does not answer") from error

@@ -117,8 +117,8 @@ class KeyRing:
             self._stamp = _stamp_of(self.path)
             self._take(read_keys(self.path))
 
-    def client(self, authorization: str) -> Client:
-        """Who asks, by the ``Authorization`` header.
+    def client(self, authorization: str, *, counts: bool = True) -> Client:
+        """Who asks, by the ``Authorization`` header; ``counts``: and it is a request of theirs.
 
         Raises: InvalidKey; TooManyRequests
         """
@@ -131,7 +131,8 @@ class KeyRing:
         found = self._clients.get(_digest(secret)) if scheme.lower() == "bearer" else None
         if found is None:
             raise InvalidKey(WRONG_KEY if secret else NO_KEY)
-        found.count(self.clock())
+        if counts:
+            found.count(self.clock())
         return found
 
     def _look(self, path: Path) -> None:

@@ -1,11 +1,12 @@
 """The ingress's own metrics, under the names that vLLM gave them, with our prefix."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.samples import Sample
 
 from triptych.core.errors import TriptychError
 from triptych.core.messages import CompressionReport, Request, Tokens
@@ -97,6 +98,23 @@ class IngressMetrics:
             "triptych_kv_stored_bytes", "Keys and values as they were stored.", registry=own
         )
 
+    def numbers(self) -> dict[str, object]:
+        """All values, for the dashboard. Histograms count cumulatively, as Prometheus' do."""
+        return {
+            "first_token": _histogram(self.first_token),
+            "inter_token": _histogram(self.inter_token),
+            "per_token": _histogram(self.per_token),
+            "prompt_tokens": _value(self.prompt_tokens),
+            "cached_tokens": _value(self.cached_tokens),
+            "generation_tokens": _value(self.generation_tokens),
+            "running": _value(self.running),
+            "success": _by_label(self.success),
+            "failed": _value(self.failed),
+            "rejections": _by_label(self.rejections),
+            "raw_bytes": _value(self.raw_bytes),
+            "stored_bytes": _value(self.stored_bytes),
+        }
+
     def watch(self, requests: Sequence[Request]) -> "Watch":
         """Follow the requests of one client request from now until the ``with`` block ends."""
         return Watch(self, requests)
@@ -177,6 +195,30 @@ class Watch:
         later_tokens = self._tokens[name] - 1
         if later_tokens > 0:
             self._metrics.per_token.observe((now - self._first[name]) / later_tokens)
+
+
+def _samples(metric: Counter | Gauge | Histogram) -> Iterator[Sample]:
+    for family in metric.collect():
+        yield from (one for one in family.samples if not one.name.endswith("_created"))
+
+
+def _value(metric: Counter | Gauge) -> float:
+    return sum(sample.value for sample in _samples(metric))
+
+
+def _by_label(metric: Counter) -> dict[str, float]:
+    return {",".join(sample.labels.values()): sample.value for sample in _samples(metric)}
+
+
+def _histogram(metric: Histogram) -> dict[str, object]:
+    """Upper bounds but for infinity, counts up to each and all, and the sum of all values."""
+    samples = list(_samples(metric))
+    buckets = [one for one in samples if one.name.endswith("_bucket")]
+    return {
+        "bounds": [float(one.labels["le"]) for one in buckets[:-1]],
+        "counts": [one.value for one in buckets],
+        "sum": sum(one.value for one in samples if one.name.endswith("_sum")),
+    }
 
 
 def _rejection(error: BaseException | None) -> str | None:

@@ -1,0 +1,108 @@
+"""The dashboard: one page without anything from elsewhere, and the numbers that it draws."""
+
+import asyncio
+import base64
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from starlette.responses import Response
+
+from triptych.deployments.http.interfaces import ModelCard
+from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.wire import JsonResponse
+
+BoardSource = Callable[[], Awaitable[Mapping[str, object]]]
+"""Fetches what router and pool know, as JSON that is bounded in size."""
+
+MAX_AGE_S = 0.5
+"""Age up to which an answer is given again: however many watch, the router is asked so seldom."""
+
+PAGE = Path(__file__).with_name("dashboard.html")
+
+
+async def no_board() -> Mapping[str, object]:
+    """The default of ``create_app``: the page shows the ingress alone."""
+    return {}
+
+
+def content_policy(page: str) -> str:
+    """A Content-Security-Policy under which only what is written in the page itself runs.
+
+    Source: Content Security Policy Level 3 (hashes of inline scripts and styles)
+    """
+    hashes = {
+        tag: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+            for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        )
+        for tag in ("script", "style")
+    }
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {hashes['script']}",
+            f"style-src {hashes['style']}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
+
+@dataclass
+class Dashboard:
+    """Serves the page, and one snapshot at a time."""
+
+    source: BoardSource
+    metrics: IngressMetrics
+    model: ModelCard
+    clock: Callable[[], float] = time.monotonic
+    name: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Tells ingresses apart: each has counters of its own."""
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _snapshot: Mapping[str, object] = field(default_factory=dict[str, object])
+    _taken_s: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        page = PAGE.read_text(encoding="utf-8")
+        self._page = page.encode()
+        self._headers = {
+            "content-security-policy": content_policy(page),
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+
+    def page(self) -> Response:
+        """The page itself: it holds no data, so nobody needs a key for it."""
+        return Response(self._page, media_type="text/html", headers=self._headers)
+
+    async def state(self) -> Response:
+        """The snapshot of now, or of a moment ago.
+
+        Raises: Overloaded if the router does not answer
+        """
+        async with self._asking:
+            if self.clock() - self._taken_s > MAX_AGE_S:
+                self._snapshot = await self._take()
+                self._taken_s = self.clock()
+        return JsonResponse(self._snapshot, headers={"cache-control": "no-store"})
+
+    async def _take(self) -> Mapping[str, object]:
+        board = await self.source()
+        return {
+            **board,
+            "time": time.time(),
+            "model": self.model.name,
+            "context_tokens": self.model.context_tokens,
+            "version": version("triptych"),
+            "ingress": {"name": self.name, **self.metrics.numbers()},
+        }

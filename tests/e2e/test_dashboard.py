@@ -56,7 +56,8 @@ def test_the_chat_box_answers_and_says_what_compression_did(
     note = page.wait_for("document.querySelector('.said:last-child small').textContent", 60)
     assert "first token" in note
     assert "tokens/s" in note
-    assert "x smaller (diffkv" in note
+    assert "compression" in note
+    assert "x (diffkv" in note
     assert page.run("document.querySelector('.said:last-child span').textContent.length") > 3
     assert page.run("document.querySelectorAll('#log b').length") == 0
     assert page.complaints == []
@@ -69,7 +70,7 @@ def test_under_load_pages_change_colour_and_requests_pass_through(
     assert page.run("seen.kinds.length") >= 10_000
     idle = page.run(PIXELS)
     crowd = server.crowd([f"Tale {n}. " + "The ship sailed on. " * 80 for n in range(3)], 160)
-    page.wait_for(f"{legend('fp16')} > 0 && {legend('k8v4')} > 0", timeout_s=60)
+    page.wait_for(f"{legend('fp16')} > 0 && {legend('k8v4')} > 0", timeout_s=150)
     page.wait_for("document.getElementById('gantt').dataset.phases.includes('decoding')")
     assert page.run(PIXELS) != idle
     by_format = page.run(PIXELS)

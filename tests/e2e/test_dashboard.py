@@ -81,7 +81,9 @@ def test_under_load_pages_change_colour_and_requests_pass_through(
     crowd.join()
     page.wait_for(f"{legend('fp16')} === 0 && {legend('k8v4')} === 0")
     ways = page.run("state.requests.map(one => [one.end, one.tokens, one.steps.map(s => s[0])])")
-    assert ways[-3:] == [["finished", 160, STEPS.split(" ")]] * 3
+    for end, tokens, way in ways[-3:]:
+        assert (end, tokens) == ("finished", 160)
+        assert way[:8] == STEPS.split(" ")  # behind it, it may have been taken over
     page.wait_for("document.querySelectorAll('#workers .ok').length === 3")
     assert page.complaints == []
 

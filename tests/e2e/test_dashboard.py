@@ -41,7 +41,7 @@ def server(start: Callable[..., Any]) -> Any:
 def page(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
     with chromium.browse(free_port(), tmp_path_factory.mktemp("browser")) as page:
         page.go(f"{server.url}/dashboard")
-        page.wait_for("document.body.dataset.drawn >= 2")
+        page.wait_for("document.body?.dataset.drawn >= 2")
         yield page
 
 

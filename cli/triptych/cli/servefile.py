@@ -50,8 +50,8 @@ def read_http(path: Path) -> HttpOptions:
     options: object = cast("dict[str, Any]", body).get("http_options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{path}: http_options={options!r}: expected a mapping")
-    given = cast("dict[str, Any]", options)
-    host, port = given.get("host", HttpOptions.host), given.get("port", HttpOptions.port)
+    given, usual = cast("dict[str, Any]", options), HttpOptions()
+    host, port = given.get("host", usual.host), given.get("port", usual.port)
     if not isinstance(host, str):
         raise ConfigError(f"{path}: http_options.host={host!r}: expected an address")
     if type(port) is not int or not 0 < port < 65536:

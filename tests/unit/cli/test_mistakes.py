@@ -238,6 +238,14 @@ def test_a_wrong_address_is_refused(tmp_path: Path, options: object) -> None:
         read_http(path)
 
 
+@pytest.mark.parametrize("options", [{}, None, {"port": 9000}, {"host": "0.0.0.0"}])
+def test_an_address_that_is_not_given_is_the_usual_one(tmp_path: Path, options: object) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**DEFAULT, "http_options": options}))
+    given = options if isinstance(options, dict) else {}
+    assert read_http(path) == HttpOptions(**given)
+
+
 Plant = Callable[[Body, Body], None]
 
 

@@ -18,12 +18,6 @@ pytestmark = [
 ]
 
 STEPS = "waiting prefilling prefilled compressing planned encoding compressed decoding"
-PIXELS = """(() => {
-  const c = document.getElementById("pages");
-  return Array.from(c.getContext("2d").getImageData(0, 0, c.width, c.height).data)
-    .reduce((sum, value, at) => (sum * 31 + value * (at % 7 + 1)) % 2147483647, 7);
-})()"""
-"""A digest of what the map of pages looks like."""
 
 
 def legend(kind: str) -> str:
@@ -68,15 +62,11 @@ def test_under_load_pages_change_colour_and_requests_pass_through(
 ) -> None:
     assert page.run("document.getElementById('health').textContent") == "serving"
     assert page.run("seen.kinds.length") >= 10_000
-    idle = page.run(PIXELS)
     crowd = server.crowd([f"Tale {n}. " + "The ship sailed on. " * 80 for n in range(3)], 160)
     page.wait_for(f"{legend('fp16')} > 0 && {legend('k8v4')} > 0", timeout_s=150)
     page.wait_for("document.getElementById('gantt').dataset.phases.includes('decoding')")
-    assert page.run(PIXELS) != idle
-    by_format = page.run(PIXELS)
     page.screenshot(tmp_path / "load.png")
     page.run("document.querySelector('input[value=owner]').click()")
-    assert page.run(PIXELS) != by_format
     page.run("document.querySelector('input[value=kind]').click()")
     crowd.join()
     page.wait_for(f"{legend('fp16')} === 0 && {legend('k8v4')} === 0")

@@ -13,7 +13,7 @@ SLOW  := slow or integration or e2e or gpu
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test bench lock clean
+.PHONY: help setup serve check test explore bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,10 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@command -v chromium >/dev/null || $(PIP) install -r requirements-browser.lock
 	@echo "==> slow, integration and end-to-end tests"
 	@$(BIN)/pytest -q tests -m "$(SLOW)"
+
+explore: $(READY) ## property tests on examples that differ at every run
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \
+		tests/unit -m "hypothesis and not ($(SLOW))"
 
 bench: $(READY) ## measure attention and serving into benchmarks/results (an hour on two cores)
 	@echo "==> the kernels that are measured are right"

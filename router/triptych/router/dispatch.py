@@ -1,5 +1,6 @@
 """Moves requests on to their next stage, whenever something has changed."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from triptych.core.config import RouterConfig
@@ -55,15 +56,24 @@ class Dispatch:
     # ---------------------------------------------------------------- orphaned -> decoding
 
     def _resume_all(self, now: float) -> None:
-        for entry in self.books.requests.in_state(State.ORPHANED):
-            entry.decode = self.books.roster.decode_in(entry.final_arena) or ""
-            if not entry.decode:
-                continue
-            assert entry.report is not None
-            entry.worker, entry.stage = entry.decode, "decode"
-            resume = Resume(request=entry.request, former=entry.former, report=entry.report)
-            self.books.outbox.post(entry.worker, resume)
-            self.books.requests.move(entry, State.DECODING, now)
+        orphans = self.books.requests.in_state(State.ORPHANED)
+        running = self._running() if orphans else Counter[str]()
+        for entry in orphans:
+            address = self.books.roster.decode_in(entry.final_arena)
+            if address is not None and self.schedule.decode.has_room(running[address]):
+                running[address] += 1
+                self._resume(entry, address, now)
+
+    def _resume(self, entry: Entry, address: str, now: float) -> None:
+        assert entry.report is not None
+        entry.worker, entry.decode, entry.stage = address, address, "decode"
+        resume = Resume(request=entry.request, former=entry.former, report=entry.report)
+        self.books.outbox.post(address, resume)
+        self.books.requests.move(entry, State.DECODING, now)
+
+    def _running(self) -> Counter[str]:
+        """Requests that were sent to each decode worker."""
+        return Counter(entry.decode for entry in self.books.requests.in_state(State.DECODING))
 
     # ---------------------------------------------------------------- compressed -> decoding
 
@@ -87,7 +97,7 @@ class Dispatch:
             at.setdefault(entry.decode, []).append(entry)
         if not at:
             return []
-        busy = {entry.decode for entry in self.books.requests.in_state(State.DECODING)}
+        busy = self._running()
         return [
             entry
             for address, batch in at.items()

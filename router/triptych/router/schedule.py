@@ -40,6 +40,10 @@ class Gate:
         """
         return count >= self.least or (count > 0 and oldest_wait_s >= self.wait_s)
 
+    def has_room(self, running: int) -> bool:
+        """Whether a batch of which so many run takes one more that had begun elsewhere."""
+        return self.most is None or running < self.most
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:

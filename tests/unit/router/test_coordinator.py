@@ -537,6 +537,18 @@ def test_orphans_wait_for_a_decode_worker() -> None:
     assert driver.hello("D", start=2) == [Send("D", resume())]
 
 
+def test_an_orphan_waits_for_a_place_in_a_batch_of_fixed_size() -> None:
+    """Its heir has a slot more than it runs, but that is for the batch that gathers meanwhile."""
+    driver = Driver("P", "C", "D", "E", batch_policy="static:p1c1d1")
+    for name in ("one", "two"):
+        driver.bring_to("decoding", request(name))
+    assert driver.router.lost("D", driver.now) == []
+    assert (driver.state("one"), driver.state("two")) == ("orphaned", "decoding")
+    [send] = driver.on(Finished(request="two", tokens=9), "E")
+    assert isinstance(send.message, Resume)
+    assert (driver.state("one"), send.to) == ("decoding", "E")
+
+
 @pytest.mark.parametrize("step", ["compressed", "decoding"])
 def test_finished_pages_are_left_when_decode_workers_live_in_another_arena_only(step: Step) -> None:
     """Their pool died, and a worker has joined the next one."""

@@ -67,6 +67,10 @@ class ActorConfig:
     num_gpus: float = 0.0
     """GPUs that Ray sets aside per copy; without a GPU backend yet, stages compute on the CPU."""
 
+    resources: dict[str, float] = field(default_factory=dict[str, float])
+    """Custom resources of Ray that a copy takes, such as ``fast_disk: 0.01``: they say on which
+    nodes it may run."""
+
     threads: int | Literal["auto"] = "auto"
     """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages."""
 
@@ -74,6 +78,8 @@ class ActorConfig:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")
         require(self.num_cpus >= 0, "num_cpus", self.num_cpus, ">= 0")
         require(self.num_gpus >= 0, "num_gpus", self.num_gpus, ">= 0")
+        positive = all(amount > 0 for amount in self.resources.values())
+        require(positive, "resources", self.resources, "amounts > 0")
         require(
             self.threads == "auto" or self.threads >= 1, "threads", self.threads, "'auto', >= 1"
         )
@@ -377,6 +383,35 @@ class IngressConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkConfig:
+    """Whom processes of different nodes believe; on one node nothing listens on the network."""
+
+    token_file: str = ""
+    """File with the secret that processes of different nodes show each other, at least 16
+    characters, at the same path on every node; empty: one is made for each start."""
+
+    tls_cert_file: str = ""
+    """PEM certificate that every node shows to others; empty: no encryption between nodes."""
+
+    tls_key_file: str = ""
+    """PEM private key of the certificate."""
+
+    tls_ca_file: str = ""
+    """PEM certificates of who signed them; a peer without a certificate of theirs is refused."""
+
+    tls_server_name: str = ""
+    """Name that the certificates are made out for; empty: the IP address of each node."""
+
+    def __post_init__(self) -> None:
+        files = (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
+        together = "all three files, or none of them"
+        require(all(files) or not any(files), "network.tls_{cert,key,ca}_file", files, together)
+        if self.tls_server_name:
+            name = self.tls_server_name
+            require(all(files), "network.tls_server_name", name, "tls_cert_file beside it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppConfig:
     """Everything under ``args:`` of ``config.yaml``."""
 
@@ -387,8 +422,8 @@ class AppConfig:
     """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process."""
 
     node_resource: str = ""
-    """A custom Ray resource that one node of the cluster has: every actor of this application runs
-    there, since they share that node's memory. Empty: the cluster is one node."""
+    """A custom Ray resource: every actor of this application runs on nodes that have it when it
+    starts. Empty: on all nodes. If there are several, each has a pool of its own."""
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     """The prefill stage."""
@@ -407,6 +442,9 @@ class AppConfig:
 
     ingress: IngressConfig = field(default_factory=IngressConfig)
     """The HTTP ingress."""
+
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """What passes between nodes."""
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> Self:

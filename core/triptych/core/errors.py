@@ -115,6 +115,22 @@ class PoolUnavailable(PoolError):
     resumable = True
 
 
+class AccessRefused(PoolUnavailable):
+    """A process of another node did not believe this one, or this one did not believe it."""
+
+    code = "access_refused"
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(address, reason)
+        self.address, self.reason = address, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address}: {self.reason}; network.token_file and network.tls_*_file must be the "
+            "same on all nodes"
+        )
+
+
 # ------------------------------------------------------------------ requests
 
 

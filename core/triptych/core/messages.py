@@ -377,6 +377,14 @@ class Join:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """Worker to router: the pages came here from another node, which holds nothing any more."""
+
+    request: str
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Router to decode worker: take over this request from a dead one."""
 
@@ -450,3 +458,7 @@ class Report:
     """Bytes of keys and values that were copied to bring them here from another stage."""
     prefixes_skipped: dict[str, int] = field(default_factory=dict[str, int])
     """Prompts of which it could not have the beginning kept, by kind of error."""
+    transfers_resumed: int = 0
+    """Times that a broken transfer from another node went on."""
+    chunks_refused: int = 0
+    """Parts of such transfers that came damaged."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import Lent
+from triptych.kvpool.access import Access
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.disklevel import Coming, Disk, DiskSettings
@@ -61,6 +62,7 @@ class WorkerPool:
         self._calls = calls
         self._lock = threading.RLock()
         self._lost: PoolError | None = None
+        self._fetched_bytes = 0
         self._renewed_s = time.monotonic()
         self._registered = calls.register(worker, this_process(), journal_bytes)
         self._id = self._registered.worker
@@ -92,6 +94,11 @@ class WorkerPool:
         return self._registered.pages
 
     @property
+    def lease_ttl_s(self) -> float:
+        """Seconds of silence after which the pool takes back what is held here."""
+        return self._registered.lease_ttl_s
+
+    @property
     def idle_pages(self) -> int:
         """Pages that ``take`` hands out without asking the pool."""
         return len(self._stock)
@@ -114,7 +121,12 @@ class WorkerPool:
     @property
     def bytes_copied(self) -> int:
         """Bytes of keys and values that were copied to bring them from stage to stage."""
-        return self._transport.bytes_copied
+        return self._transport.bytes_copied + self._fetched_bytes
+
+    def note_fetched(self, count: int) -> None:
+        """Count bytes that came into the arena from another node."""
+        with self._lock:
+            self._fetched_bytes += count
 
     # -------------------------------------------------------------- pages
 
@@ -435,8 +447,9 @@ class PoolClient(WorkerPool):
 class PoolWatcher:
     """Reads the pool's books from any process that is no worker."""
 
-    def __init__(self, address: str, timeout_s: float = 2.0) -> None:
-        self._remote = RemotePool(FrameChannel(address), timeout_s)
+    def __init__(self, address: str, timeout_s: float = 2.0, access: Access | None = None) -> None:
+        """``access``: what to show to a pool of another node."""
+        self._remote = RemotePool(FrameChannel(address, access), timeout_s)
 
     def stat(self) -> Ledger | None:
         """The books; None if the pool does not answer."""

@@ -70,6 +70,18 @@ class DiskLine:
     """Why the disk takes nothing now; empty: it does."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkLine:
+    """What passed to other nodes, and what was turned away, since the start."""
+
+    sent_bytes: int = 0
+    """Bytes of pages; what was sent twice counts twice."""
+    refused_frames: int = 0
+    """Frames that are no question to this pool, from its own node or others."""
+    refused_calls: int = 0
+    """Calls without the token."""
+
+
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
@@ -94,6 +106,7 @@ class Ledger:
     prefix: PrefixLine = PrefixLine()
     """Its pages are held by a worker called ``prefix``."""
     disk: DiskLine = DiskLine()
+    network: NetworkLine = NetworkLine()
 
     @property
     def held_pages(self) -> int:

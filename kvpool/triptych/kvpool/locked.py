@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.disklevel import Coming, Disk, DiskLevel
 from triptych.kvpool.freelist import PageIds
-from triptych.kvpool.ledger import DiskLine, Ledger, PrefixLine
+from triptych.kvpool.ledger import DiskLine, Ledger, NetworkLine, PrefixLine
 from triptych.kvpool.pagemap import PageMap
 from triptych.kvpool.pool import Commit, Pool, WorkerId
 from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
-from triptych.kvpool.processes import ProcessKey, end
+from triptych.kvpool.processes import ELSEWHERE, ProcessKey, end
 from triptych.kvpool.protocol import Inheritance, Registered
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class LockedPool:
             DiskLevel(self._prefixes, disk, self._lock) if self._prefixes and disk else None
         )
         self._disk_fault = disk_fault
+        self._network = Counter[str]()
 
     def register(self, name: str, process: ProcessKey, journal_bytes: int) -> Registered:
         if name == PREFIX_WORKER:
@@ -155,6 +157,16 @@ class LockedPool:
         with self._lock:
             self._heard(worker).release(worker, leases, keep=keep)
 
+    def require_lease(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> None:
+        """Refuse to show pages that are not of a lease that the worker holds."""
+        with self._lock:
+            self._heard(worker).require_lease(worker, lease, ids)
+
+    def count(self, what: str, amount: int = 1) -> None:
+        """Count something of ``NetworkLine``."""
+        with self._lock:
+            self._network[what] += amount
+
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]:
         with self._lock:
             return self._heard(worker).withdraw(worker, labels)
@@ -217,7 +229,8 @@ class LockedPool:
             ledger = self._pool.stat(self._clock())
             disk = self._disk.line() if self._disk else DiskLine(fault=self._disk_fault)
             prefix = self._prefixes.line() if self._prefixes else PrefixLine()
-            return replace(ledger, prefix=prefix, disk=disk)
+            network = NetworkLine(**self._network)
+            return replace(ledger, prefix=prefix, disk=disk, network=network)
 
     def map(self, max_cells: int) -> PageMap:
         with self._lock:
@@ -244,7 +257,7 @@ class LockedPool:
         """End the worker's process, if there is one, before its pages are somebody else's."""
         with self._lock:
             process = self._pool.process_of(name)
-        if process is not None and not end(process):
+        if process not in (None, ELSEWHERE) and not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
 
     def _forget_lost(self, and_of: str = "") -> None:

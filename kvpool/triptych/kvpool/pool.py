@@ -318,6 +318,18 @@ class Pool:
         self._end(ending, None)
         return [lease.id for lease in ending]
 
+    def require_lease(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> None:
+        """Refuse pages that are not of this lease, or a lease that the worker does not hold.
+
+        Raises: StaleHandle, NotHeld, NotRegistered
+        """
+        mine = self._worker(worker)
+        held = self._held_lease(mine, lease)
+        self._require_distinct(mine, ids)
+        foreign = int(np.count_nonzero(self._owner[ids] != held.id))
+        if foreign:
+            raise NotHeld(mine.name, foreign)
+
     # -------------------------------------------------------------- reports
 
     @property

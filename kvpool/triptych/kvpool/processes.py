@@ -22,6 +22,10 @@ class ProcessKey:
     """Boot id and pid namespace, outside of which the other two mean nothing."""
 
 
+ELSEWHERE = ProcessKey(0, 0, "elsewhere")
+"""Any process of another node. It maps no memory of this one, so nothing has to be fenced."""
+
+
 def this_process() -> ProcessKey:
     """The key of the calling process."""
     _, started = _state_and_start("self")

@@ -274,6 +274,16 @@ class ReleasePrefix:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPages:
+    """Have the bytes of these pages of a lease sent that the worker holds, in this order."""
+
+    worker: WorkerId
+    lease: LeaseId
+    pages: bytes
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatPool:
     """The answer is a ``Ledger``."""
 
@@ -404,6 +414,14 @@ class PrefixComing:
 
     blocks: int
     seconds: float
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesOffered:
+    """Shown at the pool's other port, a ticket brings the pages that were asked for, once."""
+
+    ticket: bytes
 
 
 @message

@@ -23,19 +23,24 @@ A = TypeVar("A")
 class RemotePool:
     """``PoolCalls`` over a channel. Errors of the pool are raised here as what they are there."""
 
-    def __init__(self, channel: FrameChannel, connect_timeout_s: float) -> None:
+    def __init__(
+        self, channel: FrameChannel, connect_timeout_s: float, *, wait: bool = True
+    ) -> None:
+        """``wait`` for a pool that is still starting, or take a closed door for an answer."""
         self._channel = channel
+        self._wait = wait
         self._connect_timeout_s = connect_timeout_s
         self._timeout_s = connect_timeout_s
         self._pages = 0
 
     def register(self, name: str, process: ProcessKey, journal_bytes: int) -> protocol.Registered:
         asked = protocol.RegisterWorker(name=name, process=process, journal_bytes=journal_bytes)
-        frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=True)
+        frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=self._wait)
         made = _only(frame, protocol.Registered)
         self._pages = made.pages
         # A worker that waited longer than this for an answer has lost its lease anyway.
-        self._timeout_s = made.lease_ttl_s
+        # A guest asks several pools, and must not let one that is stuck cost it the others.
+        self._timeout_s = made.lease_ttl_s if self._wait else made.lease_ttl_s / 4
         return made
 
     def renew(self, worker: WorkerId) -> int:
@@ -145,6 +150,11 @@ class RemotePool:
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""
         return list(self._ask(protocol.CheckPool(), protocol.Checked).faults)
+
+    def read(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> bytes:
+        """A ticket for pages that the worker holds in another node's arena."""
+        asked = protocol.ReadPages(worker=worker, lease=lease, pages=runs.pack(ids))
+        return self._ask(asked, protocol.PagesOffered).ticket
 
     def close(self) -> None:
         """Close the channel."""

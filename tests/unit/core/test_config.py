@@ -45,6 +45,9 @@ def test_the_defaults_are_a_whole_configuration() -> None:
         ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
         ({"prefill": {"actor": {"num_replicas": True}}}, "num_replicas=True: expected int"),
         ({"model": None}, "model=None: expected a mapping"),
+        ({"network": {"tls_cert_file": "c.pem"}}, "all three files, or none of them"),
+        ({"network": {"tls_server_name": "x"}}, "expected tls_cert_file beside it"),
+        ({"decode": {"actor": {"resources": {"back": 0}}}}, "expected amounts > 0"),
     ],
 )
 def test_a_wrong_value_names_the_field_the_value_and_the_way_out(

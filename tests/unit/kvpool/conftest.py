@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from triptych.core.config import PoolConfig
-from triptych.kvpool import PrefixSettings
+from triptych.kvpool import Access, PrefixSettings
 from triptych.kvpool.client import LocalPool, PoolClient, WorkerPool
 from triptych.kvpool.service import PoolServer
 
@@ -20,13 +20,22 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., PoolServer]]:
     servers = list[PoolServer]()
 
     def make(
-        *, address: str = "", prefixes: PrefixSettings | None = None, **settings: float
+        *,
+        address: str = "",
+        prefixes: PrefixSettings | None = None,
+        outside: tuple[str, Access] | None = None,
+        **settings: float,
     ) -> PoolServer:
         config = PoolConfig(
             **{"capacity_bytes": PAGES * PAGE_BYTES, "extent_pages": 64, **settings}  # type: ignore[arg-type]
         )
         server = PoolServer(
-            config, PAGE_BYTES, address=address, directory=tmp_path, prefixes=prefixes
+            config,
+            PAGE_BYTES,
+            address=address,
+            directory=tmp_path,
+            prefixes=prefixes,
+            outside=outside,
         )
         servers.append(server)
         server.start()

@@ -1,7 +1,8 @@
-"""A pool in a process of its own, for tests that kill or starve it: DIRECTORY [MODE].
+"""A pool in a process of its own, for tests that kill or starve it: DIRECTORY [MODE ...].
 
-Modes: ``disk`` keeps prefixes below the directory; ``starve`` does so where no file may be larger
-than a block's header.
+Says where its workers find it. Modes: ``disk`` keeps prefixes below the directory; ``starve`` does
+so where no file may be larger than a block's header; ``outside HOST TOKEN LEASE_S`` listens for
+other nodes too, and says the arena and the two ports.
 """
 
 import resource
@@ -9,25 +10,34 @@ import sys
 from pathlib import Path
 
 from triptych.core.config import PoolConfig
-from triptych.kvpool import PrefixSettings
-from triptych.kvpool.service import PoolServer
+from triptych.kvpool import Access, PoolServer, PrefixSettings
 
+CAPACITY_BYTES = 64 << 20
 PREFIXES = PrefixSettings(block_tokens=4, total_bytes=64 * 256, tenant_bytes=64 * 256)
 
 
 def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def main(directory: str, mode: str = "") -> None:
-    folder = Path(directory)
-    disk = {"disk_path": str(folder / "tier"), "disk_bytes": 1 << 20} if mode else {}
+def _server(directory: Path, mode: str, *outside: str) -> PoolServer:
+    if mode == "outside":
+        host, token, lease_s = outside
+        config = PoolConfig(capacity_bytes=CAPACITY_BYTES, lease_ttl_s=float(lease_s))
+        return PoolServer(config, 4096, directory=directory, outside=(host, Access(token)))
+    disk = {"disk_path": str(directory / "tier"), "disk_bytes": 1 << 20} if mode else {}
     config = PoolConfig(capacity_bytes=1 << 20, **disk)  # type: ignore[arg-type]
-    server = PoolServer(config, 256, directory=folder, prefixes=PREFIXES if mode else None)
+    return PoolServer(config, 256, directory=directory, prefixes=PREFIXES if mode else None)
+
+
+def main(directory: str, mode: str = "", *outside: str) -> None:
+    server = _server(Path(directory), mode, *outside)
     if mode == "starve":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     say(server.start())
+    if server.outside:
+        say(f"{server.arena} {server.outside.calls} {server.outside.pages}")
     sys.stdin.read()
     server.stop()
 

@@ -9,6 +9,7 @@ from triptych.core.handles import KVHandle
 from triptych.core.messages import (
     Cancel,
     Compressed,
+    Fetched,
     Finished,
     Hello,
     Lent,
@@ -140,6 +141,8 @@ class Coordinator:
                 self._planned(message, sender, now)
             case Compressed():
                 self._compressed(message, sender, now)
+            case Fetched():
+                self._fetched(message, sender)
             case Resumed():
                 self._resumed(message, sender)
             case Finished():
@@ -260,7 +263,10 @@ class Coordinator:
         entry.giver = ""
         page_bytes, ledger = self._model.plan.page_bytes, self._books.ledger
         entry.sizes = entry.sizes.corrected(max(0, message.pages) * page_bytes)
-        lines = lines_before_encoding(entry.sizes, entry.raw_arena, entry.final_arena)
+        entry.raw_arena = entry.work_arena  # if it was another one, the pages were fetched
+        lines = lines_before_encoding(
+            entry.sizes, entry.raw_arena, entry.work_arena, entry.final_arena
+        )
         if ledger.book(entry.id, lines):
             self._books.requests.move(entry, State.PLANNED, now)
         else:
@@ -272,9 +278,21 @@ class Coordinator:
         entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
         if entry is not None:
             entry.handle, entry.report = message.handle, message.report
-            lines = lines_after_encoding(entry.sizes, entry.final_arena)
+            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
             self._books.ledger.book(entry.id, lines)
             self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _fetched(self, message: Fetched, sender: str) -> None:
+        """The pages are in the arena of the worker that has them, and nowhere else."""
+        entry = self._books.requests.get(message.request)
+        if entry is None or entry.worker != sender:
+            self._books.counters["stray_fetched"] += 1
+            return
+        self._books.counters["fetched"] += 1
+        if entry.state is State.DECODING:
+            entry.giver, entry.work_arena = "", entry.final_arena
+            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
+            self._books.ledger.book(entry.id, lines)
 
     def _resumed(self, message: Resumed, sender: str) -> None:
         entry = self._books.requests.get(message.request)

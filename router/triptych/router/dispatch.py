@@ -7,7 +7,7 @@ from triptych.core.config import RouterConfig
 from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
 from triptych.router.books import Books
 from triptych.router.estimate import RequestBytes
-from triptych.router.ledger import lines_before_encoding
+from triptych.router.ledger import Lines, lines_after_encoding, lines_before_encoding
 from triptych.router.schedule import Schedule
 from triptych.router.snapshot import Budget, HeldBy
 from triptych.router.state import Entry, State
@@ -81,7 +81,11 @@ class Dispatch:
         ready = list[Entry]()
         for entry in self.books.requests.in_state(State.COMPRESSED):
             if not entry.decode:  # the worker that was chosen died
-                entry.decode = self.books.roster.decode_in(entry.final_arena) or ""
+                entry.decode = (
+                    self.books.roster.decode_in(entry.final_arena)
+                    or self._decode_worker_elsewhere(entry)
+                    or ""
+                )
                 self.books.requests.touch(entry)
             if entry.decode:
                 ready.append(entry)
@@ -126,8 +130,7 @@ class Dispatch:
                 return
             arena = self.books.roster.arena_of(address)
             if arena != entry.final_arena:
-                lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena)
-                self.books.ledger.book(entry.id, lines)
+                self.books.ledger.book(entry.id, self._lines(entry, final=arena))
                 entry.final_arena = arena
             entry.decode = address
             self._encode(entry, arena, now)
@@ -141,27 +144,63 @@ class Dispatch:
         """The best decode worker, wherever the final pages of a request can be booked."""
 
         def fits(arena: str) -> bool:
-            lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena)
-            return self.books.ledger.fits(entry.id, lines)
+            return self.books.ledger.fits(entry.id, self._lines(entry, final=arena))
 
-        return self.books.roster.decode({entry.raw_arena, entry.final_arena}, fits)
+        own = {entry.raw_arena, entry.work_arena, entry.final_arena}
+        return self.books.roster.decode(own, fits)
+
+    def _lines(self, entry: Entry, *, final: str) -> Lines:
+        """What a request books if it is decoded in the arena ``final``."""
+        return lines_before_encoding(entry.sizes, entry.raw_arena, entry.work_arena, final)
+
+    def _decode_worker_elsewhere(self, entry: Entry) -> str | None:
+        """The best decode worker that can fetch the final pages, which are booked there then.
+
+        Only for pages that were to be fetched anyway: if they lie where a decode worker just died,
+        their pool may be dead as well.
+        """
+        if entry.work_arena == entry.final_arena:
+            return None
+        ledger, roster = self.books.ledger, self.books.roster
+
+        def lines(arena: str) -> Lines:
+            return lines_after_encoding(entry.sizes, entry.work_arena, arena)
+
+        own = {entry.work_arena, entry.final_arena}
+        address = roster.decode(own, lambda arena: ledger.fits(entry.id, lines(arena)))
+        if address is not None:
+            entry.final_arena = roster.arena_of(address)
+            ledger.book(entry.id, lines(entry.final_arena))
+        return address
 
     # ---------------------------------------------------------------- prefilled -> compressing
 
     def _compress_all(self, now: float) -> None:
-        requests, gate = self.books.requests, self.schedule.compress
-        while (first := requests.first(State.PREFILLED)) is not None:
-            if gate.most is None:
-                address, batch = self.books.roster.compressor(first.worker), [first]
-            elif gate.opens(requests.count(State.PREFILLED), now - first.since):
-                address = self.books.roster.idle_compressor(first.worker)
-                batch = requests.in_state(State.PREFILLED)[: gate.most]
-            else:
-                return
-            if address is None:
-                return
-            for entry in batch:
+        if self.books.roster.compressor("") is None:
+            return
+        ready, gate = self.books.requests.in_state(State.PREFILLED), self.schedule.compress
+        if gate.most is not None:
+            self._compress_batches(ready, gate.most, now)
+            return
+        for entry in ready:
+            address = self._compressor(entry)
+            if address is not None and self._book_work(entry, address):
                 self._compress(entry, address, now)
+
+    def _compress_batches(self, ready: list[Entry], size: int, now: float) -> None:
+        """Send whole batches to compressors that have nothing else, for each arena its own."""
+        of_arena = dict[str, list[Entry]]()
+        for entry in ready:
+            of_arena.setdefault(entry.work_arena, []).append(entry)
+        for rest in of_arena.values():
+            while rest and self.schedule.compress.opens(len(rest), now - rest[0].since):
+                address = self._compressor(rest[0])
+                if address is None:
+                    break
+                for entry in rest[:size]:
+                    if self._book_work(entry, address):
+                        self._compress(entry, address, now)
+                del rest[:size]
 
     def _compress(self, entry: Entry, address: str, now: float) -> None:
         assert entry.handle is not None
@@ -169,6 +208,35 @@ class Dispatch:
         item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
         self.books.outbox.compress(address, item)
         self.books.requests.move(entry, State.COMPRESSING, now)
+
+    def _compressor(self, entry: Entry) -> str | None:
+        """A compressor where the request has booked one, or anywhere if none lives there."""
+        roster = self.books.roster
+        is_fixed = self.schedule.compress.most is not None
+        choose = roster.idle_compressor if is_fixed else roster.compressor
+        arena = entry.work_arena if roster.has_compressor(entry.work_arena) else None
+        return choose(entry.worker, arena)
+
+    def _book_work(self, entry: Entry, address: str) -> bool:
+        """Book what compressing at ``address`` takes; False, and nothing changes, if it cannot."""
+        arena = self.books.roster.arena_of(address)
+        if arena != entry.work_arena:
+            lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena, entry.final_arena)
+            if not self.books.ledger.book(entry.id, lines):
+                return False
+            entry.work_arena = arena
+        return True
+
+    def _work_arena(self, raw_arena: str) -> str:
+        """Where raw pages will be compressed: where they are, if that can be.
+
+        Raw pages are what costs most to send.
+        """
+        roster = self.books.roster
+        if roster.has_compressor(raw_arena):
+            return raw_arena
+        address = roster.compressor("")
+        return raw_arena if address is None else roster.arena_of(address)
 
     def _prefix(self, entry: Entry) -> Prefix | None:
         """What the compressor may keep of a prompt for later requests."""
@@ -261,9 +329,9 @@ class Dispatch:
         """Book a request and send it to a prefill worker."""
         arena = self.books.roster.arena_of(address)
         entry.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
+        entry.work_arena = self._work_arena(arena)
         entry.final_arena = self._final_arena(entry, arena) or ""
-        lines = lines_before_encoding(entry.sizes, entry.raw_arena, entry.final_arena)
-        self.books.ledger.book(entry.id, lines)
+        self.books.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
         self.books.outbox.prefill(address, entry.request)
         self.books.requests.move(entry, State.PREFILLING, now)
         self.books.drain.note(now)
@@ -271,9 +339,10 @@ class Dispatch:
 
     def _final_arena(self, entry: Entry, raw_arena: str) -> str | None:
         """Where to book the pages that decoding will need, before a decode worker is chosen."""
+        work_arena = self._work_arena(raw_arena)
 
         def fits(arena: str) -> bool:
-            lines = lines_before_encoding(entry.sizes, raw_arena, arena)
+            lines = lines_before_encoding(entry.sizes, raw_arena, work_arena, arena)
             return self.books.ledger.fits(entry.id, lines)
 
-        return self.books.roster.final_arena({raw_arena}, fits)
+        return self.books.roster.final_arena({raw_arena, work_arena}, fits)

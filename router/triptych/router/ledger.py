@@ -1,5 +1,6 @@
 """What every request has booked, in bytes of each arena."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,20 +10,35 @@ Lines = Mapping[str, int]
 """Bytes by arena."""
 
 
-def lines_before_encoding(sizes: RequestBytes, raw_arena: str, final_arena: str) -> Lines:
+def lines_before_encoding(
+    sizes: RequestBytes, raw_arena: str, work_arena: str, final_arena: str
+) -> Lines:
     """What a request must have booked until its raw pages are free.
 
     It is all that it will ever need. So a request that was let in can always go on to its
     end without waiting for memory, and the stages cannot block each other.
+
+    ``work_arena`` is the compressor's: raw pages of another one are fetched there, and the encoded
+    pages are fetched from there.
     """
-    if raw_arena == final_arena:
-        return {raw_arena: sizes.peak}
-    return {raw_arena: sizes.raw, final_arena: sizes.grown}
+    lines = Counter({work_arena: sizes.raw + sizes.encoded})
+    if work_arena == final_arena:
+        lines[work_arena] = sizes.peak
+    else:
+        lines[final_arena] += sizes.grown
+    if raw_arena != work_arena:
+        lines[raw_arena] += sizes.raw
+    return lines
 
 
-def lines_after_encoding(sizes: RequestBytes, final_arena: str) -> Lines:
-    """What stays booked while the request decodes: its pages and their growth to the end."""
-    return {final_arena: sizes.grown}
+def lines_after_encoding(sizes: RequestBytes, work_arena: str, final_arena: str) -> Lines:
+    """What stays booked while the request decodes: its pages and their growth to the end.
+
+    Until they are fetched, they are in the compressor's arena as well.
+    """
+    if work_arena == final_arena:
+        return {final_arena: sizes.grown}
+    return {work_arena: sizes.compressed, final_arena: sizes.grown}
 
 
 def _nothing(_arena: str, _change: int) -> None:

@@ -1,6 +1,6 @@
 """Which worker of a stage takes a request: pure choices over snapshots, ties by name."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from triptych.router.snapshot import WorkerLoad
 
@@ -30,12 +30,21 @@ def choose_prefill(
     return min(able, key=lambda load: (load.prefill_tokens, load.name), default=None)
 
 
-def choose_compressor(loads: Iterable[WorkerLoad], *, holder: str) -> WorkerLoad | None:
+def choose_compressor(
+    loads: Iterable[WorkerLoad], *, holder: str, arenas: Collection[str] | None = None
+) -> WorkerLoad | None:
     """The compressor with the fewest tokens to compress; before all others the one at ``holder``.
 
-    A worker with several stages keeps its own request: it needs no hop to another process.
+    A worker with several stages keeps its own request: it needs no hop to another process. With
+    ``arenas``: one that stores there.
     """
-    able = (load for load in loads if "compress" in load.stages and not load.is_full)
+    able = (
+        load
+        for load in loads
+        if "compress" in load.stages
+        and not load.is_full
+        and (arenas is None or load.arena in arenas)
+    )
     return min(
         able,
         key=lambda load: (load.address != holder, load.compress_tokens, load.name),

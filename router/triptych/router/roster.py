@@ -61,7 +61,14 @@ class Roster:
     _free: dict[str, int] = field(default_factory=dict[str, int])
     """Free slots of decode workers that have some."""
     _prefill: Ranking[tuple[int, str]] = field(default_factory=Ranking[tuple[int, str]])
-    _compress: Ranking[tuple[int, str]] = field(default_factory=Ranking[tuple[int, str]])
+    _compress: defaultdict[str | None, Ranking[tuple[int, str]]] = field(
+        default_factory=lambda: defaultdict[str | None, Ranking[tuple[int, str]]](
+            Ranking[tuple[int, str]]
+        )
+    )
+    """Compressors of each arena, and of all (None)."""
+    _compressors: Counter[str] = field(default_factory=Counter[str])
+    """Compressors of each arena, full ones too."""
     _decode: defaultdict[str, Ranking[tuple[int, str]]] = field(
         default_factory=lambda: defaultdict[str, Ranking[tuple[int, str]]](Ranking[tuple[int, str]])
     )
@@ -80,10 +87,10 @@ class Roster:
             return
         before = self._workers.get(hello.address)
         if before is not None:
-            self._count_arena(before.arena, -1)
+            self._count_arena(before, -1)
             self._withdraw(before)
         self._workers[hello.address] = hello
-        self._count_arena(hello.arena, +1)
+        self._count_arena(hello, +1)
         self._place(hello.address)
 
     def leave(self, address: str) -> None:
@@ -92,7 +99,7 @@ class Roster:
         self._fresh.pop(address, None)
         if hello is not None:
             self._withdraw(hello)
-            self._count_arena(hello.arena, -1)
+            self._count_arena(hello, -1)
 
     def heard(self, address: str, now: float) -> None:
         """A worker reported."""
@@ -148,15 +155,24 @@ class Roster:
         """Whether any worker of a stage is there, full or not."""
         return any(stage in hello.stages for hello in self._workers.values())
 
-    def compressor(self, holder: str) -> str | None:
-        """As ``placement.choose_compressor``: at the holder, else the fewest tokens."""
-        return holder if holder in self._compress else self._compress.first()
+    def has_compressor(self, arena: str) -> bool:
+        """Whether any compressor stores in an arena, full or not."""
+        return self._compressors[arena] > 0
 
-    def idle_compressor(self, holder: str) -> str | None:
+    def compressor(self, holder: str, arena: str | None = None) -> str | None:
+        """As ``placement.choose_compressor``: at the holder, else the fewest tokens.
+
+        With ``arena``: one that stores there.
+        """
+        ranking = self._compress[arena]
+        return holder if holder in ranking else ranking.first()
+
+    def idle_compressor(self, holder: str, arena: str | None = None) -> str | None:
         """One that compresses nothing, the holder before all others."""
-        if holder in self._compress and not self._compressed[holder]:
+        ranking = self._compress[arena]
+        if holder in ranking and not self._compressed[holder]:
             return holder
-        first = self._compress.first()
+        first = ranking.first()
         return first if first is not None and not self._compressed[first] else None
 
     def decode_in(self, arena: str) -> str | None:
@@ -241,14 +257,16 @@ class Roster:
         if "prefill" in hello.stages:
             self._prefill.put(address, (self._read[address], hello.name))
         if "compress" in hello.stages:
-            self._compress.put(address, (self._compressed[address], hello.name))
+            for arena in (None, hello.arena):
+                self._compress[arena].put(address, (self._compressed[address], hello.name))
         if "decode" in hello.stages:
             free = self.slots_of(hello.max_requests) - self._slots[address]
             self._set_free(hello, max(0, free))
 
     def _withdraw(self, hello: Hello) -> None:
         self._prefill.discard(hello.address)
-        self._compress.discard(hello.address)
+        for arena in (None, hello.arena):
+            self._compress[arena].discard(hello.address)
         self._set_free(hello, 0)
 
     def _set_free(self, hello: Hello, free: int) -> None:
@@ -270,7 +288,10 @@ class Roster:
         else:
             self._open_arenas.put(arena, (self.used(arena), *ranking.key(best)))
 
-    def _count_arena(self, arena: str, change: int) -> None:
+    def _count_arena(self, hello: Hello, change: int) -> None:
+        arena = hello.arena
+        if "compress" in hello.stages:
+            self._compressors[arena] += change
         before = self.arenas[arena]
         self.arenas[arena] += change
         if before == 0:

@@ -58,7 +58,11 @@ class Entry:
     former: str = ""
     """Name of the dead worker that left its pages, until another one has taken them over."""
     raw_arena: str = ""
+    """Where the prefill left its raw pages."""
+    work_arena: str = ""
+    """The compressor's; the decode worker's, once it has fetched the pages from there."""
     final_arena: str = ""
+    """The decode worker's."""
     first_token: int = 0
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""

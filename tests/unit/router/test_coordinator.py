@@ -21,6 +21,7 @@ from triptych.core.messages import (
     Encode,
     Expel,
     Failed,
+    Fetched,
     Finished,
     Hello,
     Join,
@@ -253,7 +254,27 @@ def test_encoding_goes_to_the_arena_of_the_chosen_decode_worker() -> None:
     assert send.message == Encode(requests=("r",), arena="gpu1")  # raw pages fill gpu0
     assert set(driver.router.snapshot(0).booked_bytes) == {"gpu0", "gpu1"}
     driver.compressed("r")
+    assert driver.state("r") == "decoding"
+    assert set(driver.router.snapshot(0).booked_bytes) == {"gpu0", "gpu1"}
+    assert driver.on(Fetched(request="r"), "C") == []  # somebody else's word
+    assert set(driver.router.snapshot(0).booked_bytes) == {"gpu0", "gpu1"}
+    driver.on(Fetched(request="r"), "E")
     assert set(driver.router.snapshot(0).booked_bytes) == {"gpu1"}
+
+
+def test_raw_pages_stay_where_a_compressor_is_and_else_go_to_the_next() -> None:
+    near = whole(arenas={"P": "gpu0", "C": "gpu1", "D": "gpu1", "E": "gpu1"})
+    hello = Hello(name="F#1", address="F", stages=("compress",), arena="gpu0")
+    near.on(hello, "F")
+    near.on(Report(name="F#1", running=0, waiting=0, pages_held=0, busy_s=0), "F")
+    [send] = near.bring_to("compressing")
+    assert send.to == "F"
+    far = whole(arenas={"P": "gpu0", "C": "gpu1", "D": "gpu1", "E": "gpu1"})
+    [send] = far.bring_to("compressing")
+    assert send.to == "C"
+    assert set(far.router.snapshot(0).booked_bytes) == {"gpu0", "gpu1"}
+    far.planned("r")
+    assert set(far.router.snapshot(0).booked_bytes) == {"gpu1"}
 
 
 # ------------------------------------------------------------------ the ledger
@@ -377,6 +398,15 @@ def test_the_grace_time_starts_anew_when_the_last_worker_dies() -> None:
     driver.router.lost("D", driver.now)
     assert driver.tick(29.0) == [Send(POOL, Expel(worker="D#1"))]
     assert len(failures(driver.tick(1.0))) == 1
+
+
+def test_finished_pages_go_to_a_decode_worker_of_another_arena_if_theirs_has_none() -> None:
+    driver = whole(arenas={"P": "gpu0", "C": "gpu0", "D": "gpu0", "E": "gpu1"})
+    driver.bring_to("encoding")
+    driver.router.lost("E", driver.now)
+    [send] = driver.compressed("r")
+    assert send.to == "D"
+    assert set(driver.router.snapshot(0).booked_bytes) == {"gpu0"}
 
 
 def test_finished_pages_wait_the_grace_time_for_a_decode_worker() -> None:

@@ -60,12 +60,28 @@ def test_a_negative_booking_is_refused() -> None:
 
 
 def test_one_arena_is_booked_for_the_higher_of_both_peaks() -> None:
-    assert lines_before_encoding(SIZES, "cpu", "cpu") == {"cpu": 50}
+    assert lines_before_encoding(SIZES, "cpu", "cpu", "cpu") == {"cpu": 50}
 
 
-def test_two_arenas_are_booked_each_for_its_own_part() -> None:
-    assert lines_before_encoding(SIZES, "gpu0", "gpu1") == {"gpu0": 40, "gpu1": 30}
+@pytest.mark.parametrize(
+    ("raw", "work", "final", "lines"),
+    [
+        ("a", "a", "b", {"a": 50, "b": 30}),
+        ("a", "b", "b", {"a": 40, "b": 50}),
+        ("a", "b", "a", {"a": 70, "b": 50}),
+        ("a", "b", "c", {"a": 40, "b": 50, "c": 30}),
+    ],
+)
+def test_each_arena_is_booked_for_its_own_part(
+    raw: str, work: str, final: str, lines: dict[str, int]
+) -> None:
+    assert lines_before_encoding(SIZES, raw, work, final) == lines
 
 
 def test_after_encoding_only_the_pages_and_their_growth_stay_booked() -> None:
-    assert lines_after_encoding(SIZES, "gpu1") == {"gpu1": 30}
+    assert lines_after_encoding(SIZES, "gpu1", "gpu1") == {"gpu1": 30}
+
+
+def test_pages_are_booked_twice_until_they_are_fetched() -> None:
+    lines = lines_after_encoding(SIZES, "gpu0", "gpu1")
+    assert lines == {"gpu0": SIZES.compressed, "gpu1": 30}

@@ -96,6 +96,11 @@ def test_whoever_is_next_is_whom_the_rules_choose(
     assert roster.prefill(tokens=tokens, limit_tokens=50, fits=fits) == address(chosen)
     for holder in ("", "w0", "w3"):
         assert roster.compressor(holder) == address(choose_compressor(loads, holder=holder))
+        for arena in ("a", "b"):
+            chosen = choose_compressor(loads, holder=holder, arenas=[arena])
+            assert roster.compressor(holder, arena) == address(chosen)
+            there = any(one.arena == arena and "compress" in one.stages for one in loads)
+            assert roster.has_compressor(arena) == there
     assert roster.decode(set(), fits) == address(choose_decode(loads, free_bytes=free, fits=fits))
 
     def fits_at_home(arena: str) -> bool:  # what it has booked in "a" counts there

@@ -16,6 +16,7 @@ from triptych.core.messages import (
     Compressed,
     CompressionReport,
     Encode,
+    Fetched,
     Finished,
     Join,
     Message,
@@ -182,8 +183,9 @@ class DecodeSimulation:
 
     stage: Stage = "decode"
 
-    def __init__(self, _cluster: Cluster, costs: Costs) -> None:
+    def __init__(self, cluster: Cluster, costs: Costs) -> None:
         self._costs = costs
+        self._has_arenas = len({arena for _, arena, _ in cluster.workers}) > 1
         self._running = 0
         self._stored = 0
         """Tokens that a step attends to."""
@@ -201,6 +203,8 @@ class DecodeSimulation:
         self._running += 1
         self._stored += tokens
         self._joined.append(request.id)
+        if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
+            return Work(0.0, [Send(ROUTER, Fetched(request=request.id))])
         return Work(0.0)
 
     def has_work(self) -> bool:

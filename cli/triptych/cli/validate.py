@@ -38,6 +38,8 @@ class Facts:
     """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
     disk: dict[str, object] | None
     """What the disk tier may take, and where; None without one."""
+    network: str
+    """How processes of different nodes believe each other."""
 
 
 def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
@@ -56,6 +58,7 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
         title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
         console.print(make_table(columns, rows, title))
         console.print(_in_words(fact.pages), markup=False)
+        console.print(f"between nodes: {fact.network}", markup=False)
         if fact.disk:
             told = (
                 "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
@@ -200,6 +203,18 @@ def _in_words(pages: dict[str, object] | None) -> str:
     return told.format_map(pages)
 
 
+def check_network(config: AppConfig) -> str:
+    """How processes of different nodes would prove who they are, in words.
+
+    Raises: ConfigError naming a file that is missing, cannot be read, or is not what it should be
+    """
+    from triptych.kvpool import Access
+
+    access = Access.of(config.network, token="one is made for each start")
+    token = "token from a file" if config.network.token_file else "a new token for each start"
+    return f"{token}, {'TLS' if access.tls else 'no TLS'}"
+
+
 def _facts(app: ServedApp) -> Facts:
     check_keys(app.config)
     schedule_named(app.config.router.batch_policy, app.config.decode.max_batch_requests)
@@ -211,4 +226,5 @@ def _facts(app: ServedApp) -> Facts:
         actors=actors_of(app.config),
         pages=check_pages(app.config),
         disk=check_disk(app.config),
+        network=check_network(app.config),
     )

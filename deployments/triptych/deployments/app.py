@@ -3,6 +3,8 @@
 # pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
 """``build_app``, which ``serve run config.yaml`` calls; it finds what is wrong before any actor."""
 
+import secrets
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -16,12 +18,13 @@ from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.ingress import IngressShell
-from triptych.deployments.placement import Resources, sliver, wait_for_home
+from triptych.deployments.placement import Resources, sliver, wait_for_homes
 from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import PoolShell
+from triptych.deployments.pool import NodePool, PoolShell
 from triptych.deployments.router import POOL_ACTOR, RouterShell
 from triptych.deployments.rundir import new_run_dir
 from triptych.deployments.worker import WorkerShell
+from triptych.kvpool import Access
 from triptych.router import schedule_named
 from triptych.workers.build import actor_config, context_tokens
 from triptych.workers.models import describe, resolve
@@ -39,8 +42,10 @@ def build_app(args: dict[str, object]) -> Application:
     """
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
-    node = wait_for_home(config.node_resource, _alive_nodes)
-    check_gpus(config, node.get("GPU", 0.0))
+    nodes = wait_for_homes(config.node_resource, _alive_nodes)
+    plan = replace(plan, nodes=len(nodes))
+    Access.of(config.network, plan.token)
+    check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))
     return wire(plan)
 
 
@@ -62,19 +67,20 @@ def make_plan(config: AppConfig) -> AppPlan:
         context_tokens=context_tokens(config, facts.context_tokens),
         weights=facts.weights,
         run_dir=new_run_dir(),
+        token=secrets.token_urlsafe(32),
     )
     plan.check_stock()
     return plan
 
 
 def check_gpus(config: AppConfig, available: float) -> None:
-    """Raise ConfigError if the stages together ask for more GPUs than their node has."""
+    """Raise ConfigError if the stages together ask for more GPUs than their nodes have."""
     wanted = {stage: _gpus(actor_config(config, stage)) for stage in groups(config)}
     if sum(wanted.values()) > available:
         asked = ", ".join(f"{stage} {count:g}" for stage, count in wanted.items() if count)
         raise ConfigError(
-            f"num_gpus: the stages ask for {sum(wanted.values()):g} GPUs ({asked}) and their node "
-            f"has {available:g}: lower num_gpus or num_replicas, or give the node more"
+            f"num_gpus: the stages ask for {sum(wanted.values()):g} GPUs ({asked}) and their "
+            f"nodes have {available:g}: lower num_gpus or num_replicas, or give the nodes more"
         )
 
 
@@ -101,8 +107,11 @@ def wire(plan: AppPlan) -> Application:
                 init_kwargs={"plan": plan},
                 actor_options={"num_cpus": 0, "resources": here},
             )
-        ],
+        ]
+        if plan.nodes == 1
+        else [],
     ).bind(plan)
+    pools = [] if plan.nodes == 1 else [_pools(plan)]
     workers = [_stage(plan, stage, members) for stage, members in groups(plan.config).items()]
     return serve.deployment(
         IngressShell,
@@ -111,7 +120,20 @@ def wire(plan: AppPlan) -> Application:
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": here},
         health_check_period_s=1,
-    ).bind(plan, router, *workers)
+    ).bind(plan, router, *pools, *workers)
+
+
+def _pools(plan: AppPlan) -> Application:
+    """A pool on each of several nodes."""
+    return serve.deployment(
+        NodePool,
+        name="Pool",
+        num_replicas=plan.nodes,
+        max_replicas_per_node=1,
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
+        health_check_period_s=1,
+    ).bind(plan)
 
 
 def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Application:
@@ -126,7 +148,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
         ray_actor_options={
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
-            "resources": sliver(plan.config.node_resource),
+            "resources": {**actor.resources, **sliver(plan.config.node_resource)},
             "runtime_env": {"env_vars": BRIEF_SPINNING},
         },
     ).bind(plan, members)

@@ -30,7 +30,7 @@ class Board:
 
     status: Status
     pages: PageMap | None
-    """None while the pool does not answer."""
+    """Of the pool on the router's node; None while it does not answer."""
     lives: tuple[Life, ...]
     handles: Mapping[str, KVHandle]
     """Pages of each request, as they were handed over last: who has which format is in there."""
@@ -41,7 +41,7 @@ class Board:
 
     def json(self) -> Json:
         """The moment as JSON; requests go by number, so that no id leaves the server."""
-        pool, numbers = self.status.pool, {life.request: life.number for life in self.lives}
+        pool, numbers = self._ledger(), {life.request: life.number for life in self.lives}
         return {
             "pool": _pool(pool) if pool else None,
             "map": _map(self.pages, self.handles, numbers) if self.pages else None,
@@ -49,6 +49,14 @@ class Board:
             "workers": [self._worker(load) for load in self.status.router.workers],
             "requests": [_life(life, self.now) for life in self.lives],
         }
+
+    def _ledger(self) -> Ledger | None:
+        """The books of the pool whose map is shown."""
+        ledgers = [ledger for ledger in self.status.pools if ledger is not None]
+        if self.pages is None:
+            return ledgers[0] if len(self.status.pools) == 1 and ledgers else None
+        arena = self.pages.arena
+        return next((ledger for ledger in ledgers if ledger.arena == arena), None)
 
     def _router(self) -> Json:
         router = self.status.router

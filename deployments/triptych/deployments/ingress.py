@@ -29,7 +29,8 @@ from triptych.deployments.board import Board
 from triptych.deployments.http import Health, ModelCard, create_app
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
-from triptych.deployments.rundir import RunDir
+from triptych.deployments.routes import LOCAL, Routes
+from triptych.deployments.site import Site
 from triptych.deployments.status import Status
 from triptych.router import Journey, Journeys
 from triptych.workers.models.pretrained import read_tokenizer
@@ -50,7 +51,7 @@ class RouterEngine:
     stream goes on where it stopped.
     """
 
-    def __init__(self, plan: AppPlan, router: RouterHandle) -> None:
+    def __init__(self, plan: AppPlan, router: RouterHandle, routes: Routes = LOCAL) -> None:
         name = new_name("ingress")
         self.address = plan.address(name)
         self._router = router
@@ -62,6 +63,7 @@ class RouterEngine:
             Hello(name=name, address=self.address),
             plan.router_address,
             self._receive,
+            routes=routes,
             on_router_found=self._on_router_found,
             on_router_lost=self._on_router_lost,
         )
@@ -180,14 +182,14 @@ class IngressShell:
     """One copy of the HTTP server's application."""
 
     async def __init__(self, plan: AppPlan, router: RouterHandle, *stages: object) -> None:
-        self._plan = plan
-        self._run_dir = RunDir.enter(plan.run_dir)
-        self._engine = RouterEngine(plan, router)
+        self._site = await asyncio.to_thread(Site.arrive, plan)
+        self._plan = self._site.plan
+        self._engine = RouterEngine(self._plan, router, self._site.routes)
         await self._engine.start()
 
     async def __del__(self) -> None:
         await self._engine.stop()
-        self._run_dir.leave()
+        self._site.run_dir.leave()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         plan = self._plan

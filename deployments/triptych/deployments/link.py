@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from triptych.core.messages import Hello, Message
 from triptych.deployments.mailbox import Mailbox, Receive
+from triptych.deployments.routes import LOCAL, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class RouterLink:
         router: str,
         receive: Receive,
         *,
+        routes: Routes = LOCAL,
         on_router_found: Callable[[], None] = lambda: None,
         on_router_lost: Callable[[], None],
     ) -> None:
@@ -32,7 +34,7 @@ class RouterLink:
         self._on_router_found, self._on_router_lost = on_router_found, on_router_lost
         self.is_up = False
         """Whether the router is there, as far as one knows."""
-        self.mailbox = Mailbox(hello.address, receive, self._lost)
+        self.mailbox = Mailbox(hello.address, receive, self._lost, routes)
         self._retry: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

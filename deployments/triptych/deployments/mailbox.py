@@ -14,13 +14,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 import grpc.aio
 
 from triptych.core.errors import MessageError
 from triptych.core.messages import MAX_FRAME_BYTES, Message, pack, unpack
+from triptych.deployments.routes import LOCAL, Doorkeeper, Route, Routes
+from triptych.kvpool.access import failure
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ Lost = Callable[[str], None]
 class Peer:
     """The sending side towards one other mailbox."""
 
-    channel: grpc.aio.Channel
+    connecting: asyncio.Task[tuple[grpc.aio.Channel, Route]]
     outbox: asyncio.Queue[Message] = field(default_factory=asyncio.Queue[Message])
     tasks: list[asyncio.Task[None]] = field(default_factory=list["asyncio.Task[None]"])
 
@@ -58,18 +59,20 @@ class Peer:
 class Mailbox:
     """One process's address, what it receives there, and its connections to others."""
 
-    def __init__(self, address: str, receive: Receive, lost: Lost) -> None:
+    def __init__(self, address: str, receive: Receive, lost: Lost, routes: Routes = LOCAL) -> None:
         self.address = address
-        self._receive, self._lost = receive, lost
+        self._receive, self._lost, self._routes = receive, lost, routes
         self._peers = dict[str, Peer]()
-        self._server = grpc.aio.server(options=OPTIONS)
+        self.refused = 0
+        """Frames that were no messages, and calls that showed no or a wrong token."""
+        doorkeepers = [Doorkeeper(routes.access, self._refuse)] if routes.access else []
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=doorkeepers)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         self._open = asyncio.Event()
 
     async def start(self) -> None:
         """Listen. A socket file that a dead process left behind is replaced."""
-        _make_way(self.address)
-        self._server.add_insecure_port(self.address)
+        await self._routes.open(self.address, self._server)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -77,6 +80,7 @@ class Mailbox:
         for address in list(self._peers):
             await self._drop(address)
         await self._server.stop(grace=0.2)
+        await self._routes.close(self.address)
 
     def post(self, to: str, message: Message) -> None:
         """Send a message, in order, as soon as the ones before it are through."""
@@ -92,6 +96,10 @@ class Mailbox:
 
     # ---------------------------------------------------------------- receiving
 
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        logger.warning("%s refused a call: %s", self.address, reason)
+
     def _handlers(self) -> grpc.GenericRpcHandler:
         methods = {
             "Deliver": grpc.unary_unary_rpc_method_handler(self._on_deliver),
@@ -106,7 +114,7 @@ class Mailbox:
         try:
             messages = unpack(frame)
         except MessageError as error:
-            logger.warning("refused a frame from %s: %s", sender, error)
+            self._refuse(f"a frame from {sender:.80}: {error}")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:200])
         self._receive(messages, sender)
         return b""
@@ -121,13 +129,29 @@ class Mailbox:
 
     def _peer(self, address: str) -> Peer:
         if address not in self._peers:
-            peer = Peer(grpc.aio.insecure_channel(address, options=OPTIONS))
+            peer = Peer(asyncio.create_task(self._connect(address)))
             peer.tasks.append(asyncio.create_task(self._drain(address, peer)))
             self._peers[address] = peer
         return self._peers[address]
 
+    async def _connect(self, address: str) -> tuple[grpc.aio.Channel, Route]:
+        route = await self._routes.find(address)
+        options, access = OPTIONS, route.access if route.is_far else None
+        if access is None or access.channel_credentials is None:
+            return grpc.aio.insecure_channel(route.target, options=options), route
+        options = [*options, *access.channel_options]
+        credentials = access.channel_credentials
+        return grpc.aio.secure_channel(route.target, credentials, options=options), route
+
     async def _drain(self, address: str, peer: Peer) -> None:
-        deliver = peer.channel.unary_unary(DELIVER)
+        try:
+            channel, route = await asyncio.shield(peer.connecting)
+        except (LookupError, MessageError) as error:
+            logger.info("%s is not there: %s", address, error)
+            self._report_lost(address, peer)
+            return
+        deliver = channel.unary_unary(DELIVER)
+        shown = route.access.metadata if route.access else ()
         while True:
             batch = [await peer.outbox.get()]
             while not peer.outbox.empty():
@@ -136,20 +160,22 @@ class Mailbox:
                 await deliver(
                     pack(batch),
                     timeout=DELIVER_TIMEOUT_S,
-                    metadata=((SENDER, self.address),),
+                    metadata=((SENDER, self.address), *shown),
                     wait_for_ready=False,
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     logger.error("%s refused a frame: %s", address, error.details())
                     continue
-                logger.info("%s is gone: %s", address, error.code().name)
+                logger.info("%s", failure(address, error.code(), error.details()))
                 self._report_lost(address, peer)
                 return
 
     async def _watch(self, address: str, peer: Peer, found: Callable[[], None]) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async for _ in peer.channel.unary_stream(WATCH)(b""):
+        with contextlib.suppress(grpc.aio.AioRpcError, LookupError, MessageError):
+            channel, route = await asyncio.shield(peer.connecting)
+            shown = route.access.metadata if route.access else None
+            async for _ in channel.unary_stream(WATCH)(b"", metadata=shown):
                 found()
         self._report_lost(address, peer)
 
@@ -171,15 +197,10 @@ class Mailbox:
         for task in peer.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        await peer.channel.close()
-
-
-def _make_way(address: str) -> None:
-    """Make a unix socket's directory, for this user alone, and remove a dead one's socket."""
-    if address.startswith("unix:"):
-        path = Path(address.removeprefix("unix:"))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        peer.connecting.cancel()  # no more than a request if it is done
+        with contextlib.suppress(asyncio.CancelledError, LookupError, MessageError):
+            channel, _ = await peer.connecting
+            await channel.close()
 
 
 _CLOSING = set["asyncio.Task[None]"]()

@@ -1,7 +1,7 @@
 """What the builder decides once, and every actor of the application is given."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.config import AppConfig
@@ -21,7 +21,12 @@ class AppPlan:
     weights: str
     """Hash of the model's weights."""
     run_dir: Path
-    """Holds the application's sockets; only this user may enter it."""
+    """Holds the application's sockets; only this user may enter it. Of several nodes, each has its
+    own."""
+    nodes: int = 1
+    """Nodes with a pool; if there are several, what passes between them goes over TCP."""
+    token: str = field(default="", repr=False)
+    """What processes of different nodes show each other if no file says it."""
 
     @property
     def pool_pages(self) -> int:
@@ -76,7 +81,8 @@ class AppPlan:
         return self.run_dir / "turns"
 
     def address(self, name: str) -> str:
-        return f"unix:{self.run_dir / name}.sock"
+        """What others call the process of that name: its socket, or of several nodes its name."""
+        return f"unix:{self.run_dir / name}.sock" if self.nodes == 1 else name
 
 
 def new_name(role: str) -> str:

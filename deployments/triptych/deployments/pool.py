@@ -1,10 +1,16 @@
-"""The pool's shell: an actor of the Serve controller that owns the arena of its node."""
+"""The pool's shell: an actor that owns the arena of its node."""
+
+import time
 
 from ray.actor import exit_actor
 
 from triptych.deployments import rundir
 from triptych.deployments.plan import AppPlan
-from triptych.kvpool import PoolServer, PrefixSettings
+from triptych.deployments.site import Site
+from triptych.kvpool import PoolServer, PrefixSettings, is_guest
+
+LEAVING_S = 5.0
+"""How long a pool that is told to leave waits for the workers to do so before it."""
 
 
 class PoolShell:
@@ -12,17 +18,41 @@ class PoolShell:
 
     def __init__(self, plan: AppPlan) -> None:
         rundir.remove_orphans()
-        self._run_dir = rundir.RunDir.enter(plan.run_dir)
+        self._site = Site.arrive(plan)
+        plan, network = self._site.plan, self._site.network
         self._server = PoolServer(
             plan.config.pool,
             plan.pages.page_bytes,
             address=plan.pool_address,
             prefixes=PrefixSettings.of(plan.config.pool, plan.pages),
+            outside=(network.host, network.access) if network else None,
         )
         self._server.start()
+        if network and self._server.outside:
+            network.announce_pool(self._server.arena, self._server.outside)
 
     def close(self) -> None:
         """Remove the arena and end this actor: Serve would kill it, and leave the file behind."""
-        self._server.stop()
-        self._run_dir.leave()
+        self._leave()
         exit_actor()
+
+    def _leave(self) -> None:
+        self._server.stop()
+        self._site.run_dir.leave()
+
+
+class NodePool(PoolShell):
+    """The same as a replica of a deployment, one on each of several nodes."""
+
+    def __del__(self) -> None:
+        """Serve ends the application, or this replica: the workers of this node go first."""
+        until = time.monotonic() + LEAVING_S
+        while self._has_workers() and time.monotonic() < until:
+            time.sleep(0.1)
+        if self._site.network:
+            self._site.network.forget_pool()
+        self._leave()
+
+    def _has_workers(self) -> bool:
+        workers = self._server.stat().workers
+        return any(line.pid and not is_guest(line.name) for line in workers)

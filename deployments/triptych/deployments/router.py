@@ -17,9 +17,10 @@ from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Se
 from triptych.deployments.board import MAX_CELLS, Board
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
-from triptych.deployments.rundir import RunDir
+from triptych.deployments.pools import Pools
+from triptych.deployments.site import Site
 from triptych.deployments.status import Status
-from triptych.kvpool import PoolWatcher
+from triptych.kvpool import guest_name
 from triptych.router import Patience
 from triptych.router.recording import end_recording, open_coordinator
 
@@ -37,32 +38,37 @@ class RouterShell:
     """Feeds messages, losses and the clock to the coordinator, and posts what it answers."""
 
     async def __init__(self, plan: AppPlan) -> None:
-        self._run_dir = RunDir.enter(plan.run_dir)
+        self._site = await asyncio.to_thread(Site.arrive, plan)
+        plan = self._site.plan
         self._coordinator = open_coordinator(
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
             Patience(reclaim_s=RECLAIM_S),
         )
-        self._pool = PoolWatcher(plan.pool_address)
+        self._pools = Pools(plan.pool_address, self._site.network)
+        self._names = dict[str, str]()
+        """Of workers, by address."""
         self._watched = set[str]()
         self._reports = dict[str, Report]()
         self._asking = set[asyncio.Task[None]]()
         self._in_order = asyncio.Lock()
-        self._mailbox = Mailbox(plan.router_address, self._receive, self._on_lost)
+        self._mailbox = Mailbox(
+            plan.router_address, self._receive, self._on_lost, self._site.routes
+        )
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
 
     async def status(self) -> Status:
         """What runs where, what is booked, and why: for /health and /metrics."""
         snapshot = self._coordinator.snapshot(time.monotonic())
-        ledger = await asyncio.to_thread(self._pool.stat)
-        return Status(snapshot, ledger, tuple(self._reports.values()))
+        ledgers = await asyncio.to_thread(self._pools.stat)
+        return Status(snapshot, ledgers, tuple(self._reports.values()))
 
     async def board(self) -> Board:
         """What happens at this moment, for the dashboard."""
         status, pages = await asyncio.gather(
-            self.status(), asyncio.to_thread(self._pool.map, MAX_CELLS)
+            self.status(), asyncio.to_thread(self._pools.map, MAX_CELLS)
         )
         router = self._coordinator
         now = time.monotonic()
@@ -78,9 +84,10 @@ class RouterShell:
         self._ticking.cancel()
         await self._mailbox.stop()
         end_recording(self._coordinator)
-        await asyncio.to_thread(self._pool.close)
-        await _close_pool()
-        self._run_dir.leave()
+        await asyncio.to_thread(self._pools.close)
+        if self._site.network is None:
+            await _close_pool()
+        self._site.run_dir.leave()
 
     def check_health(self) -> None:
         if self._ticking.done():
@@ -90,14 +97,21 @@ class RouterShell:
         for message in messages:
             if isinstance(message, Report):
                 self._reports[sender] = message
-            if isinstance(message, Hello) and message.address not in self._watched:
-                self._watched.add(message.address)
-                self._mailbox.watch(message.address)
+            if isinstance(message, Hello):
+                self._names[message.address] = message.name
+                if message.address not in self._watched:
+                    self._watched.add(message.address)
+                    self._mailbox.watch(message.address)
         self._post(self._coordinator.receive(messages, sender, time.monotonic()))
 
     def _on_lost(self, address: str) -> None:
         self._watched.discard(address)
         self._reports.pop(address, None)
+        name = self._names.pop(address, "")
+        if name and self._site.network:
+            self._begin_to_ask(
+                Expel(worker=guest_name(name))
+            )  # what it was fetching is nobody's any more
         self._post(self._coordinator.lost(address, time.monotonic()))
 
     async def _tick(self) -> None:
@@ -109,22 +123,26 @@ class RouterShell:
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
             if isinstance(send.message, Expel | Lend):
-                task = asyncio.create_task(self._ask_pool(send.message))
-                self._asking.add(task)  # or the garbage collector may take it
-                task.add_done_callback(self._asking.discard)
+                self._begin_to_ask(send.message)
             else:
                 self._mailbox.post(send.to, send.message)
 
-    async def _ask_pool(self, message: Expel | Lend) -> None:
+    def _begin_to_ask(self, message: Expel | Lend) -> None:
+        task = asyncio.create_task(self._ask_pools(message))
+        self._asking.add(task)  # or the garbage collector may take it
+        task.add_done_callback(self._asking.discard)
+
+    async def _ask_pools(self, message: Expel | Lend) -> None:
         try:
             if isinstance(message, Expel):
-                await asyncio.to_thread(self._pool.expel, message.worker)
+                await asyncio.to_thread(self._pools.expel, message.worker)
                 return
             async with self._in_order:  # or an older answer may be heard last
-                lent = await asyncio.to_thread(self._pool.lend, message.bytes)
-                self._post(self._coordinator.on(lent, POOL, time.monotonic()))
+                lent = await asyncio.to_thread(self._pools.lend, message.bytes)
+                if lent is not None:
+                    self._post(self._coordinator.on(lent, POOL, time.monotonic()))
         except PoolError as error:  # then nothing is left of anybody, and nothing is lent
-            logger.warning("the pool does not hear %s: %s", message, error)
+            logger.warning("a pool does not hear %s: %s", message, error)
 
 
 async def _close_pool() -> None:

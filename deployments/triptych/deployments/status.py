@@ -12,11 +12,11 @@ STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 
 @dataclass(frozen=True)
 class Status:
-    """The router's snapshot beside the pool's books."""
+    """The router's snapshot beside the books of all pools."""
 
     router: RouterSnapshot
-    pool: Ledger | None
-    """None while the pool does not answer."""
+    pools: tuple[Ledger | None, ...]
+    """None for a pool that does not answer."""
     reports: tuple[Report, ...]
     """The last one of each worker."""
 
@@ -38,6 +38,8 @@ class Status:
                 "pages_taken": report.pages_held,
                 "bytes_copied": report.bytes_copied,
                 "busy_seconds": report.busy_s,
+                "transfers_resumed": report.transfers_resumed,
+                "chunks_refused": report.chunks_refused,
             }
             for name, value in values.items():
                 gauges[f'triptych_workers_{name}{{worker="{report.name}"}}'] = float(value)
@@ -63,30 +65,48 @@ class Status:
         return gauges
 
     def _pool_gauges(self) -> dict[str, float]:
-        if self.pool is None:
-            return {"triptych_pool_up": 0.0}
-        pool, prefix = self.pool, self.pool.prefix
-        return {
-            **_disk_gauges(pool.disk),
-            "triptych_prefix_cache_queries": float(prefix.asked_tokens),
-            "triptych_prefix_cache_hits": float(prefix.hit_tokens),
-            'triptych_prefix_lookups{result="hit"}': float(prefix.hits),
-            'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
-            "triptych_prefix_blocks": float(prefix.blocks),
-            "triptych_prefix_bytes": float(prefix.bytes),
-            "triptych_prefix_lent_bytes": float(prefix.lent_bytes),
-            "triptych_prefix_evictions": float(prefix.evictions),
-            "triptych_prefix_refused": float(prefix.refused),
-            "triptych_pool_up": 1.0,
-            "triptych_pool_pages": float(pool.pages),
-            "triptych_pool_page_bytes": float(pool.page_bytes),
-            "triptych_pool_pages_free": float(pool.free_pages),
-            "triptych_pool_pages_in_stock": float(pool.extent_pages),
-            "triptych_pool_pages_in_requests": float(pool.request_pages - pool.prefix_pages),
-            "triptych_pool_pages_in_prefixes": float(pool.prefix_pages),
-            "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
-            "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
-        }
+        """Sums over all pools; pages of each, if there are several."""
+        ledgers = [ledger for ledger in self.pools if ledger is not None]
+        gauges = {"triptych_pool_up": float(bool(ledgers) and len(ledgers) == len(self.pools))}
+        for ledger in ledgers:
+            for name, value in _gauges_of(ledger).items():
+                gauges[name] = gauges.get(name, 0.0) + value
+        if ledgers:
+            gauges["triptych_pool_page_bytes"] = float(ledgers[0].page_bytes)
+        if "triptych_disk_up" in gauges:
+            gauges["triptych_disk_up"] = float(not any(one.disk.fault for one in ledgers))
+        if len(self.pools) > 1:
+            for ledger in ledgers:
+                free = f'triptych_node_pool_pages_free{{arena="{ledger.arena}"}}'
+                gauges[free] = float(ledger.free_pages)
+        return gauges
+
+
+def _gauges_of(pool: Ledger) -> dict[str, float]:
+    """What of one pool's books can be added to that of others."""
+    prefix, network = pool.prefix, pool.network
+    return {
+        **_disk_gauges(pool.disk),
+        "triptych_prefix_cache_queries": float(prefix.asked_tokens),
+        "triptych_prefix_cache_hits": float(prefix.hit_tokens),
+        'triptych_prefix_lookups{result="hit"}': float(prefix.hits),
+        'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
+        "triptych_prefix_blocks": float(prefix.blocks),
+        "triptych_prefix_bytes": float(prefix.bytes),
+        "triptych_prefix_lent_bytes": float(prefix.lent_bytes),
+        "triptych_prefix_evictions": float(prefix.evictions),
+        "triptych_prefix_refused": float(prefix.refused),
+        "triptych_pool_pages": float(pool.pages),
+        "triptych_pool_pages_free": float(pool.free_pages),
+        "triptych_pool_pages_in_stock": float(pool.extent_pages),
+        "triptych_pool_pages_in_requests": float(pool.request_pages - pool.prefix_pages),
+        "triptych_pool_pages_in_prefixes": float(pool.prefix_pages),
+        "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
+        "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
+        "triptych_pool_sent_bytes": float(network.sent_bytes),
+        "triptych_pool_refused_frames": float(network.refused_frames),
+        "triptych_pool_refused_calls": float(network.refused_calls),
+    }
 
 
 def _disk_gauges(disk: DiskLine) -> dict[str, float]:

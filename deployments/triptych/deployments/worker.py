@@ -10,9 +10,10 @@ from triptych.core.errors import PoolError
 from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
-from triptych.deployments.rundir import RunDir
-from triptych.kvpool import PoolClient
+from triptych.deployments.site import Site
+from triptych.kvpool import Fetcher, PoolClient
 from triptych.workers.build import cores_for, load_brain, make_engines, prefix_store
+from triptych.workers.inbound import Inbound
 from triptych.workers.journal import journal_bytes
 from triptych.workers.loop import StageLoop
 
@@ -38,8 +39,9 @@ class WorkerShell:
     """
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
-        self._plan, self._stages = plan, tuple(stages)
-        self._run_dir = RunDir.enter(plan.run_dir)
+        self._site = await asyncio.to_thread(Site.arrive, plan)
+        self._plan, self._stages = self._site.plan, tuple(stages)
+        plan = self._plan
         self._events = asyncio.get_running_loop()
         self._pool, self._lost_since = await asyncio.to_thread(self._join_pool), 0.0
         self._brain = await asyncio.to_thread(
@@ -47,10 +49,12 @@ class WorkerShell:
         )
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)
+        self._inbound = self._make_inbound()
         self._link = RouterLink(
             self._hello,
             plan.router_address,
             self._receive,
+            routes=self._site.routes,
             on_router_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
@@ -74,10 +78,11 @@ class WorkerShell:
         self._reporting.cancel()
         if self._rejoining is not None:
             self._rejoining.cancel()
+        await asyncio.to_thread(self._close_inbound)
         await asyncio.to_thread(self._loop.stop)
         await self._link.stop()
         await asyncio.to_thread(self._pool.close)
-        self._run_dir.leave()
+        self._site.run_dir.leave()
 
     # ---------------------------------------------------------------- the pool
 
@@ -103,6 +108,18 @@ class WorkerShell:
         cores = cores_for(plan.config, self._stages, plan.turns)
         return StageLoop(self._pool.worker, engines, self._deliver, cores)
 
+    def _make_inbound(self) -> Inbound | None:
+        """What fetches pages of other nodes; None if there is only one node."""
+        network = self._site.network
+        if network is None:
+            return None
+        fetcher = Fetcher(self._pool, network.find_pool, network.access)
+        return Inbound(self._pool, fetcher, self._loop.post, self._deliver)
+
+    def _close_inbound(self) -> None:
+        if self._inbound is not None:
+            self._inbound.close()
+
     @property
     def _hello(self) -> Hello:
         config = self._plan.config
@@ -118,6 +135,7 @@ class WorkerShell:
         """Begin anew with the next pool; the router fails what was here when it hears of it."""
         self._lost_since = self._lost_since or time.monotonic()
         logger.warning("%s: the pool is gone; waiting for the next one", self._pool.worker)
+        await asyncio.to_thread(self._close_inbound)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._pool.close)
         with contextlib.suppress(PoolError):  # then the next report tries again
@@ -125,6 +143,7 @@ class WorkerShell:
         if self._pool.is_lost:
             return
         self._loop, self._lost_since = await asyncio.to_thread(self._make_loop), 0.0
+        self._inbound = self._make_inbound()
         self._loop.start()
         self._link.introduce(self._hello)
 
@@ -133,8 +152,9 @@ class WorkerShell:
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         if self._pool.is_lost:
             return  # the router gives these requests up when this worker has a new name
+        take = self._inbound.take if self._inbound else self._loop.post
         for message in messages:
-            self._loop.post(message)
+            take(message)
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         """From the compute thread into the event loop."""
@@ -150,6 +170,8 @@ class WorkerShell:
 
     def _on_router_lost(self) -> None:
         logger.warning("%s: the router is gone; dropping every request", self._pool.worker)
+        if self._inbound:
+            self._inbound.cancel_all()
         self._loop.cancel_all()
 
     async def _report(self) -> None:
@@ -159,4 +181,6 @@ class WorkerShell:
                 self._rejoining = asyncio.create_task(self._rejoin_pool())
             skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
             report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
+            if self._inbound:
+                report = self._inbound.completed(report)
             self._link.to_router(report)

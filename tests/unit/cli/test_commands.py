@@ -117,6 +117,7 @@ def test_validate_looks_at_the_disk(
         ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
         ({"compressor": {"policy": "uniform:k9v9"}}, "k9v9"),
         ({"pool": {"page_bytes": 100}}, "multiple of 256"),
+        ({"network": {"token_file": "/none"}}, "network.token_file='/none': No such file"),
         (["no", "mapping"], "expected a mapping"),
     ],
 )

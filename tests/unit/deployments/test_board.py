@@ -2,6 +2,8 @@
 
 import base64
 import json
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -144,7 +146,7 @@ def board(pages: PageMap | None, lives: tuple[Life, ...] = (), **handles: KVHand
     )
     report = Report(name="d", running=2, waiting=1, pages_held=3, busy_s=1.5)
     return Board(
-        Status(snapshot, ledger if pages else None, (report,)),
+        Status(snapshot, (ledger if pages else None,), (report,)),
         pages,
         lives,
         handles,
@@ -171,6 +173,18 @@ def test_without_a_pool_the_rest_is_there() -> None:
     seen = board(None).json()
     assert (seen["pool"], seen["map"]) == (None, None)
     assert seen["workers"]
+
+
+def test_of_several_pools_the_one_with_the_map_is_shown() -> None:
+    whole = board(page_map([0]))
+    here = whole.status.pools[0]
+    assert here is not None
+    far = replace(here, arena="far", free_pages=1)
+    for pools in ((far, here), (here, far), (None, here)):
+        seen = replace(whole, status=replace(whole.status, pools=pools)).json()
+        assert cast("dict[str, object]", seen["pool"])["free"] == here.free_pages
+    unseen = replace(whole, pages=None, status=replace(whole.status, pools=(far, here))).json()
+    assert unseen["pool"] is None
 
 
 def test_a_full_snapshot_stays_below_a_quarter_of_a_mebibyte() -> None:

@@ -1,29 +1,25 @@
-"""All actors of an application find the one node whose memory they share."""
+"""All actors of an application find its nodes."""
 
 import pytest
 
 from triptych.core.errors import ConfigError
-from triptych.deployments.placement import LOOK_EVERY_S, home, sliver, wait_for_home
+from triptych.deployments.placement import LOOK_EVERY_S, homes, sliver, wait_for_homes
 
 HEAD = {"memory": 1.0}
 WORKER = {"CPU": 8.0, "triptych": 1.0}
 
 
-def test_the_only_node_needs_no_resource() -> None:
-    assert home("", [HEAD]) is HEAD
+def test_without_a_resource_every_node_is_one_of_the_application() -> None:
+    assert homes("", [HEAD]) == [HEAD]
+    assert homes("", [HEAD, WORKER]) == [HEAD, WORKER]
     assert sliver("") == {}
 
 
-def test_the_node_with_the_resource_is_home() -> None:
-    assert home("triptych", [HEAD, WORKER]) is WORKER
-    assert home("triptych", [HEAD]) is None
+def test_the_nodes_with_the_resource_are_those_of_the_application() -> None:
+    assert homes("triptych", [HEAD, WORKER]) == [WORKER]
+    assert homes("triptych", [WORKER, HEAD, WORKER]) == [WORKER, WORKER]
+    assert homes("triptych", [HEAD]) == []
     assert 0 < sliver("triptych")["triptych"] < 0.01
-
-
-@pytest.mark.parametrize(("name", "nodes"), [("", [HEAD, WORKER]), ("triptych", [WORKER, WORKER])])
-def test_two_homes_are_refused_with_what_to_do(name: str, nodes: list[dict[str, float]]) -> None:
-    with pytest.raises(ConfigError, match=f"node_resource='{name}'.*memory of one: "):
-        home(name, nodes)
 
 
 def test_a_node_that_comes_late_is_waited_for() -> None:
@@ -35,10 +31,10 @@ def test_a_node_that_comes_late_is_waited_for() -> None:
         if len(slept) == 3:
             nodes.append(WORKER)
 
-    assert wait_for_home("triptych", lambda: nodes, sleep=sleep) is WORKER
+    assert wait_for_homes("triptych", lambda: nodes, sleep=sleep) == [WORKER]
     assert slept == [LOOK_EVERY_S] * 3
 
 
 def test_a_node_that_never_comes_is_named() -> None:
     with pytest.raises(ConfigError, match=r"node_resource='gone'.*--resources '\{\"gone\": 1\}'"):
-        wait_for_home("gone", lambda: [HEAD, WORKER], wait_s=10, sleep=lambda _: None)
+        wait_for_homes("gone", lambda: [HEAD, WORKER], wait_s=10, sleep=lambda _: None)

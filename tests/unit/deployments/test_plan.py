@@ -74,7 +74,7 @@ def test_metrics_tell_of_prefixes() -> None:
         assert pool.find_prefix(space, [1, 2, 3]) is not None
         assert pool.find_prefix(space, [5, 6, 7, 8]) is None
         ledger = pool.stat()
-    gauges = Status(IDLE, ledger, ()).gauges()
+    gauges = Status(IDLE, (ledger,), ()).gauges()
     assert not [name for name in gauges if "disk" in name]
     assert gauges["triptych_prefix_cache_queries"] == 7
     assert gauges["triptych_prefix_cache_hits"] == 2
@@ -97,10 +97,27 @@ def test_metrics_tell_of_the_disk_and_of_what_was_not_kept() -> None:
         busy_s=0.0,
         prefixes_skipped={"PoolExhausted": 2},
     )
-    gauges = Status(IDLE, replace(ledger, disk=disk), (report,)).gauges()
+    gauges = Status(IDLE, (replace(ledger, disk=disk),), (report,)).gauges()
     assert gauges["triptych_disk_up"] == 1
     assert (gauges["triptych_disk_objects"], gauges["triptych_disk_damaged"]) == (3, 1)
     assert gauges['triptych_disk_skipped{reason="queue_full"}'] == 4
     assert gauges['triptych_prefix_skipped{worker="c",reason="PoolExhausted"}'] == 2
-    gauges = Status(IDLE, replace(ledger, disk=DiskLine(fault="full")), ()).gauges()
+    gauges = Status(IDLE, (replace(ledger, disk=DiskLine(fault="full")),), ()).gauges()
     assert gauges["triptych_disk_up"] == 0
+
+
+def test_metrics_are_sums_over_the_pools_of_all_nodes() -> None:
+    """But for how large a page is, and whether all disks work."""
+    with LocalPool(8, 64) as pool:
+        ledger = pool.stat()
+    good = replace(ledger, arena="a", disk=DiskLine(capacity_bytes=100, objects=2))
+    bad = replace(good, arena="b", disk=DiskLine(capacity_bytes=100, fault="full"))
+    gauges = Status(IDLE, (good, bad), ()).gauges()
+    assert gauges["triptych_pool_up"] == 1
+    assert gauges["triptych_pool_pages"] == 16
+    assert gauges["triptych_pool_page_bytes"] == 64
+    assert gauges["triptych_disk_capacity_bytes"] == 200
+    assert gauges["triptych_disk_objects"] == 2
+    assert gauges["triptych_disk_up"] == 0
+    assert Status(IDLE, (good, good), ()).gauges()["triptych_disk_up"] == 1
+    assert Status(IDLE, (good, None), ()).gauges()["triptych_pool_up"] == 0

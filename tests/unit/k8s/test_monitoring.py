@@ -58,7 +58,7 @@ def exported() -> dict[str, set[str]]:
     report = Report(
         name="w", running=0, waiting=0, pages_held=0, busy_s=1.0, prefixes_skipped={"busy": 1}
     )
-    status = Status(router, ledger, (report,))
+    status = Status(router, (ledger,), (report,))
     ingress = IngressMetrics()
     ingress.success.labels("stop").inc()
     ingress.rejections.labels("overloaded").inc()

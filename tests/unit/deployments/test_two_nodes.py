@@ -1,0 +1,215 @@
+"""The shells of two nodes, without Ray: one reads the prompts, the other writes the answers."""
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import CONTEXT_TOKENS, save_tiny_model
+from tests.unit.deployments.test_network import FakeDirectory
+from triptych.core.config import AppConfig
+from triptych.core.messages import Failed, Request, Sampling, Stage
+from triptych.core.pages import PagePlan
+from triptych.deployments.ingress import RouterEngine
+from triptych.deployments.plan import AppPlan
+from triptych.deployments.pool import NodePool
+from triptych.deployments.router import RouterShell
+from triptych.deployments.routes import Network
+from triptych.deployments.rundir import RunDir
+from triptych.deployments.site import Site
+from triptych.deployments.worker import WorkerShell
+from triptych.kvpool import Access
+from triptych.workers.local import LocalServer
+from triptych.workers.models import describe
+
+pytestmark = pytest.mark.slow
+
+ARGS = {
+    "model": {"name": "tiny", "dtype": "float32"},
+    "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+    "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 20},
+    "prefill": {"chunk_tokens": 48, "actor": {"threads": 1}},
+    "decode": {"actor": {"threads": 1}},
+}
+GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def prompts() -> list[tuple[int, ...]]:
+    generator = random.Random(3)
+    return [tuple(generator.randrange(2, 258) for _ in range(n)) for n in (5, 60, 130, 200)]
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """The path of a socket must be short."""
+    path = Path(tempfile.mkdtemp(prefix="t-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def plan(tiny_model: Path, short_dir: Path) -> AppPlan:
+    config, facts = AppConfig.from_mapping(ARGS), describe(tiny_model)
+    return AppPlan(
+        config=config,
+        model_path=tiny_model,
+        pages=PagePlan.of(config, facts.geometry),
+        context_tokens=CONTEXT_TOKENS,
+        weights=facts.weights,
+        run_dir=short_dir,
+        nodes=2,
+        token="a token of the tests",
+    )
+
+
+@pytest.fixture
+def sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray would say: a plan's directory is named after the node."""
+    directory = FakeDirectory()
+
+    def arrive(plan: AppPlan) -> Site:
+        network = Network(
+            plan.run_dir.name, "127.0.0.1", plan.run_dir, directory, Access(plan.token)
+        )
+        return Site(plan, RunDir.enter(plan.run_dir), network)
+
+    monkeypatch.setattr(Site, "arrive", arrive)
+
+
+class Worker(WorkerShell):
+    """One that says when it leaves, where Serve would."""
+
+    async def leave(self) -> None:
+        await super().__del__()
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Router(RouterShell):
+    async def leave(self) -> None:
+        await super().__del__()
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Pool(NodePool):
+    def leave(self) -> None:
+        super().__del__()
+
+    def __del__(self) -> None:
+        pass
+
+
+@dataclass
+class Cluster:
+    """All that runs on both nodes."""
+
+    plan: AppPlan
+    router: Router
+    engine: RouterEngine
+    pools: dict[str, Pool]
+
+    def on(self, node: str) -> AppPlan:
+        return replace(self.plan, run_dir=self.plan.run_dir / node)
+
+    async def work(self, node: str, *stages: Stage) -> Worker:
+        worker = Worker.__new__(Worker)
+        await worker.__init__(self.on(node), stages)
+        return worker
+
+    async def ask(self, asked: Sequence[tuple[int, ...]]) -> list[list[int]]:
+        """The tokens of each answer."""
+        requests = [
+            Request(id=f"r{i}", prompt=prompt, sampling=GREEDY, reply_to=self.engine.address)
+            for i, prompt in enumerate(asked)
+        ]
+        answers = {request.id: list[int]() for request in requests}
+        async with asyncio.timeout(60):
+            async for event in self.engine.generate(requests):
+                assert not isinstance(event, Failed), event.message
+                answers[event.request] += event.tokens
+        return list(answers.values())
+
+    def held(self) -> dict[str, int]:
+        return {
+            label: count
+            for pool in self.pools.values()
+            for label, count in pool._server.stat().by_request.items()
+        }
+
+
+@pytest.fixture
+async def cluster(plan: AppPlan, sites: None) -> AsyncIterator[Cluster]:
+    nodes = {node: replace(plan, run_dir=plan.run_dir / node) for node in ("front", "back")}
+    pools = {node: await asyncio.to_thread(Pool, at) for node, at in nodes.items()}
+    router = Router.__new__(Router)
+    await router.__init__(nodes["front"])
+    network = Site.arrive(nodes["front"]).network
+    assert network is not None
+    engine = RouterEngine(nodes["front"], None, network)  # type: ignore[arg-type]
+    await engine.start()
+    yield Cluster(plan, router, engine, pools)
+    await engine.stop()
+    await router.leave()
+    for pool in pools.values():
+        await asyncio.to_thread(pool.leave)
+
+
+@pytest.fixture
+def of_one_process(plan: AppPlan) -> list[list[int]]:
+    """What the same engines answer over one arena."""
+    with LocalServer(plan.config, plan.model_path) as local:
+        requests = [local.request(prompt, GREEDY) for prompt in prompts()]
+        return [answer.tokens for answer in local.complete(requests)]
+
+
+@pytest.mark.parametrize("split", [("prefill", "compress"), ("prefill",)])
+async def test_answers_are_those_of_one_node(
+    cluster: Cluster, of_one_process: list[list[int]], split: tuple[Stage, ...]
+) -> None:
+    """Compressed pages travel or, if no compressor is beside the prefill, raw ones."""
+    stages: tuple[Stage, ...] = ("prefill", "compress", "decode")
+    front = await cluster.work("front", *split)
+    back = await cluster.work("back", *(stage for stage in stages if stage not in split))
+    assert await cluster.ask(prompts()) == of_one_process
+    status = await cluster.router.status()
+    counters = status.router.counters
+    assert counters["fetched"] == len(prompts())
+    assert status.gauges()["triptych_pool_sent_bytes"] == back._pool.bytes_copied > 0
+    assert front._pool.bytes_copied == 0
+    assert cluster.held() == {}
+    await back.leave()
+    await front.leave()
+
+
+async def test_a_decode_worker_that_goes_leaves_its_requests_to_another(
+    cluster: Cluster, of_one_process: list[list[int]]
+) -> None:
+    front = await cluster.work("front", "prefill", "compress")
+    back = await cluster.work("back", "decode")
+    asking = asyncio.create_task(cluster.ask(prompts()))
+    while not any(len(journey.said) > 2 for journey in cluster.engine._journeys):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await back.leave()
+    other = await cluster.work("back", "decode")
+    answers = await asking
+    assert [len(answer) for answer in answers] == [len(answer) for answer in of_one_process]
+    for _ in range(100):
+        if not cluster.held():
+            break
+        await asyncio.sleep(0.1)
+    assert cluster.held() == {}
+    await other.leave()
+    await front.leave()

@@ -236,7 +236,7 @@ def test_a_pool_that_dies_in_mid_transfer_ends_it_and_leaves_nothing(
     make_pair: Callable[[Node, Node], Pair],
 ) -> None:
     pair = make_pair(make_node(lease_s=1.0), nodes[1])
-    claim, ids = pair.commit()
+    claim, ids = pair.commit(8192)  # 32 MiB: more than a socket holds of what a dead one had sent
     seen = list[int]()
 
     def kill_after_some() -> bool:

@@ -29,11 +29,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from prefix import ask
 
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
-from triptych.core.messages import Failed, Sampling
+from triptych.core.messages import Sampling
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, Namespace, PrefixSettings, Publication
 from triptych.workers.local import LocalServer
@@ -77,19 +78,6 @@ def config_for(shared: int, folder: Path) -> AppConfig:
     blocks = shared // plan.block_tokens
     pages = sum(plan.block_pages(place) for place in range(blocks)) + plan.block_pages(0)
     return config(pages * plan.page_bytes)
-
-
-def ask(server: LocalServer, prompt: Sequence[int]) -> tuple[float, int]:
-    """Seconds to the first token, and how many of the prompt's were cached."""
-    sampling = Sampling(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    first_s, cached = 0.0, 0
-    began_s = time.perf_counter()
-    for event in server.stream([server.request(prompt, sampling)]):
-        if isinstance(event, Failed):
-            raise RuntimeError(event.message)
-        first_s = first_s or time.perf_counter() - began_s
-        cached = max(cached, event.cached_tokens)
-    return first_s, cached
 
 
 def settle(server: LocalServer) -> None:

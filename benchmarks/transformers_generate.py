@@ -75,7 +75,9 @@ class Baseline:
 def load(name: str, dtype: str) -> PreTrainedModel:
     """The directory that Triptych serves, read by transformers' own loader."""
     path = resolve(name)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), use_safetensors=True
+    ).eval()
 
 
 def main() -> None:

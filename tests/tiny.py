@@ -8,6 +8,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CONTEXT_TOKENS = 512
 
+DIFFKV = {
+    "policy": "diffkv",
+    "high_format": "k8v4",
+    "low_format": "k4v2",
+    "alpha_high": 1.0,
+    "alpha_low": 0.2,
+    "recent_window_tokens": 4,
+    "high_window_tokens": 8,
+    "score_every_tokens": 2,
+    "sink_tokens": 1,
+}
+"""Compressor settings by which every class of tokens occurs within a few tokens."""
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from triptych.cli.bench_attention import bench_attention
 from triptych.cli.bench_compare import bench_compare
@@ -29,7 +28,7 @@ from triptych.cli.loadgen.sample import Sample
 from triptych.cli.loadgen.shapes import SHAPES
 from triptych.cli.loadgen.stats import Slo
 from triptych.cli.loadgen.workload import Endpoint, PromptForm, Workload
-from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 
 app = typer.Typer(help="Measure a server or the attention kernels.", no_args_is_help=True)
 
@@ -180,14 +179,7 @@ def save_details(
 
 def run_with_progress(benchmark: ServeBenchmark) -> Results:
     """Measure, with a bar for every level on a terminal."""
-    bars = Progress(
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
-    )
+    bars = progress_bars(10)
 
     def on_level(level: Level) -> Callable[[Sample], None]:
         bar = bars.add_task(str(level), total=level.requests)

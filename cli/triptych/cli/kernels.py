@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 
 if TYPE_CHECKING:
     from triptych.kernels.ahead import Compiled, Task
@@ -70,14 +69,7 @@ def compile_with_progress(wanted: Sequence["Task"], jobs: int) -> list["Compiled
     """Compile with a bar on a terminal; sorted by kernel, variant and target."""
     from triptych.kernels.ahead import compile_all
 
-    bars = Progress(
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
-    )
-    with bars:
-        made = list(bars.track(compile_all(wanted, jobs), total=len(wanted)))
+    with progress_bars(9) as bars:
+        compiled = compile_all(wanted, jobs)
+        made = list(bars.track(compiled, total=len(wanted), description="compiling"))
     return sorted(made, key=lambda row: (row.kernel, row.variant, row.target))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PIPE_WIDTH = 160
@@ -39,6 +40,18 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: 
     for row in content:
         table.add_row(*(_text(value) for value in row))
     return table
+
+
+def progress_bars(name_width: int) -> Progress:
+    """Bars that count to a total, with the time since each began; nothing off a terminal."""
+    return Progress(
+        TextColumn(f"{{task.description:>{name_width}}}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=notes,
+        disable=not notes.is_terminal,
+    )
 
 
 def write_json(data: object, path: Path) -> None:

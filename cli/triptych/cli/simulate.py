@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from triptych.cli.commas import numbers, words
 from triptych.cli.load_options import LoadOptions
@@ -16,7 +15,7 @@ from triptych.cli.loadgen.shapes import SHAPES
 from triptych.cli.loadgen.stats import Slo
 from triptych.cli.loadgen.turns import requests_of
 from triptych.cli.loadgen.virtual import decision_ms, figures_of, jobs_of, per_job
-from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.output import console, make_table, progress_bars, write_json
 from triptych.cli.simulate_fit import simulate_fit
 from triptych.cli.simulate_replay import simulate_replay
 from triptych.core.config import RouterConfig, require
@@ -209,14 +208,7 @@ def run_cases(
     detailed: bool = False,
 ) -> list[Row]:
     """Simulate each case, with a bar on a terminal."""
-    bars = Progress(
-        TextColumn("{task.description:>24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
-    )
+    bars = progress_bars(24)
     rows = list[Row]()
     with bars:
         for case in cases:

@@ -2,16 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import TaskID
 
-from triptych.cli.output import notes
+from triptych.cli.output import progress_bars
 
 if TYPE_CHECKING:
     from triptych.workers.quality.study import Results, Study
@@ -21,14 +14,7 @@ def run_with_progress(study: "Study") -> "Results":
     """Run, with a bar for every method on a terminal."""
     from triptych.workers.quality.study import measure, prepare, report
 
-    bars = Progress(
-        TextColumn("{task.description:>24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
-    )
+    bars = progress_bars(24)
     ids = dict[str, TaskID]()
 
     def announce(name: str, cases: int) -> None:

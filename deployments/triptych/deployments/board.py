@@ -14,7 +14,7 @@ from triptych.deployments.status import Status
 from triptych.kvpool import PREFIX_WORKER, Ledger, OwnerLine, PageMap, runs
 from triptych.router import Life, WorkerLoad
 
-MAX_CELLS = 16_384
+SHOWN_CELLS = 16_384
 """Pages that the map shows at most; of a larger pool it shows every n-th page."""
 
 KINDS = ("free", "stock", "prefix", "request")

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from triptych.core.errors import PoolError
 from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send
-from triptych.deployments.board import MAX_CELLS, Board
+from triptych.deployments.board import SHOWN_CELLS, Board
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.pools import Pools
@@ -68,7 +68,7 @@ class RouterShell:
     async def board(self) -> Board:
         """What happens at this moment, for the dashboard."""
         status, pages = await asyncio.gather(
-            self.status(), asyncio.to_thread(self._pools.map, MAX_CELLS)
+            self.status(), asyncio.to_thread(self._pools.map, SHOWN_CELLS)
         )
         router = self._coordinator
         now = time.monotonic()

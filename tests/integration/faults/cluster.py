@@ -23,6 +23,7 @@ from typing import Any, Self, cast
 import torch
 
 from tests.integration.faults.points import EXIT_CODE, POINTS, Board, watch_points
+from tests.tiny import DIFFKV
 from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolError
@@ -59,18 +60,7 @@ class Cluster:
     def __init__(self, model: Path, **pool: Any) -> None:
         settings: dict[str, Any] = {
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": 256},
-            "compressor": {
-                "profile": "none",
-                "policy": "diffkv",
-                "high_format": "k8v4",
-                "low_format": "k4v2",
-                "alpha_high": 1.0,
-                "alpha_low": 0.2,
-                "recent_window_tokens": 4,
-                "high_window_tokens": 8,
-                "score_every_tokens": 2,
-                "sink_tokens": 1,
-            },
+            "compressor": {"profile": "none", **DIFFKV},
             "prefill": {"actor": {"threads": 1}},
             "decode": {"actor": {"threads": 1, "num_replicas": 2}, "max_batch_requests": 4},
             "pool": {

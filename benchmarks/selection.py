@@ -156,7 +156,7 @@ def join(plan: PagePlan, pool: LocalPool, name: str, prompt: int, answer: int) -
         request=request,
         handle=make_handle(claim, runs, tokens=prompt),
         report=CompressionReport(policy="uniform:k8v4", raw_bytes=1, stored_bytes=1),
-        first_token=5,
+        words=(5,),
     )
 
 

@@ -65,6 +65,24 @@ def test_every_replica_takes_part(server: Any) -> None:
     assert all(seconds > 0 for seconds in by_worker(busy, "prefill"))
 
 
+def test_requests_move_to_the_worker_that_has_fewer(server: Any) -> None:
+    """Wherever the short answers leave gaps; what is said stays the same."""
+    prompts = [f"{STORY} Part {index}:" for index in range(6)]
+    whole = server.crowd(prompts, max_tokens=160)
+    assert whole.join() == {"length": 6}
+    short = server.crowd(["The king said:"] * 6, max_tokens=2)
+    crowd = server.crowd(prompts, max_tokens=160)
+    assert short.join() == {"length": 6}
+
+    def running() -> list[float]:
+        return by_worker(server.metrics("triptych_workers_requests"), "decode")
+
+    server.wait_until(lambda: running() == [3, 3], timeout_s=60)
+    assert crowd.join() == {"length": 6}
+    assert crowd.texts == whole.texts
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
+
+
 def test_streams_go_on_when_workers_of_every_stage_are_killed(server: Any) -> None:
     """None ends, and each says what it says when nobody dies."""
     prompts = [f"{STORY} Part {index}:" for index in range(12)]

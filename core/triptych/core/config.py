@@ -328,12 +328,18 @@ class RouterConfig:
     prefill_batch_tokens: int = 2048
     """Prompt tokens that are sent to one prefill worker at once."""
 
+    rebalance_requests: int = 2
+    """Requests that a decode worker must have more than another one before one of them is moved
+    there while it is being answered; 0: none ever is."""
+
     record: str = ""
     """File to which every message to the router is written, prompts included, with what it
     decided, for ``triptych simulate replay``; empty: none."""
 
     def __post_init__(self) -> None:
         require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
+        gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
+        require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
         require(
             self.max_queued_requests >= 1,
             "router.max_queued_requests",

@@ -370,9 +370,35 @@ class Join:
     """Router to decode worker: continue this request from its pages."""
 
     request: Request
-    first_token: int
+    words: tuple[int, ...]
+    """Tokens of the answer so far, behind ``request.said``. The pages hold all but the last."""
     handle: KVHandle
     report: CompressionReport
+    former: str = ""
+    """Name of a decode worker that died while it held the pages; it is told when they are here."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.words) <= self.handle.tokens + 1:
+            raise ValueError(f"{len(self.words)} words behind {self.handle.tokens} tokens")
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspend:
+    """Router to decode worker: put these requests on offer for another one, as they are now."""
+
+    requests: tuple[str, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspended:
+    """Decode worker to router: whoever joins the request goes on with it; here it does not."""
+
+    request: str
+    words: tuple[int, ...]
+    """As those of ``Join``."""
+    handle: KVHandle
 
 
 @message

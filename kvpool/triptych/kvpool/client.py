@@ -247,8 +247,10 @@ class WorkerPool:
         left = self._calls.inherit(former)
         return self._open_journal(left.journal, left.journal_bytes).data[0]
 
-    def adopt(self, former: str, request: str, lease: LeaseId, ids: PageIds) -> Claim:
+    def adopt(self, former: str, request: str, lease: LeaseId | None, ids: PageIds) -> Claim:
         """Take over one request of a dead worker: exactly these of its pages.
+
+        None for ``lease``: whichever the pool has for it.
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """

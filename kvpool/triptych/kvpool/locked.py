@@ -94,7 +94,7 @@ class LockedPool:
             return Inheritance(journal=journal.id, journal_bytes=journal.page_bytes)
 
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
     ) -> Claim:
         with self._lock:
             return self._heard(worker).adopt(worker, former, label, lease, ids)

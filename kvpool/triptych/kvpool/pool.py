@@ -173,20 +173,22 @@ class Pool:
             self._bury(self._names[name], now)
 
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
     ) -> Claim:
         """Give one request of a dead worker to another one: ``ids`` under a lease of its own.
 
         The ids may come from that request's lease and from the dead worker's extent, on which
-        a growing request draws. What else is in the lease becomes free.
+        a growing request draws. What else is in the lease becomes free. None for ``lease`` is the
+        last one with that label: a worker that died while it put the request on offer cannot have
+        noted which one that was.
 
         Raises: StaleHandle if nothing of it is left; NotHeld, NotRegistered
         """
         mine = self._worker(worker)
         dead = self._dead.get(former)
-        left = dead.requests.get(lease) if dead else None
-        if dead is None or left is None or left.label != label:
-            raise StaleHandle(lease, f"worker {former!r} left nothing of {label!r}")
+        left = _left_by(dead, lease, label) if dead else None
+        if dead is None or left is None:
+            raise StaleHandle(lease or 0, f"worker {former!r} left nothing of {label!r}")
         self._require_distinct(mine, ids)
         held = {left.id: left, dead.extent.id: dead.extent}
         counts = _count_each(self._owner[ids])
@@ -539,6 +541,12 @@ def _count_each(owners: NDArray[np.int64]) -> list[tuple[int, int]]:
         return [(int(owners[0]), owners.size)]
     values, counts = np.unique(owners, return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _left_by(dead: _Worker, lease: LeaseId | None, label: str) -> _Lease | None:
+    """A request's lease; None: the last one."""
+    named = [one for one in dead.requests.values() if one.label == label]
+    return next((one for one in reversed(named) if lease in (None, one.id)), None)
 
 
 def _owner_line(lease: _Lease) -> OwnerLine:

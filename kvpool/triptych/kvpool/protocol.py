@@ -59,7 +59,7 @@ class PoolCalls(Protocol):
     def withdraw_all(self, worker: WorkerId) -> list[LeaseId]: ...
     def inherit(self, former: str) -> "Inheritance": ...
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
     ) -> Claim: ...
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
@@ -195,7 +195,7 @@ class AdoptRequest:
     worker: WorkerId
     former: str
     label: str
-    lease: LeaseId
+    lease: LeaseId | None
     pages: bytes
 
     def __post_init__(self) -> None:

@@ -97,7 +97,7 @@ class RemotePool:
         return self._ask(protocol.InheritFrom(former=former), protocol.Inheritance)
 
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId, ids: PageIds
+        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
     ) -> Claim:
         asked = protocol.AdoptRequest(
             worker=worker, former=former, label=label, lease=lease, pages=runs.pack(ids)

@@ -22,8 +22,10 @@ from triptych.core.messages import (
     Send,
     Stage,
     Submit,
+    Suspended,
 )
 from triptych.core.pages import PagePlan
+from triptych.router.balance import Balance
 from triptych.router.books import Books
 from triptych.router.dispatch import Dispatch
 from triptych.router.endings import Endings
@@ -95,6 +97,8 @@ class Coordinator:
         self._books = Books.open(capacity_bytes, patience.report_bound_s, schedule)
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
         self._dispatch = Dispatch(self._books, schedule, config, plan.prefix_bytes > 0)
+        is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
+        self._balance = Balance(self._books, 0 if is_fixed else config.rebalance_requests)
         self._loans = Loans(self._books, plan.prefix_bytes)
         self._ticked = 0.0
 
@@ -122,6 +126,7 @@ class Coordinator:
         self._endings.expel_formers()
         self._give_up(now)
         self._dispatch.adjust()
+        self._balance.run()
         return self._advance(now)
 
     def _advance(self, now: float) -> list[Send]:
@@ -145,6 +150,8 @@ class Coordinator:
                 self._fetched(message, sender)
             case Resumed():
                 self._resumed(message, sender)
+            case Suspended():
+                self._suspended(message, sender, now)
             case Finished():
                 self._finished(message, sender, now)
             case Report():
@@ -252,7 +259,7 @@ class Coordinator:
             return
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
-            entry.first_token, entry.handle = message.first_token, message.handle
+            entry.words, entry.handle = (message.first_token,), message.handle
             entry.token_s = message.token_s
             self._books.requests.move(entry, State.PREFILLED, now)
 
@@ -301,6 +308,14 @@ class Coordinator:
             entry.former = ""
         else:
             self._books.counters["stray_resumed"] += 1
+
+    def _suspended(self, message: Suspended, sender: str, now: float) -> None:
+        entry = self._expect(message.request, sender, State.DECODING, "stray_suspended")
+        if entry is not None:
+            self._books.counters["suspended"] += 1
+            entry.words, entry.handle = message.words, message.handle
+            entry.giver, entry.decode, entry.is_asked_back = "", "", False
+            self._books.requests.move(entry, State.COMPRESSED, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
         entry = self._books.requests.get(message.request)

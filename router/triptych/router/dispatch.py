@@ -115,7 +115,11 @@ class Dispatch:
         assert report is not None
         entry.giver, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
         join = Join(
-            request=entry.request, first_token=entry.first_token, handle=handle, report=report
+            request=entry.request,
+            words=entry.words,
+            handle=handle,
+            report=report,
+            former=entry.former,
         )
         self.books.outbox.post(entry.worker, join)
         self.books.requests.move(entry, State.DECODING, now)

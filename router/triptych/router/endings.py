@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from triptych.core.errors import StageLost, TriptychError
 from triptych.core.messages import POOL, Expel, Failed, Request, Send, failed
+from triptych.router.balance import can_move
 from triptych.router.books import Books
 from triptych.router.state import Entry, State
 
@@ -74,8 +75,11 @@ class Endings:
                     entry.owed[address] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
-            elif entry.worker == address and name and _can_go_on(entry):
+            elif entry.worker == address and name and can_move(entry):
                 self._orphan(entry, name, now)
+            elif entry.worker == address and name and _is_on_offer(entry):
+                entry.former, entry.worker = name, ""
+                self._survive(entry, address)
             elif entry.worker == address:
                 self.fail(entry, StageLost(entry.stage), now)
             else:
@@ -161,16 +165,6 @@ class Endings:
         self.books.ledger.release(entry.id)
 
 
-def _can_go_on(entry: Entry) -> bool:
-    """Whether another decode worker can take over just where this one died.
-
-    Not if it had taken over from somebody itself and had not said yet that it did: then nobody
-    knows whose the pages are. And what it said last may be lost on its way; that can be said
-    again, but for log probabilities.
-    """
-    return (
-        entry.state is State.DECODING
-        and not entry.former
-        and entry.report is not None
-        and entry.request.sampling.logprobs < 0
-    )
+def _is_on_offer(entry: Entry) -> bool:
+    """Whether a decode worker has put it on offer: the pool keeps that if the worker dies."""
+    return entry.state is State.COMPRESSED and entry.stage == "decode"

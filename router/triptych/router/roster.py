@@ -179,6 +179,16 @@ class Roster:
         """As ``placement.choose_decode`` in one arena: the one with most free slots."""
         return self._decode[arena].first()
 
+    def crowded(self, more: int) -> list[str]:
+        """Of each arena the fullest decode worker, if it has ``more`` requests than another one."""
+        at = defaultdict[str, list[tuple[int, str, str]]](list)
+        for address in self._fresh:
+            hello = self._workers[address]
+            if "decode" in hello.stages:
+                at[hello.arena].append((self._slots[address], hello.name, address))
+        ends = [(min(workers), max(workers)) for workers in at.values()]
+        return [fullest[2] for emptiest, fullest in ends if fullest[0] - emptiest[0] >= more]
+
     def decode(self, own: set[str], fits: Fits) -> str | None:
         """As ``placement.choose_decode``: most free bytes, then most free slots, that fits.
 

@@ -28,7 +28,8 @@ class State(StrEnum):
     ENCODING = "encoding"
     """The compressor was told."""
     COMPRESSED = "compressed"
-    """The compressor holds the finished pages; no decode worker was told."""
+    """The compressor holds the finished pages, or the decode worker that it was taken from does;
+    no decode worker was told."""
     DECODING = "decoding"
     """Sent to a decode worker, which may or may not have attached the pages yet."""
     ORPHANED = "orphaned"
@@ -63,7 +64,10 @@ class Entry:
     """The compressor's; the decode worker's, once it has fetched the pages from there."""
     final_arena: str = ""
     """The decode worker's."""
-    first_token: int = 0
+    words: tuple[int, ...] = ()
+    """Tokens of the answer that the next decode worker must know."""
+    is_asked_back: bool = False
+    """Whether its decode worker was told to put it on offer."""
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
     handle: KVHandle | None = None

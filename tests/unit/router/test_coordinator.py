@@ -192,7 +192,7 @@ def test_a_request_passes_the_three_stages() -> None:
         Send("C", Compress(items=(CompressItem(request="r", handle=raw),)))
     ]
     assert driver.planned("r") == [Send("C", Encode(requests=("r",), arena="arena"))]
-    join = Join(request=one, first_token=7, handle=handle("r", "final"), report=REPORT)
+    join = Join(request=one, words=(7,), handle=handle("r", "final"), report=REPORT)
     assert driver.compressed("r") == [Send("D", join)]
     assert driver.on(Finished(request="r", tokens=10), "D") == []
     assert driver.state() is None

@@ -43,6 +43,8 @@ from triptych.core.messages import (
     Send,
     Stage,
     Submit,
+    Suspend,
+    Suspended,
     failed,
 )
 from triptych.core.pages import PagePlan
@@ -119,7 +121,7 @@ class FakeWorld:
         self.unnoticed = list[str]()
         self.heard = list[tuple[str, Message]]()
         self.check_admissions = True
-        self.resumed = 0
+        self.resumed = self.suspended = 0
 
     # ---------------------------------------------------------------- the router's side
 
@@ -239,6 +241,9 @@ class FakeWorld:
                 self.join(worker, message)
             case Resume():
                 self.resume(worker, message)
+            case Suspend():
+                for name in message.requests:
+                    self.suspend(worker, name)
             case Cancel():
                 for name in message.requests:
                     self.cancel(worker, name)
@@ -308,16 +313,29 @@ class FakeWorld:
         except StaleHandle as error:
             self.refuse(worker, name, error, 1)
             return
-        held.decoding = message.request
+        held.decoding, held.written = message.request, len(message.words) - 1
         assert len(worker.running) <= SLOTS
+        if message.former:
+            worker.outbox.append(Resumed(request=name))
+
+    def suspend(self, worker: FakeWorker, name: str) -> None:
+        held = worker.held.get(name)
+        if held is None or held.decoding is None:
+            return
+        request, held.decoding = held.decoding, None
+        words = (7,) * (held.written + 1)
+        handle = KVHandle(self.offer(held), (), len(request.prompt) + held.written)
+        self.suspended += 1
+        worker.outbox.append(Suspended(request=name, words=words, handle=handle))
 
     def resume(self, worker: FakeWorker, message: Resume) -> None:
         name = message.request.id
         left = [dead for dead, _ in self.dead if dead.name == message.former and name in dead.held]
-        if not left or left[0].held[name].decoding is None:
+        if not left:
             self.refuse(worker, name, StageLost("decode"), 0)
             return
-        worker.held[name] = left[0].held.pop(name)
+        held = worker.held[name] = left[0].held.pop(name)
+        held.claim, held.decoding = None, message.request
         self.resumed += 1
         assert len(worker.running) <= SLOTS
         worker.outbox.append(Resumed(request=name))
@@ -487,6 +505,22 @@ class RouterMachine(RuleBasedStateMachine):
                 if worker.outbox:
                     self.world.tell(worker.outbox.popleft(), worker.address)
 
+    @rule(index=st.integers(0, 9), steps=st.integers(0, 40))
+    @precondition(lambda self: self.world.requests)
+    def take_back(self, index: int, steps: int) -> None:
+        """Have a running request suspended, whether or not that makes anything more even."""
+        for _ in range(steps):
+            for worker in list(self.world.workers.values()):
+                self.world.step(worker)
+                if worker.outbox:
+                    self.world.tell(worker.outbox.popleft(), worker.address)
+        running = [
+            (worker, name) for worker in self.world.workers.values() for name in worker.running
+        ]
+        if running:
+            worker, name = running[index % len(running)]
+            worker.inbox.append(Suspend(requests=(name,)))
+
     @rule(index=st.integers(0, 9))
     def restart(self, index: int) -> None:
         missing = [address for address in self.addresses if address not in self.world.workers]
@@ -509,7 +543,7 @@ class RouterMachine(RuleBasedStateMachine):
     def repeat(self, index: int) -> None:
         """A message of a stage comes a second time."""
         sender, message = self.world.heard[index % len(self.world.heard)]
-        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Finished):
+        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Suspended | Finished):
             self.world.deliver(self.world.router.on(message, sender, self.world.now))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 3.0, 5.0]))

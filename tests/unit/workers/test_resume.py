@@ -33,11 +33,13 @@ from triptych.core.messages import (
     Resumed,
     Sampling,
     Send,
+    Suspend,
+    Suspended,
     Tokens,
 )
 from triptych.core.pages import PagePlan
 from triptych.core.schema import build
-from triptych.kvpool import LocalPool
+from triptych.kvpool import LocalPool, runs
 from triptych.workers import decode, journal, rows, selection, window
 from triptych.workers.build import load_brain, make_engines
 from triptych.workers.decode import DecodeEngine
@@ -135,7 +137,7 @@ class Stages:
         arena = self.pool.arena.id
         done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)
         return Join(
-            request=request, first_token=read.first_token, handle=done.handle, report=done.report
+            request=request, words=(read.first_token,), handle=done.handle, report=done.report
         )
 
     @staticmethod
@@ -154,6 +156,7 @@ class Client:
     texts: dict[str, dict[int, str]] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     resumed: set[str] = field(default_factory=set)
+    suspended: list[Suspended] = field(default_factory=list)
 
     def hear(self, sends: Iterable[Send]) -> None:
         for send in sends:
@@ -165,6 +168,8 @@ class Client:
                     self.finished.add(name)
                 case Resumed(request=name):
                     self.resumed.add(name)
+                case Suspended() as offer:
+                    self.suspended.append(offer)
                 case other:
                     raise AssertionError(other)
 
@@ -373,6 +378,113 @@ def test_one_heir_may_inherit_from_several_and_die_itself(
     for name in [f"decode-{index}" for index in range(stages.decoders + 1)]:
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
+
+
+def test_a_request_moves_between_living_workers_and_no_token_changes(
+    stages: Stages, whole: dict[str, list[int]]
+) -> None:
+    """After every few steps each goes to the other worker; one of them is the first's own again."""
+    luck = random.Random(3)
+    client, both = Client(), [stages.decoder() for _ in range(2)]
+    for request in requests():
+        client.hear(both[0][1].accept(stages.join(request)) or ())
+    moves = 0
+    while any(engine.has_work() for _, engine in both):
+        for _, engine in both:
+            for _ in range(luck.randrange(4)):
+                client.hear(engine.step())
+            client.hear(engine.accept(Suspend(requests=tuple(engine.requests()))) or ())
+            assert not engine.has_work()
+        for offer in client.suspended:
+            _, engine = luck.choice(both)
+            client.hear(engine.accept(joining(offer)) or ())
+            moves += 1
+        client.suspended.clear()
+    assert moves > 20
+    assert client.finished == set(whole)
+    assert {name: client.answer(name) for name in whole} == whole
+    for name, _ in both:
+        assert stages.pool.expel(name)
+    assert stages.pool.check() == []
+    assert stages.pool.stat().held_pages == 0
+
+
+def joining(offer: Suspended, former: str = "") -> Join:
+    [request] = [one for one in requests() if one.id == offer.request]
+    return Join(
+        request=request, words=offer.words, handle=offer.handle, report=REPORT, former=former
+    )
+
+
+def test_a_suspended_request_holds_nothing_but_its_pages(stages: Stages) -> None:
+    [request, _] = requests()
+    name, engine = stages.decoder()
+    engine.accept(stages.join(request))
+    for _ in range(25):
+        engine.step()
+    client = Client()
+    client.hear(engine.accept(Suspend(requests=(request.id, "unknown"))) or ())
+    [offer] = client.suspended
+    pages = sum(
+        len(runs.unpack(run.pages, stages.pool.capacity_pages)) for run in offer.handle.runs
+    )
+    assert stages.pool.stat().by_request == {request.id: pages}
+    assert engine.requests() == []
+    engine.cancel([request.id])
+    assert stages.pool.stat().by_request == {}
+    stages.pool.expel(name)
+    assert stages.pool.stat().held_pages == 0
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_what_is_on_offer_outlives_the_worker_that_offered_it(
+    stages: Stages, whole: dict[str, list[int]], *, is_heard: bool
+) -> None:
+    """Whether the router heard of the offer, or only of the death."""
+    client = Client()
+    former, engine = stages.decoder()
+    for request in requests():
+        client.hear(engine.accept(stages.join(request)) or ())
+    for _ in range(11):
+        client.hear(engine.step())
+    client.hear(engine.accept(Suspend(requests=("r0", "r1"))) or ())
+    name, heir = stages.decoder()
+    if is_heard:
+        stages.pool.inherit(former)  # a fence: it is dead from here on
+        for offer in client.suspended:
+            client.hear(heir.accept(joining(offer, former)) or ())
+    else:
+        for request in requests():
+            client.hear(heir.accept(resume(request, former)) or ())
+    run(heir, client)
+    assert client.resumed == client.finished == set(whole)
+    assert {name: client.answer(name) for name in whole} == whole
+    for one in (former, name):
+        assert stages.pool.expel(one)
+    assert stages.pool.stat().held_pages == 0
+
+
+@pytest.mark.parametrize("call", ["offer", "handoff", "setdiff1d"])
+def test_a_death_on_the_way_to_an_offer_loses_nothing(
+    stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Before the journal says so, before the pool has the lease, and right after that."""
+    client = Client()
+    former, engine = stages.decoder()
+    for request in requests():
+        client.hear(engine.accept(stages.join(request)) or ())
+    for _ in range(7):
+        client.hear(engine.step())
+
+    def die(*_: object, **__: object) -> None:
+        raise Crash
+
+    owner = {"offer": Journal, "handoff": type(engine.pool), "setdiff1d": np}[call]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, die)
+        with pytest.raises(Crash):
+            engine.accept(Suspend(requests=("r0", "r1")))
+    go_on(stages, whole, client, former, f"died in {call}")
 
 
 def refusals(sends: Iterable[Send] | None) -> list[tuple[str | None, bool]]:

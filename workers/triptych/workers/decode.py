@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.core.config import SelectionConfig
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import Claim
 from triptych.core.messages import (
     ROUTER,
     Finished,
@@ -24,12 +24,14 @@ from triptych.core.messages import (
     Resumed,
     Send,
     Stage,
+    Suspend,
+    Suspended,
 )
 from triptych.core.pages import PagePlan
 from triptych.kernels import decode_attention, score_tokens, store_tokens
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
-from triptych.workers.handles import unpack_run
+from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import Journal
 from triptych.workers.models import ModelRunner
 from triptych.workers.rows import SectionTable
@@ -101,6 +103,9 @@ class DecodeEngine:
                 return self._accept_join(message)
             case Resume():
                 return self._accept_resume(message)
+            case Suspend():
+                running = [self._running.get(name) for name in message.requests]
+                return [self._suspend(one) for one in running if one is not None]
             case _:
                 return None
 
@@ -185,13 +190,31 @@ class DecodeEngine:
         ids = np.concatenate([ids for _, _, ids in unpacked])
         (claim,) = self.pool.attach([(message.handle.claim, ids)])
         slot = self._free_slots.popleft()
+        for table in self._tables:
+            table.clear(slot)
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
-        journal, read = self._journal, message.handle.tokens
-        raw_tokens = int(self._raw.tokens[0, slot, 0])
-        journal.join(slot, message.request.id, claim.lease, read, raw_tokens)
-        journal.say(slot, message.first_token)
-        return self._start(answer, slot, claim)
+        name, stored = message.request.id, message.handle.tokens
+        self._journal.join(slot, name, claim.lease, message.words, stored)
+        resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
+        return [*resumed, *self._start(answer, slot, claim)]
+
+    def _suspend(self, one: Running) -> Send:
+        """Put a request on offer as it is between two steps: its pages, and what it said.
+
+        Until it is joined somewhere the pages are this worker's. If it dies before the router
+        has heard of it, its heir goes by the journal, as ever.
+        """
+        journal = self._journal
+        runs = [(table.layout.format.name, *table.read(one.slot)) for table in self._tables]
+        held = np.concatenate([pages for _, _, pages in runs])
+        journal.offer(one.slot)
+        (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease])
+        handle = make_handle(claim, runs, one.position)
+        words = tuple(journal.words(one.slot))
+        one.grown = np.setdiff1d(np.array(one.grown, np.int32), held).tolist()
+        self._free(one)
+        return Send(ROUTER, Suspended(request=one.id, words=words, handle=handle))
 
     def _resume(self, message: Resume) -> list[Send]:
         """Go on from what a dead worker left in its journal and in the pool."""
@@ -206,10 +229,9 @@ class DecodeEngine:
             return [resumed, *words, finished(answer)]
         if not self._free_slots:
             raise MessageError(f"no free slot: all {self.max_requests} are taken")
-        lease = LeaseId(int(left.lease[at]))
         begun = left.begun_pages(at)
         held = np.concatenate([left.pages(at), begun])
-        claim = self.pool.adopt(message.former, name, lease, held)
+        claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
         window = self._window_of(left)
         emptied = window.finish(at) if window else np.empty(0, np.int32)
         # The first spare pages are the next ones that the rows get, in this order.
@@ -260,11 +282,12 @@ class DecodeEngine:
         On cancel the lease is withdrawn by the request's name, and where stages share a
         process another one may have done that already.
         """
-        del self._running[one.id]
         self._journal.leave(one.slot)
+        self._free(one)
+
+    def _free(self, one: Running) -> None:
+        del self._running[one.id]
         self.pool.give(np.array(one.grown, np.int32))
-        for table in self._tables:
-            table.clear(one.slot)
         if self._selector is not None:
             self._selector.leave(one.slot)
         self._free_slots.append(one.slot)

@@ -11,7 +11,7 @@ integer: ``said`` for a step, ``phase`` for a retirement. Everything before that
 again with the same result.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Self
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import StaleHandle
+from triptych.core.handles import LeaseId
 from triptych.core.pages import PagePlan
 from triptych.workers.rows import SectionTable
 
@@ -36,6 +37,8 @@ Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 
 ENDED = -1
 """Stands for the lease of a request that has none any more, as its answer is complete."""
+OFFERED = -2
+"""Stands for whatever lease the request has in the pool: the one before, or that on offer."""
 
 
 def journal_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
@@ -117,17 +120,28 @@ class Journal:
 
     # ---------------------------------------------------------------- writing
 
-    def join(self, slot: int, request: str, lease: int, read: int, raw_tokens: int) -> None:
-        """Write a request down, whose tables are filled; it has no token yet."""
-        self.read[slot], self.said[slot] = read, 0
+    def join(
+        self, slot: int, request: str, lease: int, words: Sequence[int], stored_tokens: int
+    ) -> None:
+        """Write a request down, whose tables are filled.
+
+        ``stored_tokens`` counts the whole sequence, all but the last of the words.
+        """
+        self.said[slot] = len(words)
+        self.tokens[slot, : len(words)] = words
+        self.read[slot] = stored_tokens + 1 - len(words)
         self.scored[slot] = self.retirements.phase[slot] = 0
-        self.retirements.retired[slot] = read - raw_tokens
+        self.retirements.retired[slot] = stored_tokens - int(self.tables[0].tokens[0, slot, 0])
         self.enter(slot, request, lease)
 
     def enter(self, slot: int, request: str, lease: int) -> None:
-        """Put the name on a slot in which everything is written: from now on it counts."""
+        """Put the name on a slot in which everything is written: from now on it counts.
+
+        It is struck out wherever this worker had the same request before.
+        """
         self.lease[slot] = lease
         name = request.encode()
+        self.request[self.request == name] = b""
         self.request[slot] = name if len(name) <= ID_BYTES else b""
 
     def say(self, slot: int, token: int) -> None:
@@ -143,6 +157,13 @@ class Journal:
         """
         self.lease[slot] = ENDED
 
+    def offer(self, slot: int) -> None:
+        """Note that the pages of a request are on their way into a lease for whoever joins it next.
+
+        What is written of it stays, as with ``end``.
+        """
+        self.lease[slot] = OFFERED
+
     def leave(self, slot: int) -> None:
         """Strike a request out, unless its answer is complete."""
         if not self.is_ended(slot):
@@ -153,6 +174,11 @@ class Journal:
     def is_ended(self, slot: int) -> bool:
         """Whether the answer of a slot's request is complete."""
         return int(self.lease[slot]) == ENDED
+
+    def lease_of(self, slot: int) -> LeaseId | None:
+        """The lease of a slot's pages; None: the one that the pool has for the request."""
+        lease = int(self.lease[slot])
+        return None if lease == OFFERED else LeaseId(lease)
 
     def words(self, slot: int) -> list[int]:
         """Tokens of the answer so far."""

@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Report,
     Resume,
     Send,
+    Suspend,
 )
 from triptych.workers.cores import Cores
 from triptych.workers.stage import Engine, refuse
@@ -40,13 +41,13 @@ CANCEL_ALL = Cancel(requests=())
 
 
 def requests_of(message: Message) -> list[str]:
-    """Ids of the requests that a message from the router puts into a stage's hands."""
+    """Ids of the requests that a message from the router asks a stage to work on."""
     match message:
         case Prefill(requests=requests):
             return [request.id for request in requests]
         case Compress(items=items):
             return [item.request for item in items]
-        case Encode(requests=names):
+        case Encode(requests=names) | Suspend(requests=names):
             return list(names)
         case Join(request=request) | Resume(request=request):
             return [request.id]

@@ -73,6 +73,13 @@ class SectionTable:
         self.pages[:, slot][used.reshape(layers, kv_heads, width)] = ids
         self.tokens[:, slot] = tokens.reshape(layers, kv_heads)
 
+    def read(self, slot: int) -> tuple[Ids, Ids]:
+        """What ``fill`` would set: tokens [head rows], and page ids in row order."""
+        tokens = self.tokens[:, slot]
+        counts = -(-tokens // np.int32(self.layout.tokens))
+        used: Mask = np.arange(self.width) < counts[..., None]
+        return tokens.ravel(), self.pages[:, slot][used]
+
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
 

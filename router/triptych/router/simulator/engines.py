@@ -26,6 +26,8 @@ from triptych.core.messages import (
     Request,
     Send,
     Stage,
+    Suspend,
+    Suspended,
 )
 from triptych.router.simulator.costs import Costs
 from triptych.router.simulator.setup import Cluster
@@ -191,18 +193,21 @@ class DecodeSimulation:
         """Tokens that a step attends to."""
         self._steps = 0
         self._joined = list[str]()
-        self._ends = defaultdict[int, list[tuple[str, int]]](list)
+        self._ends = defaultdict[int, list[tuple[Request, int]]](list)
         """Requests, and tokens stored by then, that end with a step."""
 
     def accept(self, message: Message) -> Work | None:
+        if isinstance(message, Suspend):
+            return Work(0.0, self._suspend(message.requests))
         if not isinstance(message, Join):
             return None
         request, tokens = message.request, message.handle.tokens
-        left = request.sampling.max_tokens - 1
-        self._ends[self._steps + left].append((request.id, tokens + left))
+        left = request.sampling.max_tokens - len(message.words)
+        self._ends[self._steps + left].append((request, tokens + left))
         self._running += 1
         self._stored += tokens
-        self._joined.append(request.id)
+        if len(message.words) == 1:
+            self._joined.append(request.id)
         if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
             return Work(0.0, [Send(ROUTER, Fetched(request=request.id))])
         return Work(0.0)
@@ -218,12 +223,33 @@ class DecodeSimulation:
         self._stored += count
         ended = self._ends.pop(self._steps, ())
         sends = list[Send]()
-        for name, stored in ended:
+        for request, stored in ended:
             self._running -= 1
             self._stored -= stored
-            sends.append(Send(ROUTER, Finished(request=name, tokens=0)))
-        last, joined, self._joined = tuple(name for name, _ in ended), tuple(self._joined), []
+            sends.append(Send(ROUTER, Finished(request=request.id, tokens=0)))
+        last = tuple(request.id for request, _ in ended)
+        joined, self._joined = tuple(self._joined), []
         return Work(seconds, sends, Wrote(count, (), last, joined, self._running > 0))
+
+    def _suspend(self, names: tuple[str, ...]) -> list[Send]:
+        """Put those of the requests that still run on offer."""
+        found = [
+            (step, request, stored)
+            for step, ending in self._ends.items()
+            for request, stored in ending
+            if request.id in names
+        ]
+        sends = list[Send]()
+        for step, request, stored_then in found:
+            self._ends[step].remove((request, stored_then))
+            left = step - self._steps
+            stored = stored_then - left
+            self._running -= 1
+            self._stored -= stored
+            words = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
+            handle = claim(request.id, stored)
+            sends.append(Send(ROUTER, Suspended(request=request.id, words=words, handle=handle)))
+        return sends
 
 
 ENGINES = {

@@ -412,12 +412,12 @@ class Fetched:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Router to decode worker: take over this request from a dead one."""
+    """Router to decode worker: take over a request from a dead one, as that one left it."""
 
-    request: Request
     former: str
     """Name of the worker that died."""
-    report: CompressionReport
+    join: Join
+    """What the dead one was told; if it had not come to that, its heir does it."""
 
 
 @message

@@ -1,7 +1,7 @@
 """Moves requests on to their next stage, whenever something has changed."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triptych.core.config import RouterConfig
 from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
@@ -65,10 +65,8 @@ class Dispatch:
                 self._resume(entry, address, now)
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
-        assert entry.report is not None
         entry.worker, entry.decode, entry.stage = address, address, "decode"
-        resume = Resume(request=entry.request, former=entry.former, report=entry.report)
-        self.books.outbox.post(address, resume)
+        self.books.outbox.post(address, Resume(former=entry.former, join=join_of(entry)))
         self.books.requests.move(entry, State.DECODING, now)
 
     def _running(self) -> Counter[str]:
@@ -110,18 +108,8 @@ class Dispatch:
         ]
 
     def _join(self, entry: Entry, now: float) -> None:
-        handle, report = entry.handle, entry.report
-        assert handle is not None
-        assert report is not None
         entry.giver, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
-        join = Join(
-            request=entry.request,
-            words=entry.words,
-            handle=handle,
-            report=report,
-            former=entry.former,
-        )
-        self.books.outbox.post(entry.worker, join)
+        self.books.outbox.post(entry.worker, replace(join_of(entry), former=entry.former))
         self.books.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- planned -> encoding
@@ -350,3 +338,10 @@ class Dispatch:
             return self.books.ledger.fits(entry.id, lines)
 
         return self.books.roster.final_arena({raw_arena, work_arena}, fits)
+
+
+def join_of(entry: Entry) -> Join:
+    """What a decode worker must know to go on with a request whose pages are finished."""
+    assert entry.handle is not None
+    assert entry.report is not None
+    return Join(request=entry.request, words=entry.words, handle=entry.handle, report=entry.report)

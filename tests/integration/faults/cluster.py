@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
+import random
 import signal
 import threading
 from collections import Counter
@@ -27,7 +28,7 @@ from tests.tiny import DIFFKV
 from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolError
-from triptych.core.messages import Failed, Request
+from triptych.core.messages import Failed, Request, Send, Suspend
 from triptych.deployments import rundir
 from triptych.deployments.app import make_plan
 from triptych.deployments.ingress import RouterEngine
@@ -35,6 +36,9 @@ from triptych.deployments.plan import AppPlan
 from triptych.deployments.router import RouterShell
 from triptych.deployments.worker import WorkerShell
 from triptych.kvpool import Ledger, PoolServer, PrefixSettings
+from triptych.router import Coordinator
+from triptych.router.balance import can_move
+from triptych.router.state import State
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
 WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", "heir")}
@@ -42,6 +46,8 @@ ABSENT = -1
 LOOK_EVERY_S = 0.02
 PATIENCE_S = 60.0
 
+MOVES_A_FRAME = 0.3
+"""Requests that are moved with each frame that reaches the router."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
@@ -237,8 +243,29 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
     place.leave()
 
 
+def move_at_random() -> None:
+    """Have running requests moved all the time; to be even, some would move now and then."""
+    luck, advance = random.Random(0), Coordinator._advance
+
+    def restless(self: Coordinator, now: float) -> list[Send]:
+        books = self._books
+        still = [
+            entry
+            for entry in books.requests.in_state(State.DECODING)
+            if can_move(entry) and not entry.is_asked_back
+        ]
+        if still and luck.random() < MOVES_A_FRAME:
+            entry = luck.choice(still)
+            entry.is_asked_back = True
+            books.outbox.post(entry.worker, Suspend(requests=(entry.id,)))
+        return advance(self, now)
+
+    Coordinator._advance = restless
+
+
 async def be_router(plan: AppPlan, taken: Any, index: int) -> None:
     stop = told_to_stop()
+    move_at_random()
     shell = RouterShell.__new__(RouterShell)
     await shell.__init__(plan)
     taken[index] = 0

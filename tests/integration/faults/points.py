@@ -50,6 +50,8 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "lower": (Window, "_lower"),
         "move up": (Window, "_enter"),
         "close a retirement": (Window, "_close"),
+        "note an offer": (Journal, "offer"),
+        "put on offer": (RemotePool, "handoff"),
         "release": (RemotePool, "release"),
         "leave the journal": (Journal, "leave"),
         "tell": (WorkerShell, "_deliver"),
@@ -66,6 +68,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "prefilled": (Coordinator, "_prefilled"),
         "planned": (Coordinator, "_planned"),
         "compressed": (Coordinator, "_compressed"),
+        "suspended": (Coordinator, "_suspended"),
         "finished": (Coordinator, "_finished"),
     },
     "pool": {

@@ -141,7 +141,7 @@ def test_a_worker_that_dies_before_its_offer_is_heard_leaves_an_orphan() -> None
     driver.tick(0.5)
     sends = driver.router.lost("D", driver.now)
     resumes = [send.message for send in sends if isinstance(send.message, Resume)]
-    assert [(resume.request.id, resume.former) for resume in resumes] == [
+    assert [(resume.join.request.id, resume.former) for resume in resumes] == [
         ("one", "D#1"),
         ("two", "D#1"),
     ]

@@ -538,7 +538,8 @@ def test_the_death_of_a_worker_may_overtake_the_end_of_an_answer() -> None:
 
 
 def resume(former: str = "D#1") -> Resume:
-    return Resume(request=request(), former=former, report=REPORT)
+    join = Join(request=request(), words=(7,), handle=handle("r", "final"), report=REPORT)
+    return Resume(former=former, join=join)
 
 
 def expel(worker: str = "D#1") -> Send:

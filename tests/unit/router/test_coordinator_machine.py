@@ -329,13 +329,18 @@ class FakeWorld:
         worker.outbox.append(Suspended(request=name, words=words, handle=handle))
 
     def resume(self, worker: FakeWorker, message: Resume) -> None:
-        name = message.request.id
+        name = message.join.request.id
         left = [dead for dead, _ in self.dead if dead.name == message.former and name in dead.held]
-        if not left:
+        try:
+            held = (
+                worker.held.setdefault(name, left[0].held.pop(name))
+                if left
+                else self.attach(message.join.handle.claim, name, worker)
+            )
+        except StaleHandle:
             self.refuse(worker, name, StageLost("decode"), 0)
             return
-        held = worker.held[name] = left[0].held.pop(name)
-        held.claim, held.decoding = None, message.request
+        held.claim, held.decoding = None, message.join.request
         self.resumed += 1
         assert len(worker.running) <= SLOTS
         worker.outbox.append(Resumed(request=name))

@@ -45,6 +45,7 @@ from triptych.workers.build import load_brain, make_engines
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.journal import Journal, journal_bytes
 from triptych.workers.models import describe
+from triptych.workers.rows import SectionTable
 
 SLOTS, CONTEXT, ANSWER = 3, 256, 40
 REPORT = CompressionReport(policy="any", raw_bytes=1, stored_bytes=1)
@@ -100,6 +101,8 @@ class Stages:
     plan: PagePlan
     engines: dict[str, Any]
     decoders: int = 0
+    joins: dict[str, Join] = field(default_factory=dict)
+    """The last one of each request."""
 
     @classmethod
     def of(cls, model: Path, policy: str) -> "Stages":
@@ -136,9 +139,14 @@ class Stages:
         self._until(compress, Compress(items=(item,)), Planned)
         arena = self.pool.arena.id
         done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)
-        return Join(
+        join = self.joins[request.id] = Join(
             request=request, words=(read.first_token,), handle=done.handle, report=done.report
         )
+        return join
+
+    def resume(self, request: Request, former: str) -> Resume:
+        """What the router sends to the heir of a dead worker."""
+        return Resume(former=former, join=self.joins[request.id])
 
     @staticmethod
     def _until(engine: Any, message: Any, kind: type) -> Any:
@@ -285,7 +293,7 @@ def go_on(
 ) -> None:
     heir_name, heir = stages.decoder()
     for request in requests():
-        client.hear(heir.accept(resume(request, former)) or ())
+        client.hear(heir.accept(stages.resume(request, former)) or ())
     run(heir, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole, how
@@ -293,10 +301,6 @@ def go_on(
     assert stages.pool.expel(heir_name)
     assert stages.pool.check() == []
     assert stages.pool.stat().held_pages == 0
-
-
-def resume(request: Request, former: str) -> Resume:
-    return Resume(request=request, former=former, report=REPORT)
 
 
 def test_the_next_worker_goes_on_wherever_the_first_one_died(
@@ -365,14 +369,14 @@ def test_one_heir_may_inherit_from_several_and_die_itself(
     for _ in range(2):
         heir_name, heir = stages.decoder()
         for request, former in zip(requests(), names, strict=True):
-            client.hear(heir.accept(resume(request, former)) or ())
+            client.hear(heir.accept(stages.resume(request, former)) or ())
         names = [heir_name] * len(names)
         with crash_after(lines if heir_name != "last" else 10**9), contextlib.suppress(Crash):
             run(heir, client)
     heir_name, heir = stages.decoder()
     for request, former in zip(requests(), names, strict=True):
         if request.id not in client.finished:
-            client.hear(heir.accept(resume(request, former)) or ())
+            client.hear(heir.accept(stages.resume(request, former)) or ())
     run(heir, client)
     assert {name: client.answer(name) for name in whole} == whole
     for name in [f"decode-{index}" for index in range(stages.decoders + 1)]:
@@ -455,13 +459,42 @@ def test_what_is_on_offer_outlives_the_worker_that_offered_it(
             client.hear(heir.accept(joining(offer, former)) or ())
     else:
         for request in requests():
-            client.hear(heir.accept(resume(request, former)) or ())
+            client.hear(heir.accept(stages.resume(request, former)) or ())
     run(heir, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole
     for one in (former, name):
         assert stages.pool.expel(one)
     assert stages.pool.stat().held_pages == 0
+
+
+@pytest.mark.parametrize("call", ["nothing", "start", "attach", "clear", "fill", "join", "enter"])
+def test_a_death_on_the_way_into_the_batch_costs_nothing(
+    stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Before the worker has looked at what it was told, or before its journal has it."""
+    client = Client()
+    first, [moved, new] = stages.decoder(), requests()
+    client.hear(first[1].accept(stages.join(moved)) or ())
+    for _ in range(9):
+        client.hear(first[1].step())
+    former, engine = stages.decoder()
+    client.hear(first[1].accept(Suspend(requests=("r0",))) or ())
+    joins = [joining(client.suspended.pop()), stages.join(new)]
+    stages.joins["r0"] = joins[0]
+
+    def die(*_: object, **__: object) -> None:
+        raise Crash
+
+    owners = {"attach": type(engine.pool), "fill": SectionTable, "clear": SectionTable}
+    owners |= {"join": Journal, "enter": Journal, "start": type(engine.answers)}
+    for join in joins if call != "nothing" else ():
+        with monkeypatch.context() as patch:
+            patch.setattr(owners[call], call, die)
+            with pytest.raises(Crash):
+                engine.accept(join)
+    go_on(stages, whole, client, former, f"died in {call}")
+    stages.pool.expel(first[0])
 
 
 @pytest.mark.parametrize("call", ["offer", "handoff", "setdiff1d"])
@@ -501,12 +534,12 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
     former, engine = stages.decoder()
     heir_name, heir = stages.decoder()
     engine.accept(stages.join(request))
-    assert refusals(heir.accept(resume(request, "nobody"))) == NO_MORE
-    assert refusals(heir.accept(resume(other, former))) == NO_MORE
-    assert refusals(heir.accept(resume(request, former))) == []
-    assert refusals(heir.accept(resume(request, former))) == []  # it is here already
+    assert refusals(heir.accept(stages.resume(request, "nobody"))) == NO_MORE
+    assert refusals(heir.accept(stages.resume(other, former))) == NO_MORE
+    assert refusals(heir.accept(stages.resume(request, former))) == []
+    assert refusals(heir.accept(stages.resume(request, former))) == []  # it is here already
     _, late = stages.decoder()
-    assert refusals(late.accept(resume(request, former))) == NO_MORE
+    assert refusals(late.accept(stages.resume(request, former))) == NO_MORE
     run(heir, Client())
     for name in (former, heir_name):
         stages.pool.expel(name)
@@ -524,7 +557,6 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
         ("lease", 10**12),
         ("lease", 0),
         ("lease", journal.ENDED),
-        ("request", b"r1"),
     ],
 )
 def test_a_journal_that_makes_no_sense_is_not_believed(
@@ -536,7 +568,7 @@ def test_a_journal_that_makes_no_sense_is_not_believed(
     heir_name, heir = stages.decoder()
     written = engine._journal
     getattr(written, field_name)[written.find(request.id)] = value
-    assert refusals(heir.accept(resume(request, former))) == NO_MORE
+    assert refusals(heir.accept(stages.resume(request, former))) == NO_MORE
     assert stages.pool.check() == []
     for name in (former, heir_name):
         stages.pool.expel(name)
@@ -553,7 +585,7 @@ def test_page_ids_and_counts_of_a_journal_are_checked(stages: Stages) -> None:
         table = rng.choice(engine._journal.tables)
         target = table.pages if rng.random() < 0.5 else table.tokens
         target[...] = rng.integers(-(2**31), 2**31, target.shape, dtype=np.int32)
-        refused = refusals(heir.accept(resume(request, former)))
+        refused = refusals(heir.accept(stages.resume(request, former)))
         assert refused in (NO_MORE, [])  # raw counts are not believed anyway
         assert stages.pool.check() == []
         for name in (former, heir_name):

@@ -119,7 +119,7 @@ class DecodeEngine:
             return [refuse(message.request.id, error, tokens=1)]
 
     def _accept_resume(self, message: Resume) -> list[Send]:
-        name = message.request.id
+        name = message.join.request.id
         if name in self._running:
             return [Send(ROUTER, Resumed(request=name))]
         try:
@@ -175,9 +175,9 @@ class DecodeEngine:
 
     # ---------------------------------------------------------------- join and leave
 
-    def _join(self, message: Join) -> list[Send]:
-        if not self._free_slots:
-            raise MessageError(f"no free slot: all {self.max_requests} are taken")
+    def _join(self, message: Join, former: str = "") -> list[Send]:
+        """Go on from the pages of a handle; ``former`` may have them, and did nothing with them."""
+        self._require_slot()
         rows = self.plan.geometry.head_rows
         tables = {table.layout.format.name: table for table in self._tables}
         unpacked = list[tuple[SectionTable, Ids, Ids]]()
@@ -188,7 +188,8 @@ class DecodeEngine:
             unpacked.append((table, *unpack_run(run, table.layout, rows, self.pool.capacity_pages)))
         answer = self._answer(message)
         ids = np.concatenate([ids for _, _, ids in unpacked])
-        (claim,) = self.pool.attach([(message.handle.claim, ids)])
+        self._journal.forget(message.request.id)
+        claim = self._obtain(message, ids, former)
         slot = self._free_slots.popleft()
         for table in self._tables:
             table.clear(slot)
@@ -198,6 +199,18 @@ class DecodeEngine:
         self._journal.join(slot, name, claim.lease, message.words, stored)
         resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
         return [*resumed, *self._start(answer, slot, claim)]
+
+    def _obtain(self, message: Join, ids: Ids, former: str) -> Claim:
+        try:
+            return self.pool.attach([(message.handle.claim, ids)])[0]
+        except StaleHandle:
+            if not former:
+                raise
+            return self.pool.adopt(former, message.request.id, None, ids)
+
+    def _require_slot(self) -> None:
+        if not self._free_slots:
+            raise MessageError(f"no free slot: all {self.max_requests} are taken")
 
     def _suspend(self, one: Running) -> Send:
         """Put a request on offer as it is between two steps: its pages, and what it said.
@@ -217,20 +230,34 @@ class DecodeEngine:
         return Send(ROUTER, Suspended(request=one.id, words=words, handle=handle))
 
     def _resume(self, message: Resume) -> list[Send]:
-        """Go on from what a dead worker left in its journal and in the pool."""
-        name, journal, answer = message.request.id, self._journal, self._answer(message)
-        left = journal.beside(self.pool.inherit(message.former))
-        at = left.find(name)
-        resumed = Send(ROUTER, Resumed(request=name))
+        """Go on from what a dead worker left in its journal and in the pool.
+
+        It may have died before it took the request over, even if its journal has it: it may have
+        had the same request once before.
+        """
+        join = message.join
+        left = self._journal.beside(self.pool.inherit(message.former))
+        at = left.find(join.request.id)
+        resumed = Send(ROUTER, Resumed(request=join.request.id))
+        if at is None:
+            return [resumed, *self._join(join, message.former)]
+        try:
+            return [resumed, *self._take_over(message, left, at)]
+        except StaleHandle:
+            return [resumed, *self._join(join)]
+
+    def _take_over(self, message: Resume, left: Journal, at: int) -> list[Send]:
+        """Go on from a slot of a dead worker's journal."""
+        name, journal, answer = message.join.request.id, self._journal, self._answer(message.join)
         if left.is_ended(at):
             words = self._repeat(answer, left.words(at))
             if answer.finish is None:
-                raise StaleHandle(0, f"what is written of {name!r} has no end")
-            return [resumed, *words, finished(answer)]
-        if not self._free_slots:
-            raise MessageError(f"no free slot: all {self.max_requests} are taken")
+                raise MessageError(f"what is written of {name!r} has no end")
+            return [*words, finished(answer)]
+        self._require_slot()
         begun = left.begun_pages(at)
         held = np.concatenate([left.pages(at), begun])
+        journal.forget(name)
         claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
         window = self._window_of(left)
         emptied = window.finish(at) if window else np.empty(0, np.int32)
@@ -241,9 +268,9 @@ class DecodeEngine:
         slot = self._free_slots.popleft()
         journal.copy(left, at, slot)
         journal.enter(slot, name, claim.lease)
-        return [resumed, *self._start(answer, slot, claim, spare)]
+        return self._start(answer, slot, claim, spare)
 
-    def _answer(self, message: Join | Resume) -> Answer:
+    def _answer(self, message: Join) -> Answer:
         answer = self.answers.start(message.request)
         answer.report = message.report
         return answer

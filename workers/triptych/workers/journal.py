@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import StaleHandle
+from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseId
 from triptych.core.pages import PagePlan
 from triptych.workers.rows import SectionTable
@@ -135,14 +135,14 @@ class Journal:
         self.enter(slot, request, lease)
 
     def enter(self, slot: int, request: str, lease: int) -> None:
-        """Put the name on a slot in which everything is written: from now on it counts.
-
-        It is struck out wherever this worker had the same request before.
-        """
+        """Put the name on a slot in which everything is written: from now on it counts."""
         self.lease[slot] = lease
         name = request.encode()
-        self.request[self.request == name] = b""
         self.request[slot] = name if len(name) <= ID_BYTES else b""
+
+    def forget(self, request: str) -> None:
+        """Strike out what is still written of a request that was here before and left."""
+        self.request[self.request == request.encode()] = b""
 
     def say(self, slot: int, token: int) -> None:
         """Write down a token of the answer: with this the step that drew it is done."""
@@ -188,14 +188,17 @@ class Journal:
         """Position of the newest token, which no step has read yet."""
         return int(self.read[slot] + self.said[slot]) - 1
 
-    def find(self, request: str) -> int:
-        """The slot of a request.
+    def find(self, request: str) -> int | None:
+        """The slot of a request; None: nothing is written of it, so nothing was done for it.
 
-        Raises: StaleHandle if it is not here, or what is written of it makes no sense
+        Raises: MessageError if what is written of it makes no sense
         """
-        found = np.flatnonzero(self.request == request.encode())
-        if not request or len(found) != 1:
-            raise StaleHandle(0, f"nothing is written of {request!r}")
+        name = request.encode()
+        found = np.flatnonzero(self.request == name)
+        if not 1 <= len(name) <= ID_BYTES or len(found) > 1:
+            raise MessageError(f"what is written cannot be that of {request!r} alone")
+        if len(found) == 0:
+            return None
         slot = int(found[0])
         moving, said = self.retirements, int(self.said[slot])
         last = self.context_tokens
@@ -210,7 +213,7 @@ class Journal:
             )
         )
         if not sound:
-            raise StaleHandle(0, f"what is written of {request!r} makes no sense")
+            raise MessageError(f"what is written of {request!r} makes no sense")
         return slot
 
     def raw_tokens(self, slot: int) -> int:

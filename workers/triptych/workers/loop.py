@@ -49,7 +49,7 @@ def requests_of(message: Message) -> list[str]:
             return [item.request for item in items]
         case Encode(requests=names) | Suspend(requests=names):
             return list(names)
-        case Join(request=request) | Resume(request=request):
+        case Join(request=request) | Resume(join=Join(request=request)):
             return [request.id]
         case _:
             return []

@@ -71,8 +71,8 @@ class Endings:
             self.books.outbox.post(send.to, send.message)
         for entry in list(self.books.requests):
             if entry.state is State.LEAVING:
-                if address in entry.owed:
-                    entry.owed[address] = now + self.reclaim_s
+                if entry.owed.pop(address, None) is not None:
+                    entry.owed[grave(address)] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
             elif entry.worker == address and name and can_move(entry):
@@ -146,8 +146,10 @@ class Endings:
         if entry.stage != "decode" or entry.decode not in living:
             entry.decode = ""
         for address in entry.holders:
-            wait_s = self.cancel_timeout_s if address in living else self.reclaim_s
-            entry.owed[address] = now + wait_s
+            if address in living:
+                entry.owed[address] = now + self.cancel_timeout_s
+            else:
+                entry.owed[grave(address)] = now + self.reclaim_s
         if entry.former:
             entry.owed[entry.former] = now + self.reclaim_s
         if entry.owed:
@@ -163,6 +165,11 @@ class Endings:
     def _remove(self, entry: Entry) -> None:
         self.books.requests.remove(entry)
         self.books.ledger.release(entry.id)
+
+
+def grave(address: str) -> str:
+    """Who owes what a dead worker held: nobody who comes to its address can say it is free."""
+    return f"{address} (dead)"
 
 
 def _is_on_offer(entry: Entry) -> bool:

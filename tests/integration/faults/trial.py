@@ -77,7 +77,7 @@ class Trials:
         whole = await crowd(cluster)
         await cluster.settled()
         passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
-        assert all(answer.ending == "length" for answer in whole)
+        assert [answer.ending for answer in whole] == ["length"] * CLIENTS
         assert len({tuple(answer.tokens) for answer in whole}) == CLIENTS
         return cls(cluster, whole, passes)
 

@@ -717,6 +717,18 @@ def test_bytes_of_a_dead_worker_are_free_when_the_pool_has_reclaimed_them() -> N
     assert driver.booked == 0
 
 
+def test_who_comes_to_a_dead_worker_s_address_cannot_free_what_it_held() -> None:
+    driver = whole()
+    driver.bring_to("encoding")
+    driver.router.lost("C", driver.now)
+    driver.hello("C", start=2)
+    assert driver.planned("r") == [Send("C", Cancel(requests=("r",)))]  # late news of the dead one
+    driver.on(Finished(request="r", tokens=0), "C")
+    assert driver.booked > 0
+    driver.tick(PATIENCE.reclaim_s)
+    assert driver.booked == 0
+
+
 def test_a_living_worker_is_waited_for_longer_than_the_dead_one_beside_it() -> None:
     driver = whole(patience=replace(PATIENCE, cancel_timeout_s=60.0))
     driver.bring_to("compressing")

@@ -170,6 +170,10 @@ class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
 
+class GrammarError(RequestError):
+    """A grammar cannot be read, matches nothing, costs too much, or an answer has left it."""
+
+
 class BodyTooLarge(RequestError):
     """The body of the HTTP request is larger than the server takes."""
 

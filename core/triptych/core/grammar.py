@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from triptych.core.errors import RequestError
+from triptych.core.errors import GrammarError
 
 MAX_CHARS = 64 << 10
 MAX_DEPTH = 32
@@ -27,10 +27,6 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """About 50 ms to build a grammar, 7 ms for a step, and 40 MB for what it remembers, at most."""
-
-
-class GrammarError(RequestError):
-    """A grammar cannot be read, matches nothing, or costs too much."""
 
 
 def of_schema(schema: Mapping[str, object] | bool) -> str:

@@ -6,7 +6,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from triptych.core import grammar
-from triptych.core.grammar import LIMITS, MAX_CHARS, GrammarError
+from triptych.core.errors import GrammarError
+from triptych.core.grammar import LIMITS, MAX_CHARS
 
 PERSON = {
     "type": "object",

@@ -11,8 +11,8 @@ from llguidance.hf import from_tokenizer
 from tests.tiny import byte_tokenizer
 from triptych.core import grammar
 from triptych.core.config import AppConfig
-from triptych.core.errors import ModelError
-from triptych.core.messages import Sampling
+from triptych.core.errors import GrammarError
+from triptych.core.messages import Sampling, failed
 from triptych.workers.constraint import Constraint
 from triptych.workers.local import LocalServer
 from triptych.workers.sampling import SamplerRow, sample
@@ -86,5 +86,18 @@ def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
     logits[:, letter], logits[:, digit] = 2.0, 1.0
     kept, left, free = sample(logits, rows)
     assert (kept.token, free.token) == (digit, letter)
-    with pytest.raises(ModelError, match="cannot go on in its grammar"):
+    with pytest.raises(GrammarError, match="cannot go on in its grammar after 1 tokens") as caught:
         left.checked_token()
+    assert failed("r", caught.value).status == 400
+
+
+def test_a_grammar_that_costs_too_much_is_the_clients_error(server: LocalServer) -> None:
+    """It is cheap to begin with; what it costs shows when the answer has come some way."""
+    rules = [f'x{i}: "a" x{i} | "a"' for i in range(100)]
+    made = grammar.of_lark("\n".join(["start: " + " | ".join(f"x{i}" for i in range(100)), *rules]))
+    for answer in answers(server, made, count=2, logit_bias=((1, -100.0),)):
+        assert answer.error is not None
+        assert (answer.error.status, answer.error.kind) == (400, "invalid_request_error")
+        assert "cannot go on in its grammar" in answer.error.message
+        assert answer.text == "a" * len(answer.tokens) != ""
+    assert server.pool.stat().request_pages == server.pool.stat().prefix_pages

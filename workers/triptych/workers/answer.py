@@ -40,7 +40,7 @@ class Answer:
     def push(self, drawn: Drawn) -> Send:
         """Take a drawn token; what comes back goes to the ingress.
 
-        Raises: ModelError if the row's logits were not numbers
+        Raises: ModelError if the row's logits were not numbers; GrammarError if no token may follow
         """
         index = len(self.tokens)
         text, stop = self._advance(drawn.checked_token())

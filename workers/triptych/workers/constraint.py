@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
-from triptych.core.errors import ModelError
+from triptych.core.errors import GrammarError
 from triptych.core.grammar import LIMITS
 from triptych.workers.models import LoadedModel
 
@@ -21,21 +21,26 @@ class Constraint:
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        self._tokens = 0
 
     def append(self, token: int) -> None:
         """Take a token of the answer. One that does not fit makes ``rule_out`` raise."""
+        self._tokens += 1
         self._matcher.consume_token(token)
 
     def rule_out(self, logits: Tensor) -> None:
         """Set the logits of tokens that cannot follow to minus infinity.
 
         Shapes:  logits (vocab,)
-        Raises:  ModelError if the answer has left its grammar, or the step costs too much
+        Raises:  GrammarError if the answer has left its grammar, or the step costs too much
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             reason = self._matcher.get_error().splitlines()[0][:200]
-            raise ModelError(f"the answer cannot go on in its grammar: {reason}")
+            raise GrammarError(
+                f"the answer cannot go on in its grammar after {self._tokens} tokens: {reason}; "
+                "ask for a simpler schema, expression or grammar"
+            )
         allowed = np.zeros(logits.shape[0], np.bool_)
         bits = np.unpackbits(mask, bitorder="little")[: logits.shape[0]]
         allowed[: len(bits)] = bits

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triptych.core.errors import ModelError
+from triptych.core.errors import GrammarError, ModelError
 from triptych.core.messages import Sampling
 from triptych.workers.constraint import Constraint
 
@@ -34,16 +34,18 @@ class Drawn:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with their log probabilities, best first."""
-    error: str = "the model computed logits that are not finite numbers"
-    """Why there is no token, if there is none."""
+    error: GrammarError | None = None
+    """Why there is no token, if it is not that the model's logits are no numbers."""
 
     def checked_token(self) -> int:
         """The token.
 
-        Raises: ModelError if the model's logits were not numbers, or no token may follow
+        Raises: ModelError if the model's logits were not numbers; GrammarError if no token may
+            follow
         """
         if self.token == _NO_TOKEN:
-            raise ModelError(self.error)
+            text = "the model computed logits that are not finite numbers"
+            raise self.error or ModelError(text)
         return self.token
 
 
@@ -107,7 +109,7 @@ class SamplerRow:
         """Apply bias, penalties, the minimum length and the grammar, in place.
 
         Shapes:  logits (vocab,)
-        Raises:  ModelError if the grammar allows no token
+        Raises:  GrammarError if the grammar allows no token
         """
         vocab, settings = logits.shape[0], self.sampling
         if len(self._bias):
@@ -193,18 +195,18 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
     return drawn
 
 
-def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:
+def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, GrammarError]]:
     """Logits to draw from, and what is wrong with some rows."""
     edits = [i for i, row in enumerate(rows) if row.is_edited]
-    errors = dict[int, str]()
+    errors = dict[int, GrammarError]()
     if not edits:
         return logits, errors
     edited = logits.clone()
     for i in edits:
         try:
             rows[i].edit(edited[i])
-        except ModelError as error:
-            errors[i] = str(error)
+        except GrammarError as error:
+            errors[i] = error
     return edited, errors
 
 

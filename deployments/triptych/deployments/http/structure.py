@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from triptych.core import grammar
-from triptych.core.errors import RequestError
-from triptych.core.grammar import GrammarError
+from triptych.core.errors import GrammarError, RequestError
 from triptych.deployments.http.protocol import GenerationBody, ResponseFormat, StructuredOutputs
 
 T = TypeVar("T")
@@ -28,11 +27,19 @@ def grammar_of(body: GenerationBody) -> str:
         text = "response_format and structured_outputs both say what the answer is to be: send one"
         raise RequestError(text, "structured_outputs")
     grammar = wanted[0] or wanted[1]
-    if grammar and body.ignore_eos:
-        raise RequestError("ignore_eos: a structured answer ends when it is complete", "ignore_eos")
-    if grammar and body.min_tokens:
-        raise RequestError("min_tokens: a structured answer ends when it is complete", "min_tokens")
+    if grammar:
+        check_own_end(body, "a structured answer")
     return grammar
+
+
+def check_own_end(body: GenerationBody, what: str) -> None:
+    """Refuse what would have an answer go on behind the end of its grammar.
+
+    Raises: RequestError naming the field
+    """
+    for name, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens > 0)):
+        if is_set:
+            raise RequestError(f"{name}: {what} ends when it is complete; leave {name} out", name)
 
 
 def _of_format(wanted: ResponseFormat | None) -> str:

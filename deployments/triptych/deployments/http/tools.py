@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triptych.core import grammar
-from triptych.core.errors import RequestError, Unsupported
-from triptych.core.grammar import GrammarError
+from triptych.core.errors import GrammarError, RequestError, Unsupported
 from triptych.deployments.http.protocol import ChatBody, Message, NamedTool, Tool
+from triptych.deployments.http.structure import check_own_end
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -136,8 +136,10 @@ def _signature(tool: Tool) -> str:
 def grammar_of(body: ChatBody, tools: Sequence[Tool]) -> str:
     """Calls with arguments that fit their tools; text, too, unless a call must come.
 
-    Raises: RequestError naming the tool whose parameters cannot be kept to
+    Raises: RequestError naming the tool whose parameters cannot be kept to, or a field that
+        tools rule out
     """
+    check_own_end(body, "an answer that may call tools")
     places = {tool.function.name: index for index, tool in enumerate(body.tools)}
     calls = [_body(tool, f"tools.{places[tool.function.name]}") for tool in tools]
     once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)

@@ -79,6 +79,15 @@ def test_parallel_calls_can_be_ruled_out() -> None:
     assert not accepts(made, f"{CALL}\n{TIME_CALL}")
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+@pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 1}])
+def test_an_answer_that_may_call_ends_where_its_grammar_does(client, choice, field) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, tool_choice=choice, extra_body=field)
+    assert caught.value.param == next(iter(field))
+    assert ask(client, tool_choice="none", extra_body=field).choices[0].message.tool_calls is None
+
+
 def test_parameters_that_cannot_be_kept_to_are_any_object_unless_strict() -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"if": {}, "then": {}}}}
     asked = validate(ChatBody, {"messages": QUESTION, "tools": [odd], "tool_choice": "required"})

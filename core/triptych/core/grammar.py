@@ -66,6 +66,10 @@ def of_lark(rules: str) -> str:
     Raises: GrammarError
     """
     _check_size(rules)
+    if "::=" in rules and "start:" not in rules:
+        raise GrammarError(
+            "'::=' is GBNF: write rules in Lark's notation, as in 'start: \"a\" | b'"
+        )
     return _checked(LLMatcher.grammar_from_lark(rules))
 
 

@@ -74,6 +74,7 @@ def test_what_is_made_accepts_just_what_was_asked_for(made: str, good: str, bad:
         (grammar.of_choice, [], "none of them empty"),
         (grammar.of_choice, ["a", ""], "none of them empty"),
         (grammar.of_lark, "start: nope", "nope"),
+        (grammar.of_lark, 'root ::= "a"', "Lark's notation"),
         (grammar.of_lark, "start: start", "no text satisfies"),
     ],
 )

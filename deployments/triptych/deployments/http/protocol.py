@@ -117,6 +117,19 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+def _parsed(schema: object) -> object:
+    """Read a schema that is sent as text, as vLLM allows."""
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise ValueError("the text is not JSON") from error
+
+
+Pattern = Annotated[Text, Field(min_length=1)]
+Schema = Annotated[dict[str, object], BeforeValidator(_parsed)]
+Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES)]
+
+
 class JsonSchema(Body):
     """A schema with a name, as OpenAI wraps it."""
 
@@ -125,20 +138,24 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What kind of text the answer is to be, as OpenAI has it."""
+    """What kind of text the answer is to be, as OpenAI has it; ``regex`` is Together's."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    pattern: Pattern | None = None
+    """For ``regex``: what matches the answer from end to end."""
+    grammar: Pattern | None = None
+    """For ``grammar``: rules in Lark's notation."""
 
 
 class StructuredOutputs(Body):
     """What the answer is to keep to, as vLLM has it: one of these."""
 
-    json_schema: dict[str, object] | None = Field(None, alias="json")
+    json_schema: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
-    regex: Annotated[Text, Field(min_length=1)] | None = None
-    choice: Annotated[list[Text], Field(max_length=MAX_CHOICES)] | None = None
-    grammar: Annotated[Text, Field(min_length=1)] | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
 
 
 class GenerationBody(Body):
@@ -171,6 +188,10 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from triptych.core import grammar
 from triptych.core.errors import GrammarError, RequestError, Unsupported
 from triptych.deployments.http.protocol import ChatBody, Message, NamedTool, Tool
-from triptych.deployments.http.structure import check_own_end
+from triptych.deployments.http.structure import check_own_end, is_structured
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -65,7 +65,7 @@ def tools_of(body: ChatBody) -> list[Tool]:
         raise RequestError("two tools have the same name", "tools")
     if choice == "none":
         return []
-    if body.response_format is not None or body.structured_outputs is not None:
+    if is_structured(body):
         raise Unsupported("tools together with a structured answer", "tools")
     if isinstance(choice, NamedTool):
         chosen = [tool for tool in body.tools if tool.function.name == choice.function.name]

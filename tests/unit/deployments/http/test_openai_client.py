@@ -187,16 +187,46 @@ def test_wanted_structures_reach_the_engine_as_grammars(client, engine):
         client.chat.completions.parse(
             model="tiny", messages=HELLO, response_format=Answer, max_tokens=2
         )
-    for wanted in ({"regex": "a+"}, {"choice": ["a"]}, {"json_object": True}):
-        client.completions.create(
-            model="tiny", prompt="x", extra_body={"structured_outputs": wanted}
-        )
-    plain = {"response_format": {"type": "text"}}
-    client.completions.create(model="tiny", prompt="x", extra_body=plain)
-    grammars = [requests[0].sampling.grammar for requests in engine.calls]
-    assert '"good"' in grammars[0]
-    assert all(grammars[1:4])
-    assert grammars[4] == ""
+    schema = {"type": "object", "properties": {"good": {"type": "boolean"}}}
+    same = [  # what says the same has the same grammar
+        [
+            {"structured_outputs": {"json": schema}},
+            {"structured_outputs": {"json": json.dumps(schema)}},
+            {"guided_json": schema},
+        ],
+        [
+            {"response_format": {"type": "regex", "pattern": "a+"}},
+            {"structured_outputs": {"regex": "a+"}},
+            {"guided_regex": "a+"},
+        ],
+        [{"structured_outputs": {"choice": ["a"]}}, {"guided_choice": ["a"]}],
+        [
+            {"response_format": {"type": "grammar", "grammar": 'start: "a"'}},
+            {"structured_outputs": {"grammar": 'start: "a"'}},
+            {"guided_grammar": 'start: "a"'},
+        ],
+        [
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        ],
+        [{"response_format": {"type": "text"}}, {}],
+    ]
+    assert '"good"' in engine.calls[0][0].sampling.grammar
+    seen = list[set[str]]()
+    for bodies in same:
+        engine.calls.clear()
+        for wanted in bodies:
+            client.completions.create(model="tiny", prompt="x", extra_body=wanted)
+        seen.append({requests[0].sampling.grammar for requests in engine.calls})
+    assert [len(grammars) for grammars in seen] == [1] * len(same)
+    assert [grammars == {""} for grammars in seen] == [False] * 5 + [True]
+
+
+def test_two_fields_that_say_what_the_answer_is_to_be_are_refused(client, engine):
+    both = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
+    with pytest.raises(openai.BadRequestError, match="response_format and guided_regex") as caught:
+        client.completions.create(model="tiny", prompt="x", extra_body=both)
+    assert caught.value.param == "guided_regex"
 
 
 def test_chat_logprobs(client, engine):

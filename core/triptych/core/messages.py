@@ -3,8 +3,9 @@
 """What crosses a process: frozen dataclasses, msgpack on the wire, every field checked."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import repeat
 from typing import Any, Literal, TypeVar, cast
 
 import msgpack
@@ -136,10 +137,18 @@ class Sampling:
     """Token ids that end the answer, beside the model's own."""
     logprobs: int = -1
     """Alternatives per token to report; 0: the drawn token's only; -1: none."""
+    prompt_logprobs: int = -1
+    """The same for the tokens of the prompt, which is then computed whole: what a cached prefix
+    saves is what would tell of them."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     grammar: str = ""
     """What the answer keeps to, as ``core.grammar`` makes it; empty: anything goes."""
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log probabilities are told, which no worker can tell again for another."""
+        return self.logprobs >= 0 or self.prompt_logprobs >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +190,44 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRank:
+    """One token of a prompt: how likely it was behind those before it."""
+
+    logprob: float
+    rank: int
+    """1: no token was more likely."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens there with their log probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt: a row for each token but the first. Little-endian arrays."""
+
+    top: int
+    """Alternatives of each row."""
+    ids: bytes
+    """int32 [rows, top], most likely first."""
+    logprobs: bytes
+    """float32 [rows, 1 + top]: of the prompt's own token, then of the alternatives."""
+    ranks: bytes
+    """int32 [rows]: of the prompt's own token."""
+
+    def rows(self) -> Iterator[TokenRank]:
+        """Raises: MessageError if the arrays do not fit together"""
+        count, top = len(self.ranks) // 4, self.top
+        sizes = (len(self.ranks), len(self.ids), len(self.logprobs))
+        if top < 0 or sizes != (4 * count, 4 * count * top, 4 * count * (1 + top)):
+            raise MessageError(f"log probabilities of a prompt: {sizes} bytes for top={top}")
+        ids = struct.iter_unpack(f"<{top}i", self.ids) if top else repeat((), count)
+        values = struct.iter_unpack(f"<f{top}f", self.logprobs)
+        for row, (own, *best), (rank,) in zip(
+            ids, values, struct.iter_unpack("<i", self.ranks), strict=True
+        ):
+            yield TokenRank(logprob=own, rank=rank, top=tuple(zip(row, best, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionReport:
     """What compression did to one request."""
 
@@ -213,6 +260,8 @@ class Tokens:
     compression: CompressionReport | None = None
     cached_tokens: int = 0
     """With the first token: tokens of the prompt that were not computed again."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, if the request asks for them."""
 
 
 @message

@@ -53,5 +53,5 @@ def can_move(entry: Entry) -> bool:
         entry.state is State.DECODING
         and not entry.former
         and entry.report is not None
-        and entry.request.sampling.logprobs < 0
+        and not entry.request.sampling.reports_logprobs
     )

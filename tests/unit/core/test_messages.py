@@ -1,5 +1,7 @@
 """Frames: what was packed comes back; anything else is refused."""
 
+import struct
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
 from triptych.core.messages import (
     CompressionReport,
     Join,
+    PromptLogprobs,
     Request,
     Sampling,
     Submit,
@@ -38,8 +41,32 @@ MESSAGES = [
         logprobs=(TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -1.0))),),
         finish="stop",
         stop=5,
+        prompt_logprobs=PromptLogprobs(
+            top=1,
+            ids=struct.pack("<2i", 7, 8),
+            logprobs=struct.pack("<4f", -1.5, -0.5, -0.25, -0.25),
+            ranks=struct.pack("<2i", 3, 1),
+        ),
     ),
 ]
+
+
+def test_log_probabilities_of_a_prompt_are_read_row_by_row() -> None:
+    first, second = MESSAGES[-1].prompt_logprobs.rows()
+    assert (first.logprob, first.rank, first.top) == (-1.5, 3, ((7, -0.5),))
+    assert (second.logprob, second.rank, second.top) == (-0.25, 1, ((8, -0.25),))
+    alone = PromptLogprobs(top=0, ids=b"", logprobs=struct.pack("<f", -2.0), ranks=b"\4\0\0\0")
+    assert [(row.logprob, row.rank, row.top) for row in alone.rows()] == [(-2.0, 4, ())]
+
+
+@pytest.mark.parametrize(
+    ("top", "ids", "logprobs", "ranks"),
+    [(1, 4, 4, 4), (1, 8, 8, 4), (0, 0, 4, 3), (-1, 0, 0, 4), (2**40, 4, 8, 4), (0, 4, 4, 4)],
+)
+def test_arrays_that_do_not_fit_together_are_refused(top, ids, logprobs, ranks) -> None:
+    odd = PromptLogprobs(top=top, ids=bytes(ids), logprobs=bytes(logprobs), ranks=bytes(ranks))
+    with pytest.raises(MessageError, match="log probabilities of a prompt"):
+        list(odd.rows())
 
 
 def test_messages_come_back_equal_and_in_order() -> None:

@@ -6,6 +6,7 @@ from functools import cached_property
 from triptych.core.messages import (
     CompressionReport,
     FinishReason,
+    PromptLogprobs,
     Request,
     Send,
     TokenLogprob,
@@ -36,6 +37,8 @@ class Answer:
     """Told to the client with the next tokens, once."""
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed again; told once, too."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """How likely the tokens of the prompt were; told once, too."""
 
     def push(self, drawn: Drawn) -> Send:
         """Take a drawn token; what comes back goes to the ingress.
@@ -46,6 +49,7 @@ class Answer:
         text, stop = self._advance(drawn.checked_token())
         report, self.report = self.report, None
         cached, self.cached_tokens = self.cached_tokens, 0
+        of_prompt, self.prompt_logprobs = self.prompt_logprobs, None
         message = Tokens(
             request=self.request.id,
             index=index,
@@ -56,6 +60,7 @@ class Answer:
             stop=stop,
             compression=report,
             cached_tokens=cached,
+            prompt_logprobs=of_prompt,
         )
         return Send(self.request.reply_to, message)
 

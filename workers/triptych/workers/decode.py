@@ -296,7 +296,7 @@ class DecodeEngine:
         That has no log probabilities, so a request that asks for them says nothing twice.
         """
         sends = [answer.replay(token) for token in words]
-        return sends if answer.request.sampling.logprobs < 0 else []
+        return [] if answer.request.sampling.reports_logprobs else sends
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""

@@ -29,6 +29,7 @@ from triptych.core.messages import (
     Hello,
     Lend,
     Message,
+    PromptLogprobs,
     Request,
     Sampling,
     Send,
@@ -71,6 +72,7 @@ class Completion:
     report: CompressionReport | None = None
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed again."""
+    prompt_logprobs: PromptLogprobs | None = None
     error: Failed | None = None
 
     def add(self, event: Event) -> None:
@@ -83,6 +85,7 @@ class Completion:
         self.finish = event.finish or self.finish
         self.report = event.compression or self.report
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
 
     @property
     def is_done(self) -> bool:

@@ -23,7 +23,8 @@ from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
 from triptych.workers.handles import make_handle
 from triptych.workers.models import ModelRunner
-from triptych.workers.prefixes import PrefixStore
+from triptych.workers.prefixes import PrefixStore, asks_for_prompt
+from triptych.workers.promptscores import SCORED_TOKENS, PromptScores
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import refuse
 
@@ -41,6 +42,8 @@ class Prompt:
     """Attention that each token received so far, [layers, heads, tokens]; None: nobody asks."""
     cached: int = 0
     """Tokens that a prefix of another request saved."""
+    scores: PromptScores | None = None
+    """How likely its tokens were; None: nobody asks."""
     seconds: float = 0.0
     """Its share of the steps so far, by tokens."""
 
@@ -65,6 +68,12 @@ class Piece:
     @property
     def is_last(self) -> bool:
         return self.start + self.tokens == len(self.prompt.request.known)
+
+    @property
+    def logits_at(self) -> range:
+        """Which of its tokens' logits are needed: of all, or of the prompt's last one."""
+        first = 0 if self.prompt.scores is not None else self.tokens - self.is_last
+        return range(first, self.tokens)
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -167,6 +176,8 @@ class PrefillEngine:
         if self.plan.policy.needs_significance:
             shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
             prompt.attention = torch.zeros(shape)
+        if asks_for_prompt(request):
+            prompt.scores = PromptScores(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
             self._begin_with_prefix(prompt, self.prefixes)
         return prompt
@@ -194,14 +205,19 @@ class PrefillEngine:
     # ---------------------------------------------------------------- one step
 
     def _choose_pieces(self) -> list[Piece]:
-        """Oldest prompts first, until the chunk is full."""
-        pieces, left = list[Piece](), self.chunk_tokens
+        """Oldest prompts first, until the chunk is full.
+
+        Of prompts whose every token is scored, less is read at once: their logits take memory.
+        """
+        pieces, left, scorable = list[Piece](), self.chunk_tokens, SCORED_TOKENS
         for prompt in self._prompts:
-            if left == 0:
-                break
             count = min(left, prompt.left)
-            pieces.append(Piece(prompt, prompt.read, count))
-            left -= count
+            if prompt.scores is not None:
+                count = min(count, scorable)
+                scorable -= count
+            if count:
+                pieces.append(Piece(prompt, prompt.read, count))
+                left -= count
         return pieces
 
     def _read(self, pieces: list[Piece]) -> Tensor:
@@ -212,12 +228,17 @@ class PrefillEngine:
             for token in piece.prompt.request.known[piece.start : piece.start + piece.tokens]
         ]
         positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
-        ends = np.cumsum([piece.tokens for piece in pieces])
-        last = [int(end) - 1 for piece, end in zip(pieces, ends, strict=True) if piece.is_last]
+        starts = np.cumsum([0, *(piece.tokens for piece in pieces)])
+        wanted = [
+            int(start) + at
+            for piece, start in zip(pieces, starts[:-1], strict=True)
+            for at in piece.logits_at
+        ]
         attend = ChunkAttention(self._arena, self.plan, pieces, positions)
-        return self.runner.forward(
-            torch.tensor(tokens), positions, attend, torch.tensor(last, dtype=torch.int64)
+        logits = self.runner.forward(
+            torch.tensor(tokens), positions, attend, torch.tensor(wanted, dtype=torch.int64)
         )
+        return _score(pieces, logits)
 
     def _finish(self, done: list[Prompt], logits: Tensor) -> list[Send]:
         """Draw first tokens, and hand over the pages of every answer that goes on."""
@@ -228,6 +249,8 @@ class PrefillEngine:
         sends, going_on = list[Send](), list[tuple[Prompt, Answer]]()
         for prompt, answer, draw in zip(done, answers, drawn, strict=True):
             answer.cached_tokens = min(prompt.cached, len(prompt.request.prompt))
+            if prompt.scores is not None:
+                answer.prompt_logprobs = prompt.scores.packed()
             try:
                 sends.append(answer.push(draw))
             except TriptychError as error:
@@ -263,6 +286,21 @@ class PrefillEngine:
             handle = make_handle(claim, runs, prompt.read)
             sends.append(_prefilled(prompt, answer, handle))
         return sends
+
+
+def _score(pieces: list[Piece], logits: Tensor) -> Tensor:
+    """Take in what logits say of prompts' own tokens; those of the tokens after prompts are left.
+
+    Shapes:  logits (all pieces' ``logits_at``, vocab) -> (prompts that end here, vocab)
+    """
+    rows = logits.split([len(piece.logits_at) for piece in pieces])
+    for piece, part in zip(pieces, rows, strict=True):
+        if piece.prompt.scores is not None:
+            piece.prompt.scores.add(piece.start, part[: piece.tokens - piece.is_last])
+    if all(piece.prompt.scores is None for piece in pieces):
+        return logits
+    ends = [part[-1:] for piece, part in zip(pieces, rows, strict=True) if piece.is_last]
+    return torch.cat([logits[:0], *ends])
 
 
 def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:

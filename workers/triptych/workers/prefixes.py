@@ -217,9 +217,14 @@ class PrefixStore:
         return _cells(pages, self.plan.high.tokens, start, count)
 
 
+def asks_for_prompt(request: Request) -> bool:
+    """Whether the client is still to hear how likely the tokens of its prompt were."""
+    return request.sampling.prompt_logprobs >= 0 and not request.said
+
+
 def _lookable(request: Request) -> Ids:
     """The tokens of which a prefix may be used: one more, since it is never all of them."""
-    limit = request.cached_at_most
+    limit = 0 if asks_for_prompt(request) else request.cached_at_most
     return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
 
 

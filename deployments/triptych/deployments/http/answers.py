@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from triptych.core.messages import CompressionReport, FinishReason, TokenLogprob, Tokens
+from triptych.core.messages import (
+    CompressionReport,
+    FinishReason,
+    PromptLogprobs,
+    TokenLogprob,
+    TokenRank,
+    Tokens,
+)
 from triptych.deployments.http.plan import Job
 from triptych.deployments.http.tokenizer import TextCodec
 from triptych.deployments.http.tools import Call, Reader
@@ -37,6 +44,8 @@ class Choice:
     compression: CompressionReport | None = None
     cached_tokens: int = 0
     """Tokens of its prompt that were not computed again."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """How likely the tokens of its prompt were, if it is the first choice of that prompt."""
 
     def add(self, item: Tokens) -> None:
         """Take new tokens."""
@@ -46,6 +55,7 @@ class Choice:
         self.finish, self.stop = item.finish, item.stop
         self.compression = item.compression or self.compression
         self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
+        self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice], choices_each: int = 1) -> Json:
@@ -137,6 +147,32 @@ class Answer(ABC):
         """Build the last event of a stream whose client asked for the usage."""
         return self._frame(self.chunk_object, []) | {"usage": self._usage()}
 
+    def _prompt_rows(self, choice: Choice) -> list[TokenRank]:
+        """How likely the tokens of its prompt were, but the first, of which nothing is known."""
+        first = self.choices[choice.index - choice.index % self._job.choices_each]
+        told = choice.prompt_logprobs or first.prompt_logprobs
+        return list(told.rows()) if told else []
+
+    def _prompt_logprobs(self, choice: Choice) -> Json:
+        """vLLM's list of what each token of the prompt, and others in its place, are worth."""
+        top = self._job.prompt_logprobs
+        if top < 0:
+            return {}
+        tokens = self._job.requests[choice.index].prompt[1:]
+        rows = zip(tokens, self._prompt_rows(choice), strict=True)
+        return {"prompt_logprobs": [None, *(self._ranked(token, row, top) for token, row in rows)]}
+
+    def _ranked(self, token: int, row: TokenRank, top: int) -> Json:
+        best = [(i, value, rank) for rank, (i, value) in enumerate(row.top[:top], 1)]
+        return {
+            str(one): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": self._codec.token_bytes(one).decode("utf-8", errors="replace"),
+            }
+            for one, value, rank in [(token, row.logprob, row.rank), *best]
+        }
+
     def _frame(self, kind: str, choices: list[Json]) -> Json:
         job = self._job
         return {
@@ -160,7 +196,7 @@ class Answer(ABC):
 
 
 class ChatAnswer(Answer):
-    """``chat.completion``."""
+    """``chat.completion``. All choices have one prompt, so vLLM tells of it beside them."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -169,6 +205,9 @@ class ChatAnswer(Answer):
         super().__init__(job, codec)
         self._readers = [Reader(job.tools) for _ in job.requests]
         self._calls = [0 for _ in job.requests]
+
+    def whole(self) -> Json:
+        return super().whole() | self._prompt_logprobs(self.choices[0])
 
     def _choice(self, choice: Choice) -> Json:
         text, calls = self._read(choice, "".join(choice.texts), is_last=True)
@@ -251,39 +290,67 @@ class CompletionAnswer(Answer):
 
     def _choice(self, choice: Choice) -> Json:
         text = choice.echo + "".join(choice.texts)
-        return self._part(choice, text, choice.logprobs)
+        whole = self._part(choice, text, choice.logprobs, self._echoed(choice))
+        return whole | self._prompt_logprobs(choice)
 
     def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
         text = item.text if choice.opened else choice.echo + item.text
+        echoed = [] if choice.opened else self._echoed(choice)
         choice.opened = True
         if text or item.logprobs or item.finish:
-            yield self._part(choice, text, item.logprobs)
+            yield self._part(choice, text, item.logprobs, echoed)
 
-    def _part(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _echoed(self, choice: Choice) -> list[TokenLogprob | int]:
+        """What log probabilities repeat of the prompt; of its first token there is only the id."""
+        top = self._job.echo_logprobs
+        if top < 0:
+            return []
+        first, *rest = self._job.requests[choice.index].prompt
+        rows = zip(rest, self._prompt_rows(choice), strict=True)
+        return [
+            first,
+            *(
+                TokenLogprob(token=token, logprob=row.logprob, top=row.top[:top])
+                for token, row in rows
+            ),
+        ]
+
+    def _part(
+        self,
+        choice: Choice,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        echoed: Sequence[TokenLogprob | int],
+    ) -> Json:
+        told = [*echoed, *logprobs]
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice, logprobs) if logprobs else None,
+            "logprobs": self._logprobs(choice, told) if told else None,
             "finish_reason": choice.finish,
             "stop_reason": choice.stop,
         }
 
-    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json:
-        offsets: list[int] = []
-        for entry in logprobs:
+    def _logprobs(self, choice: Choice, told: Sequence[TokenLogprob | int]) -> Json:
+        offsets, tokens = list[int](), list[str]()
+        values, tops = list[float | None](), list[Json | None]()
+        for entry in told:
+            token = entry if isinstance(entry, int) else entry.token
             offsets.append(choice.chars)
-            choice.chars += _characters(self._codec.token_bytes(entry.token))
-        tops = [
-            {self._name(token): _finite(value) for token, value in entry.top}
-            | {self._name(entry.token): _finite(entry.logprob)}
-            for entry in logprobs
-        ]
+            choice.chars += _characters(self._codec.token_bytes(token))
+            tokens.append(self._name(token))
+            values.append(None if isinstance(entry, int) else _finite(entry.logprob))
+            tops.append(None if isinstance(entry, int) else self._top(entry))
         return {
             "text_offset": offsets,
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-            "tokens": [self._name(entry.token) for entry in logprobs],
+            "token_logprobs": values,
+            "tokens": tokens,
             "top_logprobs": tops,
         }
+
+    def _top(self, entry: TokenLogprob) -> Json:
+        best: Json = {self._name(token): _finite(value) for token, value in entry.top}
+        return best | {self._name(entry.token): _finite(entry.logprob)}
 
     def _name(self, token: int) -> str:
         """Name a token by its text, or by its bytes (as OpenAI did) if they are no text alone."""

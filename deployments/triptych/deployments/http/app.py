@@ -96,6 +96,15 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return report(error, request_id(request.scope)).response()
 
 
+async def _whole(job: Job, answer: Answer) -> Response:
+    def response() -> Response:
+        return JsonResponse(answer.whole(), headers=answer.headers())
+
+    # Log probabilities of a long prompt take a second to write: other streams go on meanwhile.
+    is_long = max(job.prompt_logprobs, job.echo_logprobs) >= 0
+    return await asyncio.to_thread(response) if is_long else response()
+
+
 class Routes:
     """The handlers of one app."""
 
@@ -159,7 +168,7 @@ class Routes:
             events = frames(items, job, answer)
             return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
         await unless_disconnected(request.receive, collect(items, timeout_s))
-        return JsonResponse(answer.whole(), headers=answer.headers())
+        return await _whole(job, answer)
 
     async def models(self, request: Request) -> Response:
         self._client(request)

@@ -28,6 +28,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 SEEDS = 2**63
 
+MAX_PROMPT_LOGPROBS = 200_000
+"""Log probabilities of prompts in one answer, at most: as JSON they take 16 MB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -53,6 +56,10 @@ class Job:
     """What each choice repeats before its answer."""
     tools: frozenset[str] = frozenset()
     """Names of the tools that the answer may call."""
+    prompt_logprobs: int = -1
+    """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
+    echo_logprobs: int = -1
+    """Alternatives per token of the prompt to repeat before those of the answer; -1: none."""
 
 
 class Planner:
@@ -89,6 +96,7 @@ class Planner:
             sampling = replace(sampling, grammar=calls)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         job = replace(job, tools=frozenset(tool.function.name for tool in tools))
+        job = self._with_prompt_logprobs(job, body)
         return self._owned(job, body, tenant)
 
     async def completion(self, body: CompletionBody, tenant: str = "") -> Job:
@@ -99,14 +107,45 @@ class Planner:
             raise RequestError("this model cannot fill in before a suffix", "suffix")
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
-        if body.echo and body.logprobs is not None:
-            raise Unsupported("logprobs of the prompt: echo together with logprobs", "logprobs")
         prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
         texts = await self._texts(body) if body.echo else [""] * len(prompts)
         logprobs = -1 if body.logprobs is None else body.logprobs
         sampling = await self._sampling(body, logprobs)
         job = self._job("cmpl", body, prompts, "prompt", sampling, texts)
+        if body.echo and body.logprobs is not None:
+            job = replace(job, echo_logprobs=logprobs)
+        job = self._with_prompt_logprobs(job, body)
         return self._owned(job, body, tenant)
+
+    @staticmethod
+    def _with_prompt_logprobs(job: Job, body: GenerationBody) -> Job:
+        """Have a choice of each prompt tell how likely the prompt's tokens were.
+
+        Raises: RequestError if a stream asks for what has no place in its events, or if it is
+            too much
+        """
+        shown = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+        top, name = max(shown, job.echo_logprobs), "prompt_logprobs" if shown >= 0 else "logprobs"
+        if top < 0:
+            return job
+        if shown >= 0 and job.stream:
+            raise RequestError("prompt_logprobs come with whole answers: send stream: false", name)
+        values = job.prompt_tokens * (1 + top)
+        if values > MAX_PROMPT_LOGPROBS:
+            text = (
+                f"{name}={top} of {job.prompt_tokens} tokens of prompts are {values} values: at "
+                f"most {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or send shorter prompts"
+            )
+            raise RequestError(text, name)
+        # In a stream any choice of a prompt may be the first to speak.
+        first = range(0, len(job.requests), 1 if job.stream else job.choices_each)
+        requests = (
+            replace(request, sampling=replace(request.sampling, prompt_logprobs=top))
+            if index in first
+            else request
+            for index, request in enumerate(job.requests)
+        )
+        return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
     def _owned(self, job: Job, body: GenerationBody, tenant: str) -> Job:
         """Say with whom the requests share cached prefixes, and whose they count as.

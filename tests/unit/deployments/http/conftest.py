@@ -1,6 +1,7 @@
 """A real uvicorn on loopback, a tiny real tokenizer, and an engine that spells the alphabet."""
 
 import asyncio
+import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -14,7 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from triptych.core.config import IngressConfig
-from triptych.core.messages import CompressionReport, Failed, Request, TokenLogprob, Tokens
+from triptych.core.messages import (
+    CompressionReport,
+    Failed,
+    PromptLogprobs,
+    Request,
+    TokenLogprob,
+    Tokens,
+)
 from triptych.deployments.http import Health, IngressMetrics, ModelCard, create_app
 
 MODEL = "tiny"
@@ -133,10 +141,26 @@ class FakeEngine:
             finish="stop" if stop or (self.script and not text) else "length" if last else None,
             stop=stop,
             cached_tokens=0 if step else self.cached_tokens,
+            prompt_logprobs=None if step else scores(request),
             compression=CompressionReport(policy="uniform:k8v4", raw_bytes=3000, stored_bytes=1000)
             if last or stop
             else None,
         )
+
+
+def scores(request: Request) -> PromptLogprobs | None:
+    """Position i of the prompt has log probability -i; token 5 has -0.5 everywhere, 6 has none."""
+    top, rows = request.sampling.prompt_logprobs, len(request.prompt) - 1
+    if top < 0:
+        return None
+    best = [(5, -0.5), (6, float("-inf")), *((7 + i, -9.0) for i in range(18))][:top]
+    values = [v for i in range(rows) for v in (-1.0 - i, *(value for _, value in best))]
+    return PromptLogprobs(
+        top=top,
+        ids=struct.pack(f"<{rows * top}i", *(i for i, _ in best * rows)),
+        logprobs=struct.pack(f"<{len(values)}f", *values),
+        ranks=struct.pack(f"<{rows}i", *range(2, rows + 2)),
+    )
 
 
 @dataclass(frozen=True)

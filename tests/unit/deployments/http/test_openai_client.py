@@ -285,6 +285,77 @@ def test_streamed_completion_offsets_go_on_from_chunk_to_chunk(client, engine):
     assert [c.choices[0].logprobs.text_offset for c in chunks] == [[0], [1], [2]]
 
 
+def test_a_chat_says_how_likely_its_prompt_was(client, engine):
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, n=2, max_tokens=2, extra_body={"prompt_logprobs": 2}
+    )
+    asked = engine.calls[0]
+    assert [r.sampling.prompt_logprobs for r in asked] == [2, -1]  # one prompt is scored once
+    first, second, *rest = answer.model_extra["prompt_logprobs"]
+    assert first is None
+    own = str(asked[0].prompt[1])
+    assert second[own] == {"logprob": -1.0, "rank": 2, "decoded_token": "user"}
+    assert second["5"] == {"logprob": -0.5, "rank": 1, "decoded_token": "#"}
+    assert second["6"]["logprob"] == -9999.0
+    assert len(rest) == len(asked[0].prompt) - 2
+
+
+def test_completions_say_how_likely_each_of_their_prompts_was(client, engine):
+    answer = client.completions.create(
+        model="tiny", prompt=["the we", "x"], n=2, max_tokens=2, extra_body={"prompt_logprobs": 0}
+    )
+    prompts = [request.prompt for request in engine.calls[0]]
+    for choice, prompt in zip(answer.choices, prompts, strict=True):
+        assert choice.logprobs is None
+        nothing, *told = choice.model_extra["prompt_logprobs"]
+        assert nothing is None
+        assert [[*entry] for entry in told] == [[str(token)] for token in prompt[1:]]
+    assert [r.sampling.prompt_logprobs for r in engine.calls[0]] == [0, -1, 0, -1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_repeats_log_probabilities_of_the_prompt(client, engine, stream):
+    got = client.completions.create(
+        model="tiny",
+        prompt="say: ",
+        n=2,
+        seed=0,
+        max_tokens=3,
+        echo=True,
+        logprobs=1,
+        stream=stream,
+    )
+    choices = [choice for one in (got if stream else [got]) for choice in one.choices]
+    prompt = engine.calls[0][0].prompt
+    for index in range(2):
+        parts = [choice for choice in choices if choice.index == index and choice.logprobs]
+        assert "".join(part.text for part in parts).startswith("say: ")
+        told = {
+            name: [value for part in parts for value in getattr(part.logprobs, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        assert "".join(told["tokens"]) == "say: " + "abcd"[index : index + 3]
+        assert told["token_logprobs"][: len(prompt)] == [None, *range(-1, -len(prompt), -1)]
+        assert told["token_logprobs"][len(prompt) :] == [-0.5] * 3
+        assert told["top_logprobs"][0] is None
+        assert told["top_logprobs"][1] == {"#": -0.5, told["tokens"][1]: -1.0}
+        assert told["text_offset"] == [
+            len("".join(told["tokens"][:i])) for i in range(len(prompt) + 3)
+        ]
+
+
+def test_prompts_are_scored_within_limits(client, engine):
+    whole = {"model": "tiny", "max_tokens": 2, "extra_body": {"prompt_logprobs": 1}}
+    with pytest.raises(openai.BadRequestError, match="whole answers") as caught:
+        client.completions.create(prompt="x", stream=True, **whole)
+    assert caught.value.param == "prompt_logprobs"
+    many = [[5] * 2000] * 10
+    with pytest.raises(openai.BadRequestError, match="220000 values: at most 200000") as caught:
+        client.completions.create(model="tiny", prompt=many, max_tokens=2, echo=True, logprobs=10)
+    assert caught.value.param == "logprobs"
+    assert not engine.calls
+
+
 def test_models_are_listed_and_found(client, engine):
     models = list(client.models.list())
     assert [model.id for model in models] == ["tiny"]

@@ -13,7 +13,7 @@ SLOW  := slow or integration or e2e or gpu
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench lock clean
+.PHONY: help setup serve check test explore bench docs lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -56,6 +56,9 @@ bench: $(READY) ## measure attention and serving into benchmarks/results (an hou
 	@$(BIN)/triptych bench attention --json benchmarks/results/attention.json
 	@echo "==> serving, in turns with transformers"
 	@$(BIN)/python benchmarks/serve.py
+
+docs: $(READY) ## write the parts of the documents that come from the code
+	@$(BIN)/python docs/generate.py
 
 lock: ## resolve the ranges of pyproject.toml anew and pin what came out
 	@echo "==> resolving into .venv-lock"

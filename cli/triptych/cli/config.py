@@ -26,10 +26,13 @@ class Setting:
     """Dotted path below ``args:``."""
     type: str
     default: object
+    unit: str
+    """Empty: it has none."""
     meaning: str
 
     def __str__(self) -> str:
-        return f"{self.default!r}  ({self.type})"
+        unit = f", {self.unit}" if self.unit else ""
+        return f"{self.default!r}  ({self.type}{unit})"
 
 
 @app.callback()
@@ -57,7 +60,13 @@ def all_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
         if is_dataclass(hint):
             yield from all_settings(cast("type", hint), f"{key}.")
         else:
-            yield Setting(key, _type_name(hint), _default(field), meanings.get(field.name, ""))
+            yield Setting(
+                key,
+                _type_name(hint),
+                _default(field),
+                _unit(field.name),
+                meanings.get(field.name, ""),
+            )
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -70,6 +79,14 @@ def field_docstrings(cls: type) -> dict[str, str]:
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[field.target.id] = " ".join(str(below.value.value).replace("``", "`").split())
     return found
+
+
+def _unit(name: str) -> str:
+    """The unit that a name ends with; that of a rate stands before its seconds."""
+    units = {"bytes_s": "bytes/s", "s": "s"} | {
+        unit: unit for unit in ("bytes", "tokens", "pages", "requests", "layers")
+    }
+    return next((unit for end, unit in units.items() if name.endswith(f"_{end}")), "")
 
 
 def _default(field: "Field[Any]") -> object:

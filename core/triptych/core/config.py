@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PAGE_ALIGN_BYTES, page_format
+from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.core.schema import SchemaError, build
 
 GIB = 1 << 30
@@ -102,10 +103,15 @@ class PrefillConfig:
 def check_policy(name: str) -> None:
     """Raise ConfigError unless ``name`` is a policy, and its format one that pages have."""
     kind, _, form = name.partition(":")
-    expected = "'auto', 'uniform:<format>', 'diffkv' or 'leankv'"
-    require(kind == "uniform" or name in {"diffkv", "leankv"}, "compressor.policy", name, expected)
     if kind == "uniform":
         page_format(form)
+        return
+    try:
+        COMPRESSION_POLICIES.check(name)
+    except ConfigError as error:
+        expected = "'auto', 'uniform:<format>', 'diffkv', 'leankv' or a plug-in"
+        text = f"compressor.policy={name!r}: expected {expected}; {error}"
+        raise ConfigError(text) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +128,8 @@ class CompressorConfig:
     policy: str = "auto"
     """What becomes of each token: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format``, others in ``low_format`` or nowhere; ``leankv`` does so by
-    their share of all attention. ``auto`` without a profile: ``uniform:k8v4``."""
+    their share of all attention; ``module:object`` is a policy of your own (docs/extending.md).
+    ``auto`` without a profile: ``uniform:k8v4``."""
 
     high_format: str = "auto"
     """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
@@ -316,8 +323,9 @@ class RouterConfig:
 
     batch_policy: str = "greedy_by_memory"
     """How waiting requests are chosen, and in what batches they go: ``greedy_by_memory``,
-    ``dynamic`` (the same, in batches whose sizes follow the load), or the baselines ``fcfs`` and
-    ``static:p<X>c<Y>d<Z>`` (batches of fixed sizes, as in ``static:p2c2d8``)."""
+    ``dynamic`` (the same, in batches whose sizes follow the load), the baselines ``fcfs`` and
+    ``static:p<X>c<Y>d<Z>`` (batches of fixed sizes, as in ``static:p2c2d8``), or ``module:object``:
+    a policy of your own (docs/extending.md)."""
 
     patience_s: float = 5.0
     """Seconds after which a waiting request can no longer be overtaken."""

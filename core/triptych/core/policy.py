@@ -1,10 +1,11 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
+from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.core.profile import Profile, Settings
 
 T = TypeVar("T", str, int, float)
@@ -67,27 +68,8 @@ class Policy:
         """
         known = profile.settings if profile else Settings()
         name = known.policy if config.policy == "auto" else config.policy
-        kind, _, form = name.partition(":")
-        is_uniform = kind == "uniform"
-        high = form if is_uniform else _chosen(config.high_format, known.high_format)
-        window = _chosen(config.recent_window_tokens, known.recent_window_tokens)
-        by_mass = name == "leankv"
-        by_mean = not is_uniform and not by_mass
-        alpha_high = _chosen(config.alpha_high, known.alpha_high) if by_mean else 0.0
-        policy = cls(
-            name=name,
-            high_format=high.lower(),
-            low_format=None if is_uniform else _chosen(config.low_format, known.low_format).lower(),
-            alpha_high=alpha_high,
-            alpha_low=_chosen(config.alpha_low, known.alpha_low) if by_mean else 0.0,
-            mass_high=config.mass_high if by_mass else 0.0,
-            mass_low=config.mass_low if by_mass else 0.0,
-            window_tokens=window,
-            high_window_tokens=config.high_window_tokens,
-            sink_tokens=config.sink_tokens,
-            score_every=config.score_every_tokens if alpha_high > 0 else 0,
-            basis=_basis(config, high, profile),
-        )
+        kind = "uniform" if name.startswith("uniform:") else name
+        policy = COMPRESSION_POLICIES.load(kind)(replace(config, policy=name), profile)
         policy.check()
         return policy
 
@@ -121,11 +103,67 @@ class Policy:
         return self.low_format is not None and max(self.alpha_high, self.mass_high) > 0
 
 
+def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """``uniform:<format>``: all tokens in one format, but the first and the newest."""
+    high = config.policy.partition(":")[2].lower()
+    return Policy(
+        name=config.policy,
+        high_format=high,
+        window_tokens=_chosen(config.recent_window_tokens, _known(profile).recent_window_tokens),
+        high_window_tokens=config.high_window_tokens,
+        sink_tokens=config.sink_tokens,
+        basis=basis_of(config, high, profile),
+    )
+
+
+def by_mean_attention(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """High, low or dropped by the mean attention that a token receives from later ones.
+
+    Source: DiffKV, section 4
+    """
+    known = _known(profile)
+    alpha_high = _chosen(config.alpha_high, known.alpha_high)
+    return replace(
+        _two_classes(config, profile),
+        alpha_high=alpha_high,
+        alpha_low=_chosen(config.alpha_low, known.alpha_low),
+        score_every=config.score_every_tokens if alpha_high > 0 else 0,
+    )
+
+
+def by_share_of_attention(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """High, low or dropped by the share of all attention that the least significant receive.
+
+    Source: LeanKV, section 4.2
+    """
+    classes = _two_classes(config, profile)
+    return replace(classes, mass_high=config.mass_high, mass_low=config.mass_low)
+
+
+def _two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
+    """Two formats and no thresholds yet: all tokens are high."""
+    known = _known(profile)
+    high = _chosen(config.high_format, known.high_format).lower()
+    return Policy(
+        name=config.policy,
+        high_format=high,
+        low_format=_chosen(config.low_format, known.low_format).lower(),
+        window_tokens=_chosen(config.recent_window_tokens, known.recent_window_tokens),
+        high_window_tokens=config.high_window_tokens,
+        sink_tokens=config.sink_tokens,
+        basis=basis_of(config, high, profile),
+    )
+
+
+def _known(profile: Profile | None) -> Settings:
+    return profile.settings if profile else Settings()
+
+
 def _chosen(setting: T | Auto, otherwise: T) -> T:
     return otherwise if setting == "auto" else setting
 
 
-def _basis(config: CompressorConfig, high_format: str, profile: Profile | None) -> Basis:
+def basis_of(config: CompressorConfig, high_format: str, profile: Profile | None) -> Basis:
     """Rotated unless told otherwise; centred if a first token in 16 bits allows for it.
 
     The key of the first token lies far from all others, where they are not: centred keys help only

@@ -9,6 +9,7 @@ from typing import Self
 from triptych.core.config import check_policy
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
+from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.core.schema import SchemaError, build
 
 VERSION = 1
@@ -96,6 +97,12 @@ class Profile:
                 "'triptych calibrate' for it, or set compressor.profile to auto or none"
             )
 
+    def _check_built_in(self) -> None:
+        """A profile is data: it may not name code to import."""
+        name = self.settings.policy
+        if name.partition(":")[0] not in COMPRESSION_POLICIES.builtin:
+            raise ConfigError(f"policy {name!r}: expected one of Triptych's own")
+
     def _check(self, path: Path) -> None:
         name = f"compressor.profile={str(path)!r}"
         if self.version != VERSION:
@@ -107,6 +114,7 @@ class Profile:
         wanted = 2 * shape.head_rows * shape.head_dim
         try:
             check_policy(self.settings.policy)
+            self._check_built_in()
             found = len(self.centre)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error

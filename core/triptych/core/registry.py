@@ -1,5 +1,10 @@
-"""Plug-in lookup: a literal table per kind, plus entry points of third parties."""
+"""Plug-in lookup: a literal table per kind, entry points of third parties, or any module's object.
 
+Names come from the operator's configuration alone, never from a request: ``module:object`` imports
+that module.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,13 +16,16 @@ from triptych.core.errors import ConfigError
 
 T = TypeVar("T")
 
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
     """Names to factories for one kind of plug-in, such as ``batch_policies``.
 
     Third parties add names with entry points in the group ``triptych.<kind>``; they
-    cannot replace a built-in. Loading imports the object and has no other effect.
+    cannot replace a built-in. ``module:object`` needs no entry point: one file on the Python path
+    of all processes is enough. Loading imports the object and has no other effect.
     """
 
     kind: str
@@ -35,11 +43,20 @@ class Registry(Generic[T]):
 
     def check(self, name: str) -> None:
         """Raise ``ConfigError`` if there is no such plug-in."""
-        if name not in self._found:
+        if name not in self._found and not _REFERENCE.fullmatch(name):
             near = get_close_matches(name, self._found, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{self.kind}: no plug-in {name!r}{hint} (have {self.names})")
+            raise ConfigError(
+                f"{self.kind}: no plug-in {name!r}{hint} (have {self.names}, or 'module:object')"
+            )
 
     def load(self, name: str) -> T:
+        """Raises: ConfigError if there is no such plug-in, or what it names cannot be imported"""
         self.check(name)
-        return self._found[name].load()
+        if name in self._found:
+            return self._found[name].load()
+        try:
+            return EntryPoint(name, name, f"triptych.{self.kind}").load()
+        except (ImportError, AttributeError) as error:
+            text = f"{self.kind}: {name!r} cannot be imported ({error}): is it on PYTHONPATH?"
+            raise ConfigError(text) from error

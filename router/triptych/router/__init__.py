@@ -4,20 +4,25 @@ from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.estimate import ByteModel, RequestBytes
 from triptych.router.history import Life
 from triptych.router.journey import Journey, Journeys
+from triptych.router.line import Line, ListedLine
 from triptych.router.plugins import BATCH_POLICIES, schedule_named
-from triptych.router.snapshot import Explanation, RouterSnapshot, WorkerLoad
+from triptych.router.snapshot import Budget, Explanation, RouterSnapshot, Waiting, WorkerLoad
 
 __all__ = [
     "BATCH_POLICIES",
+    "Budget",
     "ByteModel",
     "Coordinator",
     "Explanation",
     "Journey",
     "Journeys",
     "Life",
+    "Line",
+    "ListedLine",
     "Patience",
     "RequestBytes",
     "RouterSnapshot",
+    "Waiting",
     "WorkerLoad",
     "schedule_named",
 ]

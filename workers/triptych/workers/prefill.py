@@ -5,6 +5,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -293,7 +294,8 @@ def _score(pieces: list[Piece], logits: Tensor) -> Tensor:
 
     Shapes:  logits (all pieces' ``logits_at``, vocab) -> (prompts that end here, vocab)
     """
-    rows = logits.split([len(piece.logits_at) for piece in pieces])
+    counts = [len(piece.logits_at) for piece in pieces]
+    rows = cast("tuple[Tensor, ...]", logits.split(counts))  # torch leaves it untyped
     for piece, part in zip(pieces, rows, strict=True):
         if piece.prompt.scores is not None:
             piece.prompt.scores.add(piece.start, part[: piece.tokens - piece.is_last])

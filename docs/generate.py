@@ -1,0 +1,233 @@
+"""Writes the parts of the documents that the code knows best: ``make docs``.
+
+A document has a pair of marks, ``<!-- generated: NAME -->`` and ``<!-- end -->``, around each such
+part; what stands between them is replaced. ``tests/arch/test_generated_docs.py`` compares.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from inspect import getdoc, isclass, isfunction
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from triptych.cli import diagnosis
+from triptych.cli.config import Setting, all_settings
+from triptych.core import errors
+from triptych.core.config import AppConfig
+from triptych.core.layout import FORMATS, PageLayout
+from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.kvpool.plugins import EVICTION_POLICIES
+from triptych.router.plugins import BATCH_POLICIES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/configuration.md", "docs/troubleshooting.md", "docs/extending.md")
+PARTS = ("core", "kernels", "kvpool", "router", "workers")
+MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SOURCE = re.compile(r"Source:\s+(.+?)(?=\n\s*\n|\n\s*[A-Z]\w+:\s|\Z)", re.DOTALL)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    names = list(head)
+    lines = [names, ["---"] * len(names), *rows]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    paragraph = " ".join(text.split("\n\n")[0].split()).replace("``", "`")
+    return re.split(r"(?<=[.;]) ", paragraph)[0].rstrip(".;")
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def configuration() -> str:
+    """Every setting, by the part of the configuration that it stands in."""
+    meanings = dict(_sections(AppConfig))
+    told = list[str]()
+    for section, settings in groupby(all_settings(AppConfig), key=_section):
+        title = f"`{section}`" if section else "The application"
+        rows = [_row(setting) for setting in settings]
+        told.append(f"## {title}\n\n{meanings[section]}\n\n")
+        told.append(table(("setting", "default", "unit", "type", "meaning"), rows) + "\n")
+    return "".join(told)
+
+
+def _section(setting: Setting) -> str:
+    return setting.key.rpartition(".")[0]
+
+
+def _row(setting: Setting) -> tuple[str, ...]:
+    name = setting.key.rpartition(".")[2]
+    return f"`{name}`", f"`{setting.default!r}`", setting.unit, setting.type, setting.meaning
+
+
+def _sections(cls: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    yield prefix, " ".join((getdoc(cls) or "").split()).replace("``", "`")
+    hints: dict[str, Any] = get_type_hints(cls)
+    for field in fields(cls):
+        if is_dataclass(hints[field.name]):
+            yield from _sections(hints[field.name], f"{prefix}.{field.name}".lstrip("."))
+
+
+# ---------------------------------------------------------------- features and papers
+
+
+def formats() -> str:
+    """What each page format holds, at the shape of SmolLM2's heads."""
+    head_dim, page_bytes = 64, 3584
+    raw = FORMATS["fp16"].read_bytes(head_dim)
+    rows = [
+        (
+            f"`{name}`",
+            f"{form.key_bits}",
+            f"{form.value_bits}",
+            f"{form.read_bytes(head_dim)}",
+            f"{raw / form.read_bytes(head_dim):.2f}x",
+            f"{PageLayout(form, head_dim, page_bytes).tokens}",
+        )
+        for name, form in FORMATS.items()
+    ]
+    head = (
+        "format",
+        "bits of keys",
+        "of values",
+        "bytes read per token",
+        "smaller than FP16",
+    )
+    return table((*head, f"tokens in a page of {page_bytes:,} bytes"), rows)
+
+
+def policies() -> str:
+    """What stands in the plug-in tables."""
+    kinds = (
+        ("compression", "compressor.policy", COMPRESSION_POLICIES),
+        ("batching", "router.batch_policy", BATCH_POLICIES),
+        ("eviction of prefixes", "pool.prefix_eviction", EVICTION_POLICIES),
+    )
+    rows = [
+        (kind, f"`{setting}: {name}`", first_sentence(_told(target)))
+        for kind, setting, registry in kinds
+        for name, target in registry.builtin.items()
+    ]
+    return table(("kind", "setting", "what it does"), rows)
+
+
+def _told(target: str) -> str:
+    """The docstring of a plug-in; of an object that has none of its own, that of its module."""
+    module, _, name = target.partition(":")
+    home = import_module(module)
+    plugin = getattr(home, name)
+    return getdoc(plugin if isfunction(plugin) or isclass(plugin) else home) or ""
+
+
+def papers() -> str:
+    """Every ``Source:`` line of the code: whose idea it is, for what, and where."""
+    rows = [
+        (source, meaning, f"[{path.stem}]({path.as_posix()})")
+        for part in PARTS
+        for path in sorted(p.relative_to(ROOT) for p in (ROOT / part).rglob("*.py"))
+        for source, meaning in _sources(ROOT / path)
+    ]
+    return table(("source", "used for", "where"), sorted(rows))
+
+
+def _sources(path: Path) -> Iterator[tuple[str, str]]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if text and (found := SOURCE.search(text)):
+            source = " ".join(found[1].split()).split(". ")[0]
+            yield source.rstrip("."), first_sentence(text)
+
+
+# ---------------------------------------------------------------- troubleshooting
+
+
+def error_tree() -> str:
+    """Every error that a client can get, by status."""
+    rows = [
+        (
+            str(error.http_status),
+            f"`{error.code}`" if error.code else "",
+            "yes" if error.retryable else "no",
+            " ".join((error.__doc__ or "").split("\n\n")[0].split()).replace("``", "`"),
+        )
+        for error in sorted(_tree(errors.TriptychError), key=lambda one: one.http_status)
+        if error.http_status not in {499, 500}
+    ]
+    return table(("status", "`code`", "a retry helps", "what happened"), dict.fromkeys(rows))
+
+
+def _tree(error: type[errors.TriptychError]) -> Iterator[type[errors.TriptychError]]:
+    yield error
+    for kind in error.__subclasses__():
+        if kind.__module__ == errors.__name__:
+            yield from _tree(kind)
+
+
+def remedies() -> str:
+    """Every fault and warning of ``triptych doctor``, with what it advises."""
+    module = ast.parse(Path(diagnosis.__file__).read_text(encoding="utf-8"))
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    rows = [row for check in diagnosis.CHECKS for row in _findings(functions[check.__name__])]
+    return table(("what", "found", "remedy"), rows)
+
+
+def _findings(function: ast.FunctionDef) -> Iterator[tuple[str, ...]]:
+    texts = {
+        node.targets[0].id: node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Name(id="Finding"), args=[check, status, what, remedy]):
+                if not (isinstance(status, ast.Constant) and status.value == "ok"):
+                    yield _text(check, texts), _text(what, texts), _text(remedy, texts)
+
+
+def _text(node: ast.expr, known: dict[str, ast.expr]) -> str:
+    """The text of a literal; what is only known when it runs becomes an ellipsis."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(_text(value, known) for value in values)
+        case ast.Name(id=name) if name in known:
+            return _text(known[name], {})
+        case _:
+            return "…"
+
+
+# ---------------------------------------------------------------- putting them in
+
+PIECES: dict[str, Callable[[], str]] = {
+    "configuration": configuration,
+    "formats": formats,
+    "policies": policies,
+    "papers": papers,
+    "errors": error_tree,
+    "remedies": remedies,
+}
+
+
+def filled(text: str) -> str:
+    """A document with its generated parts as they are today."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{PIECES[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""An answer without Ray and without HTTP: the three stages in this process."""
+
+from triptych.core.config import AppConfig
+from triptych.core.messages import Sampling
+from triptych.workers.local import LocalServer
+from triptych.workers.models import resolve
+from triptych.workers.models.pretrained import read_tokenizer
+
+
+def main(model: str = "smollm2-135m-instruct", profile: str = "auto") -> str:
+    """``profile``: what calibration found for the model, as ``compressor.profile`` takes it."""
+    pages = {"capacity_bytes": 64 << 20}
+    config = AppConfig.from_mapping(
+        {"model": {"name": model}, "pool": pages, "compressor": {"profile": profile}}
+    )
+    prompt = read_tokenizer(resolve(model)).encode("The capital of Japan is")
+    with LocalServer(config) as server:
+        sampling = Sampling(temperature=0.0, max_tokens=24)
+        (answer,) = server.complete([server.request(prompt, sampling)])
+    print(answer.text, answer.report)
+    return answer.text
+
+
+if __name__ == "__main__":
+    main()

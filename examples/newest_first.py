@@ -1,0 +1,33 @@
+"""A batching policy of one's own, in one file: the newest requests start first.
+
+``router.batch_policy: newest_first:policy`` in config.yaml, with this file on PYTHONPATH; or try it
+on a cluster that is not there: ``triptych simulate --policy newest_first:policy,fcfs``.
+"""
+
+from triptych.router import Budget, Line, ListedLine, Waiting
+
+
+def policy(line: Line, budget: Budget) -> list[Waiting]:
+    """The newest that fit; but who has waited longer than the patience goes before them."""
+    oldest = list(line.oldest_first())
+    late = [one for one in oldest if one.waited_s > budget.patience_s]
+    batch, left = list[Waiting](), budget.free_bytes
+    for one in [*late, *reversed(oldest[len(late) :])][: budget.max_requests]:
+        if one.bytes > left:
+            break
+        batch.append(one)
+        left -= one.bytes
+    return batch
+
+
+def main() -> list[str]:
+    """Decide once, without a router: a decision is a function of what it is shown."""
+    waited_s = {"a": 9.0, "b": 3.0, "c": 2.0, "d": 1.0}
+    line = ListedLine([Waiting(name, 100, seconds) for name, seconds in waited_s.items()])
+    chosen = policy(line, Budget(free_bytes=250, max_requests=8, patience_s=5.0))
+    print("starts:", *(one.id for one in chosen))
+    return [one.id for one in chosen]
+
+
+if __name__ == "__main__":
+    main()

@@ -197,11 +197,12 @@ class BodyTooSlow(RequestError):
 
 
 class Unsupported(RequestError):
-    """The request is sound, but asks for something that this server cannot do yet."""
+    """The request is sound, but asks for something that this server cannot do.
 
-    http_status = 501
-    kind = "not_implemented"
-    code = None
+    A 400 and not a 501: clients send again what got a 5xx, which would change nothing.
+    """
+
+    code = "unsupported"
 
 
 class DeadlineExceeded(TriptychError):

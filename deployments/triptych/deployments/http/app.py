@@ -22,6 +22,7 @@ from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.limits import Envelope, Limits, request_id
 from triptych.deployments.http.metrics import Gauges, IngressMetrics
+from triptych.deployments.http.openapi import document
 from triptych.deployments.http.plan import Job, Planner
 from triptych.deployments.http.protocol import (
     ChatBody,
@@ -143,6 +144,7 @@ class Routes:
         app.add_api_route("/live", self.live, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
+        app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         app.add_api_route("/dashboard", self.dashboard, methods=["GET"])
         app.add_api_route("/dashboard/state", self.dashboard_state, methods=["GET"])
 
@@ -252,6 +254,9 @@ class Routes:
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})
+
+    async def openapi(self) -> Response:
+        return JsonResponse(document())
 
     async def dashboard(self) -> Response:
         return self._dashboard.page()

@@ -449,29 +449,6 @@ def test_async_streams(server, engine):
     assert asyncio.run(main()) == "abcd"
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/v1/chat/completions", ChatCompletion), ("/v1/completions", Completion)]
-)
-def test_whole_answers_have_only_fields_that_openai_or_vllm_name(http, engine, path, kind):
-    body = {"messages": HELLO, "prompt": "x", "max_tokens": 2}
-    body["logprobs"] = True if "chat" in path else 1
-    answer = http.post(path, json=body).json()
-    parsed = kind.model_validate(answer, strict=True)
-    extras = {"stop_reason", "compression"}
-    assert _unknown(parsed) <= extras
-    assert json.loads(parsed.model_dump_json(exclude_unset=True)) == answer
-
-
-def _unknown(value: object) -> set[str]:
-    """Fields that the client's types do not declare, anywhere below ``value``."""
-    if isinstance(value, list):
-        return set().union(*map(_unknown, value))
-    extra = getattr(value, "model_extra", None)
-    if extra is None:
-        return set()
-    return set(extra).union(*(_unknown(getattr(value, name)) for name in type(value).model_fields))
-
-
 def test_null_is_the_same_as_absent(http: httpx.Client, engine):
     names = {*ChatBody.model_fields} - {"messages"} | {"user", "metadata"}
     body = {"messages": HELLO} | dict.fromkeys(names)

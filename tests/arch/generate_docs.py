@@ -23,7 +23,7 @@ from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/configuration.md", "docs/troubleshooting.md", "docs/extending.md")
 PARTS = ("core", "kernels", "kvpool", "router", "workers")
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -344,8 +344,15 @@ class RouterConfig:
     """File to which every message to the router is written, prompts included, with what it
     decided, for ``triptych simulate replay``; empty: none."""
 
+    trace_url: str = ""
+    """Where OpenTelemetry traces of requests go, in OTLP over HTTP, such as
+    ``http://127.0.0.1:4318/v1/traces``; empty: nowhere. They tell sizes and times, and no text."""
+
     def __post_init__(self) -> None:
         require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
+        url = self.trace_url
+        is_http = not url or url.startswith(("http://", "https://"))
+        require(is_http, "router.trace_url", url, "an http:// or https:// URL, or nothing")
         gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
         require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
         require(

@@ -171,6 +171,8 @@ class Request:
     """Requests share cached prefixes if, and only if, theirs are equal."""
     tenant: str = ""
     """Digest of the client's key: whose quota its cached prefixes count against."""
+    traceparent: str = ""
+    """W3C trace context that the client sent; empty: none."""
     cached_at_most: int | None = None
     """Most tokens that may come from a cached prefix; None: all that are known."""
 

@@ -20,6 +20,7 @@ from triptych.deployments.plan import AppPlan
 from triptych.deployments.pools import Pools
 from triptych.deployments.site import Site
 from triptych.deployments.status import Status
+from triptych.deployments.tracing import Tracer
 from triptych.kvpool import guest_name
 from triptych.router import Patience
 from triptych.router.recording import end_recording, open_coordinator
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 POOL_ACTOR = "pool"
 TICK_S = 0.25
+TRACE_S = 1.0
 RECLAIM_S = 2.0
 """The pool notices a dead process of its node at its next sweep, long before a lease expires."""
 LEAVING_S = 5.0
@@ -58,6 +60,8 @@ class RouterShell:
         )
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
+        url = plan.config.router.trace_url
+        self._tracing = asyncio.create_task(self._trace(Tracer(url))) if url else None
 
     async def status(self) -> Status:
         """What runs where, what is booked, and why: for /health and /metrics."""
@@ -82,6 +86,8 @@ class RouterShell:
                 while self._coordinator.snapshot(time.monotonic()).workers:  # noqa: ASYNC110
                     await asyncio.sleep(TICK_S)
         self._ticking.cancel()
+        if self._tracing is not None:
+            self._tracing.cancel()
         await self._mailbox.stop()
         end_recording(self._coordinator)
         await asyncio.to_thread(self._pools.close)
@@ -119,6 +125,13 @@ class RouterShell:
             while True:
                 await asyncio.sleep(TICK_S)
                 self._post(self._coordinator.tick(time.monotonic()))
+
+    async def _trace(self, tracer: Tracer) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(TRACE_S)
+                epoch_s = time.time() - time.monotonic()
+                await tracer.post(self._coordinator.lives(), epoch_s)
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:

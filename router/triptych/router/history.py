@@ -28,6 +28,8 @@ class Life:
     max_tokens: int
     steps: tuple[tuple[str, float], ...]
     """States, and when it entered them."""
+    traceparent: str = ""
+    """The trace that its client wants it to be part of."""
     end: End = ""
     code: str = ""
     """Of the error, if it failed."""
@@ -65,6 +67,7 @@ class History:
             prompt_tokens=len(request.known),
             max_tokens=request.sampling.max_tokens,
             steps=((state, now),),
+            traceparent=request.traceparent,
         )
         while len(self._lives) > self.limit:
             del self._lives[next(iter(self._lives))]

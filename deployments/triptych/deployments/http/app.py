@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from triptych.deployments.http.stream import (
 )
 from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.http.wire import JsonResponse, read_json
+from triptych.deployments.tracing import valid_parent
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return report(error, request_id(request.scope)).response()
 
 
+def traced(job: Job, request: Request) -> Job:
+    """Make the requests part of the trace that the client says they belong to."""
+    parent = valid_parent(request.headers.get("traceparent", ""))
+    parts = (replace(one, traceparent=parent) for one in job.requests) if parent else job.requests
+    return replace(job, requests=tuple(parts))
+
+
 async def _whole(job: Job, answer: Answer) -> Response:
     def response() -> Response:
         return JsonResponse(answer.whole(), headers=answer.headers())
@@ -151,13 +160,13 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         client = self._client(request)
         body = validate(ChatBody, await read_json(request))
-        job = await self._planner.chat(body, client.tenant)
+        job = traced(await self._planner.chat(body, client.tenant), request)
         return await self._answer(request, client, job, ChatAnswer(job, self._codec))
 
     async def completions(self, request: Request) -> Response:
         client = self._client(request)
         body = validate(CompletionBody, await read_json(request))
-        job = await self._planner.completion(body, client.tenant)
+        job = traced(await self._planner.completion(body, client.tenant), request)
         return await self._answer(request, client, job, CompletionAnswer(job, self._codec))
 
     def _client(self, request: Request) -> Client:

@@ -60,15 +60,17 @@ class ApiError:
 
 
 def report(error: Exception, request_id: str) -> ApiError:
-    """Log an error, with its trace if the fault is ours, and say what the client may know."""
+    """Log an error, with its trace if the fault is ours, and say what the client may know.
+
+    What a client did wrong is logged by code and field alone: the sentence may quote its prompt.
+    """
     described = describe(error, request_id)
     extra = {"request_id": request_id}
     if described.status == 500:
         logger.error("request %s failed", request_id, exc_info=error, extra=extra)
     else:
-        logger.info(
-            "request %s: %d %s", request_id, described.status, described.message, extra=extra
-        )
+        told = (described.status, described.code, described.param)
+        logger.info("request %s: %d %s %s", request_id, *told, extra=extra)
     return described
 
 

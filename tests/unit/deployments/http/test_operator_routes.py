@@ -93,3 +93,24 @@ def test_every_metric_can_be_parsed_by_prometheus(http, engine):
     families = list(text_string_to_metric_families(http.get("/metrics").text))
     assert all(family.name.startswith("triptych_") for family in families)
     assert len(families) >= 12
+
+
+def test_what_a_client_wrote_is_not_logged(http, engine, caplog):
+    caplog.set_level("DEBUG")
+    wrong = [{"role": "my secret", "content": "my secret"}]
+    answer = http.post("/v1/chat/completions", json={"messages": wrong})
+    assert "my secret" in answer.json()["error"]["message"]
+    assert http.post("/v1/completions", json={"prompt": "my secret"}).status_code == 200
+    assert any("messages.0.role" in record.getMessage() for record in caplog.records)
+    ours = [record for record in caplog.records if record.name.startswith("triptych")]
+    assert ours
+    assert not [record for record in ours if "my secret" in record.getMessage()]
+
+
+@pytest.mark.parametrize("given", [f"00-{'ab' * 16}-{'cd' * 8}-01", "nonsense", None])
+def test_a_request_is_part_of_its_clients_trace(http, engine, given):
+    headers = {} if given is None else {"traceparent": given}
+    body = {"prompt": "x", "max_tokens": 1, "n": 2}
+    assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    wanted = given if given and given.startswith("00-") else ""
+    assert [request.traceparent for request in engine.calls[0]] == [wanted] * 2

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 url, model = sys.argv[1:]
 openai = OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -13,6 +13,7 @@ question = [{"role": "user", "content": "Tokyo is a large town in Japan. What is
 
 
 class Town(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # or a small model goes on with fields of its own
     name: Annotated[str, Field(max_length=12)]
     size: Literal["small", "large"]
 

@@ -31,10 +31,10 @@ assert len(chat.batch(["Say one.", "Say two."])) == 2
 assert asyncio.run(chat.ainvoke("What is the capital of Japan?")).content == whole.content
 
 for method in ("json_schema", "function_calling"):
-    structured = chat.with_structured_output(Town, method=method)
+    structured = chat.with_structured_output(Town, method=method, strict=True)
     assert isinstance(structured.invoke("Name a town in Japan."), Town)
 
-tools = chat.bind_tools([Town], tool_choice="required", parallel_tool_calls=False)
+tools = chat.bind_tools([Town], tool_choice="required", parallel_tool_calls=False, strict=True)
 assert tools.invoke("Name a town in Japan.").tool_calls[0]["name"] == "Town"
 
 assert OpenAI(max_tokens=16, **common).invoke("The capital of Japan is")

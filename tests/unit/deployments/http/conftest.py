@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -24,6 +25,7 @@ from triptych.core.messages import (
     Tokens,
 )
 from triptych.deployments.http import Health, IngressMetrics, ModelCard, create_app
+from triptych.deployments.http.interfaces import Engine
 
 MODEL = "tiny"
 CONTEXT_TOKENS = 2048
@@ -37,8 +39,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of about 300 tokens with a ChatML template."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,6 +58,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         chat_template=CHAT_TEMPLATE,
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def make_engine(tokenizer: PreTrainedTokenizerFast) -> "FakeEngine":
+    """One that knows the letters of the alphabet."""
+    letters = [tokenizer.convert_tokens_to_ids(chr(ord("a") + i)) for i in range(26)]
+    return FakeEngine(letters=letters)
 
 
 @dataclass
@@ -196,11 +208,21 @@ def late_engine() -> LateEngine:
 
 @pytest.fixture(scope="session")
 def server(tokenizer: PreTrainedTokenizerFast, late_engine: LateEngine) -> Iterator[Server]:
+    with serve_app(tokenizer, late_engine, request_timeout_s=1.5) as server:
+        yield server
+
+
+@contextmanager
+def serve_app(
+    tokenizer: PreTrainedTokenizerFast, engine: Engine, *, request_timeout_s: float
+) -> Iterator[Server]:
+    """The app on a free port of loopback, on a thread of its own."""
+    limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4}
     app = create_app(
-        engine=late_engine,
+        engine=engine,
         tokenizer=tokenizer,
         model=ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000),
-        config=IngressConfig(max_body_bytes=MAX_BODY_BYTES, max_choices=4, request_timeout_s=1.5),
+        config=IngressConfig(**limits, request_timeout_s=request_timeout_s),
         metrics=IngressMetrics(),
         gauges=fake_gauges,
         keep_alive_s=KEEP_ALIVE_S,
@@ -220,8 +242,7 @@ def server(tokenizer: PreTrainedTokenizerFast, late_engine: LateEngine) -> Itera
 @pytest.fixture
 def engine(late_engine: LateEngine, tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
     """A fresh engine behind the running server."""
-    letters = [tokenizer.convert_tokens_to_ids(chr(ord("a") + i)) for i in range(26)]
-    late_engine.current = FakeEngine(letters=letters)
+    late_engine.current = make_engine(tokenizer)
     return late_engine.current
 
 

@@ -1,7 +1,7 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
@@ -60,8 +60,8 @@ class Policy:
     """Tokens of an answer from one update of the scores to the next; 0: nobody asks for them."""
     basis: Basis = Basis()
 
-    @classmethod
-    def of(cls, config: CompressorConfig, profile: Profile | None = None) -> Self:
+    @staticmethod
+    def of(config: CompressorConfig, profile: Profile | None = None) -> "Policy":
         """Settings, with the profile's answer or a plain default where they say ``auto``.
 
         Raises: ConfigError if thresholds or formats are out of order

@@ -59,6 +59,12 @@ def test_log_probabilities_of_a_prompt_are_read_row_by_row() -> None:
     assert [(row.logprob, row.rank, row.top) for row in alone.rows()] == [(-2.0, 4, ())]
 
 
+def test_who_is_told_log_probabilities_can_be_told_nothing_twice() -> None:
+    assert not Sampling().reports_logprobs
+    assert Sampling(logprobs=0).reports_logprobs
+    assert Sampling(prompt_logprobs=0).reports_logprobs
+
+
 @pytest.mark.parametrize(
     ("top", "ids", "logprobs", "ranks"),
     [(1, 4, 4, 4), (1, 8, 8, 4), (0, 0, 4, 3), (-1, 0, 0, 4), (2**40, 4, 8, 4), (0, 4, 4, 4)],

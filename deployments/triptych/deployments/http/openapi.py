@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from triptych.deployments.http.protocol import (
     Body,
@@ -57,6 +57,7 @@ _ERROR: Json = {
 @cache
 def document() -> Json:
     """OpenAPI 3.1: routes, what they take, and the shape of errors."""
+    bodies: list[tuple[type[Body], JsonSchemaMode]]
     bodies = [(body, "validation") for body, _ in POSTS.values()]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
     named: Json = {**schemas["$defs"], "Error": _ERROR}

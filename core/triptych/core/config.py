@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PAGE_ALIGN_BYTES, page_format
@@ -22,6 +23,14 @@ def require(ok: bool, name: str, value: object, expected: str) -> None:
     """Raise ``ConfigError`` naming the field, the value and what was expected."""
     if not ok:
         raise ConfigError(f"{name}={value!r}: expected {expected}")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, or brackets that do not match
+        return False
 
 
 def cache_dir() -> Path:
@@ -351,8 +360,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
         url = self.trace_url
-        is_http = not url or url.startswith(("http://", "https://"))
-        require(is_http, "router.trace_url", url, "an http:// or https:// URL, or nothing")
+        fits = not url or _is_http(url)
+        require(fits, "router.trace_url", url, "an http:// or https:// URL, or nothing")
         gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
         require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
         require(

@@ -44,6 +44,13 @@ def test_the_defaults_are_a_whole_configuration() -> None:
         ({"compressor": {"policy": "magic"}}, "uniform:<format>"),
         ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
         ({"prefill": {"actor": {"num_replicas": True}}}, "num_replicas=True: expected int"),
+        (
+            {"router": {"trace_url": "localhost:4318"}},
+            "router.trace_url='localhost:4318': expected",
+        ),
+        ({"router": {"trace_url": "http://["}}, "an http:// or https:// URL"),
+        ({"router": {"trace_url": "http://h:99999/"}}, "an http:// or https:// URL"),
+        ({"router": {"trace_url": "http:///v1"}}, "an http:// or https:// URL"),
         ({"model": None}, "model=None: expected a mapping"),
         ({"network": {"tls_cert_file": "c.pem"}}, "all three files, or none of them"),
         ({"network": {"tls_server_name": "x"}}, "expected tls_cert_file beside it"),

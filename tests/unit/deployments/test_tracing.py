@@ -10,9 +10,10 @@ import pytest
 from google.protobuf.json_format import Parse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from triptych.core.messages import CompressionReport
+from triptych.core.messages import CompressionReport, Request, Sampling
 from triptych.deployments.tracing import Tracer, payload, spans_of, valid_parent
-from triptych.router import Life
+from triptych.router import Journey, Life
+from triptych.router.history import History
 
 HEX = "0123456789abcdef" * 2
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
@@ -82,6 +83,18 @@ def test_the_protocol_s_own_types_can_read_it() -> None:
     assert scope.spans[5].status.code == 2
 
 
+def test_the_router_remembers_whose_trace_a_request_belongs_to() -> None:
+    asked = Request(id="r", prompt=(1,), sampling=Sampling(), reply_to="here", traceparent=PARENT)
+    history = History()
+    history.begin(Journey(asked, ignore).present(), "waiting", 1.0)
+    (life,) = history
+    assert life.traceparent == PARENT
+
+
+def ignore(_: object) -> None:
+    return
+
+
 @pytest.mark.parametrize(
     ("header", "is_valid"),
     [
@@ -120,5 +133,5 @@ async def test_traces_are_posted_and_what_is_not_taken_is_lost(collector, caplog
     deaf = Tracer("http://127.0.0.1:1/v1/traces")
     for number in (2, 3):
         await deaf.post([replace(LIFE, number=number)], 0.0)
-    assert [record.message for record in caplog.records].count(caplog.records[-1].message) == 1
-    assert "router.trace_url" in caplog.records[-1].message
+    (warning,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "router.trace_url=http://127.0.0.1:1" in warning

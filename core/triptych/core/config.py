@@ -285,6 +285,18 @@ class PoolConfig:
     """Which prefix goes first when it is full: the one that saves least time per byte, or the one
     that was not used for longest."""
 
+    keep_answers: Literal["always", "sessions", "never"] = "sessions"
+    """Whether answers are kept as prompts are, so that the next turn of a conversation does not
+    compute them again: all, those of requests with a ``session_id``, or none."""
+
+    session_ttl_s: float = 300.0
+    """Seconds after its last turn for which prefixes of a conversation with a ``session_id`` are
+    evicted after all others; 0: they are not."""
+
+    session_tenant_bytes: int | Auto = "auto"
+    """The most that one client's conversations have of that; ``auto``: half of
+    ``prefix_tenant_bytes``. All clients together have half of ``prefix_bytes``."""
+
     disk_path: str = ""
     """Directory, of its own, in which prefixes outlive memory and restarts; empty: in none. Who can
     read it can read prompts."""
@@ -311,6 +323,9 @@ class PoolConfig:
         require(fits, "pool.prefix_bytes", kept, f"'auto' or 0 to capacity_bytes ({limit})")
         own = self.prefix_tenant_bytes
         require(own == "auto" or own >= 0, "pool.prefix_tenant_bytes", own, "'auto' or >= 0")
+        ttl_s, most = self.session_ttl_s, self.session_tenant_bytes
+        require(ttl_s >= 0, "pool.session_ttl_s", ttl_s, ">= 0")
+        require(most == "auto" or most >= 0, "pool.session_tenant_bytes", most, "'auto' or >= 0")
         self._check_disk()
 
     def _check_disk(self) -> None:

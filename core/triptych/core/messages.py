@@ -173,6 +173,8 @@ class Request:
     """Digest of the client's key: whose quota its cached prefixes count against."""
     traceparent: str = ""
     """W3C trace context that the client sent; empty: none."""
+    session: str = ""
+    """The client's name for the conversation: what is kept of it is evicted last for a while."""
     cached_at_most: int | None = None
     """Most tokens that may come from a cached prefix; None: all that are known."""
 
@@ -364,6 +366,8 @@ class Prefix:
     tenant: str
     token_s: float
     """Seconds that a token took to compute."""
+    session: str = ""
+    """Name of the conversation that goes on behind it; empty: none."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -427,6 +431,8 @@ class Join:
     report: CompressionReport
     former: str = ""
     """Name of a decode worker that died while it held the pages; it is told when they are here."""
+    token_s: float = 0.0
+    """Seconds that a token of the prompt took to compute."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.words) <= self.handle.tokens + 1:

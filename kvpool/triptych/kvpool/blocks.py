@@ -16,6 +16,8 @@ BlockKey = NewType("BlockKey", bytes)
 
 HoldId = NewType("HoldId", int)
 
+GuardId = NewType("GuardId", int)
+
 Digest = Callable[[bytes], bytes]
 
 TokenIds = Sequence[int] | NDArray[np.int32]
@@ -105,6 +107,15 @@ class Hold:
 
     id: HoldId
     blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A chain of blocks, from the first, that is evicted after all that have no guard."""
+
+    id: GuardId
+    blocks: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -332,6 +332,18 @@ class WorkerPool:
                 self._stock.left(pages)
             return added
 
+    def keep_session(
+        self, namespace: Namespace, tokens: TokenIds, tenant: str, session: str
+    ) -> int:
+        """Have what is known of a conversation evicted last for its time-to-live; how many blocks.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.keep_session(self._id, namespace, tokens, tenant, session)
+
     # -------------------------------------------------------------- the pool as a whole
 
     def stat(self) -> Ledger:

@@ -10,6 +10,9 @@ MIN_SECONDS = 1e-9
 
 MIN_COMPACT = 64
 
+Rank = tuple[bool, float]
+"""Whether a session guards the block, then what the policy says: the lowest goes first."""
+
 
 class EvictionPolicy(Protocol):
     """Gives each block a rank; of the blocks that may be evicted, the lowest goes first."""
@@ -65,8 +68,10 @@ class LruPolicy:
 class Ranked(Protocol):
     """What a heap holds: an item with a rank, and the number of its entry that counts."""
 
-    rank: float
     stamp: int
+
+    @property
+    def rank(self) -> Rank: ...
 
 
 R = TypeVar("R", bound=Ranked)
@@ -81,7 +86,7 @@ class LeafHeap(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self._entries = list[tuple[float, int, R]]()
+        self._entries = list[tuple[Rank, int, R]]()
         self._compact_at = MIN_COMPACT
 
     def __len__(self) -> int:

@@ -40,6 +40,10 @@ class PrefixLine:
     evictions: int = 0
     refused: int = 0
     """Prompts of which nothing more could be kept."""
+    sessions: int = 0
+    """Conversations whose blocks are evicted last, now."""
+    session_bytes: int = 0
+    """What these may be; blocks of two conversations count twice, evicted ones too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,11 +192,28 @@ class LockedPool:
             self._heard(worker)
             if self._prefixes is None:
                 return 0
+            self._prefixes.end_sessions(self._clock())
             done = self._prefixes.publish(worker, new)
             if self._disk:
                 self._disk.evicted(done.evicted)
                 self._disk.published(done.new)
             return done.added
+
+    def keep_session(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        tenant: str,
+        session: str,
+    ) -> int:
+        with self._lock:
+            self._heard(worker)
+            if self._prefixes is None:
+                return 0
+            now = self._clock()
+            self._prefixes.end_sessions(now)
+            return self._prefixes.keep_session(worker, namespace, tokens, tenant, session, now)
 
     def restore_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds, tenant: str
@@ -226,6 +243,8 @@ class LockedPool:
 
     def stat(self) -> Ledger:
         with self._lock:
+            if self._prefixes:
+                self._prefixes.end_sessions(self._clock())
             ledger = self._pool.stat(self._clock())
             disk = self._disk.line() if self._disk else DiskLine(fault=self._disk_fault)
             prefix = self._prefixes.line() if self._prefixes else PrefixLine()

@@ -10,6 +10,8 @@ from triptych.kvpool.blocks import (
     Block,
     BlockKey,
     Digest,
+    Guard,
+    GuardId,
     Hold,
     HoldId,
     Limits,
@@ -25,18 +27,24 @@ from triptych.kvpool.blocks import (
     encode,
     sha256,
 )
-from triptych.kvpool.eviction import CostPolicy, EvictionPolicy, LeafHeap
+from triptych.kvpool.eviction import CostPolicy, EvictionPolicy, LeafHeap, Rank
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
     block: Block
     parent: "_Node | None"
-    rank: float
+    worth: float
+    """What the policy says."""
     children: int = 0
     pins: int = 0
+    guards: int = 0
     stamp: int = 0
     """Number of its entry in the heaps of leaves; 0: it may not be evicted."""
+
+    @property
+    def rank(self) -> Rank:
+        return self.guards > 0, self.worth
 
     def continues(self, parent: "_Node | None", namespace: Namespace, tokens: bytes) -> bool:
         """Whether it really is this block after that parent, whatever its key says."""
@@ -74,6 +82,9 @@ class PrefixIndex:
     idle bytes can be evicted, leaves first. Only across tenants that share a salt is there an
     exception: a tenant's block may have children that count against another tenant's quota.
 
+    A guard is weaker than a hold: the blocks of its chain may be evicted, but only after all that
+    have none. So guards never keep anybody from memory, and no book of bytes knows of them.
+
     Every operation does all that it says or, if it refuses or raises, nothing.
 
     Source: vLLM (hash chain over blocks); the quotas, the full compare and the order of
@@ -94,11 +105,13 @@ class PrefixIndex:
         self._policy, self._digest = policy, digest
         self._nodes = dict[BlockKey, _Node]()
         self._holds = dict[HoldId, _Node]()
+        self._guards = dict[GuardId, _Node]()
+        """The last block of each guarded chain, whether it was evicted since or not."""
         self._all = _Account()
         self._tenants = dict[str, _Account]()
         self._reserved = Counter[str]()
         """Bytes that tenants have set aside for blocks that are on their way."""
-        self._tick = self._last_stamp = self._last_hold = 0
+        self._tick = self._last_stamp = self._last_hold = self._last_guard = 0
         self._count = Counter[str]()
         self._refused = Counter[Refusal]()
 
@@ -157,6 +170,43 @@ class PrefixIndex:
             if each.pins == 0:
                 self._add_idle(each, each.block.nbytes)
                 self._offer(each)
+
+    def guard(self, namespace: Namespace, tokens: TokenIds, most_bytes: int) -> Guard | None:
+        """Have the resident beginning of these tokens evicted after all that is not guarded.
+
+        It covers as many of the first blocks as ``most_bytes`` allow; None if that is not one.
+        """
+        chain, nbytes = list[_Node](), 0
+        for node in self._walk(namespace, cut(encode(tokens), self.block_tokens)):
+            if nbytes + node.block.nbytes > most_bytes:
+                break
+            nbytes += node.block.nbytes
+            chain.append(node)
+        if not chain:
+            return None
+        self._last_guard += 1
+        guard = Guard(GuardId(self._last_guard), len(chain), nbytes)
+        self._guards[guard.id] = chain[-1]
+        self._add_guards(chain[-1], 1)
+        return guard
+
+    def unguard(self, guard: GuardId) -> None:
+        """End a guard: what is left of the chain is as any other.
+
+        Raises: KeyError if it ended before
+        """
+        self._add_guards(self._guards.pop(guard), -1)
+
+    @property
+    def guards(self) -> set[GuardId]:
+        """Those that have not ended."""
+        return set(self._guards)
+
+    def _add_guards(self, tail: _Node, count: int) -> None:
+        for node in tail.chain():
+            was, node.guards = node.rank, node.guards + count
+            if node.stamp and node.rank != was:
+                self._offer(node)
 
     # -------------------------------------------------------------- writers
 
@@ -270,7 +320,10 @@ class PrefixIndex:
                 wrong.append(f"tenant {name!r} is over its quota")
         if self._all.nbytes > self.limits.total_bytes:
             wrong.append("the total is over its limit")
+        guards = Counter(node for tail in self._guards.values() for node in tail.chain())
         for key, node in self._nodes.items():
+            if node.guards != guards[node]:
+                wrong.append(f"block {key.hex()}: {node.guards} guards: {guards[node]}")
             said = (node.pins, node.children, node.stamp > 0)
             found = (pins[key], children[key], not pins[key] and not children[key])
             if said != found:
@@ -313,8 +366,8 @@ class PrefixIndex:
                 return self._refuse(victims)
             self._touch(known)
             for block in new:
-                rank = self._policy.rank(None, block.seconds, block.nbytes, self._tick)
-                chain.append(_Node(block, chain[-1] if chain else None, rank))
+                worth = self._policy.rank(None, block.seconds, block.nbytes, self._tick)
+                chain.append(_Node(block, chain[-1] if chain else None, worth))
                 self._insert(chain[-1])
             self._count["added"] += len(new)
             hold = self._hold(chain[-1])
@@ -339,7 +392,7 @@ class PrefixIndex:
         """Note a use. Pinned blocks are in no heap, so their rank may change."""
         for node in pinned:
             block = node.block
-            node.rank = self._policy.rank(node.rank, block.seconds, block.nbytes, self._tick)
+            node.worth = self._policy.rank(node.worth, block.seconds, block.nbytes, self._tick)
 
     def _insert(self, node: _Node) -> None:
         """Make an idle block without children resident."""

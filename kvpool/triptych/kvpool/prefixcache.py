@@ -22,6 +22,7 @@ from triptych.kvpool.blocks import (
     Publication,
     Published,
     TokenIds,
+    child_key,
     cut,
     encode,
 )
@@ -31,6 +32,7 @@ from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.kvpool.pool import Pool, WorkerId
 from triptych.kvpool.prefix import PrefixIndex
 from triptych.kvpool.processes import this_process
+from triptych.kvpool.sessions import SessionBook, SessionKey
 
 PREFIX_WORKER = "prefix"
 """Name under which the pool's process holds the pages of resident blocks, and their label."""
@@ -45,6 +47,10 @@ class PrefixSettings:
     tenant_bytes: int
     eviction: str = "cost"
     """Name of an eviction policy."""
+    session_ttl_s: float = 0.0
+    """Seconds after its last turn for which a conversation's blocks are evicted last; 0: none."""
+    session_tenant_bytes: int = 0
+    """The most that one tenant's conversations have of that."""
 
     @classmethod
     def of(cls, config: PoolConfig, plan: PagePlan) -> Self | None:
@@ -55,12 +61,15 @@ class PrefixSettings:
         if plan.prefix_bytes == 0:
             return None
         total = plan.prefix_bytes - plan.block_pages(0) * plan.page_bytes
-        own = config.prefix_tenant_bytes
+        own, sessions = config.prefix_tenant_bytes, config.session_tenant_bytes
+        tenant_bytes = total if own == "auto" else own
         return cls(
             block_tokens=plan.block_tokens,
             total_bytes=total,
-            tenant_bytes=total if own == "auto" else own,
+            tenant_bytes=tenant_bytes,
             eviction=config.prefix_eviction,
+            session_ttl_s=config.session_ttl_s,
+            session_tenant_bytes=tenant_bytes // 2 if sessions == "auto" else sessions,
         )
 
 
@@ -95,6 +104,11 @@ class PrefixCache:
         self._holds = dict[HoldId, WorkerId]()
         self._pins = set[HoldId]()
         """Holds of the level below."""
+        self._sessions = SessionBook(
+            ttl_s=settings.session_ttl_s,
+            tenant_bytes=settings.session_tenant_bytes,
+            total_bytes=settings.total_bytes // 2,
+        )
 
     # -------------------------------------------------------------- calls of workers
 
@@ -161,6 +175,32 @@ class PrefixCache:
         for block, claim in zip(done.new, claims, strict=True):
             self._leases[block.key] = claim.lease
         return done
+
+    def keep_session(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        tenant: str,
+        session: str,
+        now: float,
+    ) -> int:
+        """Guard what is resident of a conversation for its time-to-live, and nothing else of it.
+
+        Guarded blocks are evicted after all others, so that they stay while there is anything
+        else to evict, and never keep a request or another prefix from memory.
+
+        Returns: how many blocks are guarded
+        Raises:  NotRegistered
+        """
+        self._require_registered(worker)
+        own = child_key(namespace.digest(), tenant.encode())
+        key = SessionKey(child_key(own, session.encode()))
+        guard = self._index.guard(namespace, tokens, self._sessions.most_bytes)
+        ended = self._sessions.open(key, tenant, guard, now) if guard else self._sessions.close(key)
+        for each in ended:
+            self._index.unguard(each)
+        return guard.blocks if guard else 0
 
     # -------------------------------------------------------------- calls of the level below
 
@@ -266,6 +306,11 @@ class PrefixCache:
 
     # -------------------------------------------------------------- upkeep
 
+    def end_sessions(self, now: float) -> None:
+        """Let the blocks of conversations whose time is over be evicted as all others."""
+        for guard in self._sessions.expire(now):
+            self._index.unguard(guard)
+
     def forget_lost(self) -> None:
         """End the holds of workers whose registration does not count any more."""
         lost = [hold for hold, who in self._holds.items() if not self._pool.is_registered(who)]
@@ -286,6 +331,8 @@ class PrefixCache:
             hit_tokens=stat.hit_tokens,
             evictions=stat.evictions,
             refused=sum(stat.refused.values()),
+            sessions=len(self._sessions),
+            session_bytes=self._sessions.nbytes,
         )
 
     def check(self) -> list[str]:
@@ -302,6 +349,8 @@ class PrefixCache:
             wrong.append(f"{stat.reserved_bytes} bytes are reserved: its worker holds {mine}")
         if self.holds != stat.holds:
             wrong.append(f"the index has {stat.holds} holds, workers and the disk {self.holds}")
+        if self._index.guards != self._sessions.guards():
+            wrong.append("guards and sessions do not name each other")
         return wrong
 
     def _require_registered(self, worker: WorkerId) -> None:

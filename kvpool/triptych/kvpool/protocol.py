@@ -69,6 +69,14 @@ class PoolCalls(Protocol):
     def restore_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds, tenant: str
     ) -> Coming: ...
+    def keep_session(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        tenant: str,
+        session: str,
+    ) -> int: ...
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
     def stat(self) -> Ledger: ...
     def map(self, max_cells: int) -> PageMap: ...
@@ -267,6 +275,23 @@ class RestorePrefix:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSession:
+    """Let what is known of these tokens be evicted last while the conversation may go on."""
+
+    worker: WorkerId
+    namespace: Namespace
+    tokens: bytes
+    tenant: str
+    session: str
+
+    def __post_init__(self) -> None:
+        _require_prefix(self.namespace, self.tokens)
+        _require_short(self.tenant)
+        _require_short(self.session)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasePrefix:
     worker: WorkerId
     hold: HoldId
@@ -402,7 +427,7 @@ class PrefixFound:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBlocks:
-    """How many blocks are known, or were added."""
+    """How many blocks are known, were added, or are guarded."""
 
     blocks: int
 

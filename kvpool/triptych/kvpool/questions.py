@@ -72,6 +72,7 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             | protocol.KnowPrefix()
             | protocol.PublishPrefix()
             | protocol.RestorePrefix()
+            | protocol.KeepSession()
         ):
             return _answer_prefix(calls, asked)
         case protocol.ReleasePrefix():
@@ -94,7 +95,8 @@ def _answer_prefix(
     asked: protocol.FindPrefix
     | protocol.KnowPrefix
     | protocol.PublishPrefix
-    | protocol.RestorePrefix,
+    | protocol.RestorePrefix
+    | protocol.KeepSession,
 ) -> Message:
     tokens = decode(asked.tokens)
     match asked:
@@ -107,6 +109,11 @@ def _answer_prefix(
         case protocol.RestorePrefix():
             coming = calls.restore_prefix(asked.worker, asked.namespace, tokens, asked.tenant)
             return protocol.PrefixComing(blocks=coming.blocks, seconds=coming.seconds)
+        case protocol.KeepSession():
+            blocks = calls.keep_session(
+                asked.worker, asked.namespace, tokens, asked.tenant, asked.session
+            )
+            return protocol.PrefixBlocks(blocks=blocks)
         case protocol.PublishPrefix():
             new = Publication(
                 namespace=asked.namespace,

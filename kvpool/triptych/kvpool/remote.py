@@ -135,6 +135,23 @@ class RemotePool:
         coming = self._ask(asked, protocol.PrefixComing)
         return Coming(coming.blocks, coming.seconds)
 
+    def keep_session(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        tenant: str,
+        session: str,
+    ) -> int:
+        asked = protocol.KeepSession(
+            worker=worker,
+            namespace=namespace,
+            tokens=encode(tokens),
+            tenant=tenant,
+            session=session,
+        )
+        return self._ask(asked, protocol.PrefixBlocks).blocks
+
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         self._ask(protocol.ReleasePrefix(worker=worker, hold=hold), protocol.PoolDone)
 

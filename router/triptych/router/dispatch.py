@@ -240,6 +240,7 @@ class Dispatch:
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             token_s=entry.token_s,
+            session=request.session,
         )
 
     # ---------------------------------------------------------------- waiting -> prefilling
@@ -344,4 +345,10 @@ def join_of(entry: Entry) -> Join:
     """What a decode worker must know to go on with a request whose pages are finished."""
     assert entry.handle is not None
     assert entry.report is not None
-    return Join(request=entry.request, words=entry.words, handle=entry.handle, report=entry.report)
+    return Join(
+        request=entry.request,
+        words=entry.words,
+        handle=entry.handle,
+        report=entry.report,
+        token_s=entry.token_s,
+    )

@@ -15,7 +15,7 @@ HALF_LIFE = 10.0
 
 @dataclass(eq=False)
 class Item:
-    rank: float
+    rank: tuple[bool, float]
     stamp: int = 0
 
 
@@ -79,7 +79,7 @@ def test_the_heap_gives_the_lowest_of_what_is_still_there(seed: int) -> None:
     for stamp in range(1, 3000):
         action = chance.random()
         if action < 0.5 or not there:
-            there.append(Item(float(chance.randrange(20)), stamp))
+            there.append(Item((chance.random() < 0.5, float(chance.randrange(20))), stamp))
             heap.push(there[-1])
         elif action < 0.8:
             there.pop(chance.randrange(len(there))).stamp = 0
@@ -93,7 +93,7 @@ def test_the_heap_gives_the_lowest_of_what_is_still_there(seed: int) -> None:
 
 
 def test_an_item_that_comes_and_goes_does_not_grow_the_heap() -> None:
-    heap, item = LeafHeap[Item](), Item(1.0)
+    heap, item = LeafHeap[Item](), Item((False, 1.0))
     for stamp in range(1, 10_000):
         item.stamp = stamp
         heap.push(item)

@@ -77,6 +77,8 @@ def make_engines(
             config.decode.max_batch_requests,
             draw,
             config.decode.selection,
+            prefixes,
+            config.pool.keep_answers,
         ),
     }
     return [makers[stage]() for stage in stages]

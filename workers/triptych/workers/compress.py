@@ -38,7 +38,7 @@ from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import WorkerPool
 from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
-from triptych.workers.prefixes import PrefixStore
+from triptych.workers.prefixes import PrefixStore, RawPages
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
@@ -167,7 +167,8 @@ class CompressEngine:
             if self.prefixes is not None and job.prefix is not None:
                 judged = self.plan.policy.needs_significance
                 significance = self._significance(job.raw, job.tokens) if judged else None
-                self.prefixes.publish(job.prefix, job.raw, significance)
+                pages = RawPages(self._arena, self.plan, job.raw, significance)
+                self.prefixes.publish(job.prefix, pages)
 
     # ---------------------------------------------------------------- plan
 

@@ -31,9 +31,11 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import decode_attention, score_tokens, store_tokens
 from triptych.kvpool import WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
+from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
 from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import Journal
 from triptych.workers.models import ModelRunner
+from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.selection import Selector, StepChoice
@@ -58,10 +60,18 @@ class Running:
     """Pages of this request that hold nothing at present; its next pages come from here."""
     grown: list[int] = field(default_factory=list[int])
     """Pages that came from this worker's own stock."""
+    token_s: float = 0.0
+    """Seconds that a token of its prompt took to compute."""
 
     @property
     def id(self) -> str:
         return self.answer.request.id
+
+    @property
+    def ended(self) -> Ended:
+        """What there is to keep, once the answer is complete."""
+        answer = self.answer
+        return Ended(answer.request, answer.tokens, self.slot, self.position, self.token_s)
 
 
 @dataclass
@@ -77,8 +87,14 @@ class DecodeEngine:
     """How tokens are drawn from logits; the quality harness forces them."""
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     """Which pages a step reads."""
+    prefixes: PrefixStore | None = None
+    """None: no answer is kept for the next turn."""
+    keep_answers: KeepAnswers = "never"
+    """Which answers are."""
     stage: Stage = "decode"
     _running: dict[str, Running] = field(default_factory=dict[str, Running])
+    _kept: dict[str, Running] = field(default_factory=dict[str, Running])
+    """Answers that are complete and told; their pages stay until the pool has what it lacks."""
 
     def __post_init__(self) -> None:
         self._arena = torch.from_numpy(self.pool.arena.data)
@@ -90,6 +106,7 @@ class DecodeEngine:
         self._raw = self._tables[0]
         self._window = self._window_of(self._journal)
         self._selector = Selector.of(self.selection, self.plan, self._arena, self._tables)
+        self._keeper = AnswerKeeper.of(self.prefixes, self._arena, self._tables, self.keep_answers)
 
     def _window_of(self, journal: Journal) -> Window | None:
         """None if raw pages are the final ones."""
@@ -120,7 +137,7 @@ class DecodeEngine:
 
     def _accept_resume(self, message: Resume) -> list[Send]:
         name = message.join.request.id
-        if name in self._running:
+        if name in self._running or name in self._kept:
             return [Send(ROUTER, Resumed(request=name))]
         try:
             return self._resume(message)
@@ -130,18 +147,18 @@ class DecodeEngine:
             return [refuse(name, StageLost("decode"))]
 
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._kept)
 
     def wait_s(self) -> float | None:
         return None
 
     def requests(self) -> list[str]:
-        return list(self._running)
+        return [*self._running, *self._kept]
 
     def cancel(self, requests: Sequence[str]) -> None:
         for name in requests:
-            if name in self._running:
-                self._forget(self._running[name])
+            if one := self._running.get(name) or self._kept.get(name):
+                self._forget(one)
         self.pool.withdraw(requests)
 
     def abandon(self) -> None:
@@ -149,7 +166,7 @@ class DecodeEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        refused = self._make_room()
+        refused = [*self._keep_a_block(), *self._make_room()]
         batch = list(self._running.values())
         if not batch:
             return refused
@@ -165,13 +182,25 @@ class DecodeEngine:
                 continue
             self._journal.say(one.slot, draw.token)
             if one.answer.finish is not None:
-                sends.append(self._finish(one))
+                sends.extend(self._finish(one))
         return sends
 
-    def _finish(self, one: Running) -> Send:
+    def _finish(self, one: Running) -> list[Send]:
+        """End a request, now or when what was answered is kept."""
         self._journal.end(one.slot)
+        if self._keeper and self._keeper.wants(one.answer.request):
+            self._kept[one.id] = self._running.pop(one.id)
+            return []
         self._leave(one)
-        return finished(one.answer)
+        return [finished(one.answer)]
+
+    def _keep_a_block(self) -> list[Send]:
+        """Go on with keeping answers; what was said at the last step is on its way already."""
+        one = next(iter(self._kept.values()), None)
+        if one is None or self._keeper is None or not self._keeper.go_on(one.ended):
+            return []
+        self._leave(one)
+        return [finished(one.answer)]
 
     # ---------------------------------------------------------------- join and leave
 
@@ -198,7 +227,7 @@ class DecodeEngine:
         name, stored = message.request.id, message.handle.tokens
         self._journal.join(slot, name, claim.lease, message.words, stored)
         resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
-        return [*resumed, *self._start(answer, slot, claim)]
+        return [*resumed, *self._start(answer, slot, claim, message.token_s)]
 
     def _obtain(self, message: Join, ids: Ids, former: str) -> Claim:
         try:
@@ -268,7 +297,7 @@ class DecodeEngine:
         slot = self._free_slots.popleft()
         journal.copy(left, at, slot)
         journal.enter(slot, name, claim.lease)
-        return self._start(answer, slot, claim, spare)
+        return self._start(answer, slot, claim, message.join.token_s, spare)
 
     def _answer(self, message: Join) -> Answer:
         answer = self.answers.start(message.request)
@@ -276,17 +305,22 @@ class DecodeEngine:
         return answer
 
     def _start(
-        self, answer: Answer, slot: int, claim: Claim, spare: Sequence[int] | Ids = ()
+        self,
+        answer: Answer,
+        slot: int,
+        claim: Claim,
+        token_s: float,
+        spare: Sequence[int] | Ids = (),
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
         if self._selector is not None:
             self._selector.join(slot)
         sends = self._repeat(answer, self._journal.words(slot))
         position = self._journal.position(slot)
-        one = Running(slot, claim, answer, position, [int(page) for page in spare])
+        one = Running(slot, claim, answer, position, [int(page) for page in spare], token_s=token_s)
         self._running[one.id] = one
         if answer.finish is not None:
-            sends.append(self._finish(one))
+            sends.extend(self._finish(one))
         return sends
 
     @staticmethod
@@ -313,7 +347,9 @@ class DecodeEngine:
         self._free(one)
 
     def _free(self, one: Running) -> None:
-        del self._running[one.id]
+        self._running.pop(one.id, None)
+        if self._kept.pop(one.id, None) and self._keeper:
+            self._keeper.forget(one.id)
         self.pool.give(np.array(one.grown, np.int32))
         if self._selector is not None:
             self._selector.leave(one.slot)

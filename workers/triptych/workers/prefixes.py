@@ -1,12 +1,14 @@
 # pyright: reportUnknownMemberType=false
 # torch.from_numpy has no type hints.
-"""Prefixes of prompts: kept in high pages by the compressor, read back by the prefill stage."""
+"""Prefixes of sequences: kept in high pages by compressor and decode stage, read back by the
+prefill stage."""
 
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ from triptych.kvpool import FoundPrefix, Namespace, Publication, WorkerPool
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
+Cells = tuple[Tensor, Tensor]
+"""Page and row of some tokens."""
 
 PAGES_VERSION = 1
 """Counts up when the same settings give other bytes: pages on disk outlive the program."""
@@ -55,6 +59,55 @@ class BlockPages:
         rows = plan.geometry.head_rows
         high = [ids[: rows * BLOCK_PAGES].reshape(rows, -1) for ids in blocks]
         return cls(np.concatenate(high, axis=1), blocks[0][rows * BLOCK_PAGES :].reshape(rows, -1))
+
+
+class Source(Protocol):
+    """Tokens of one sequence as they lie in a worker's pages."""
+
+    @property
+    def sink(self) -> Ids:
+        """Raw pages, those of the sink first, [head rows, pages]."""
+        ...
+
+    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+        """Write ``count`` tokens from ``start`` on into cells of high pages, head row by head row.
+
+        Returns: mean attention that each received, [head rows, count]; None if nobody asks
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RawPages:
+    """A prompt in raw pages, as the prefill stage left it."""
+
+    arena: Tensor
+    plan: PagePlan
+    sink: Ids
+    """All of its raw pages."""
+    significance: Tensor | None
+    """Mean attention of each token, [head rows, tokens]; None if nobody asks."""
+
+    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+        source = cells_of(self.sink, self.plan.raw.tokens, start, count)
+        transcode(self.arena, self.plan.raw, self.plan.high, *source, *target)
+        return None if self.significance is None else self.significance[:, start : start + count]
+
+
+@dataclass
+class Keeping:
+    """A sequence of which the pool is given what it lacks, some blocks at a time."""
+
+    prefix: Prefix
+    namespace: Namespace
+    tokens: Ids
+    """Those of whole blocks."""
+    first: int
+    """The next block."""
+    last: int
+    """Where to stop."""
+    source: Source | None = None
+    """Where the tokens of these blocks are; needed if there are any."""
 
 
 @dataclass
@@ -121,8 +174,9 @@ class PrefixStore:
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
-        high, low = self._cells(blocks.high, 0, count), self._raw_cells(raw, 0, count)
-        transcode(self._arena, self.plan.high, self.plan.raw, *high, *low)
+        high = cells_of(blocks.high, self.plan.high.tokens, 0, count)
+        target = cells_of(raw, self.plan.raw.tokens, 0, count)
+        transcode(self._arena, self.plan.high, self.plan.raw, *high, *target)
         self._pages[raw[:, : blocks.sink.shape[1]]] = self._pages[blocks.sink]
         if attention is not None:
             geometry = self.plan.geometry
@@ -134,50 +188,85 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- writing
 
-    def publish(self, prefix: Prefix, raw: Ids, significance: Tensor | None) -> None:
+    def publish(self, prefix: Prefix, source: Source) -> None:
         """Keep the whole blocks of a prompt that the pool does not know yet.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        kept = self.begin(prefix)
+        if kept is not None:
+            kept.source = source
+            while not self.go_on(kept, self._blocks_at_once):
+                pass
+
+    def begin(self, prefix: Prefix) -> Keeping | None:
+        """Ask what the pool lacks of a sequence; None if it cannot be had.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        tokens, size = np.frombuffer(prefix.tokens, "<i4"), self.plan.block_tokens
+        last = len(tokens) // size
+        whole, namespace = tokens[: last * size], self.namespace(prefix.cache_salt)
+        first = self._tried(lambda: self.pool.known_prefix(namespace, whole)) if last else 0
+        return None if first is None else Keeping(prefix, namespace, whole, first, last)
+
+    def go_on(self, kept: Keeping, most_blocks: int = 1) -> bool:
+        """Keep the next blocks, at most so many; True: nothing is left to be done.
 
         A prompt that cannot be kept is as good as one that nobody asks again: what the pool
         refuses is counted, and that is all.
 
-        Shapes:  raw [head rows, pages of a head row]; significance [head rows, tokens], mean
-                 attention of each token
-        Raises:  PoolUnavailable, NotRegistered
+        Raises: PoolUnavailable, NotRegistered
         """
+        end = min(kept.last, kept.first + most_blocks)
+        if kept.first < end:
+            if not self._tried(lambda: self._publish(kept, end)):
+                kept.last = kept.first
+            kept.first = min(end, kept.last)
+        if kept.first < kept.last:
+            return False
+        if kept.prefix.session and len(kept.tokens):
+            self._tried(lambda: self._keep_session(kept))
+        return True
+
+    def _tried(self, work: Callable[[], int]) -> int | None:
+        """None, and it is counted, if the pool refused."""
         try:
-            self._publish(prefix, raw, significance)
+            return work()
         except (PoolUnavailable, NotRegistered):
             raise
         except PoolError as error:
             self.skipped[type(error).__name__] += 1
             logger.debug("a prefix is not kept: %s", error)
+            return None
 
-    def _publish(self, prefix: Prefix, raw: Ids, significance: Tensor | None) -> None:
-        tokens, size = np.frombuffer(prefix.tokens, "<i4"), self.plan.block_tokens
-        last = len(tokens) // size
-        namespace = self.namespace(prefix.cache_salt)
-        first = self.pool.known_prefix(namespace, tokens[: last * size]) if last else 0
-        while first < last:
-            end = min(last, first + self._blocks_at_once)
-            ids = self._take(first, end)
-            added = 0
-            try:
-                self._write(first, ids, raw, significance)
-                new = Publication(
-                    namespace=namespace,
-                    tokens=tokens[: end * size],
-                    blocks=ids,
-                    seconds=prefix.token_s * size,
-                    tenant=prefix.tenant,
-                )
-                added = self.pool.publish_prefix(new)
-            finally:
-                if not self.pool.is_lost:
-                    self._give(ids[: len(ids) - added])
-            if added < len(ids):
-                self.skipped["refused"] += 1
-                return
-            first = end
+    def _keep_session(self, kept: Keeping) -> int:
+        prefix = kept.prefix
+        return self.pool.keep_session(kept.namespace, kept.tokens, prefix.tenant, prefix.session)
+
+    def _publish(self, kept: Keeping, end: int) -> int:
+        """Keep the blocks before ``end``; 0 if the pool would not have them."""
+        assert kept.source is not None
+        ids = self._take(kept.first, end)
+        added = 0
+        try:
+            self._write(kept.first, ids, kept.source)
+            size = self.plan.block_tokens
+            new = Publication(
+                namespace=kept.namespace,
+                tokens=kept.tokens[: end * size],
+                blocks=ids,
+                seconds=kept.prefix.token_s * size,
+                tenant=kept.prefix.tenant,
+            )
+            added = self.pool.publish_prefix(new)
+        finally:
+            if not self.pool.is_lost:
+                self._give(ids[: len(ids) - added])
+        if added < len(ids):
+            self.skipped["refused"] += 1
+            return 0
+        return added
 
     @property
     def _blocks_at_once(self) -> int:
@@ -196,25 +285,16 @@ class PrefixStore:
         if blocks:
             self.pool.give(np.concatenate(blocks))
 
-    def _write(self, first: int, ids: list[Ids], raw: Ids, significance: Tensor | None) -> None:
+    def _write(self, first: int, ids: list[Ids], source: Source) -> None:
         """Encode the tokens of blocks, all head rows in one call."""
         blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
         start, count = first * size, len(ids) * size
-        source, target = self._raw_cells(raw, start, count), self._cells(blocks.high, 0, count)
-        transcode(self._arena, self.plan.raw, self.plan.high, *source, *target)
-        self._pages[blocks.sink] = self._pages[raw[:, : blocks.sink.shape[1]]]
-        if significance is not None:
-            means = significance[:, start : start + count].flatten()
+        target = cells_of(blocks.high, self.plan.high.tokens, 0, count)
+        means = source.copy(start, count, target)
+        self._pages[blocks.sink] = self._pages[source.sink[:, : blocks.sink.shape[1]]]
+        if means is not None:
             scores = segments(self._arena, self.plan.high).scores
-            scores[target[0].long(), target[1].long()] = means
-
-    # ---------------------------------------------------------------- cells
-
-    def _raw_cells(self, pages: Ids, start: int, count: int) -> tuple[Tensor, Tensor]:
-        return _cells(pages, self.plan.raw.tokens, start, count)
-
-    def _cells(self, pages: Ids, start: int, count: int) -> tuple[Tensor, Tensor]:
-        return _cells(pages, self.plan.high.tokens, start, count)
+            scores[target[0].long(), target[1].long()] = means.flatten()
 
 
 def asks_for_prompt(request: Request) -> bool:
@@ -228,7 +308,7 @@ def _lookable(request: Request) -> Ids:
     return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
 
 
-def _cells(pages: Ids, per_page: int, start: int, count: int) -> tuple[Tensor, Tensor]:
+def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Tensor, Tensor]:
     """Page and row of ``count`` tokens from ``start`` on, head row after head row.
 
     Shapes:  pages [head rows, M] -> int32 [head rows x count] each

@@ -115,6 +115,12 @@ async def _whole(job: Job, answer: Answer) -> Response:
     return await asyncio.to_thread(response) if is_long else response()
 
 
+def _with_session(request: Request, body: Mapping[str, object]) -> Mapping[str, object]:
+    """The body with the ``session_id`` of ``X-Session-Id``, unless it has one itself."""
+    named = request.headers.get("x-session-id")
+    return body if named is None else {"session_id": named, **body}
+
+
 class Routes:
     """The handlers of one app."""
 
@@ -159,13 +165,13 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         client = self._client(request)
-        body = validate(ChatBody, await read_json(request))
+        body = validate(ChatBody, _with_session(request, await read_json(request)))
         job = traced(await self._planner.chat(body, client.tenant), request)
         return await self._answer(request, client, job, ChatAnswer(job, self._codec))
 
     async def completions(self, request: Request) -> Response:
         client = self._client(request)
-        body = validate(CompletionBody, await read_json(request))
+        body = validate(CompletionBody, _with_session(request, await read_json(request)))
         job = traced(await self._planner.completion(body, client.tenant), request)
         return await self._answer(request, client, job, CompletionAnswer(job, self._codec))
 

@@ -148,12 +148,14 @@ class Planner:
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
     def _owned(self, job: Job, body: GenerationBody, tenant: str) -> Job:
-        """Say with whom the requests share cached prefixes, and whose they count as.
+        """Say with whom the requests share cached prefixes, whose they count as, and in which
+        conversation.
 
         ``tenant`` is "" or has a fixed length, so no two pairs look alike.
         """
         salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
-        owned = (replace(request, cache_salt=salt, tenant=tenant) for request in job.requests)
+        owner = {"cache_salt": salt, "tenant": tenant, "session": body.session_id or ""}
+        owned = (replace(request, **owner) for request in job.requests)
         return replace(job, requests=tuple(owned))
 
     async def encode_messages(

@@ -194,6 +194,7 @@ class GenerationBody(Body):
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    session_id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

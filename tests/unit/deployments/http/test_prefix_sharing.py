@@ -54,6 +54,29 @@ def test_a_salt_that_is_none_is_refused(http, engine, salt):
     assert not engine.calls
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_conversation_is_named_in_the_body_or_in_a_header(http, engine, path):
+    assert sent(http, engine, path, None).session == ""
+    assert sent(http, engine, path, None, session_id="x" * 256).session == "x" * 256
+    body = {"messages": HELLO, "prompt": "x", "max_tokens": 1}
+    body.pop("prompt" if path == CHAT else "messages")
+    for more, name in (({}, "from the header"), ({"session_id": "own"}, "own")):
+        headers = {"X-Session-Id": "from the header"}
+        assert http.post(path, json={**body, **more}, headers=headers).status_code == 200
+        assert engine.calls[-1][0].session == name
+    response = http.post(path, json=body, headers={"X-Session-Id": "x" * 257})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "session_id"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, 5, ["x"]])
+def test_a_name_of_a_conversation_that_is_none_is_refused(http, engine, name):
+    response = http.post(COMPLETIONS, json={"prompt": "x", "session_id": name})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "session_id"
+    assert not engine.calls
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_server_for_friends_shares_among_keys(tokenizer, engine, shares):
     planner = Planner(

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from triptych.core.errors import PoolError
-from triptych.kvpool.blocks import Block, Hold, HoldId, Limits, Namespace, Payload, sha256
+from triptych.kvpool.blocks import (
+    Block,
+    GuardId,
+    Hold,
+    HoldId,
+    Limits,
+    Namespace,
+    Payload,
+    sha256,
+)
 from triptych.kvpool.eviction import CostPolicy, EvictionPolicy, LruPolicy
 from triptych.kvpool.prefix import PrefixIndex
 
@@ -62,6 +71,7 @@ class Checked:
         self.kept = dict[Path, Kept]()
         self.holds = dict[HoldId, Path]()
         self.ended = [HoldId(0)]
+        self.guards = dict[GuardId, list[Kept]]()
         self.tick = self.page = self.gone = 0
         self.seen = Counter[str]()
 
@@ -125,7 +135,9 @@ class Checked:
                 and scope in (None, entry.tenant)
             ]
             assert path in leaves
-            lowest = min(self.worth(self.kept[p]) for p in leaves)
+            others = [p for p in leaves if not self.guarded(self.kept[p])]
+            assert path in others or not others, "what is guarded goes last"
+            lowest = min(self.worth(self.kept[p]) for p in others or leaves)
             assert self.worth(self.kept[path]) <= lowest * (1 + 1e-9)
             freed += self.kept.pop(path).nbytes
             self.gone += 1
@@ -173,6 +185,33 @@ class Checked:
             del self.holds[hold]
             self.ended.append(hold)
 
+    def guarded(self, entry: Kept) -> bool:
+        return any(entry is each for chain in self.guards.values() for each in chain)
+
+    def guard(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
+        chain = [self.kept[path] for path in self.longest((who[0], tokens))]
+        guard = self.index.guard(NAMESPACES[who[0]], tokens, most_bytes)
+        fitting = [
+            entry
+            for at, entry in enumerate(chain)
+            if sum(each.nbytes for each in chain[: at + 1]) <= most_bytes
+        ]
+        if guard is None:
+            assert not fitting or not self.exact
+            return
+        assert guard.blocks == len(fitting) or not self.exact
+        self.guards[guard.id] = fitting[: guard.blocks]
+        assert guard.nbytes == sum(each.nbytes for each in self.guards[guard.id])
+
+    def unguard(self, at: int) -> None:
+        """End a guard that there is, whether its blocks are there or not."""
+        if self.guards:
+            guard = sorted(self.guards)[at % len(self.guards)]
+            self.index.unguard(guard)
+            del self.guards[guard]
+            with pytest.raises(KeyError):
+                self.index.unguard(guard)
+
     def publish(
         self,
         who: tuple[int, str],
@@ -203,7 +242,8 @@ class Checked:
         if len(chain) < before:
             assert done.refused == "parent"
         elif over > self.can_free(tenant, guard):
-            assert done.refused == "quota"
+            both = done.refused == "memory" and too_much > self.can_free(None, guard)
+            assert done.refused == "quota" or both
         elif too_much > self.can_free(None, guard):
             assert done.refused == "memory"
         else:
@@ -251,6 +291,7 @@ class Checked:
         assert stat.hits + stat.misses == self.tick
         pinned = [entry.nbytes for path, entry in self.kept.items() if self.pinned(path)]
         assert stat.pinned_bytes == sum(pinned)
+        assert self.index.guards == set(self.guards)
         for tenant in ("a", "b"):
             assert stat.bytes_by_tenant.get(tenant, 0) == self.held_bytes(tenant)
             assert self.held_bytes(tenant) <= LIMITS.of(tenant)
@@ -285,6 +326,14 @@ class PrefixMachine(RuleBasedStateMachine):
         self, who: tuple[int, str], tokens: tuple[int, ...], costs: list[tuple[int, float]]
     ) -> None:
         self.both.publish(who, tokens, costs)
+
+    @rule(who=asking, tokens=prompts, most_bytes=st.sampled_from([0, 9, 36]))
+    def guard(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
+        self.both.guard(who, tokens, most_bytes)
+
+    @rule(at=st.integers(0, 9))
+    def unguard(self, at: int) -> None:
+        self.both.unguard(at)
 
     @rule(nbytes=st.integers(0, 20))
     def evict(self, nbytes: int) -> None:
@@ -333,6 +382,9 @@ def walk(both: Checked, operations: int, chance: random.Random) -> None:
             both.publish(who, tokens, sizes[: chance.randint(1, 4)])
         else:
             both.evict(chance.randrange(20))
+        if chance.random() < 0.2:
+            both.unguard(chance.randrange(100))
+            both.guard(who, tokens, chance.choice([9, 18]))
         both.agree()
 
 

@@ -15,6 +15,7 @@ from triptych.kvpool.processes import ProcessKey
 
 PAGES, PAGE_BYTES, TTL_S = 40, 256, 10.0
 BLOCK, TOTAL_PAGES, TENANT_PAGES = 2, 20, 14
+SESSION_S, SESSION_PAGES = 1e6, 6
 NAMES = ("prefill", "compress", "other")
 SALTS = st.sampled_from([b"a", b"b"])
 TOKENS = st.lists(st.integers(0, 1), max_size=11)
@@ -44,7 +45,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             "total_bytes": TOTAL_PAGES * PAGE_BYTES,
             "tenant_bytes": TENANT_PAGES * PAGE_BYTES,
         }
-        self.cache = PrefixCache(self.pool, PrefixSettings(block_tokens=BLOCK, **limits))
+        sessions = {"session_ttl_s": SESSION_S, "session_tenant_bytes": SESSION_PAGES * PAGE_BYTES}
+        self.cache = PrefixCache(
+            self.pool, PrefixSettings(block_tokens=BLOCK, **limits, **sessions)
+        )
         self.now = 0.0
         self.workers = dict[str, WorkerId]()
         self.extents = dict[str, list[int]]()
@@ -87,6 +91,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for worker in self.workers.values():
             self.pool.renew(worker, self.now)
         assert self.pool.sweep(self.now, lambda _: True) == []
+        self.cache.end_sessions(self.now)
+        assert self.cache.line().sessions == 0
 
     # ---------------------------------------------------------- prefixes
 
@@ -141,6 +147,25 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.content[salt, chain] = pages[count - 1 - back].tolist()
         mine = [page for ids in pages[: count - added] for page in ids.tolist()]
         self.extents[name] += mine
+
+    @precondition(lambda self: self.workers)
+    @rule(
+        data=st.data(),
+        salt=SALTS,
+        tokens=TOKENS,
+        tenant=st.sampled_from(["t", "u"]),
+        name=st.sampled_from(["one", "two", "three"]),
+    )
+    def keep_session(
+        self, data: st.DataObject, salt: bytes, tokens: list[int], tenant: str, name: str
+    ) -> None:
+        worker = self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
+        known = self.cache.known(worker, space(salt), tokens)
+        kept = self.cache.keep_session(worker, space(salt), tokens, tenant, name, self.now)
+        line = self.cache.line()
+        assert kept <= known
+        assert (kept > 0) <= (line.sessions > 0)
+        assert line.session_bytes <= TOTAL_PAGES * PAGE_BYTES // 2
 
     @precondition(lambda self: any(self.extents.values()))
     @rule(data=st.data())

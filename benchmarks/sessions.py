@@ -1,0 +1,323 @@
+"""What a kept conversation saves, what keeping it costs others, and what it does to the answers.
+
+    python benchmarks/sessions.py --json benchmarks/results/sessions.json
+
+The three engines run in this process with the settings of the server and the default model.
+
+*Turns.* A conversation of five turns over text: a first question, then shorter ones; answers have
+a fixed length. In turns A B A B: without a session (what was asked is cached, what was answered
+is computed again) and with one. Times run from the submission to the first token, once the answer
+before is kept; both begin at the same tokens.
+
+*Others.* One long answer runs while short ones end beside it, A without a session and B with one:
+the gaps between the tokens of the long one.
+
+*Answers.* A second turn, teacher-forced over text, against the full 16-bit cache: KL and top-1
+agreement without any cache, with cached prompts, and with the session.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.output import console, make_table, write_json
+from triptych.core.config import AppConfig
+from triptych.core.messages import Failed, Request, Sampling, Tokens
+from triptych.workers.local import LocalServer
+from triptych.workers.models import resolve
+from triptych.workers.models.pretrained import read_tokenizer
+from triptych.workers.quality.metrics import compare, summarize
+from triptych.workers.quality.texts import Document, documents
+from triptych.workers.teacher import Script, Teacher
+
+FIRST, NEXT, ANSWER, TURNS = 256, 32, 128, 5
+"""Tokens of the first question, of the next ones and of each answer; turns of a conversation."""
+PATIENCE_S = 60.0
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Who says what, in tokens of one document; answers are the model's own unless forced."""
+
+    name: str
+    questions: tuple[tuple[int, ...], ...]
+    answers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, document: Document) -> "Dialogue":
+        left, parts = list(document.context), list[list[tuple[int, ...]]]()
+        for turn in range(TURNS):
+            sizes = (NEXT if turn else FIRST, ANSWER)
+            part = list[tuple[int, ...]]()
+            for size in sizes:
+                part.append(tuple(left[:size]))
+                del left[:size]
+            parts.append(part)
+        return cls(
+            document.name, tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+        )
+
+
+def greedy(tokens: int = ANSWER, seed: int = 0) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=seed)
+
+
+def asked(server: LocalServer, prompt: Sequence[int], name: str, session: str) -> Request:
+    """A request that shares its prefix with those of the same name alone."""
+    request = server.request(prompt, greedy())
+    return replace(request, cache_salt=name, session=session)
+
+
+def settle(server: LocalServer) -> None:
+    """Wait until nothing but prefixes is held."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    while (ledger := server.pool.stat()).request_pages != ledger.prefix_pages:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"pages are still held: {ledger}")
+        time.sleep(0.005)
+
+
+def tokens_of(events: Iterable[Tokens | Failed]) -> Iterable[Tokens]:
+    for event in events:
+        if isinstance(event, Failed):
+            raise RuntimeError(event.message)
+        yield event
+
+
+# ------------------------------------------------------------------ turns
+
+
+def converse(server: LocalServer, told: Dialogue, name: str, session: str) -> list[Row]:
+    """One conversation: time to the first token and cached tokens of each turn."""
+    rows, prompt = list[Row](), list[int]()
+    for question in told.questions:
+        prompt += question
+        settle(server)
+        began_s, first_s, cached, said = time.perf_counter(), 0.0, 0, list[int]()
+        for event in tokens_of(server.stream([asked(server, prompt, name, session)])):
+            first_s = first_s or time.perf_counter() - began_s
+            cached = max(cached, event.cached_tokens)
+            said += event.tokens
+        rows.append({"first_ms": 1e3 * first_s, "cached": cached, "prompt": len(prompt)})
+        prompt += said
+    settle(server)
+    return rows
+
+
+def turns(config: AppConfig, told: Sequence[Dialogue]) -> list[Row]:
+    """A B A B ..., after one conversation that nobody counts."""
+    taken: dict[str, list[list[Row]]] = {"without": [], "with": []}
+    with LocalServer(config) as server:
+        converse(server, told[0], "warm", "warm")
+        for number, dialogue in enumerate(told):
+            for kind, found in taken.items():
+                name = f"{kind} {number}"
+                session = name if kind == "with" else ""
+                found.append(converse(server, dialogue, name, session))
+    return [
+        {
+            "turn": turn + 1,
+            "session": kind,
+            "conversations": len(found),
+            "prompt_tokens": found[0][turn]["prompt"],
+            "cached_tokens": found[0][turn]["cached"],
+            **spread([row[turn]["first_ms"] for row in found], "first_ms"),
+        }
+        for turn in range(TURNS)
+        for kind, found in taken.items()
+    ]
+
+
+def spread(values: Sequence[object], name: str) -> Row:
+    numbers = sorted(float(str(value)) for value in values)
+    low, median, high = (
+        statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else numbers * 3
+    )
+    return {name: round(median, 2), f"{name}_quartiles": (round(low, 2), round(high, 2))}
+
+
+# ------------------------------------------------------------------ others
+
+
+def others(config: AppConfig, told: Sequence[Dialogue], rounds: int) -> list[Row]:
+    """Gaps of a long answer while short ones end beside it."""
+    gaps: dict[str, list[float]] = {"without": [], "with": []}
+    with LocalServer(config) as server:
+        for number in range(rounds + 1):
+            for kind, found in gaps.items():
+                name = f"{kind} {number}"
+                session = name if kind == "with" else ""
+                taken = beside(server, told[number % len(told)], name, session)
+                if number:
+                    found += taken
+    return [
+        {
+            "session": kind,
+            "gaps": len(found),
+            "mean_ms": round(statistics.fmean(found), 2),
+            "p99_ms": round(sorted(found)[int(0.99 * (len(found) - 1))], 2),
+            **spread(found, "median_ms"),
+        }
+        for kind, found in gaps.items()
+    ]
+
+
+def beside(server: LocalServer, told: Dialogue, name: str, session: str) -> list[float]:
+    """Milliseconds between tokens of a long answer from when four short ones begin to end."""
+    long = replace(server.request(told.questions[0], greedy(ANSWER + 48)), cache_salt=name)
+    short = [
+        replace(
+            server.request(told.answers[i][: 64 + i], greedy(ANSWER)),
+            cache_salt=f"{name} {i}",
+            session=f"{session} {i}" if session else "",
+        )
+        for i in range(4)
+    ]
+    at, ended = list[float](), False
+    for event in tokens_of(server.stream([long, *short])):
+        ended = ended or event.finish is not None
+        if event.request == long.id and ended:
+            at.append(time.perf_counter())
+    settle(server)
+    return [1e3 * (after - before) for before, after in pairwise(at)]
+
+
+# ------------------------------------------------------------------ answers
+
+
+def second_turn(config: AppConfig, told: Sequence[Dialogue], session: bool) -> list[torch.Tensor]:
+    """Logits of each dialogue's second answer, forced; what was said first is forced as well."""
+    scripts = [Script(answer) for one in told for answer in one.answers[:2]]
+    teacher = Teacher(scripts)
+    with LocalServer(config, draw=teacher.draw) as server:
+        for number, one in enumerate(told):
+            prompt = list[int]()
+            for turn in range(2):
+                prompt += one.questions[turn]
+                request = server.request(prompt, greedy(seed=2 * number + turn))
+                request = replace(
+                    request, cache_salt=one.name + str(number), session="s" if session else ""
+                )
+                for _ in tokens_of(server.stream([request])):
+                    pass
+                settle(server)
+                prompt += one.answers[turn]
+    return [torch.stack(teacher.logits[2 * number + 1]) for number in range(len(told))]
+
+
+def greedy_second_turn(
+    config: AppConfig, told: Sequence[Dialogue], session: bool
+) -> list[list[int]]:
+    """The second answer as the model gives it, behind a first one that is forced."""
+    scripts = [
+        script for one in told for script in (Script(one.answers[0], keep=False), Script(()))
+    ]
+    teacher, said = Teacher(scripts), list[list[int]]()
+    with LocalServer(config, draw=teacher.draw) as server:
+        for number, one in enumerate(told):
+            prompt, last = list[int](), list[int]()
+            for turn in range(2):
+                prompt += one.questions[turn]
+                request = server.request(prompt, greedy(64 if turn else ANSWER, 2 * number + turn))
+                request = replace(
+                    request, cache_salt=one.name + str(number), session="s" if session else ""
+                )
+                last = [t for e in tokens_of(server.stream([request])) for t in e.tokens]
+                settle(server)
+                prompt += one.answers[turn]
+            said.append(last)
+    return said
+
+
+def answers(settings: dict[str, object], told: Sequence[Dialogue]) -> list[Row]:
+    """Each way to a second turn against the full cache."""
+
+    def made(**more: object) -> AppConfig:
+        return AppConfig.from_mapping({**settings, **more})
+
+    none = {"pool": {"prefix_bytes": 0}}
+    full = second_turn(made(compressor={"policy": "uniform:fp16"}, **none), told, session=False)
+    plain = greedy_second_turn(made(**none), told, session=False)
+    rows = list[Row]()
+    for name, config, session in (
+        ("no cache", made(**none), False),
+        ("cached prompts", made(), False),
+        ("session", made(), True),
+    ):
+        logits = second_turn(config, told, session)
+        steps = [
+            [compare(a[1:], b[1:], one.answers[1][1:])]
+            for a, b, one in zip(full, logits, told, strict=True)
+        ]
+        said = greedy_second_turn(config, told, session)
+        same = [_shared(a, b) for a, b in zip(plain, said, strict=True)]
+        found = summarize(steps)
+        first = [
+            compare(a[:1], b[:1], one.answers[1][:1])
+            for a, b, one in zip(full, logits, told, strict=True)
+        ]
+        rows.append(
+            {
+                "second turn": name,
+                **asdict(found),
+                "kl_first_token": statistics.fmean(float(one.kl[0]) for one in first),
+                "top1_first_token": statistics.fmean(float(one.agree[0]) for one in first),
+                "greedy_same_as_no_cache": sum(count == 64 for count in same),
+                "greedy_tokens_before_first_difference": statistics.median(same),
+            }
+        )
+    return rows
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((i for i, (a, b) in pairs if a != b), len(one))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4, help="of long answers beside short ones")
+    parser.add_argument(
+        "--texts", type=int, default=16, help="dialogues that answers are judged by"
+    )
+    parser.add_argument("--parts", default="turns,others,answers")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    host, parts = host_info(), options.parts.split(",")
+    settings: dict[str, object] = {}
+    config = AppConfig.from_mapping(settings)
+    tokenizer = read_tokenizer(resolve(config.model.name))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    size = FIRST + (TURNS - 1) * NEXT + TURNS * ANSWER
+    count = max(options.conversations, options.texts)
+    cut = documents(encode, "evaluation", context=size, continuation=1, count=count)
+    told = [Dialogue.of(document) for document in cut]
+    result = dict[str, list[Row]]()
+    if "turns" in parts:
+        result["turns"] = turns(config, told[: options.conversations])
+    if "others" in parts:
+        result["others"] = others(config, told, options.rounds)
+    if "answers" in parts:
+        result["answers"] = answers(settings, told[: options.texts])
+    for name in parts:
+        rows = result[name]
+        console.print(make_table(tuple(rows[0]), [list(row.values()) for row in rows], name))
+    if options.json:
+        write_json({"host": host, "threads": torch.get_num_threads(), **result}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -268,7 +268,13 @@ def answers(settings: dict[str, object], told: Sequence[Dialogue]) -> list[Row]:
         rows.append(
             {
                 "second turn": name,
-                **asdict(found),
+                "documents": found.documents,
+                "tokens": found.tokens,
+                "kl": round(found.kl, 5),
+                "kl_ci95": found.kl_ci95 and tuple(round(edge, 5) for edge in found.kl_ci95),
+                "kl_p99": round(found.kl_p99, 4),
+                "top1_agreement": round(found.top1_agreement, 4),
+                "perplexity_ratio": round(found.perplexity_ratio, 4),
                 "kl_first_token": statistics.fmean(float(one.kl[0]) for one in first),
                 "top1_first_token": statistics.fmean(float(one.agree[0]) for one in first),
                 "greedy_same_as_no_cache": sum(count == 64 for count in same),
@@ -285,11 +291,9 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--conversations", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=4, help="of long answers beside short ones")
-    parser.add_argument(
-        "--texts", type=int, default=16, help="dialogues that answers are judged by"
-    )
+    parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="of long answers beside short ones")
+    parser.add_argument("--texts", type=int, default=8, help="dialogues that answers are judged by")
     parser.add_argument("--parts", default="turns,others,answers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

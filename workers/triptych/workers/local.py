@@ -113,8 +113,8 @@ class LocalServer:
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
         brain = load_brain(config, self.plan, path, STAGES)
-        store = prefix_store(config, self.plan, self.pool, facts.weights)
-        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, store)
+        self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights)
+        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, self._prefixes)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = open_coordinator(
             config.router,
@@ -156,6 +156,15 @@ class LocalServer:
         """The router's decisions so far, by reason."""
         with self._lock:
             return self._coordinator.snapshot(time.monotonic()).counters
+
+    @property
+    def prefixes_skipped(self) -> Mapping[str, int]:
+        """Sequences of which the beginning could not be kept, by reason."""
+        return self._prefixes.skipped if self._prefixes else {}
+
+    def post(self, message: Message) -> None:
+        """Hand a message to the stages, past the router."""
+        self._loop.post(message)
 
     def request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
         """A request that this server answers."""

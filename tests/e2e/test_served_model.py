@@ -59,6 +59,32 @@ def test_what_a_client_asked_before_is_not_computed_again(server: Any) -> None:
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=5)
 
 
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new(server: Any) -> None:
+    turns = [{"role": "user", "content": "Tell me about the sea, and then about the mountains."}]
+    asked = {"model": MODEL, "temperature": 0, "extra_body": {"session_id": "sea"}}
+    with server.client(api_key="mine") as one, server.client(api_key="theirs") as two:
+        first = one.chat.completions.create(messages=turns, max_tokens=160, **asked)
+        server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
+        turns += [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "And which of them is older?"},
+        ]
+        second, other, alone = (
+            client.chat.completions.create(messages=turns, max_tokens=24, **{**asked, **more})
+            for client, more in ((one, {}), (two, {}), (one, {"extra_body": {"cache_salt": "x"}}))
+        )
+    usages = [answer.usage for answer in (first, second, other, alone)]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    # All but the last token of the answer has keys and values; whole blocks of 64 are kept.
+    kept = usages[0].prompt_tokens + usages[0].completion_tokens - 1
+    assert cached == [0, kept // 64 * 64, 0, 0]
+    assert cached[1] > usages[0].prompt_tokens + 64
+    assert second.choices[0].message.content
+    assert alone.choices[0].message.content
+    assert server.metric("triptych_sessions") == 2
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
+
+
 # ------------------------------------------------------------------ the client
 
 

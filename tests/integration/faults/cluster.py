@@ -66,7 +66,8 @@ class Cluster:
     def __init__(self, model: Path, **pool: Any) -> None:
         settings: dict[str, Any] = {
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": 256},
-            "compressor": {"profile": "none", **DIFFKV},
+            # Some answers drop tokens, others can be kept.
+            "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008},
             "prefill": {"actor": {"threads": 1}},
             "decode": {"actor": {"threads": 1, "num_replicas": 2}, "max_batch_requests": 4},
             "pool": {
@@ -126,6 +127,7 @@ class Cluster:
             sampling=request.sampling,
             reply_to=self._engine.address,
             cache_salt=salt or name,  # each prompt is computed, and kept
+            session=name,  # and its answer is kept as well
         )
         answer = Answer([], f"no end within {PATIENCE_S:.0f} s")
         with contextlib.suppress(TimeoutError):

@@ -11,6 +11,7 @@ from triptych.kvpool.locked import LockedPool
 from triptych.kvpool.remote import RemotePool
 from triptych.router import Coordinator
 from triptych.workers import compress
+from triptych.workers.answered import AnswerKeeper, StoredTokens
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.journal import Journal
 from triptych.workers.prefill import PrefillEngine
@@ -52,6 +53,11 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "close a retirement": (Window, "_close"),
         "note an offer": (Journal, "offer"),
         "put on offer": (RemotePool, "handoff"),
+        "keep an answer": (AnswerKeeper, "go_on"),
+        "find what was answered": (StoredTokens, "of"),
+        "copy what was answered": (StoredTokens, "copy"),
+        "publish the answer": (RemotePool, "publish_prefix"),
+        "keep the session": (RemotePool, "keep_session"),
         "release": (RemotePool, "release"),
         "leave the journal": (Journal, "leave"),
         "tell": (WorkerShell, "_deliver"),
@@ -77,6 +83,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "attach": (LockedPool, "attach"),
         "release": (LockedPool, "release"),
         "publish": (LockedPool, "publish_prefix"),
+        "keep the session": (LockedPool, "keep_session"),
     },
 }
 """By role: what is done, and the function that does it. An heir is a decode worker that takes over

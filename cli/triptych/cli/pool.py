@@ -21,6 +21,7 @@ from triptych.kvpool.wire import FrameChannel
 app = typer.Typer(help="Look into the page pool of a running server.", no_args_is_help=True)
 
 TIMEOUT_S = 5.0
+MOST_ROWS = 20
 
 
 @app.callback()
@@ -41,17 +42,23 @@ def stat(address: Address = None, as_json: JsonFlag = False) -> None:
         ledger = pool.stat()
     show(_as_data(ledger), _as_table(ledger), as_json=as_json)
     if not as_json:
-        for line in _kept(ledger):
+        for part in _parts(ledger):
+            console.print(part)
+        for line in (*_kept(ledger), *ledger.faults):
             console.print(line, markup=False, soft_wrap=True)
-    if ledger.free_pages + ledger.held_pages != ledger.pages:
+    if ledger.faults:
         raise typer.Exit(1)
 
 
 @app.command()
 def check(address: Address = None, as_json: JsonFlag = False) -> None:
-    """Compare every page's owner, lease and place in the free list. Exit code 1 for a fault."""
+    """Compare every page's owner, lease and place in the free list, and all sums of them.
+
+    Exit code 1 for a fault.
+    """
     with pool_at(address or find_pool()) as pool:
         faults, ledger = pool.check(), pool.stat()
+    faults += ledger.faults
     rows = [(fault,) for fault in faults] or [(f"all {ledger.pages} pages are accounted for",)]
     show({"faults": faults, "pages": ledger.pages}, make_table(("check",), rows), as_json=as_json)
     if faults:
@@ -108,6 +115,29 @@ def _as_table(ledger: Ledger) -> Table:
     return make_table(("worker", "requests", "pages", "stock", "silent s"), rows, title)
 
 
+def _parts(ledger: Ledger) -> Iterator[Table]:
+    """What requests and prefixes hold, by each of the questions that one may ask."""
+    stock = {"(workers' stock)": ledger.extent_pages} if ledger.extent_pages else {}
+    named = {f"{name[:12]}…" if len(name) > 12 else name: n for name, n in ledger.by_tenant.items()}
+    for title, pages in (
+        ("format", {**ledger.by_format, **stock}),
+        ("tenant", named),
+        ("request", ledger.by_request),
+    ):
+        largest = sorted(pages.items(), key=lambda item: -item[1])
+        rows = [
+            (name or "(not said)", count, count * ledger.page_bytes / MIB)
+            for name, count in largest[:MOST_ROWS]
+        ]
+        if len(largest) > MOST_ROWS:
+            rest = sum(count for _, count in largest[MOST_ROWS:])
+            rows.append(
+                (f"({len(largest) - MOST_ROWS} more)", rest, rest * ledger.page_bytes / MIB)
+            )
+        if rows:
+            yield make_table((title, "pages", "MiB"), rows)
+
+
 def _kept(ledger: Ledger) -> Iterator[str]:
     """What is kept of prompts, in words."""
     prefix, disk = ledger.prefix, ledger.disk
@@ -117,6 +147,11 @@ def _kept(ledger: Ledger) -> Iterator[str]:
             f"{prefix.lent_bytes / MIB:.1f} MiB lent to requests, "
             f"{prefix.hit_tokens} of {prefix.asked_tokens} tokens known, "
             f"{prefix.evictions} evicted"
+        )
+    if prefix.sessions:
+        yield (
+            f"{prefix.sessions} conversations may go on: {prefix.session_bytes / MIB:.1f} MiB of "
+            "prefixes are evicted last for them"
         )
     if disk.capacity_bytes:
         skipped = sum(disk.skipped.values())

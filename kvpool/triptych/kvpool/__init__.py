@@ -8,11 +8,13 @@ from triptych.kvpool.fetch import Fetcher
 from triptych.kvpool.ledger import DiskLine, Ledger, NetworkLine, PrefixLine, WorkerLine
 from triptych.kvpool.outside import PoolAddress, bracketed, guest_name, is_guest
 from triptych.kvpool.pagemap import OwnerLine, PageMap
+from triptych.kvpool.pool import About
 from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.service import PoolServer
 
 __all__ = [
     "PREFIX_WORKER",
+    "About",
     "Access",
     "DiskLine",
     "DiskSettings",

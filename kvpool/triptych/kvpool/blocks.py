@@ -22,6 +22,9 @@ Digest = Callable[[bytes], bytes]
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 
+FormatPages = tuple[tuple[str, int], ...]
+"""How many pages are of which format."""
+
 Refusal = Literal["quota", "memory", "parent", "collision"]
 """Why a publish was refused: its tenant's quota, the total, a parent that is gone, or a block
 whose key another block has."""
@@ -99,6 +102,8 @@ class Publication:
     """What one block took to compute."""
     tenant: str
     """Whose quota it counts against."""
+    formats: Sequence[FormatPages] = ()
+    """Pages of each block by format; none: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +169,7 @@ class PrefixStat:
     pinned_bytes: int
     bytes_by_tenant: dict[str, int]
     """Reserved ones included."""
+    reserved_by_tenant: dict[str, int]
     holds: int
     hits: int
     """Lookups that found at least one block."""

@@ -23,7 +23,7 @@ from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.locked import LockedPool
 from triptych.kvpool.pagemap import PageMap
-from triptych.kvpool.pool import Commit, Pool
+from triptych.kvpool.pool import About, Commit, Pool
 from triptych.kvpool.prefixcache import FoundPrefix, PrefixSettings
 from triptych.kvpool.processes import this_process
 from triptych.kvpool.protocol import PoolCalls, Registered
@@ -165,13 +165,15 @@ class WorkerPool:
         releases: Sequence[LeaseId] = (),
         *,
         keep: bool = False,
+        about: Sequence[About] = (),
     ) -> list[Claim]:
         """Put pages under leases of their own, for the next stage, and end other leases.
 
         ``commits`` are (request, ids): pages taken here, or of leases attached here, in any
         mix. What is left in the released leases becomes free in the same step; with ``keep``
         it is as if taken here, to be used and given back. Until another worker attaches a
-        claim, ``release`` takes the commit back.
+        claim, ``release`` takes the commit back. ``about`` says of each commit, or of none, whose
+        it is and what formats its pages have; that is for the pool's books alone.
 
         Raises: NotHeld, StaleHandle: nothing changed; PoolUnavailable; NotRegistered
         """
@@ -180,7 +182,7 @@ class WorkerPool:
             for _, ids in commits:
                 self._stock.require_in_use(ids)
             with self._certain():
-                claims = self._calls.handoff(self._id, commits, releases, keep=keep)
+                claims = self._calls.handoff(self._id, commits, releases, keep=keep, about=about)
             for claim, (_, ids) in zip(claims, commits, strict=True):
                 self._stock.committed(claim.lease, ids)
             self._stock.released(releases, keep=keep)

@@ -36,7 +36,7 @@ from triptych.kvpool.client import HEARTBEAT_PERIOD_S, WorkerPool
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.outside import PoolAddress
 from triptych.kvpool.pagestream import receive
-from triptych.kvpool.pool import WorkerId
+from triptych.kvpool.pool import NOTHING_TOLD, About, WorkerId
 from triptych.kvpool.processes import ELSEWHERE
 from triptych.kvpool.protocol import Registered
 from triptych.kvpool.remote import RemotePool
@@ -105,8 +105,11 @@ class Fetcher:
         claim: Claim,
         ids: PageIds,
         cancelled: Callable[[], bool] = lambda: False,
+        about: About = NOTHING_TOLD,
     ) -> tuple[Claim, PageIds]:
         """Bring the pages of a claim here: another claim, and where they are now, in that order.
+
+        ``about`` is what the pool here is told of them.
 
         Raises: StaleHandle, NotHeld if the claim is not good; PoolUnavailable, AccessRefused if
             the other pool was out of reach for as long as a lease lasts; Cancelled. Then nothing
@@ -118,7 +121,7 @@ class Fetcher:
             try:
                 guest = self._hold(guest, claim, ids)
                 self._copy(guest, claim.lease, ids, mine, cancelled)
-                (made,) = self._pool.handoff([(label, mine)])
+                (made,) = self._pool.handoff([(label, mine)], about=[about])
             finally:
                 self._release(guest, claim.lease)
         except BaseException:

@@ -102,6 +102,11 @@ class Ledger:
     workers: tuple[WorkerLine, ...]
     by_request: dict[str, int]
     """Pages by label of the request."""
+    by_tenant: dict[str, int] = field(default_factory=dict[str, int])
+    """The same pages by digest of the client's key; empty: of nobody with a key."""
+    by_format: dict[str, int] = field(default_factory=dict[str, int])
+    """The same pages by format, as their producer told at the commit; empty: it told nothing.
+    What an answer grows by is in its worker's stock, and of no format here."""
     taken_total: int
     """Pages that ever left the free list."""
     reclaimed_pages_total: int
@@ -115,6 +120,18 @@ class Ledger:
     @property
     def held_pages(self) -> int:
         return self.extent_pages + self.request_pages
+
+    @property
+    def faults(self) -> list[str]:
+        """Sums that do not come out."""
+        wrong = list[str]()
+        if self.free_pages + self.held_pages != self.pages:
+            wrong.append(f"{self.free_pages} free and {self.held_pages} held pages: {self.pages}")
+        for name in ("request", "tenant", "format"):
+            pages = sum(getattr(self, f"by_{name}").values())
+            if pages != self.request_pages:
+                wrong.append(f"{pages} pages by {name}: requests hold {self.request_pages}")
+        return wrong
 
     @property
     def prefix_pages(self) -> int:

@@ -16,7 +16,7 @@ from triptych.kvpool.disklevel import Coming, Disk, DiskLevel
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import DiskLine, Ledger, NetworkLine, PrefixLine
 from triptych.kvpool.pagemap import PageMap
-from triptych.kvpool.pool import Commit, Pool, WorkerId
+from triptych.kvpool.pool import About, Commit, Pool, WorkerId
 from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.processes import ELSEWHERE, ProcessKey, end
 from triptych.kvpool.protocol import Inheritance, Registered
@@ -145,9 +145,11 @@ class LockedPool:
         releases: Sequence[LeaseId],
         *,
         keep: bool,
+        about: Sequence[About] = (),
     ) -> list[Claim]:
         with self._lock:
-            return self._heard(worker).handoff(worker, commits, releases, keep=keep)
+            pool = self._heard(worker)
+            return pool.handoff(worker, commits, releases, keep=keep, about=about)
 
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
         with self._lock:

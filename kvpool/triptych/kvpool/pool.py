@@ -1,7 +1,8 @@
 """Who holds which page: the pool's books, without clock, lock, socket or bytes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NewType
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
+from triptych.kvpool.blocks import FormatPages
 from triptych.kvpool.freelist import FreeList, PageIds, count_outside, count_repeated
 from triptych.kvpool.ledger import Ledger, WorkerLine
 from triptych.kvpool.pagemap import FREE, OwnerLine, PageMap
@@ -19,6 +21,27 @@ WorkerId = NewType("WorkerId", str)
 
 Commit = tuple[str, PageIds]
 """A request's label, and the pages that become its own."""
+
+UNSTATED = ""
+"""The format of pages of which nobody has said it."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a producer says of the pages that it commits, for the books alone."""
+
+    tenant: str = ""
+    """Whose request it is; empty: nobody's, or that of the lease that it continues."""
+    formats: FormatPages = ()
+    """Pages by format, all of them or none."""
+
+    def by_format(self, pages: int) -> FormatPages:
+        """What is known of so many pages."""
+        told = sum(count for _, count in self.formats)
+        return self.formats if told == pages else ((UNSTATED, pages),)
+
+
+NOTHING_TOLD = About()
 
 KEEP_S = 60.0
 """How long what a dead worker held waits for another one: longer than one takes to start."""
@@ -37,6 +60,7 @@ class _Lease:
     worker: "_Worker"
     generation: int = 1
     pages: int = 0
+    about: About = NOTHING_TOLD
     committed: PageIds = field(default_factory=_NO_PAGES.copy)
     """Pages at the time of the commit; those that moved on since have another owner."""
 
@@ -197,7 +221,7 @@ class Pool:
             raise NotHeld(former, wrong)
         for owner, count in counts:
             held[LeaseId(owner)].pages -= count
-        claim = self._commit(mine, label, ids)
+        claim = self._commit(mine, label, ids, About(left.about.tenant))
         self._end([left], None)
         return claim
 
@@ -251,8 +275,11 @@ class Pool:
         releases: Sequence[LeaseId] = (),
         *,
         keep: bool = False,
+        about: Sequence[About] = (),
     ) -> list[Claim]:
         """Put pages under new request leases and end old ones, in one step.
+
+        ``about`` says something of each commit, in the same order, or of none.
 
         The committed pages may come from the worker's extent and from request leases that it
         holds, in any mix. What then is left in the released leases becomes free, or with
@@ -269,7 +296,13 @@ class Pool:
         ending = self._held_leases(mine, releases)
         for lease, count in sources:
             lease.pages -= count
-        claims = [self._commit(mine, label, ids) for label, ids in commits]
+        tenants = {lease.label: lease.about.tenant for lease, _ in sources} if sources else {}
+        claims = list[Claim]()
+        for index, (label, ids) in enumerate(commits):
+            told = about[index] if about else NOTHING_TOLD
+            if not told.tenant and tenants.get(label):
+                told = replace(told, tenant=tenants[label])
+            claims.append(self._commit(mine, label, ids, told))
         self._end(ending, mine.extent if keep else None)
         return claims
 
@@ -341,10 +374,13 @@ class Pool:
 
     def stat(self, now: float) -> Ledger:
         """The books as they are."""
-        by_request = dict[str, int]()
+        by_request, by_tenant, by_format = Counter[str](), Counter[str](), Counter[str]()
         for lease in self._leases.values():
             if lease.kind == "request":
-                by_request[lease.label] = by_request.get(lease.label, 0) + lease.pages
+                by_request[lease.label] += lease.pages
+                by_tenant[lease.about.tenant] += lease.pages
+                for name, pages in lease.about.by_format(lease.pages):
+                    by_format[name] += pages
         lines = tuple(_line(worker, now) for worker in self._everybody)
         return Ledger(
             arena=self.arena_id,
@@ -354,11 +390,21 @@ class Pool:
             extent_pages=sum(line.extent_pages for line in lines),
             request_pages=sum(line.request_pages for line in lines),
             workers=lines,
-            by_request=by_request,
+            by_request=dict(by_request),
+            by_tenant=dict(by_tenant),
+            by_format=dict(by_format),
             taken_total=self._free.taken,
             reclaimed_pages_total=self._reclaimed_pages,
             reclaimed_workers_total=self._reclaimed_workers,
         )
+
+    def pages_by_tenant(self, label: str) -> dict[str, int]:
+        """Pages of the leases with a label, by whose they are."""
+        pages = Counter[str]()
+        for lease in self._leases.values():
+            if lease.kind == "request" and lease.label == label:
+                pages[lease.about.tenant] += lease.pages
+        return dict(pages)
 
     def map(self, max_cells: int) -> PageMap:
         """Whose each page is; of a pool with more than ``max_cells`` pages, every n-th page."""
@@ -479,8 +525,9 @@ class Pool:
         self._owner[ids] = _FREE
         self._free.give(ids)
 
-    def _commit(self, worker: _Worker, label: str, ids: PageIds) -> Claim:
+    def _commit(self, worker: _Worker, label: str, ids: PageIds, about: About) -> Claim:
         lease = self._open("request", label, worker)
+        lease.about = about
         lease.committed = ids.copy()
         worker.requests[lease.id] = lease
         self._own(ids, lease)

@@ -293,6 +293,7 @@ class PrefixIndex:
             reserved_bytes=self._reserved.total(),
             pinned_bytes=self._all.nbytes - self._all.idle_bytes - self._reserved.total(),
             bytes_by_tenant={name: account.nbytes for name, account in self._tenants.items()},
+            reserved_by_tenant=dict(self._reserved),
             holds=len(self._holds),
             hits=self._count["hits"],
             misses=self._count["misses"],

@@ -29,7 +29,7 @@ from triptych.kvpool.blocks import (
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import PrefixLine
 from triptych.kvpool.plugins import EVICTION_POLICIES
-from triptych.kvpool.pool import Pool, WorkerId
+from triptych.kvpool.pool import About, Pool, WorkerId
 from triptych.kvpool.prefix import PrefixIndex
 from triptych.kvpool.processes import this_process
 from triptych.kvpool.sessions import SessionBook, SessionKey
@@ -161,6 +161,8 @@ class PrefixCache:
     def _keep(self, worker: WorkerId, new: Publication) -> Published:
         if not new.blocks:
             raise PoolError("no block to publish")
+        if len(new.formats) not in (0, len(new.blocks)):
+            raise PoolError(f"formats of {len(new.formats)} blocks: there are {len(new.blocks)}")
         self._pool.require_extent(worker, np.concatenate(new.blocks))
         try:
             payloads = [Payload(ids, self._bytes_of([ids]), new.seconds) for ids in new.blocks]
@@ -169,7 +171,9 @@ class PrefixCache:
             raise PoolError(str(error)) from error
         self._free(done.evicted)
         moved = [(PREFIX_WORKER, block.pages) for block in done.new]
-        claims = self._pool.handoff(worker, moved)
+        formats = new.formats[-done.added :] if new.formats and done.added else [()] * done.added
+        about = [About(new.tenant, each) for each in formats]
+        claims = self._pool.handoff(worker, moved, about=about)
         pages = (block.pages for block in done.new)
         self._pool.attach(self._worker, list(zip(claims, pages, strict=True)))
         for block, claim in zip(done.new, claims, strict=True):
@@ -343,6 +347,16 @@ class PrefixCache:
         said = stat.blocks, stat.nbytes
         if said != (mine.requests, mine.request_pages * ledger.page_bytes):
             wrong.append(f"blocks, bytes of the index are {said}: its worker holds {mine}")
+        kept = {
+            name: n - stat.reserved_by_tenant.get(name, 0)
+            for name, n in stat.bytes_by_tenant.items()
+        }
+        leased = {
+            name: pages * ledger.page_bytes
+            for name, pages in self._pool.pages_by_tenant(PREFIX_WORKER).items()
+        }
+        if leased != {name: n for name, n in kept.items() if n}:
+            wrong.append(f"bytes by tenant of the index are {kept}: its leases say {leased}")
         if len(self._leases) != stat.blocks:
             wrong.append("blocks and leases do not name each other")
         if mine.extent_pages * ledger.page_bytes != stat.reserved_bytes:

@@ -16,12 +16,12 @@ from triptych.core.errors import (
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import message
 from triptych.kvpool import runs
-from triptych.kvpool.blocks import HoldId, Namespace, Publication, TokenIds, decode
+from triptych.kvpool.blocks import FormatPages, HoldId, Namespace, Publication, TokenIds, decode
 from triptych.kvpool.disklevel import Coming
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pagemap import MAX_CELLS, PageMap
-from triptych.kvpool.pool import Commit, WorkerId
+from triptych.kvpool.pool import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.prefixcache import FoundPrefix
 from triptych.kvpool.processes import ProcessKey
 
@@ -29,6 +29,7 @@ MAX_NAME_CHARS = 256
 MAX_JOURNAL_BYTES = 1 << 30
 MAX_PREFIX_TOKENS = 1 << 20
 MAX_SALT_BYTES = 4096
+MAX_FORMATS = 16
 
 
 class PoolCalls(Protocol):
@@ -52,6 +53,7 @@ class PoolCalls(Protocol):
         releases: Sequence[LeaseId],
         *,
         keep: bool,
+        about: Sequence[About] = (),
     ) -> list[Claim]: ...
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]: ...
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
@@ -141,9 +143,12 @@ class GiveBackPages:
 class CommitPages:
     label: str
     pages: bytes
+    about: About = NOTHING_TOLD
 
     def __post_init__(self) -> None:
         _require_short(self.label)
+        _require_short(self.about.tenant)
+        _require_formats(self.about.formats)
 
 
 @message
@@ -250,10 +255,14 @@ class PublishPrefix:
     seconds: float
     """What each took to compute."""
     tenant: str
+    formats: tuple[FormatPages, ...] = ()
+    """Pages of each block by format."""
 
     def __post_init__(self) -> None:
         _require_prefix(self.namespace, self.tokens)
         _require_short(self.tenant)
+        for formats in self.formats:
+            _require_formats(formats)
         if 4 * len(self.blocks) > len(self.tokens):
             raise ValueError(f"{len(self.blocks)} blocks of {len(self.tokens) // 4} tokens")
 
@@ -502,6 +511,15 @@ def refused(answer: PoolRefused) -> TriptychError:
 def _require_short(text: str) -> None:
     if len(text) > MAX_NAME_CHARS:
         raise ValueError(f"a name of {len(text)} characters: the limit is {MAX_NAME_CHARS}")
+
+
+def _require_formats(formats: FormatPages) -> None:
+    if len(formats) > MAX_FORMATS:
+        raise ValueError(f"pages of {len(formats)} formats: the limit is {MAX_FORMATS}")
+    for name, pages in formats:
+        _require_short(name)
+        if pages < 0:
+            raise ValueError(f"{pages} pages of format {name!r}")
 
 
 def _require_prefix(namespace: Namespace, tokens: bytes) -> None:

@@ -45,7 +45,10 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             calls.give_back(asked.worker, runs.unpack(asked.pages, calls.pages))
         case protocol.HandOff():
             commits = [(c.label, runs.unpack(c.pages, calls.pages)) for c in asked.commits]
-            made = calls.handoff(asked.worker, commits, asked.releases, keep=asked.keep)
+            about = [c.about for c in asked.commits]
+            made = calls.handoff(
+                asked.worker, commits, asked.releases, keep=asked.keep, about=about
+            )
             return protocol.Claims(claims=tuple(made))
         case protocol.AttachLeases():
             wanted = [(w.claim, runs.unpack(w.pages, calls.pages)) for w in asked.wanted]
@@ -121,5 +124,6 @@ def _answer_prefix(
                 blocks=[runs.unpack(packed, calls.pages) for packed in asked.blocks],
                 seconds=asked.seconds,
                 tenant=asked.tenant,
+                formats=asked.formats,
             )
             return protocol.PrefixBlocks(blocks=calls.publish_prefix(asked.worker, new))

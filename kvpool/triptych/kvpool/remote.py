@@ -12,7 +12,7 @@ from triptych.kvpool.disklevel import Coming
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.pagemap import PageMap
-from triptych.kvpool.pool import Commit, WorkerId
+from triptych.kvpool.pool import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.prefixcache import FoundPrefix
 from triptych.kvpool.processes import ProcessKey
 from triptych.kvpool.wire import FrameChannel
@@ -68,10 +68,15 @@ class RemotePool:
         releases: Sequence[LeaseId],
         *,
         keep: bool,
+        about: Sequence[About] = (),
     ) -> list[Claim]:
+        told = about or [NOTHING_TOLD] * len(commits)
         asked = protocol.HandOff(
             worker=worker,
-            commits=tuple(protocol.CommitPages(label, runs.pack(ids)) for label, ids in commits),
+            commits=tuple(
+                protocol.CommitPages(label, runs.pack(ids), each)
+                for (label, ids), each in zip(commits, told, strict=True)
+            ),
             releases=tuple(releases),
             keep=keep,
         )
@@ -123,6 +128,7 @@ class RemotePool:
             blocks=tuple(map(runs.pack, new.blocks)),
             seconds=new.seconds,
             tenant=new.tenant,
+            formats=tuple(new.formats),
         )
         return self._ask(asked, protocol.PrefixBlocks).blocks
 

@@ -6,15 +6,17 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from triptych.cli import main as command
 from triptych.cli.pool import find_pool, pool_at
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
-from triptych.kvpool import Namespace, PrefixSettings, Publication
+from triptych.kvpool import About, Namespace, PrefixSettings, Publication
 from triptych.kvpool.client import PoolClient
 from triptych.kvpool.service import PoolServer
 
@@ -47,6 +49,54 @@ def test_pool_stat_shows_what_a_worker_holds(
             assert json.loads(capsys.readouterr().out)["faults"]
         finally:
             client.close()
+
+
+def test_pool_stat_tells_formats_tenants_and_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefixes = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
+    config, tenant = PoolConfig(capacity_bytes=1 << 20, extent_pages=64), "ab" * 32
+    with (
+        PoolServer(config, 256, directory=tmp_path, prefixes=prefixes) as server,
+        PoolClient(server.address, "w", directory=tmp_path, connect_timeout_s=10) as client,
+    ):
+        raw = client.take(8)
+        [claim] = client.handoff([("r1", raw)], about=[About(tenant, (("fp16", 8),))])
+        client.attach([(claim, raw)])
+        high = client.take(3)
+        formats = (("k8v4", 3), ("fp16", 2))
+        client.handoff(
+            [("r1", np.concatenate([high, raw[:2]]))],
+            [claim.lease],
+            about=[About(formats=formats)],
+        )
+        client.handoff([("r2", client.take(4))])
+        blocks = [client.take(2), client.take(1)]
+        client.publish_prefix(
+            Publication(
+                namespace=Namespace(salt=b"", model="m", revision="", profile="p"),
+                tokens=[1, 2, 3, 4],
+                blocks=blocks,
+                seconds=0.1,
+                tenant="other",
+                formats=[(("k8v4", 1), ("fp16", 1)), (("k8v4", 1),)],
+            )
+        )
+        assert call(monkeypatch, "pool", "stat", "--address", server.address, "--json") == 0
+        books = json.loads(capsys.readouterr().out)
+        assert books["by_request"] == {"r1": 5, "r2": 4, "prefix": 3}
+        assert books["by_tenant"] == {tenant: 5, "": 4, "other": 3}
+        assert books["by_format"] == {"k8v4": 5, "fp16": 3, "": 4}
+        assert call(monkeypatch, "pool", "stat", "--address", server.address) == 0
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in ("k8v4", "abababababab…", "(not said)", "r2"))
+        assert call(monkeypatch, "pool", "check", "--address", server.address) == 0
+        ledger = server.stat()
+    wrong = replace(ledger, by_tenant={"a": 11}, free_pages=0)
+    assert [fault.split(":")[0] for fault in wrong.faults] == [
+        f"0 free and {ledger.held_pages} held pages",
+        "11 pages by tenant",
+    ]
 
 
 def test_pool_stat_tells_of_prefixes_and_the_disk(

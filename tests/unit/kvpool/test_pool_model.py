@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
-from triptych.kvpool.pool import Pool, WorkerId
+from triptych.kvpool.pool import About, Pool, WorkerId
 from triptych.kvpool.processes import ProcessKey
 
 PAGES, TTL_S, KEEP_S = 24, 10.0, 15.0
@@ -46,6 +46,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.old_claims = [Claim("arena", LeaseId(99), 1), Claim("arena-of-before", LeaseId(1), 1)]
         self.old_workers = [WorkerId("nobody")]
         self.requests = 0
+        self.told = set[str]()
+        """Requests whose tenant the pool was told."""
 
     # ---------------------------------------------------------- the model
 
@@ -202,7 +204,11 @@ class PoolMachine(RuleBasedStateMachine):
             commits.append((f"r{self.requests}", pages))
         ending = draw_some(data, self.leases_of(name))
         packed = [(label, as_ids(pages)) for label, pages in commits]
-        claims = self.pool.handoff(worker, packed, ending, keep=keep)
+        told = [About(f"tenant of {label}", (("k8v4", len(pages)),)) for label, pages in commits]
+        about = data.draw(st.sampled_from([told, []]))
+        claims = self.pool.handoff(worker, packed, ending, keep=keep, about=about)
+        if about:
+            self.told.update(label for label, _ in commits)
         for claim, (label, pages) in zip(claims, commits, strict=True):
             assert claim.generation == 1
             assert claim.lease not in self.leases
@@ -344,6 +350,11 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree_with_the_model(self) -> None:
         ledger = self.pool.stat(self.now)
+        assert ledger.faults == []
+        told = {e.label: len(self.pages_of(lease)) for lease, e in self.leases.items()}
+        tenants = {f"tenant of {label}": n for label, n in told.items() if label in self.told}
+        assert {name: n for name, n in ledger.by_tenant.items() if name} == tenants
+        assert ledger.by_format.get("k8v4", 0) <= sum(tenants.values())
         assert ledger.free_pages == PAGES - len(self.owner)
         assert ledger.free_pages + ledger.held_pages == PAGES
         lines = {line.name: line for line in ledger.workers}

@@ -11,7 +11,7 @@ import torch
 
 from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
-from triptych.core.messages import Cancel, Prefix, Request, Sampling, pack_tokens
+from triptych.core.messages import Cancel, Prefix, Request, Sampling, Tokens, pack_tokens
 from triptych.core.pages import PagePlan
 from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
@@ -64,6 +64,7 @@ def settle(server: LocalServer) -> None:
         assert time.monotonic() < give_up_s, ledger
         time.sleep(0.002)
     assert server.pool.check() == []
+    assert ledger.faults == []
     assert (ledger.extent_pages, server.pool.taken_pages) == (0, 0)
 
 
@@ -87,6 +88,26 @@ def test_the_next_turn_begins_behind_the_answer(tiny_model: Path, policy: str) -
         assert server.pool.stat().prefix.sessions == 1
     pairs = zip(again.logprobs[:1], alone.logprobs[:1], strict=True)
     assert all(abs(one.logprob - other.logprob) < 0.5 for one, other in pairs)
+
+
+def test_the_ledger_knows_whose_and_of_which_format_what_is_kept_is(tiny_model: Path) -> None:
+    with LocalServer(config("diffkv"), tiny_model) as server:
+        first = server.request(prompt(200), Sampling(temperature=0.0, max_tokens=100))
+        steps = server.stream([replace(first, tenant="me", session=SESSION)])
+        for _, event in zip(range(20), steps, strict=False):
+            assert isinstance(event, Tokens)
+        ledger, rows = server.pool.stat(), server.plan.geometry.head_rows
+        assert ledger.faults == []
+        assert ledger.by_tenant == {"me": ledger.request_pages}
+        assert set(ledger.by_format) == {"fp16", "k8v8", "k8v4"}
+        assert ledger.by_request.keys() == {first.id, "prefix"}
+        for _ in steps:
+            pass
+        settle(server)
+        ledger = server.pool.stat()
+        sink = rows * server.plan.block_sink_pages
+        assert ledger.by_format == {"k8v8": ledger.prefix_pages - sink, "fp16": sink}
+        assert ledger.by_tenant == {"me": ledger.prefix_pages}
 
 
 def test_only_whose_conversation_it_is_gains(tiny_model: Path) -> None:

@@ -23,7 +23,7 @@ from triptych.core.messages import (
     Sampling,
     Send,
 )
-from triptych.kvpool import LocalPool, runs
+from triptych.kvpool import About, LocalPool, runs
 from triptych.kvpool.fetch import Traffic
 from triptych.workers.inbound import Inbound
 
@@ -39,7 +39,12 @@ class FakeFetcher:
     traffic: Traffic = field(default_factory=lambda: Traffic(resumed=3, bad_chunks=1))
 
     def fetch(
-        self, label: str, claim: Claim, ids: np.ndarray, cancelled: Callable[[], bool]
+        self,
+        label: str,
+        claim: Claim,
+        ids: np.ndarray,
+        cancelled: Callable[[], bool],
+        about: About,
     ) -> tuple[Claim, np.ndarray]:
         self.began.set()
         assert self.may_end.wait(10)
@@ -48,7 +53,7 @@ class FakeFetcher:
         if self.error:
             raise self.error
         mine = self.pool.take(ids.size)
-        [made] = self.pool.handoff([(label, mine)])
+        [made] = self.pool.handoff([(label, mine)], about=[about])
         return made, mine
 
     def close(self) -> None:

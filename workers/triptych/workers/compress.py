@@ -36,7 +36,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import mass_limits, plan_tokens, significance_of, transcode
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
-from triptych.kvpool import WorkerPool
+from triptych.kvpool import About, WorkerPool
 from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
 from triptych.workers.prefixes import PrefixStore, RawPages
 from triptych.workers.stage import refuse
@@ -289,11 +289,17 @@ class CompressEngine:
                 for job, ids in zip(jobs, encoded, strict=True)
             ],
             releases=[job.claim.lease for job in jobs],
+            about=[About(formats=self._formats(job)) for job in jobs],
         )
         return [
             self._compressed(job, ids, claim)
             for job, ids, claim in zip(jobs, encoded, claims, strict=True)
         ]
+
+    def _formats(self, job: Job) -> tuple[tuple[str, int], ...]:
+        """Pages by format, for the pool's books; whose they are it knows from the raw ones."""
+        new = [(part.layout.format.name, int(part.pages.sum())) for part in job.classes]
+        return ((self.plan.raw.format.name, job.kept.size), *new)
 
     def _compressed(self, job: Job, encoded: list[Ids], claim: Claim) -> Send:
         left = (job.leaving.stop - job.leaving.start) * self.plan.raw.tokens

@@ -32,7 +32,7 @@ from triptych.core.messages import (
     Send,
     Stage,
 )
-from triptych.kvpool import Fetcher, WorkerPool, runs
+from triptych.kvpool import About, Fetcher, WorkerPool, runs
 from triptych.workers.stage import refuse
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class Inbound:
         """Pass a message on, now or when its pages are here."""
         match message:
             case Join() if self._is_far(message.handle):
-                self._begin(message.request.id, message.handle, "compress", _join_of(message))
+                owner, here = message.request.tenant, _join_of(message)
+                self._begin(message.request.id, message.handle, "compress", here, owner)
             case Compress():
                 self._take_compress(message)
             case Cancel():
@@ -96,7 +97,8 @@ class Inbound:
             self._post(Compress(items=near))
         for item in message.items:
             if self._is_far(item.handle):
-                self._begin(item.request, item.handle, "prefill", _compress_of(item))
+                owner = item.prefix.tenant if item.prefix else ""
+                self._begin(item.request, item.handle, "prefill", _compress_of(item), owner)
 
     def _is_far(self, handle: KVHandle) -> bool:
         return handle.claim.arena != self._pool.arena.id
@@ -116,10 +118,11 @@ class Inbound:
         handle: KVHandle,
         giver: Stage,
         here: Callable[[KVHandle], Message],
+        tenant: str,
     ) -> None:
         with self._lock:
             self._under_way[request] = False
-        self._threads.submit(self._fetch, request, handle, giver, here)
+        self._threads.submit(self._fetch, request, handle, giver, here, tenant)
 
     def _fetch(
         self,
@@ -127,10 +130,11 @@ class Inbound:
         handle: KVHandle,
         giver: Stage,
         here: Callable[[KVHandle], Message],
+        tenant: str,
     ) -> None:
         """Fetch the pages of one request, and say what became of it. Runs in a thread."""
         try:
-            message = here(self._bring(request, handle))
+            message = here(self._bring(request, handle, tenant))
         except Cancelled:
             message = None
         except TriptychError as error:
@@ -156,11 +160,15 @@ class Inbound:
         else:
             self._deliver([refuse(request, error)])
 
-    def _bring(self, request: str, handle: KVHandle) -> KVHandle:
+    def _bring(self, request: str, handle: KVHandle, tenant: str) -> KVHandle:
         """The same pages in this node's arena."""
         parts = [runs.unpack(run.pages, self._pool.capacity_pages) for run in handle.runs]
         ids = np.concatenate(parts)
-        claim, mine = self._fetcher.fetch(request, handle.claim, ids, lambda: self._gone(request))
+        formats = zip((run.format for run in handle.runs), map(len, parts), strict=True)
+        about = About(tenant, tuple(formats))
+        claim, mine = self._fetcher.fetch(
+            request, handle.claim, ids, lambda: self._gone(request), about
+        )
         ends = np.cumsum([part.size for part in parts])[:-1]
         moved = tuple(
             replace(run, pages=runs.pack(pages))

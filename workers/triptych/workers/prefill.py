@@ -19,7 +19,7 @@ from triptych.core.messages import ROUTER, Message, Prefill, Prefilled, Request,
 from triptych.core.pages import PagePlan
 from triptych.kernels import Past, largest_sums, prefill_attention, store_tokens
 from triptych.kernels.pages import segments
-from triptych.kvpool import WorkerPool
+from triptych.kvpool import About, WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
 from triptych.workers.handles import make_handle
@@ -278,7 +278,11 @@ class PrefillEngine:
     def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
         for prompt, _ in going_on:
             self._leave_significance(prompt)
-        claims = self.pool.handoff([(p.request.id, p.pages.ravel()) for p, _ in going_on])
+        raw = self.plan.raw.format.name
+        claims = self.pool.handoff(
+            [(p.request.id, p.pages.ravel()) for p, _ in going_on],
+            about=[About(p.request.tenant, ((raw, p.pages.size),)) for p, _ in going_on],
+        )
         sends = list[Send]()
         for (prompt, answer), claim in zip(going_on, claims, strict=True):
             self._prompts.remove(prompt)

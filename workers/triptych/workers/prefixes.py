@@ -258,6 +258,7 @@ class PrefixStore:
                 blocks=ids,
                 seconds=kept.prefix.token_s * size,
                 tenant=kept.prefix.tenant,
+                formats=[self._formats(index) for index in range(kept.first, end)],
             )
             added = self.pool.publish_prefix(new)
         finally:
@@ -267,6 +268,13 @@ class PrefixStore:
             self.skipped["refused"] += 1
             return 0
         return added
+
+    def _formats(self, index: int) -> tuple[tuple[str, int], ...]:
+        """Pages of a block by format."""
+        high = self.plan.geometry.head_rows * BLOCK_PAGES
+        sink = self.plan.block_pages(index) - high
+        names = self.plan.high.format.name, self.plan.raw.format.name
+        return ((names[0], high), (names[1], sink)) if sink else ((names[0], high),)
 
     @property
     def _blocks_at_once(self) -> int:

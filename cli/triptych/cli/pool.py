@@ -11,9 +11,10 @@ import typer
 from rich.table import Table
 
 from triptych.cli.output import JsonFlag, console, make_table, show
-from triptych.core.config import MIB
+from triptych.core.config import MIB, NetworkConfig
 from triptych.core.errors import ConfigError
 from triptych.deployments.rundir import pool_sockets
+from triptych.kvpool.access import Access
 from triptych.kvpool.ledger import Ledger
 from triptych.kvpool.remote import RemotePool
 from triptych.kvpool.wire import FrameChannel
@@ -31,14 +32,21 @@ def group() -> None:
 
 Address = Annotated[
     str | None,
-    typer.Option(help="unix:/path/of.sock; without it, the one pool that this user runs."),
+    typer.Option(
+        help="unix:/path/of.sock, or host:port of another node; without it, the one pool that "
+        "this user runs."
+    ),
+]
+TokenFile = Annotated[
+    str,
+    typer.Option(help="File with the token that nodes show each other, for host:port."),
 ]
 
 
 @app.command()
-def stat(address: Address = None, as_json: JsonFlag = False) -> None:
+def stat(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag = False) -> None:
     """Show who holds how many pages. Exit code 1 if the sums do not add up."""
-    with pool_at(address or find_pool()) as pool:
+    with pool_at(address or find_pool(), token_file) as pool:
         ledger = pool.stat()
     show(_as_data(ledger), _as_table(ledger), as_json=as_json)
     if not as_json:
@@ -51,12 +59,12 @@ def stat(address: Address = None, as_json: JsonFlag = False) -> None:
 
 
 @app.command()
-def check(address: Address = None, as_json: JsonFlag = False) -> None:
+def check(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag = False) -> None:
     """Compare every page's owner, lease and place in the free list, and all sums of them.
 
     Exit code 1 for a fault.
     """
-    with pool_at(address or find_pool()) as pool:
+    with pool_at(address or find_pool(), token_file) as pool:
         faults, ledger = pool.check(), pool.stat()
     faults += ledger.faults
     rows = [(fault,) for fault in faults] or [(f"all {ledger.pages} pages are accounted for",)]
@@ -66,9 +74,15 @@ def check(address: Address = None, as_json: JsonFlag = False) -> None:
 
 
 @contextmanager
-def pool_at(address: str) -> Generator[RemotePool, None, None]:
-    """A pool to ask; asking raises PoolUnavailable if it does not answer."""
-    pool = RemotePool(FrameChannel(address), TIMEOUT_S)
+def pool_at(address: str, token_file: str = "") -> Generator[RemotePool, None, None]:
+    """A pool to ask; asking raises PoolUnavailable if it does not answer.
+
+    ``token_file`` holds what pools of other nodes want to be shown.
+
+    Raises: ConfigError if the file does not hold a token
+    """
+    access = Access.of(NetworkConfig(token_file=token_file), "") if token_file else None
+    pool = RemotePool(FrameChannel(address, access), TIMEOUT_S)
     try:
         yield pool
     finally:

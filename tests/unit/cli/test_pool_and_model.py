@@ -16,7 +16,7 @@ from triptych.cli import main as command
 from triptych.cli.pool import find_pool, pool_at
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
-from triptych.kvpool import About, Namespace, PrefixSettings, Publication
+from triptych.kvpool import About, Access, Namespace, PrefixSettings, Publication
 from triptych.kvpool.client import PoolClient
 from triptych.kvpool.service import PoolServer
 
@@ -123,6 +123,28 @@ def test_pool_stat_tells_of_prefixes_and_the_disk(
         assert "takes nothing" not in told
         assert call(monkeypatch, "pool", "stat", "--address", server.address, "--json") == 0
         assert json.loads(capsys.readouterr().out)["disk"]["stored_bytes"] == 768
+
+
+def test_a_pool_of_another_node_wants_to_see_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a secret of the cluster\n")
+    outside = ("127.0.0.1", Access("a secret of the cluster"))
+    with PoolServer(
+        PoolConfig(capacity_bytes=1 << 20), 256, directory=tmp_path, outside=outside
+    ) as s:
+        assert s.outside is not None
+        there = ("--address", f"127.0.0.1:{s.outside.calls}")
+        for what in ("stat", "check"):
+            shown = ("--token-file", str(token), "--json")
+            assert call(monkeypatch, "pool", what, *there, *shown) == 0
+            assert json.loads(capsys.readouterr().out)["pages"] == 4096
+            assert call(monkeypatch, "pool", what, *there) != 0
+            assert "token" in capsys.readouterr().err
+        token.write_text("short")
+        assert call(monkeypatch, "pool", "stat", *there, "--token-file", str(token)) != 0
+        assert "16 printable" in capsys.readouterr().err
 
 
 def test_a_pool_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:

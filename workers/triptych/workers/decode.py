@@ -29,7 +29,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kernels import decode_attention, score_tokens, store_tokens
-from triptych.kvpool import WorkerPool
+from triptych.kvpool import About, WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
 from triptych.workers.handles import make_handle, unpack_run
@@ -251,7 +251,8 @@ class DecodeEngine:
         runs = [(table.layout.format.name, *table.read(one.slot)) for table in self._tables]
         held = np.concatenate([pages for _, _, pages in runs])
         journal.offer(one.slot)
-        (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease])
+        about = About(formats=tuple((name, pages.size) for name, _, pages in runs))
+        (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
         handle = make_handle(claim, runs, one.position)
         words = tuple(journal.words(one.slot))
         one.grown = np.setdiff1d(np.array(one.grown, np.int32), held).tolist()

@@ -4,10 +4,11 @@
 
 The three engines run in this process with the settings of the server and the default model.
 
-*Turns.* A conversation of five turns over text: a first question, then shorter ones; answers have
-a fixed length. In turns A B A B: without a session (what was asked is cached, what was answered
-is computed again) and with one. Times run from the submission to the first token, once the answer
-before is kept; both begin at the same tokens.
+*Turns.* A conversation of five turns over text with a session: a first question, then shorter ones;
+answers have a fixed length. Before a turn is answered, its first token alone is asked for, A B A B:
+A may read from the cache what there would be without a session (whole blocks of the prompt
+before), B all there is. A single token ends the request in the prefill, so asking changes nothing
+that is kept.
 
 *Others.* One long answer runs while short ones end beside it, A without a session and B with one:
 the gaps between the tokens of the long one.
@@ -96,45 +97,42 @@ def tokens_of(events: Iterable[Tokens | Failed]) -> Iterable[Tokens]:
 # ------------------------------------------------------------------ turns
 
 
-def converse(server: LocalServer, told: Dialogue, name: str, session: str) -> list[Row]:
-    """One conversation: time to the first token and cached tokens of each turn."""
-    rows, prompt = list[Row](), list[int]()
-    for question in told.questions:
-        prompt += question
-        settle(server)
-        began_s, first_s, cached, said = time.perf_counter(), 0.0, 0, list[int]()
-        for event in tokens_of(server.stream([asked(server, prompt, name, session)])):
-            first_s = first_s or time.perf_counter() - began_s
-            cached = max(cached, event.cached_tokens)
-            said += event.tokens
-        rows.append({"first_ms": 1e3 * first_s, "cached": cached, "prompt": len(prompt)})
-        prompt += said
-    settle(server)
-    return rows
-
-
-def turns(config: AppConfig, told: Sequence[Dialogue]) -> list[Row]:
-    """A B A B ..., after one conversation that nobody counts."""
-    taken: dict[str, list[list[Row]]] = {"without": [], "with": []}
+def turns(config: AppConfig, told: Sequence[Dialogue], repeats: int) -> list[Row]:
+    """Conversations with a session; before each turn is answered, its first token A B A B ..."""
+    taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
     with LocalServer(config) as server:
-        converse(server, told[0], "warm", "warm")
         for number, dialogue in enumerate(told):
-            for kind, found in taken.items():
-                name = f"{kind} {number}"
-                session = name if kind == "with" else ""
-                found.append(converse(server, dialogue, name, session))
+            name, prompt, known = f"conversation {number}", list[int](), 0
+            for turn, question in enumerate(dialogue.questions):
+                prompt += question
+                settle(server)
+                for _ in range(repeats if turn else 0):
+                    for kind, most in (("without", known), ("with", None)):
+                        request = asked(server, prompt, name, "")
+                        first = replace(request, sampling=greedy(1), cached_at_most=most)
+                        taken.setdefault((turn + 1, kind), []).append(time_first(server, first))
+                known = len(prompt) // server.plan.block_tokens * server.plan.block_tokens
+                said = tokens_of(server.stream([asked(server, prompt, name, name)]))
+                prompt += [token for event in said for token in event.tokens]
+        settle(server)
     return [
         {
-            "turn": turn + 1,
+            "turn": turn,
             "session": kind,
-            "conversations": len(found),
-            "prompt_tokens": found[0][turn]["prompt"],
-            "cached_tokens": found[0][turn]["cached"],
-            **spread([row[turn]["first_ms"] for row in found], "first_ms"),
+            "times": len(found),
+            "cached_tokens": found[0][1],
+            "fastest_ms": round(min(first_ms for first_ms, _ in found), 1),
+            **spread([first_ms for first_ms, _ in found], "first_ms"),
         }
-        for turn in range(TURNS)
-        for kind, found in taken.items()
+        for (turn, kind), found in taken.items()
     ]
+
+
+def time_first(server: LocalServer, request: Request) -> tuple[float, int]:
+    """Milliseconds to the only token of a request, and how many of its prompt were cached."""
+    began_s = time.perf_counter()
+    (event,) = tokens_of(server.stream([request]))
+    return 1e3 * (time.perf_counter() - began_s), event.cached_tokens
 
 
 def spread(values: Sequence[object], name: str) -> Row:
@@ -291,7 +289,8 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--conversations", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=10, help="of the first token of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="of long answers beside short ones")
     parser.add_argument("--texts", type=int, default=8, help="dialogues that answers are judged by")
     parser.add_argument("--parts", default="turns,others,answers")
@@ -311,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told = [Dialogue.of(document) for document in cut]
     result = dict[str, list[Row]]()
     if "turns" in parts:
-        result["turns"] = turns(config, told[: options.conversations])
+        result["turns"] = turns(config, told[: options.conversations], options.repeats)
     if "others" in parts:
         result["others"] = others(config, told, options.rounds)
     if "answers" in parts:

@@ -73,6 +73,7 @@ class Trials:
     @classmethod
     async def of(cls, cluster: Cluster) -> "Trials":
         await crowd(cluster)
+        await cluster.settled()
         before = {point: cluster.board.passes(point) for point in POINTS}
         whole = await crowd(cluster)
         await cluster.settled()
@@ -88,8 +89,12 @@ class Trials:
         board.arm(point, number)
         if point.role == "heir":
             board.arm(FIRST_DEATH, luck.randint(2, ANSWER_TOKENS))
-        answers = await crowd(self.cluster, seed)
-        trial = Trial(
+        answers, faults = await crowd(self.cluster, seed), list[str]()
+        try:  # what is done for a request goes on when its client has everything
+            await self.cluster.settled()
+        except TimeoutError as error:
+            faults.append(str(error))
+        return Trial(
             point=point.name,
             seed=seed,
             pass_number=number,
@@ -99,12 +104,8 @@ class Trials:
                 answer.ending == "length" and answer.tokens != other.tokens
                 for answer, other in zip(answers, self.whole, strict=True)
             ),
+            faults=faults,
         )
-        try:
-            await self.cluster.settled()
-        except TimeoutError as error:
-            trial.faults.append(str(error))
-        return trial
 
     def _usual_passes(self, point: Point) -> int:
         """An heir takes over a request or two; how often it passes is not known before."""

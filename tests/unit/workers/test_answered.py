@@ -60,7 +60,7 @@ def ask(
 
 def settle(server: LocalServer) -> None:
     give_up_s = time.monotonic() + 30
-    while (ledger := server.pool.stat()).request_pages != ledger.prefix_pages:
+    while (ledger := server.pool.stat()).held_pages != ledger.prefix_pages:
         assert time.monotonic() < give_up_s, ledger
         time.sleep(0.002)
     assert server.pool.check() == []

@@ -60,7 +60,7 @@ def ask(server: LocalServer, tokens: list[int], salt: str = "", **more: object) 
 def check(server: LocalServer) -> None:
     """Nothing is held but what is kept for later, once that is done, and all books agree."""
     give_up_s = time.monotonic() + 30
-    while (ledger := server.pool.stat()).request_pages != ledger.prefix_pages:
+    while (ledger := server.pool.stat()).held_pages != ledger.prefix_pages:
         assert time.monotonic() < give_up_s, ledger
         time.sleep(0.002)
     assert server.pool.check() == []

@@ -27,6 +27,9 @@ def new(
         int, typer.Option(min=0, help="Requests at a time; 0: as many as the server takes.")
     ] = 0,
     per_minute: Annotated[int, typer.Option(min=0, help="Requests a minute; 0: no limit.")] = 0,
+    weight: Annotated[
+        float, typer.Option(min=0.001, max=1000, help="Share of the server next to other keys.")
+    ] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Make a key, and print its entry for the file that ``ingress.api_keys`` names.
@@ -39,6 +42,7 @@ def new(
         "sha256": hashlib.sha256(key.encode()).hexdigest(),
         "max_concurrent_requests": concurrent,
         "requests_per_minute": per_minute,
+        "weight": weight,
     }
     if as_json:
         typer.echo(json.dumps({"key": key, "entry": entry}, indent=2))

@@ -352,7 +352,10 @@ class RouterConfig:
     a policy of your own (docs/extending.md)."""
 
     patience_s: float = 5.0
-    """Seconds after which a waiting request can no longer be overtaken."""
+    """Seconds after which a waiting request can no longer be overtaken by its tenant's others."""
+
+    ageing_s: float = 10.0
+    """Seconds of waiting that count as much as one step of ``priority``."""
 
     max_queued_requests: int = 256
     """Requests that may wait; one more is answered with 429."""
@@ -379,6 +382,7 @@ class RouterConfig:
         require(fits, "router.trace_url", url, "an http:// or https:// URL, or nothing")
         gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
         require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
+        require(self.ageing_s > 0, "router.ageing_s", self.ageing_s, "> 0")
         require(
             self.max_queued_requests >= 1,
             "router.max_queued_requests",

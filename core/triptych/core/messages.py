@@ -170,7 +170,12 @@ class Request:
     cache_salt: str = ""
     """Requests share cached prefixes if, and only if, theirs are equal."""
     tenant: str = ""
-    """Digest of the client's key: whose quota its cached prefixes count against."""
+    """Digest of the client's key: whose share of the server it takes, and whose quota its cached
+    prefixes count against."""
+    priority: int = 0
+    """Which of its tenant's requests goes first: lower is sooner."""
+    weight: float = 1.0
+    """Its tenant's share of the server, next to those of others."""
     traceparent: str = ""
     """W3C trace context that the client sent; empty: none."""
     session: str = ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, takewhile
 from typing import Protocol
 
 from triptych.router.line import Line
@@ -24,40 +23,34 @@ class BatchPolicy(Protocol):
 def greedy_by_memory(line: Line, budget: Budget) -> list[Waiting]:
     """Fit as many waiting requests as the free bytes allow.
 
-    Smallest first over the whole line, which maximises the number admitted; but a request
-    that has waited longer than the patience goes to the front, oldest first, and nothing
-    overtakes it, even while it does not fit. Where bytes are short and the oldest requests
-    would fill more of them, those go first, and small ones fill what is left: so never fewer
-    requests than ``fifo`` would start, and never fewer bytes.
+    Smallest first over the whole line, which maximises the number admitted. Where bytes are
+    short and the line in its order would fill more of them, that goes first, and small ones
+    fill what is left: so never fewer bytes than ``fifo`` would start. Turns of tenants,
+    priorities, and that nothing overtakes a request that lost patience, even while it does not
+    fit, are in the line itself.
 
     Source: FastCache, memory-aware greedy batching. The patience rule is ours: the paper's
-    rule alone can starve a large request for ever. So is the look at the oldest: the paper
-    wants most requests, and most bytes, which is not always the same batch.
+    rule alone can starve a large request for ever. So is the look at the order of the line: the
+    paper wants most requests, and most bytes, which is not always the same batch.
     """
-
-    def is_late(one: Waiting) -> bool:
-        return one.waited_s > budget.patience_s
-
-    late = takewhile(is_late, line.oldest_first())
-    rest = (one for one in line.smallest_first() if not is_late(one))
-    smallest = _take_while_it_fits(chain(late, rest), budget)
+    smallest = _take_while_it_fits(line.smallest_first(), budget)
     if len(smallest) in (budget.max_requests, len(line)):
         return smallest  # bytes are not what is short
-    oldest = _take_while_it_fits(line.oldest_first(), budget)
-    if _bytes(smallest) >= _bytes(oldest):
+    ordered = _take_while_it_fits(line.in_order(), budget)
+    if _bytes(smallest) >= _bytes(ordered):
         return smallest
-    taken = {one.id for one in oldest}
+    taken = {one.id for one in ordered}
     left = replace(
         budget,
-        free_bytes=budget.free_bytes - _bytes(oldest),
-        max_requests=budget.max_requests - len(oldest),
+        free_bytes=budget.free_bytes - _bytes(ordered),
+        max_requests=budget.max_requests - len(ordered),
     )
     others = (one for one in line.smallest_first() if one.id not in taken)
-    return [*oldest, *_take_while_it_fits(others, left)]
+    return [*ordered, *_take_while_it_fits(others, left)]
 
 
 def fifo(line: Line, budget: Budget) -> list[Waiting]:
-    """In order of arrival; the first that does not fit stops the line. The baseline."""
+    """In the order of the line; the first that does not fit stops it. The baseline."""
     return _take_while_it_fits(line.in_order(), budget)
 
 

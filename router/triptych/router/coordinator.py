@@ -32,6 +32,7 @@ from triptych.router.endings import Endings
 from triptych.router.estimate import ByteModel, RequestBytes
 from triptych.router.history import Life
 from triptych.router.ledger import lines_after_encoding, lines_before_encoding
+from triptych.router.line import due_s
 from triptych.router.loans import Loans
 from triptych.router.plugins import schedule_named
 from triptych.router.snapshot import Explanation, RouterSnapshot
@@ -223,7 +224,13 @@ class Coordinator:
         sizes = self._model.estimate(len(request.known), left)
         refusal = self._refusal(request, sizes, now)
         if refusal is None:
-            books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now))
+            due = due_s(
+                now,
+                request.priority,
+                patience_s=self._config.patience_s,
+                ageing_s=self._config.ageing_s,
+            )
+            books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now, due=due))
         else:
             self._endings.refuse(request, refusal)
 

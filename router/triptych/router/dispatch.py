@@ -274,7 +274,7 @@ class Dispatch:
         """Ask the policy. It sees all arenas as one; ``_start`` checks each for itself."""
         requests, roster = self.books.requests, self.books.roster
         free = len(roster.arenas) * self.books.ledger.capacity_bytes - roster.used_bytes
-        budget = Budget(free_bytes=free, max_requests=wanted, patience_s=self.config.patience_s)
+        budget = Budget(free_bytes=free, max_requests=wanted)
         chosen = self.schedule.choose(requests.line.at(now), budget)
         return [requests[one.id] for one in chosen]
 

@@ -40,6 +40,7 @@ class Endings:
         self.books.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
+        self.books.requests.accrue(entry, now)
         self._remove(entry)
 
     def refuse(self, request: Request, error: TriptychError) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from triptych.core.messages import Stage
@@ -16,6 +17,11 @@ class Waiting:
     """What it needs at most, in bytes of pages."""
     waited_s: float
     """Seconds since it came."""
+    slack_s: float = inf
+    """Seconds until it loses patience; below 0 nobody of its tenant may overtake it any more."""
+    priority: int = 0
+    """Lower is sooner."""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +32,6 @@ class Budget:
     """Bytes of pages that nobody has booked."""
     max_requests: int
     """Requests that may start, because a decode slot will be free for each."""
-    patience_s: float
-    """Seconds after which a waiting request may not be overtaken any more."""
 
 
 @dataclass(frozen=True, slots=True)

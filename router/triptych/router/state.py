@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from triptych.core.handles import KVHandle
 from triptych.core.messages import CompressionReport, Request, Stage
@@ -38,6 +39,9 @@ class State(StrEnum):
     """Over for the client, but some worker may still hold pages of it."""
 
 
+AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED)
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """One request and what the router knows of it. Addresses are empty where there is none."""
@@ -47,6 +51,8 @@ class Entry:
     arrived: float
     since: float
     """When it entered its state."""
+    due: float = inf
+    """When it loses patience."""
     state: State = State.WAITING
     worker: str = ""
     """The last worker that was told of it."""
@@ -73,6 +79,10 @@ class Entry:
     handle: KVHandle | None = None
     """The pages that the next stage will attach."""
     report: CompressionReport | None = None
+    spent_byte_s: float = 0.0
+    """Bytes times the seconds that it has held them so far."""
+    charged_byte_s: float = 0.0
+    """What of that its tenant was charged, in advance and since."""
     owed: dict[str, float] = field(default_factory=dict[str, float])
     """While it is leaving: workers that have not said that they hold nothing of it, and until
     when that is waited for."""
@@ -80,6 +90,13 @@ class Entry:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def held_bytes(self) -> int:
+        """What it has booked in its state, if all stages share an arena."""
+        if self.state is State.WAITING:
+            return 0
+        return self.sizes.grown if self.state in AFTER_ENCODING else self.sizes.peak
 
     @property
     def prompt_tokens(self) -> int:
@@ -144,13 +161,26 @@ class Requests:
         self._by_state[entry.state][entry.id] = entry
         if in_front:
             self._by_state[entry.state].move_to_end(entry.id, last=False)
-        self.line.add(entry.id, entry.sizes.peak, entry.arrived, in_front=in_front)
+        self.line.add(
+            entry.id,
+            entry.sizes.peak,
+            entry.arrived,
+            in_front=in_front,
+            due=entry.due,
+            priority=entry.request.priority,
+            tenant=entry.request.tenant,
+            weight=entry.request.weight,
+        )
         self.history.begin(entry.request, entry.state.value, entry.since)
         self.on_change(entry)
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""
         self.line.discard(entry.id)
+        self.accrue(entry, now)
+        if entry.state is State.WAITING and state is State.PREFILLING:
+            entry.charged_byte_s = entry.sizes.peak * self.line.accounts.hold_s
+            self.line.accounts.serve(entry.request.tenant, entry.charged_byte_s)
         del self._by_state[entry.state][entry.id]
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
@@ -162,8 +192,22 @@ class Requests:
         """Say that an entry changed where it is."""
         self.on_change(entry)
 
+    def accrue(self, entry: Entry, now: float) -> None:
+        """Charge its tenant for what the request has held since it entered its state."""
+        entry.spent_byte_s += entry.held_bytes * (now - entry.since)
+        more = entry.spent_byte_s - entry.charged_byte_s
+        if more > 0:
+            self.line.accounts.charge(entry.request.tenant, more)
+            entry.charged_byte_s = entry.spent_byte_s
+
     def remove(self, entry: Entry) -> None:
+        """Forget an entry; its tenant gets back what was charged and not used."""
         self.line.discard(entry.id)
+        accounts, tenant = self.line.accounts, entry.request.tenant
+        if entry.charged_byte_s:
+            accounts.charge(tenant, entry.spent_byte_s - entry.charged_byte_s)
+            accounts.learn(entry.spent_byte_s / entry.sizes.peak)
+        accounts.close(tenant)
         del self._by_id[entry.id]
         del self._by_state[entry.state][entry.id]
         self.on_removal(entry)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from triptych.core.errors import ConfigError
 from triptych.router import BATCH_POLICIES
 from triptych.router.batching import fifo, greedy_by_memory
-from triptych.router.line import ListedLine, WaitingLine
+from triptych.router.line import ListedLine
 from triptych.router.plugins import schedule_named
 from triptych.router.snapshot import Budget, Waiting
 
@@ -15,12 +15,15 @@ PATIENCE_S = 5.0
 
 
 def budget(free_bytes: int, max_requests: int = 99) -> Budget:
-    return Budget(free_bytes=free_bytes, max_requests=max_requests, patience_s=PATIENCE_S)
+    return Budget(free_bytes=free_bytes, max_requests=max_requests)
 
 
 def line(*sizes_and_waits: tuple[int, float]) -> ListedLine:
     return ListedLine(
-        [Waiting(f"r{i}", size, waited) for i, (size, waited) in enumerate(sizes_and_waits)]
+        [
+            Waiting(f"r{i}", size, waited, slack_s=PATIENCE_S - waited)
+            for i, (size, waited) in enumerate(sizes_and_waits)
+        ]
     )
 
 
@@ -133,27 +136,3 @@ def test_fifo_takes_a_prefix_of_the_line(waiting: ListedLine, allowed: Budget) -
 def test_a_misspelt_policy_is_told_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'greedy_by_memory'"):
         BATCH_POLICIES.load("greedy_by_memry")
-
-
-@given(
-    events=st.lists(
-        st.tuples(st.integers(1, 9), st.booleans(), st.one_of(st.none(), st.integers(0, 40))),
-        max_size=40,
-    )
-)
-def test_a_kept_line_reads_like_one_that_was_written_down(
-    events: list[tuple[int, bool, int | None]],
-) -> None:
-    """Each event adds a request, perhaps in front, and perhaps takes out an earlier one."""
-    kept, listed = WaitingLine(), list[Waiting]()
-    for number, (size, in_front, gone) in enumerate(events):
-        kept.add(f"r{number}", size, float(number), in_front=in_front)
-        listed.insert(0 if in_front else len(listed), Waiting(f"r{number}", size, 99.0 - number))
-        if gone is not None:
-            kept.discard(f"r{gone}")
-            listed = [one for one in listed if one.id != f"r{gone}"]
-    now, plain = kept.at(99.0), ListedLine(listed)
-    assert len(now) == len(plain)
-    assert list(now.in_order()) == list(plain.in_order())
-    assert list(now.oldest_first()) == list(plain.oldest_first())
-    assert list(now.smallest_first()) == list(plain.smallest_first())

@@ -376,7 +376,7 @@ class GreedyWorld(FakeWorld):
 
     def note_admitted(self, admitted: list[str]) -> None:
         self.waiting = [name for name in self.waiting if name not in admitted]
-        late = [n for n in self.waiting if self.now - self.arrived[n] > self.patience_s]
+        late = [n for n in self.waiting if self.arrived[n] + self.patience_s < self.now]
         if late and self.check_admissions:
             oldest = min(self.arrived[name] for name in late)
             assert all(self.arrived[name] <= oldest for name in admitted)

@@ -166,13 +166,13 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         client = self._client(request)
         body = validate(ChatBody, _with_session(request, await read_json(request)))
-        job = traced(await self._planner.chat(body, client.tenant), request)
+        job = traced(await self._planner.chat(body, client.tenant, client.weight), request)
         return await self._answer(request, client, job, ChatAnswer(job, self._codec))
 
     async def completions(self, request: Request) -> Response:
         client = self._client(request)
         body = validate(CompletionBody, _with_session(request, await read_json(request)))
-        job = traced(await self._planner.completion(body, client.tenant), request)
+        job = traced(await self._planner.completion(body, client.tenant, client.weight), request)
         return await self._answer(request, client, job, CompletionAnswer(job, self._codec))
 
     def _client(self, request: Request) -> Client:

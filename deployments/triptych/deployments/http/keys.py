@@ -6,6 +6,7 @@ The file holds digests, not keys, so that reading it gives nobody access::
       sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
       max_concurrent_requests: 8
       requests_per_minute: 60
+      weight: 2
 
 It is read again when it changes: a key can be added or taken away while the server runs.
 """
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 RETRY_AFTER_S = 1.0
 MAX_FILE_BYTES = 16 << 20
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 NO_KEY = "this server wants an API key: send it as 'Authorization: Bearer ...'"
 WRONG_KEY = "this API key is not known here"
 
@@ -48,6 +50,8 @@ class Key:
     """Requests at a time; 0: as many as the server takes."""
     requests_per_minute: int = 0
     """Requests on average; as many may come at once. 0: no limit."""
+    weight: float = 1.0
+    """Share of the server while others wait, too: bytes of pages times seconds."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
@@ -56,6 +60,10 @@ class Key:
             raise ConfigError(f"name={self.name[:80]!r}: expected 1 to 64 characters")
         if min(self.max_concurrent_requests, self.requests_per_minute) < 0:
             raise ConfigError(f"limits of {self.name!r}: expected 0 or more")
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            raise ConfigError(
+                f"weight={self.weight} of {self.name!r}: expected {LEAST_WEIGHT} to {MOST_WEIGHT}"
+            )
 
 
 @dataclass(eq=False)
@@ -68,6 +76,11 @@ class Client:
     running: int = 0
     _allowance: float = 0.0
     _counted_s: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Share of the server, next to those of others."""
+        return self.key.weight if self.key else 1.0
 
     def count(self, now: float) -> None:
         """Take one request into account.

@@ -79,7 +79,7 @@ class Planner:
             text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
             raise ModelNotFound(text, "model")
 
-    async def chat(self, body: ChatBody, tenant: str = "") -> Job:
+    async def chat(self, body: ChatBody, tenant: str = "", weight: float = 1.0) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -97,9 +97,9 @@ class Planner:
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         job = replace(job, tools=frozenset(tool.function.name for tool in tools))
         job = self._with_prompt_logprobs(job, body)
-        return self._owned(job, body, tenant)
+        return self._owned(job, body, tenant, weight)
 
-    async def completion(self, body: CompletionBody, tenant: str = "") -> Job:
+    async def completion(self, body: CompletionBody, tenant: str = "", weight: float = 1.0) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -115,7 +115,7 @@ class Planner:
         if body.echo and body.logprobs is not None:
             job = replace(job, echo_logprobs=logprobs)
         job = self._with_prompt_logprobs(job, body)
-        return self._owned(job, body, tenant)
+        return self._owned(job, body, tenant, weight)
 
     @staticmethod
     def _with_prompt_logprobs(job: Job, body: GenerationBody) -> Job:
@@ -147,15 +147,21 @@ class Planner:
         )
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
-    def _owned(self, job: Job, body: GenerationBody, tenant: str) -> Job:
-        """Say with whom the requests share cached prefixes, whose they count as, and in which
-        conversation.
+    def _owned(self, job: Job, body: GenerationBody, tenant: str, weight: float) -> Job:
+        """Say with whom the requests share cached prefixes, whose they are, in which conversation,
+        and how urgent.
 
         ``tenant`` is "" or has a fixed length, so no two pairs look alike.
         """
         salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
-        owner = {"cache_salt": salt, "tenant": tenant, "session": body.session_id or ""}
-        owned = (replace(request, **owner) for request in job.requests)
+        mine = {
+            "cache_salt": salt,
+            "tenant": tenant,
+            "session": body.session_id or "",
+            "weight": weight,
+            "priority": body.priority,
+        }
+        owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))
 
     async def encode_messages(

@@ -30,6 +30,7 @@ MAX_NAME_CHARS = 256
 MAX_CHOICES = 4096
 MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
+MAX_PRIORITY = 100
 
 MAX_REPORTED_ERRORS = 10
 MAX_REPORTED_CHARS = 200
@@ -193,6 +194,7 @@ class GenerationBody(Body):
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
 

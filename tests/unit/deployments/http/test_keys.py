@@ -56,6 +56,17 @@ def test_holders_are_told_apart(ring) -> None:
     assert keys.client("Bearer ada-key") is ada
 
 
+def test_a_key_has_a_weight(tmp_path: Path) -> None:
+    heavy = {**entry("eve"), "weight": 2.5}
+    keys = KeyRing(write(tmp_path / "keys.yaml", heavy, entry("bob")))
+    assert keys.client("Bearer eve-key").weight == 2.5
+    assert keys.client("Bearer bob-key").weight == 1.0
+    assert KeyRing().client("Bearer anything").weight == 1.0
+    for wrong in (0.0, -1.0, 1e9, float("nan")):
+        with pytest.raises(ConfigError, match="weight"):
+            read_keys(write(tmp_path / "keys.yaml", {**heavy, "weight": wrong}))
+
+
 def test_a_minute_has_so_many_requests_and_the_error_says_when_the_next_one_may_come(ring) -> None:
     keys, now, _ = ring
     for _ in range(3):

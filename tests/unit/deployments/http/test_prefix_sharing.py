@@ -43,6 +43,12 @@ def test_no_key_is_passed_on(http, engine):
     assert sent(http, engine, CHAT, None).tenant == ""
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_priority_reaches_the_engine(http, engine, path):
+    assert sent(http, engine, path, None).priority == 0
+    assert sent(http, engine, path, None, priority=-7).priority == -7
+
+
 @pytest.mark.parametrize("salt", ["", "x" * 257, 5, ["x"], "\ud800"])
 def test_a_salt_that_is_none_is_refused(http, engine, salt):
     content = '{"prompt": "x", "cache_salt": "\\ud800"}' if salt == "\ud800" else None

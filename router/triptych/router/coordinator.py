@@ -111,9 +111,16 @@ class Coordinator:
 
     def receive(self, messages: Sequence[Message], sender: str, now: float) -> list[Send]:
         """Take the messages of one frame; what they allow is then sent on as one batch."""
+        is_news = False
         for message in messages:
-            self._take(message, sender, now)
-        return self._advance(now)
+            if isinstance(message, Report):
+                is_news |= self._report(message, sender, now)
+            else:
+                self._take(message, sender, now)
+                is_news = True
+        # A thousand workers report two thousand times a second; what waits for time to pass is
+        # looked at by `tick`.
+        return self._advance(now) if is_news else []
 
     def lost(self, address: str, now: float) -> list[Send]:
         """The peer at ``address`` died."""
@@ -155,17 +162,19 @@ class Coordinator:
                 self._suspended(message, sender, now)
             case Finished():
                 self._finished(message, sender, now)
-            case Report():
-                if self._books.fleet.note(message, sender, now):
-                    self._books.roster.heard(sender, now)
-                else:
-                    self._books.counters["stray_report"] += 1
             case Lent():
                 self._loans.heard(message, now)
             case Hello():
                 self._hello(message, now)
             case _:
                 self._books.counters["unknown_message"] += 1
+
+    def _report(self, report: Report, sender: str, now: float) -> bool:
+        """Whether anything can go on now that could not before."""
+        if self._books.fleet.note(report, sender, now):
+            return self._books.roster.heard(sender, now)
+        self._books.counters["stray_report"] += 1
+        return False
 
     # ---------------------------------------------------------------- peers
 

@@ -35,7 +35,7 @@ class Dispatch:
     def run(self, now: float) -> None:
         """Send on every request that can go on."""
         self.held_by = ""
-        if not any(self.books.requests.count(state) for state in MOVABLE):
+        if not self.books.requests.has_any(MOVABLE):
             return
         self.books.roster.refresh(now)
         self._resume_all(now)

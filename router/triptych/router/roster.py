@@ -101,14 +101,16 @@ class Roster:
             self._withdraw(hello)
             self._count_arena(hello, -1)
 
-    def heard(self, address: str, now: float) -> None:
-        """A worker reported."""
-        if address in self._workers:
-            was_full = address not in self._fresh
-            self._fresh[address] = now
-            self._fresh.move_to_end(address)
-            if was_full:
-                self._place(address)
+    def heard(self, address: str, now: float) -> bool:
+        """A worker reported; whether it takes requests again that took none before."""
+        if address not in self._workers:
+            return False
+        was_full = address not in self._fresh
+        self._fresh[address] = now
+        self._fresh.move_to_end(address)
+        if was_full:
+            self._place(address)
+        return was_full
 
     def refresh(self, now: float) -> None:
         """Let time pass: who has not reported for long counts as full."""

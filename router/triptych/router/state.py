@@ -1,7 +1,7 @@
 """All requests of the router, by id and by state."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -219,6 +219,14 @@ class Requests:
     def first(self, state: State) -> Entry | None:
         """The first of a state."""
         return next(iter(self._by_state[state].values()), None)
+
+    def has_any(self, states: Iterable[State]) -> bool:
+        """Whether any request is in one of these states."""
+        by_state = self._by_state
+        for state in states:  # noqa: SIM110  # asked at each message: a generator costs twice
+            if by_state[state]:
+                return True
+        return False
 
     def count(self, state: State) -> int:
         return len(self._by_state[state])

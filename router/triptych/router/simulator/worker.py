@@ -70,6 +70,8 @@ class SimulatedWorker:
         self._inbox = deque[Message]()
         self._turn = 0
         """The engine that is stepped next; those before it had their step of this round."""
+        self._next = engines[0]
+        """The engine that is stepped once the cores are free."""
         self._is_working = False
 
     def post(self, messages: Sequence[Message]) -> None:
@@ -83,19 +85,20 @@ class SimulatedWorker:
         return Report(name=self.address, running=0, waiting=0, pages_held=0, busy_s=self.busy_s)
 
     def _go_on(self) -> None:
-        if self._turn == 0:
-            self._take_messages()
-        while self._turn < len(self._engines):
+        idle = 0
+        while idle < len(self._engines) or self._inbox:
+            if self._turn == 0 and self._inbox:
+                self._take_messages()
+                idle = 0
             engine = self._engines[self._turn]
-            self._turn += 1
+            self._turn = (self._turn + 1) % len(self._engines)
             if engine.has_work():
-                self._cores.take(lambda engine=engine: self._begin(engine.step()))
+                self._next = engine
+                self._cores.take(self._begin)
                 return
+            idle += 1
         self._turn = 0
-        if self._inbox or any(engine.has_work() for engine in self._engines):
-            self._go_on()
-        else:
-            self._is_working = False
+        self._is_working = False
 
     def _take_messages(self) -> None:
         while self._inbox:
@@ -109,7 +112,8 @@ class SimulatedWorker:
             else:
                 raise TypeError(f"{self.address}: no stage takes {type(message).__name__}")
 
-    def _begin(self, work: Work) -> None:
+    def _begin(self) -> None:
+        work = self._next.step()
         seconds = work.seconds * self._cores.stretch
         self._clock.after(seconds, self._end, work, seconds)
 

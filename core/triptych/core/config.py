@@ -416,6 +416,13 @@ class IngressConfig:
     api_keys: str = ""
     """File with the digests of API keys and the limits of each; empty: everybody may ask."""
 
+    open_admin: bool = False
+    """Whether everybody may read why the router decided as it did (``/router/explain``) while there
+    is no file of keys; with one, those keys may that are marked ``admin``."""
+
+    decision_header: bool = False
+    """Whether whole answers say in ``X-Triptych-Decision`` what the router decided."""
+
     share_prefixes: bool = False
     """Whether clients with different keys may share cached prefixes of prompts; by default nobody
     can tell from the time to the first token what others asked."""

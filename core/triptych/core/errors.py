@@ -157,6 +157,21 @@ class InvalidKey(RequestError):
     code = "invalid_api_key"
 
 
+class NotAllowed(RequestError):
+    """The client is known, and may not do this."""
+
+    http_status = 403
+    kind = "permission_error"
+    code = "admin_only"
+
+
+class RequestNotFound(RequestError):
+    """No request of this id is remembered."""
+
+    http_status = 404
+    code = "request_not_found"
+
+
 class ModelNotFound(RequestError):
     """The request names a model that this server does not serve."""
 

@@ -359,6 +359,8 @@ class Prefilled:
     """The raw pages; none if the answer ended with the first token."""
     token_s: float = 0.0
     """Seconds that a token of it took to compute, on the mean of those that were not cached."""
+    cached_tokens: int = 0
+    """Tokens of it that were not computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

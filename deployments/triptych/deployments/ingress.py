@@ -109,6 +109,20 @@ class RouterEngine:
             raise Overloaded("the router does not answer") from error
         return await asyncio.to_thread(board.json)
 
+    async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
+        """What the router decided about a client's request."""
+        try:
+            return await self._router.explain.remote(client_id)
+        except RayError as error:
+            raise Overloaded("the router does not answer") from error
+
+    async def decision(self, client_id: str) -> str:
+        """The same in one line; empty if the router does not answer."""
+        try:
+            return await self._router.decision.remote(client_id)
+        except RayError:
+            return ""
+
     async def _status(self) -> Status:
         try:
             return await self._router.status.remote()
@@ -205,5 +219,6 @@ class IngressShell:
             config=plan.config.ingress,
             gauges=self._engine.gauges,
             board=self._engine.board,
+            reasons=self._engine,
             send_request_id=False,
         )

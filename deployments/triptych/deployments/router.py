@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from triptych.core.errors import PoolError
 from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send
 from triptych.deployments.board import SHOWN_CELLS, Board
+from triptych.deployments.explain import explained, summary
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.pools import Pools
@@ -78,6 +79,19 @@ class RouterShell:
         now = time.monotonic()
         ages = router.report_ages_s(now)
         return Board(status, pages, router.lives(), router.handles(), ages, now)
+
+    async def explain(self, client_id: str) -> list[dict[str, object]]:
+        """What was decided about a client's request; empty if nobody knows it any more."""
+        now, router = time.monotonic(), self._coordinator
+        lives = router.decisions(client_id)
+        under_way = {
+            life.request: found for life in lives if (found := router.explain(life.request, now))
+        }
+        return explained(lives, under_way, now)
+
+    async def decision(self, client_id: str) -> str:
+        """The same in one line, for a client."""
+        return summary(self._coordinator.decisions(client_id))
 
     async def __del__(self) -> None:
         """Serve ends the application: the pool goes last, and takes its arena with it."""

@@ -2,7 +2,7 @@
 
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.estimate import ByteModel, RequestBytes
-from triptych.router.history import Life
+from triptych.router.history import Decision, Life
 from triptych.router.journey import Journey, Journeys
 from triptych.router.line import Line, ListedLine
 from triptych.router.plugins import BATCH_POLICIES, schedule_named
@@ -13,6 +13,7 @@ __all__ = [
     "Budget",
     "ByteModel",
     "Coordinator",
+    "Decision",
     "Explanation",
     "Journey",
     "Journeys",

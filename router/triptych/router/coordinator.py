@@ -59,6 +59,8 @@ class Patience:
     """Time after which the pool has taken back the pages of a dead worker: its lease."""
 
 
+SHOWN = 256
+"""Lives that the dashboard gets."""
 MISSED_TICK_S = 2.0
 """Time between two ticks after which the router itself must have stood still."""
 
@@ -241,6 +243,7 @@ class Coordinator:
             )
             books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now, due=due))
         else:
+            self._dispatch.reasons.refused(request, refusal, now)
             self._endings.refuse(request, refusal)
 
     def _refusal(
@@ -277,6 +280,7 @@ class Coordinator:
         if entry is not None:
             entry.words, entry.handle = (message.first_token,), message.handle
             entry.token_s = message.token_s
+            self._books.requests.history.cached(entry.id, message.cached_tokens)
             self._books.requests.move(entry, State.PREFILLED, now)
 
     def _planned(self, message: Planned, sender: str, now: float) -> None:
@@ -394,7 +398,7 @@ class Coordinator:
 
     def lives(self) -> tuple[Life, ...]:
         """What became of the latest requests, first come first; times are those of ``now``."""
-        return tuple(self._books.requests.history)
+        return tuple(self._books.requests.history.latest(SHOWN))
 
     def handles(self) -> dict[str, KVHandle]:
         """The pages of each request, as its last stage handed them over."""
@@ -404,6 +408,13 @@ class Coordinator:
     def report_ages_s(self, now: float) -> dict[str, float]:
         """Seconds since the last report of each worker, by name, that has sent one."""
         return {peer.name: now - peer.reported for peer in self._books.fleet if peer.report}
+
+    def decisions(self, client_id: str) -> tuple[Life, ...]:
+        """What was decided about a client's request, and why: a life for each choice and attempt.
+
+        Empty if it never was, or if many came after it.
+        """
+        return tuple(self._books.requests.history.of(client_id))
 
     def explain(self, request: str, now: float) -> Explanation | None:
         """Where a request is and what it waits for; None if it ended or never was."""

@@ -1,13 +1,14 @@
 """Moves requests on to their next stage, whenever something has changed."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
 from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
 from triptych.router.books import Books
 from triptych.router.estimate import RequestBytes
 from triptych.router.ledger import Lines, lines_after_encoding, lines_before_encoding
+from triptych.router.reasons import Reasons
 from triptych.router.schedule import Schedule
 from triptych.router.snapshot import Budget, HeldBy
 from triptych.router.state import Entry, State
@@ -31,6 +32,10 @@ class Dispatch:
     """Whether the pool keeps prefixes of prompts."""
     held_by: HeldBy = ""
     """Why the first of the waiting line did not start at the last pass."""
+    reasons: Reasons = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reasons = Reasons(self.books)
 
     def run(self, now: float) -> None:
         """Send on every request that can go on."""
@@ -67,6 +72,7 @@ class Dispatch:
     def _resume(self, entry: Entry, address: str, now: float) -> None:
         entry.worker, entry.decode, entry.stage = address, address, "decode"
         self.books.outbox.post(address, Resume(former=entry.former, join=join_of(entry)))
+        self.reasons.chosen(entry, "resume", "worker_lost", address, now)
         self.books.requests.move(entry, State.DECODING, now)
 
     def _running(self) -> Counter[str]:
@@ -121,6 +127,8 @@ class Dispatch:
             if address is None:
                 return
             arena = self.books.roster.arena_of(address)
+            reason = "most_free" if arena == entry.final_arena else "another_arena"
+            self.reasons.chosen(entry, "decode", reason, address, now)
             if arena != entry.final_arena:
                 self.books.ledger.book(entry.id, self._lines(entry, final=arena))
                 entry.final_arena = arena
@@ -196,6 +204,8 @@ class Dispatch:
 
     def _compress(self, entry: Entry, address: str, now: float) -> None:
         assert entry.handle is not None
+        reason = "at_its_worker" if address == entry.worker else "fewest_tokens"
+        self.reasons.chosen(entry, "compress", reason, address, now)
         entry.giver, entry.worker, entry.stage = entry.worker, address, "compress"
         item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
         self.books.outbox.compress(address, item)
@@ -320,15 +330,25 @@ class Dispatch:
 
     def _start(self, entry: Entry, address: str, now: float) -> None:
         """Book a request and send it to a prefill worker."""
-        arena = self.books.roster.arena_of(address)
+        arena, line = self.books.roster.arena_of(address), self.books.requests.line
+        reason, place = self._reason(entry, now), (len(line), line.older(entry.id))
+        seen = self.reasons.looked_at("prefill")
         entry.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
         entry.work_arena = self._work_arena(arena)
         entry.final_arena = self._final_arena(entry, arena) or ""
         self.books.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
         self.books.outbox.prefill(address, entry.request)
         self.books.requests.move(entry, State.PREFILLING, now)
+        self.reasons.started(entry, reason, place, seen)
         self.books.drain.note(now)
         self.books.counters["admitted"] += 1
+
+    @staticmethod
+    def _reason(entry: Entry, now: float) -> str:
+        """Why it was its turn."""
+        if entry.request.attempt:
+            return "began_before"
+        return "lost_patience" if entry.due < now else "turn"
 
     def _final_arena(self, entry: Entry, raw_arena: str) -> str | None:
         """Where to book the pages that decoding will need, before a decode worker is chosen."""

@@ -178,6 +178,10 @@ class WaitingLine:
             del self._lanes[place.tenant]
             self._turns.discard(place.tenant)
 
+    def older(self, name: str) -> int:
+        """How many that wait came before one that waits."""
+        return self._by_age.place(name)
+
     def oldest_arrival(self) -> float | None:
         """When the one that has waited longest came."""
         name = self._by_age.first()

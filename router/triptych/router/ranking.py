@@ -40,6 +40,10 @@ class Ranking(Generic[K]):
     def key(self, name: str) -> K:
         return self._keys[name]
 
+    def place(self, name: str) -> int:
+        """How many come before ``name``."""
+        return bisect_left(self._order, (self._keys[name], name))
+
     def first(self) -> str | None:
         return self._order[0][1] if self._order else None
 

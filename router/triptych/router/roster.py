@@ -7,6 +7,8 @@ tests compare. Here each change costs O(log n), and so does each choice.
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
 
 from triptych.core.messages import Hello
 from triptych.router.ranking import Ranking
@@ -214,6 +216,23 @@ class Roster:
             arena for arena in (*own, best) if arena is not None and arena in self._open_arenas
         }
         return sorted(found, key=self._open_arenas.key)
+
+    # ---------------------------------------------------------------- who was looked at
+
+    def best(self, step: Literal["prefill", "compress", "decode"], count: int) -> list[str]:
+        """Addresses of the workers that a choice begins with, best first."""
+        if step == "prefill":
+            return list(islice(self._prefill, count))
+        if step == "compress":
+            return list(islice(self._compress[None], count))
+        arenas = islice(self._open_arenas, count)
+        return [first for arena in arenas if (first := self._decode[arena].first())]
+
+    def load_of(self, step: Literal["prefill", "compress", "decode"], address: str) -> int:
+        """Tokens before a worker, or, of a decode worker, its free slots."""
+        if step == "prefill":
+            return self._read[address]
+        return self._compressed[address] if step == "compress" else self._free.get(address, 0)
 
     # ---------------------------------------------------------------- what is known
 

@@ -315,6 +315,7 @@ def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
         first_token=answer.tokens[0],
         handle=handle,
         token_s=prompt.token_s,
+        cached_tokens=prompt.cached,
     )
     return Send(ROUTER, message)
 

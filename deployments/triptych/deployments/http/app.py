@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triptych.core.config import IngressConfig
-from triptych.core.errors import Overloaded, RequestError, TriptychError
+from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
 from triptych.deployments.http.answers import Answer, ChatAnswer, CompletionAnswer
 from triptych.deployments.http.dashboard import BoardSource, Dashboard, no_board
 from triptych.deployments.http.errors import ApiError, RequestFailed, report
-from triptych.deployments.http.interfaces import Engine, Health, ModelCard
+from triptych.deployments.http.interfaces import Engine, Health, ModelCard, NoReasons, Reasons
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.limits import Envelope, Limits, request_id
 from triptych.deployments.http.metrics import Gauges, IngressMetrics
@@ -50,6 +50,10 @@ PROBE_TIMEOUT_S = 3.0
 """Seconds that ``/health`` and ``/metrics`` wait for other parts."""
 
 
+DECISION_TIMEOUT_S = 0.5
+"""Seconds that a finished answer waits for what its header is to say."""
+
+
 async def no_gauges() -> Mapping[str, float]:
     """The default of ``create_app``: only the ingress's own metrics are shown."""
     return {}
@@ -64,13 +68,14 @@ def create_app(
     metrics: IngressMetrics | None = None,
     gauges: Gauges = no_gauges,
     board: BoardSource = no_board,
+    reasons: Reasons | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
     send_request_id: bool = True,
 ) -> FastAPI:
     """Build the app that serves ``model`` through ``engine``.
 
     ``gauges`` adds values of other parts to ``/metrics``, ``board`` what they do to the
-    dashboard. Turn ``send_request_id`` off
+    dashboard, ``reasons`` why the router decided as it did. Turn ``send_request_id`` off
     where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
     """
     codec = TextCodec(tokenizer, model.context_tokens)
@@ -83,6 +88,7 @@ def create_app(
         metrics=metrics,
         gauges=gauges,
         dashboard=Dashboard(board, metrics, model),
+        reasons=reasons or NoReasons(),
         keep_alive_s=keep_alive_s,
     )
     app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
@@ -106,9 +112,9 @@ def traced(job: Job, request: Request) -> Job:
     return replace(job, requests=tuple(parts))
 
 
-async def _whole(job: Job, answer: Answer) -> Response:
+async def _whole(job: Job, answer: Answer, more: Mapping[str, str]) -> Response:
     def response() -> Response:
-        return JsonResponse(answer.whole(), headers=answer.headers())
+        return JsonResponse(answer.whole(), headers={**answer.headers(), **more})
 
     # Log probabilities of a long prompt take a second to write: other streams go on meanwhile.
     is_long = max(job.prompt_logprobs, job.echo_logprobs) >= 0
@@ -134,6 +140,7 @@ class Routes:
         metrics: IngressMetrics,
         gauges: Gauges,
         dashboard: Dashboard,
+        reasons: Reasons,
         keep_alive_s: float,
     ) -> None:
         self._engine = engine
@@ -143,6 +150,7 @@ class Routes:
         self._metrics = metrics
         self._gauges = gauges
         self._dashboard = dashboard
+        self._reasons = reasons
         self._keep_alive_s = keep_alive_s
         self._planner = Planner(engine=engine, codec=codec, model=model, config=config)
         self._keys = KeyRing(Path(config.api_keys) if config.api_keys else None)
@@ -160,6 +168,7 @@ class Routes:
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
+        app.add_api_route("/router/explain/{name}", self.explain, methods=["GET"])
         app.add_api_route("/dashboard", self.dashboard, methods=["GET"])
         app.add_api_route("/dashboard/state", self.dashboard_state, methods=["GET"])
 
@@ -185,7 +194,16 @@ class Routes:
             events = frames(items, job, answer)
             return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
         await unless_disconnected(request.receive, collect(items, timeout_s))
-        return await _whole(job, answer)
+        told = await self._decision(job.id) if self._config.decision_header else None
+        return await _whole(job, answer, {} if told is None else {"x-triptych-decision": told})
+
+    async def _decision(self, name: str) -> str:
+        """What the router decided; an answer that is there does not wait for it."""
+        try:
+            async with asyncio.timeout(DECISION_TIMEOUT_S):
+                return await self._reasons.decision(name)
+        except TimeoutError:
+            return ""
 
     async def models(self, request: Request) -> Response:
         self._client(request)
@@ -266,6 +284,23 @@ class Routes:
         except (TimeoutError, TriptychError) as error:
             logger.warning("metrics of other parts are missing: %s", error)
         return Response(self._metrics.exposition(gauges), media_type=CONTENT_TYPE_LATEST)
+
+    async def explain(self, request: Request, name: str) -> Response:
+        """Why the router decided as it did about one request: bytes, queue, alternatives."""
+        given = request.headers.get("authorization", "")
+        self._keys.admin(given, everybody=self._config.open_admin)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                found = await self._reasons.explain(name)
+        except TimeoutError as error:
+            raise Overloaded("the router does not answer") from error
+        if not found:
+            raise RequestNotFound(
+                f"no request {name[:128]!r} is remembered: give the id of an answer, such as "
+                "chatcmpl-..., while it is one of the latest"
+            )
+        data: dict[str, object] = {"id": name, "object": "router.explanation", "requests": [*found]}
+        return JsonResponse(data, headers={"cache-control": "no-store"})
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})

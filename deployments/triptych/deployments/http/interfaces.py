@@ -1,6 +1,6 @@
 """What the HTTP side asks of the rest: an engine that answers, and the card of its model."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,28 @@ class ModelCard:
     """Unix time in seconds."""
     root: str = ""
     """Where the weights came from; empty: ``name``."""
+
+
+class Reasons(Protocol):
+    """Knows what was decided about the latest requests."""
+
+    async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
+        """All that is known of a client's request, for operators; empty if nothing is."""
+        ...
+
+    async def decision(self, client_id: str) -> str:
+        """The decisions in one line, for the client; empty if nothing is known."""
+        ...
+
+
+class NoReasons:
+    """Knows nothing: the default of ``create_app``."""
+
+    async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
+        return ()
+
+    async def decision(self, client_id: str) -> str:
+        return ""
 
 
 class Engine(Protocol):

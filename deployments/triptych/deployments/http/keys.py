@@ -7,6 +7,7 @@ The file holds digests, not keys, so that reading it gives nobody access::
       max_concurrent_requests: 8
       requests_per_minute: 60
       weight: 2
+      admin: true
 
 It is read again when it changes: a key can be added or taken away while the server runs.
 """
@@ -23,7 +24,7 @@ from typing import TypeVar, cast
 
 import yaml
 
-from triptych.core.errors import ConfigError, InvalidKey, TooManyRequests
+from triptych.core.errors import ConfigError, InvalidKey, NotAllowed, TooManyRequests
 from triptych.core.schema import SchemaError, build
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,10 @@ RETRY_AFTER_S = 1.0
 MAX_FILE_BYTES = 16 << 20
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 NO_KEY = "this server wants an API key: send it as 'Authorization: Bearer ...'"
+NO_ADMIN = (
+    "nobody may: set ingress.api_keys and mark a key 'admin: true', or set ingress.open_admin "
+    "where everybody who can connect may know"
+)
 WRONG_KEY = "this API key is not known here"
 
 T = TypeVar("T")
@@ -52,6 +57,9 @@ class Key:
     """Requests on average; as many may come at once. 0: no limit."""
     weight: float = 1.0
     """Share of the server while others wait, too: bytes of pages times seconds."""
+
+    admin: bool = False
+    """Whether its holder may read what the router decided about anybody's requests."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
@@ -147,6 +155,18 @@ class KeyRing:
         if counts:
             found.count(self.clock())
         return found
+
+    def admin(self, authorization: str, *, everybody: bool) -> Client:
+        """Who asks, if they may look inside; ``everybody``: without a file of keys all may.
+
+        Raises: InvalidKey; NotAllowed, saying what would allow it
+        """
+        client = self.client(authorization, counts=False)
+        if self.path is None and not everybody:
+            raise NotAllowed(NO_ADMIN)
+        if client.key is not None and not client.key.admin:
+            raise NotAllowed(f"{client.key.name!r} is no admin: mark the key 'admin: true'")
+        return client
 
     def _look(self, path: Path) -> None:
         """Read the file again if it changed; a broken one changes nothing."""

@@ -18,6 +18,7 @@ from triptych.cli.loadgen.virtual import decision_ms, figures_of, jobs_of, per_j
 from triptych.cli.output import console, make_table, progress_bars, write_json
 from triptych.cli.simulate_fit import simulate_fit
 from triptych.cli.simulate_replay import simulate_replay
+from triptych.core import messages as core
 from triptych.core.config import RouterConfig, require
 from triptych.router import schedule_named
 from triptych.router.simulator import Cluster, Costs, Simulation, Trial
@@ -108,6 +109,9 @@ def simulate(
     ] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TTFT.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TPOT.")] = None,
+    send_slo: Annotated[
+        bool, typer.Option(help="Requests say these limits; the router refuses what misses them.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first run of each case.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 1,
     json_file: Annotated[
@@ -160,7 +164,10 @@ def simulate(
         for name in policies
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
-    rows = run_cases(cases, cluster, costs, load, requests, slo, detailed=detailed)
+    require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
+    rows = run_cases(
+        cases, cluster, costs, load, requests, slo, detailed=detailed, send_slo=send_slo
+    )
     if json_file:
         head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
         decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
@@ -206,10 +213,13 @@ def run_cases(
     slo: Slo,
     *,
     detailed: bool = False,
+    send_slo: bool = False,
 ) -> list[Row]:
     """Simulate each case, with a bar on a terminal."""
     bars = progress_bars(24)
-    rows = list[Row]()
+    rows, asked = list[Row](), core.NO_SLO
+    if send_slo:
+        asked = core.Slo(ttft_s=(slo.ttft_ms or 0) / 1e3, tpot_s=(slo.tpot_ms or 0) / 1e3)
     with bars:
         for case in cases:
             sessions = replace(load, seed=case.seed).sessions(requests, rate_per_s=case.rate_per_s)
@@ -221,7 +231,7 @@ def run_cases(
                 on_tick=lambda trial, bar=bar: bars.update(bar, completed=len(trial.outcomes)),
             )
             started = time.process_time()
-            trial = simulation.run(jobs_of(sessions), case.concurrency)
+            trial = simulation.run(jobs_of(sessions, asked), case.concurrency)
             spent_s = time.process_time() - started
             bars.update(bar, completed=len(trial.outcomes))
             row = row_of(case, trial, slo, spent_s)

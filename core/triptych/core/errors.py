@@ -289,6 +289,27 @@ class Overloaded(TriptychError):
     code = "overloaded"
 
 
+class SloUnmeetable(TriptychError):
+    """A request would miss what it asked for, so it is not computed in vain."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "slo_unmeetable"
+
+    def __init__(self, what: str, asked_s: float, predicted_s: float, retry_after_s: float) -> None:
+        super().__init__(what, asked_s, predicted_s, retry_after_s)
+        self.what, self.asked_s, self.predicted_s = what, asked_s, predicted_s
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}={self.asked_s * 1e3:.0f}: as fast as the server is now it would take "
+            f"{self.predicted_s * 1e3:.0f} ms, so it was not begun: retry in "
+            f"{self.retry_after_s:.0f} s, or ask for less"
+        )
+
+
 class Cancelled(TriptychError):
     """The client went away or asked to stop."""
 

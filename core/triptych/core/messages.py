@@ -152,6 +152,21 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """When a client wants its tokens, in seconds; 0: whenever they come."""
+
+    ttft_s: float = 0.0
+    """To the first token."""
+    tpot_s: float = 0.0
+    """For each token after it, on the mean."""
+    deadline_s: float = 0.0
+    """To the last token."""
+
+
+NO_SLO = Slo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate. A client's request with ``n`` choices becomes ``n`` of these."""
 
@@ -176,6 +191,8 @@ class Request:
     """Which of its tenant's requests goes first: lower is sooner."""
     weight: float = 1.0
     """Its tenant's share of the server, next to those of others."""
+    slo: Slo = NO_SLO
+    """What the answer is worthless without."""
     traceparent: str = ""
     """W3C trace context that the client sent; empty: none."""
     session: str = ""

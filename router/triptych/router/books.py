@@ -8,6 +8,7 @@ from triptych.router.drain import DrainRate
 from triptych.router.fleet import Fleet
 from triptych.router.ledger import ByteLedger
 from triptych.router.outbox import Outbox
+from triptych.router.pace import Pace
 from triptych.router.roster import Roster
 from triptych.router.schedule import Schedule
 from triptych.router.snapshot import WorkerLoad
@@ -24,6 +25,7 @@ class Books:
     requests: Requests
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
+    pace: Pace = field(default_factory=Pace)
     formers: set[str] = field(default_factory=set[str])
     """Dead decode workers, by name, that left pages which the pool keeps for others."""
     counters: Counter[str] = field(default_factory=Counter[str])

@@ -35,6 +35,7 @@ from triptych.router.ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.line import due_s
 from triptych.router.loans import Loans
 from triptych.router.plugins import schedule_named
+from triptych.router.promises import Promises
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
 
@@ -102,6 +103,7 @@ class Coordinator:
         self._dispatch = Dispatch(self._books, schedule, config, plan.prefix_bytes > 0)
         is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
         self._balance = Balance(self._books, 0 if is_fixed else config.rebalance_requests)
+        self._promises = Promises(self._books, self._endings)
         self._loans = Loans(self._books, plan.prefix_bytes)
         self._ticked = 0.0
 
@@ -140,6 +142,7 @@ class Coordinator:
         return self._advance(now)
 
     def _advance(self, now: float) -> list[Send]:
+        self._promises.give_up(now)
         self._dispatch.run(now)
         self._loans.run(self._dispatch.held_by, now)
         return self._books.outbox.take()
@@ -233,15 +236,18 @@ class Coordinator:
         books.counters["submitted"] += 1
         left = max(0, request.sampling.max_tokens - len(request.said))
         sizes = self._model.estimate(len(request.known), left)
-        refusal = self._refusal(request, sizes, now)
+        if not len(books.requests.line):
+            books.pace.begin_line()
+        patience_s, ageing_s = self._config.patience_s, self._config.ageing_s
+        due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
+        due, latest = self._promises.due(request, due, now)
+        refusal = self._refusal(request, sizes, now) or self._promises.refusal(request, due, now)
         if refusal is None:
-            due = due_s(
-                now,
-                request.priority,
-                patience_s=self._config.patience_s,
-                ageing_s=self._config.ageing_s,
+            entry = Entry(
+                request=request, sizes=sizes, arrived=now, since=now, due=due, latest=latest
             )
-            books.requests.add(Entry(request=request, sizes=sizes, arrived=now, since=now, due=due))
+            books.requests.add(entry)
+            self._promises.watch(entry)
         else:
             self._dispatch.reasons.refused(request, refusal, now)
             self._endings.refuse(request, refusal)
@@ -279,7 +285,8 @@ class Coordinator:
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
             entry.words, entry.handle = (message.first_token,), message.handle
-            entry.token_s = message.token_s
+            entry.token_s, entry.read_at = message.token_s, now
+            self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
             self._books.requests.history.cached(entry.id, message.cached_tokens)
             self._books.requests.move(entry, State.PREFILLED, now)
 

@@ -340,6 +340,8 @@ class Dispatch:
         self.books.outbox.prefill(address, entry.request)
         self.books.requests.move(entry, State.PREFILLING, now)
         self.reasons.started(entry, reason, place, seen)
+        entry.ahead_tokens = self.books.roster.tokens_to_read(address)
+        self.books.pace.left_line(len(line), now)
         self.books.drain.note(now)
         self.books.counters["admitted"] += 1
 

@@ -41,6 +41,8 @@ class Endings:
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
         self.books.requests.accrue(entry, now)
+        if entry.read_at:
+            self.books.pace.wrote(now - entry.read_at, tokens, now)
         self._remove(entry)
 
     def refuse(self, request: Request, error: TriptychError) -> None:

@@ -29,19 +29,17 @@ class Line(Protocol):
         ...
 
 
-def due_s(
-    arrived: float, priority: int, *, patience_s: float, ageing_s: float, start_by: float = inf
-) -> float:
+def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) -> float:
     """When a request loses patience: from then on nobody of its tenant overtakes it.
 
     Each step of ``priority`` (lower is sooner) counts as much as ``ageing_s`` of waiting, so one
     that waits is overtaken by no request that comes ``ageing_s`` later for each step between
-    them. ``start_by``: when it must start to keep what was asked of it.
+    them. One with an SLO loses patience sooner: ``promises.Promises.due``.
 
     >>> due_s(100.0, 2, patience_s=5.0, ageing_s=10.0)
     125.0
     """
-    return min(arrived + patience_s + priority * ageing_s, start_by)
+    return arrived + patience_s + priority * ageing_s
 
 
 def of_one_tenant(waiting: Sequence[Waiting], key: Callable[[Waiting], Any]) -> list[Waiting]:
@@ -177,6 +175,16 @@ class WaitingLine:
         if not len(lane.by_due):
             del self._lanes[place.tenant]
             self._turns.discard(place.tenant)
+
+    def ahead_of(self, tenant: str, due: float) -> int:
+        """How many probably start before one of ``tenant`` that would lose patience at ``due``.
+
+        Those of the tenant that lose it sooner, and as many of each other tenant that waits.
+        """
+        lane = self._lanes.get(tenant)
+        own = lane.by_due.count_below((due, self._came + 1)) if lane else 0
+        others = len(self._lanes) - (tenant in self._lanes)
+        return min(len(self), own + others * (own + 1))
 
     def older(self, name: str) -> int:
         """How many that wait came before one that waits."""

@@ -44,6 +44,10 @@ class Ranking(Generic[K]):
         """How many come before ``name``."""
         return bisect_left(self._order, (self._keys[name], name))
 
+    def count_below(self, key: K) -> int:
+        """How many have a lower key."""
+        return bisect_left(self._order, (key, ""))
+
     def first(self) -> str | None:
         return self._order[0][1] if self._order else None
 

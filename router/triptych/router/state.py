@@ -53,6 +53,12 @@ class Entry:
     """When it entered its state."""
     due: float = inf
     """When it loses patience."""
+    latest: float = inf
+    """When it must have started to keep its SLO."""
+    ahead_tokens: int = 0
+    """Prompt tokens before its prefill worker when it was sent there, its own included."""
+    read_at: float = 0.0
+    """When its first token was drawn."""
     state: State = State.WAITING
     worker: str = ""
     """The last worker that was told of it."""

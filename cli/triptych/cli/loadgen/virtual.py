@@ -4,11 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from triptych.cli.loadgen.stats import Figures, Slo, distribution, goodput_per_gb, percentile
 from triptych.cli.loadgen.turns import Session
+from triptych.core import messages as core
 from triptych.router.simulator import Job, Outcome, Trial
 
 
-def jobs_of(sessions: Iterable[Session]) -> Iterator[tuple[Job, ...]]:
-    """Sessions as the simulator takes them."""
+def jobs_of(
+    sessions: Iterable[Session], asked: core.Slo = core.NO_SLO
+) -> Iterator[tuple[Job, ...]]:
+    """Sessions as the simulator takes them; ``asked``: what each request asks of the router."""
     for number, session in enumerate(sessions):
         yield tuple(
             Job(
@@ -16,6 +19,7 @@ def jobs_of(sessions: Iterable[Session]) -> Iterator[tuple[Job, ...]]:
                 prompt_tokens=one.prompt_tokens,
                 max_tokens=one.output_tokens,
                 at_s=session.start_s if turn == 0 else one.pause_s,
+                slo=asked,
             )
             for turn, one in enumerate(session.turns)
         )

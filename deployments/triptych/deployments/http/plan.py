@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
-from triptych.core.messages import Request, Sampling
+from triptych.core.messages import Request, Sampling, Slo
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.protocol import (
     ChatBody,
@@ -160,6 +160,7 @@ class Planner:
             "session": body.session_id or "",
             "weight": weight,
             "priority": body.priority,
+            "slo": _slo(body),
         }
         owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))
@@ -198,6 +199,10 @@ class Planner:
         if body.stream_options and not body.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
         self.check_token_ids(body.stop_token_ids, "stop_token_ids")
+        ttft_ms, deadline_ms = body.ttft_slo_ms, body.deadline_ms
+        if ttft_ms and deadline_ms and ttft_ms > deadline_ms:
+            text = f"ttft_slo_ms={ttft_ms:g} is later than deadline_ms={deadline_ms:g}"
+            raise RequestError(text, "ttft_slo_ms")
 
     def _job(
         self,
@@ -298,3 +303,11 @@ class Planner:
                 text = f"{key[:32]!r} is not a token id below {size}"
                 raise RequestError(text, f"logit_bias.{key[:32]}")
         return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _slo(body: GenerationBody) -> Slo:
+    return Slo(
+        ttft_s=(body.ttft_slo_ms or 0.0) / 1e3,
+        tpot_s=(body.tpot_slo_ms or 0.0) / 1e3,
+        deadline_s=(body.deadline_ms or 0.0) / 1e3,
+    )

@@ -31,6 +31,7 @@ MAX_CHOICES = 4096
 MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
 MAX_PRIORITY = 100
+MAX_SLO_MS = 86_400_000
 
 MAX_REPORTED_ERRORS = 10
 MAX_REPORTED_CHARS = 200
@@ -83,6 +84,7 @@ def _one_or_many(value: object) -> str:
 Text = Annotated[str, AfterValidator(_well_formed)]
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Milliseconds = Annotated[Finite, Field(gt=0, le=MAX_SLO_MS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Stop = Annotated[
@@ -194,6 +196,9 @@ class GenerationBody(Body):
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
+    ttft_slo_ms: Milliseconds | None = None
+    tpot_slo_ms: Milliseconds | None = None
+    deadline_ms: Milliseconds | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None

@@ -170,6 +170,7 @@ class Simulation:
             prompt=_prompt(job.prompt_tokens),
             sampling=_sampling(job.max_tokens),
             reply_to=INGRESS,
+            slo=job.slo,
         )
         self._decide([Submit(request=request)], INGRESS)
 

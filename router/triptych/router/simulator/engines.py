@@ -226,7 +226,9 @@ class DecodeSimulation:
         for request, stored in ended:
             self._running -= 1
             self._stored -= stored
-            sends.append(Send(ROUTER, Finished(request=request.id, tokens=0)))
+            sends.append(
+                Send(ROUTER, Finished(request=request.id, tokens=request.sampling.max_tokens))
+            )
         last = tuple(request.id for request, _ in ended)
         joined, self._joined = tuple(self._joined), []
         return Work(seconds, sends, Wrote(count, (), last, joined, self._running > 0))

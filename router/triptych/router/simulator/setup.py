@@ -6,7 +6,7 @@ from functools import cached_property
 
 from triptych.core.config import RouterConfig, require
 from triptych.core.layout import Geometry, default_page_bytes
-from triptych.core.messages import Stage
+from triptych.core.messages import NO_SLO, Slo, Stage
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 
@@ -28,6 +28,11 @@ class Job:
     max_tokens: int
     at_s: float = 0.0
     """When it is due; behind the first of a session: how long after the end of the one before."""
+    slo: Slo = NO_SLO
+    """What it asks of the router. Simulated workers cancel nothing, so it has no deadline."""
+
+    def __post_init__(self) -> None:
+        require(not self.slo.deadline_s, "deadline_s", self.slo.deadline_s, "0 in a simulation")
 
 
 Chain = Sequence[Job]

@@ -58,6 +58,11 @@ FIELDS = [
     ("temperature", True, 400, "temperature"),
     ("temperature", [], 400, "temperature"),
     ("temperature", LARGE_INT, 400, "temperature"),
+    *(
+        (field, value, 400, field)
+        for field in ("ttft_slo_ms", "tpot_slo_ms", "deadline_ms")
+        for value in (0, -1, 86_400_001, "fast", True, LARGE_INT)
+    ),
     ("priority", 101, 400, "priority"),
     ("priority", -101, 400, "priority"),
     ("priority", 0.5, 400, "priority"),
@@ -273,6 +278,12 @@ def test_chat_refuses(http, engine, field, value, status, param):
 def test_completions_refuse(http, engine, field, value, status, param):
     body = {"model": "tiny", "prompt": "hello", field: value}
     check_refused(http, engine, http.post(COMPLETIONS, json=body), status, param)
+
+
+def test_limits_that_contradict_each_other_are_refused(http, engine):
+    body = {"prompt": "x", "ttft_slo_ms": 500, "deadline_ms": 400}
+    error = check_refused(http, engine, http.post(COMPLETIONS, json=body), 400, "ttft_slo_ms")
+    assert "deadline_ms=400" in error["message"]
 
 
 def test_a_lone_surrogate_is_refused_by_name(http, engine):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from triptych.core.config import IngressConfig
-from triptych.core.messages import Request
+from triptych.core.messages import Request, Slo
 from triptych.deployments.http import ModelCard
 from triptych.deployments.http.answers import Choice, usage
 from triptych.deployments.http.plan import Planner
@@ -47,6 +47,14 @@ def test_no_key_is_passed_on(http, engine):
 def test_a_priority_reaches_the_engine(http, engine, path):
     assert sent(http, engine, path, None).priority == 0
     assert sent(http, engine, path, None, priority=-7).priority == -7
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_limits_reach_the_engine_in_seconds(http, engine, path):
+    assert sent(http, engine, path, None).slo == Slo()
+    limits = {"ttft_slo_ms": 500, "tpot_slo_ms": 50.0, "deadline_ms": 4000}
+    wanted = Slo(ttft_s=0.5, tpot_s=0.05, deadline_s=4.0)
+    assert sent(http, engine, path, None, **limits).slo == wanted
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 257, 5, ["x"], "\ud800"])

@@ -1,0 +1,88 @@
+"""What was asked of requests in seconds: who is refused at once, and who is given up later."""
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from triptych.core.errors import DeadlineExceeded, SloUnmeetable
+from triptych.core.messages import NO_SLO, Request
+from triptych.router.books import Books
+from triptych.router.drain import MAX_RETRY_S, MIN_RETRY_S
+from triptych.router.endings import Endings
+from triptych.router.pace import HEADROOM, Forecast, latest_start_s, miss
+from triptych.router.state import Entry, State
+
+
+@dataclass
+class Promises:
+    """Keeps the server from computing what comes too late, and the line in order of slack.
+
+    Requests without an SLO, and those that were in work before, are let be.
+    """
+
+    books: Books
+    endings: Endings
+    _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    """When a request must have started, or ended: a heap."""
+
+    def forecast(self, request: Request, due: float, now: float) -> Forecast:
+        """What a request that comes now may expect, if it loses patience at ``due``."""
+        roster, line = self.books.roster, self.books.requests.line
+        busy = sum(roster.tokens_to_read(address) for address in roster.best("prefill", 1))
+        return self.books.pace.forecast(
+            ahead=line.ahead_of(request.tenant, due),
+            read_tokens=busy + len(request.known),
+            max_tokens=request.sampling.max_tokens,
+            now=now,
+        )
+
+    def due(self, request: Request, due: float, now: float) -> tuple[float, float]:
+        """When the request loses patience, ``due`` or sooner, and when it must have started."""
+        if request.slo == NO_SLO or request.attempt:
+            return due, inf
+        wait_s = latest_start_s(request.slo, self.forecast(request, due, now))
+        return min(due, now + HEADROOM * wait_s), now + wait_s
+
+    def refusal(self, request: Request, due: float, now: float) -> SloUnmeetable | None:
+        """Why the request is not taken in, if it would come too late."""
+        if request.slo == NO_SLO or request.attempt:
+            return None
+        missed = miss(request.slo, self.forecast(request, due, now))
+        if missed is None:
+            return None
+        retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
+        return SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
+
+    def watch(self, entry: Entry) -> None:
+        """Remember when to give up a request that was taken in."""
+        if entry.latest < inf:
+            heappush(self._times, (entry.latest, entry.id))
+        if entry.request.slo.deadline_s:
+            heappush(self._times, (entry.arrived + entry.request.slo.deadline_s, entry.id))
+
+    def give_up(self, now: float) -> None:
+        """End requests that should have started, or ended, by now."""
+        while self._times and self._times[0][0] < now:
+            _, name = heappop(self._times)
+            entry = self.books.requests.get(name)
+            if entry is None or entry.state is State.LEAVING:
+                continue
+            slo = entry.request.slo
+            if slo.deadline_s and now > entry.arrived + slo.deadline_s:
+                self.books.counters["slo:deadline_passed"] += 1
+                late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
+                self.endings.fail(entry, late, now)
+            elif entry.state is State.WAITING:
+                self.books.counters["slo:waited_too_long"] += 1
+                waiting = len(self.books.requests.line)
+                retry_s = self.books.drain.retry_after_s(waiting, now)
+                what, asked_s = _nearest(entry)
+                waited_s = now - entry.arrived
+                self.endings.fail(entry, SloUnmeetable(what, asked_s, waited_s, retry_s), now)
+
+
+def _nearest(entry: Entry) -> tuple[str, float]:
+    slo = entry.request.slo
+    if slo.ttft_s:
+        return "ttft_slo_ms", slo.ttft_s
+    return "deadline_ms", slo.deadline_s

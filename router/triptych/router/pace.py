@@ -10,6 +10,9 @@ WEIGHT = 0.1
 BELIEVED_S = 10.0
 """Age up to which a mean counts. Whoever is refused is not measured: without an end to what is
 believed, one slow moment would refuse everybody for ever."""
+TOKEN_MARGIN = 1.1
+"""Times the mean that the tokens of an answer are taken to need: where the mean just keeps a limit,
+half of them miss it. In the simulator 1.0 and 1.25 gave less goodput at 3 times saturation."""
 HEADROOM = 0.5
 """Share of the time before the latest start after which a request loses patience."""
 
@@ -76,7 +79,7 @@ def miss(slo: Slo, forecast: Forecast) -> Miss | None:
     """
     limits = [
         Miss("ttft_slo_ms", forecast.ttft_s, slo.ttft_s),
-        Miss("tpot_slo_ms", forecast.token_s, slo.tpot_s),
+        Miss("tpot_slo_ms", TOKEN_MARGIN * forecast.token_s, slo.tpot_s),
         Miss("deadline_ms", forecast.total_s, slo.deadline_s),
     ]
     missed = [one for one in limits if 0 < one.asked_s < one.predicted_s]

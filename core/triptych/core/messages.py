@@ -454,7 +454,8 @@ class Join:
     handle: KVHandle
     report: CompressionReport
     former: str = ""
-    """Name of a decode worker that died while it held the pages; it is told when they are here."""
+    """Name of the decode worker that put the pages on offer, if one did: then the router hears when
+    they are here."""
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
 

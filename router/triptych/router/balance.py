@@ -43,15 +43,17 @@ class Balance:
 
 
 def can_move(entry: Entry) -> bool:
+    """Whether its worker may be asked for it: not before that has said that it took it over."""
+    return can_go_on(entry) and not entry.former
+
+
+def can_go_on(entry: Entry) -> bool:
     """Whether another decode worker can go on with a request just where this one is.
 
-    Not before its worker has said that it took over from a dead one: until then nobody knows whose
-    the pages are. And what was said last may be lost on its way; it can be said again, but for log
-    probabilities.
+    What was said last may be lost on its way; it can be said again, but for log probabilities.
     """
     return (
         entry.state is State.DECODING
-        and not entry.former
         and entry.report is not None
         and not entry.request.sampling.reports_logprobs
     )

@@ -331,8 +331,9 @@ class Coordinator:
     def _resumed(self, message: Resumed, sender: str) -> None:
         entry = self._books.requests.get(message.request)
         if entry is not None and entry.worker == sender and entry.former:
-            self._books.counters["resumed"] += 1
-            entry.former = ""
+            is_from_the_dead = entry.former in self._books.formers
+            self._books.counters["resumed" if is_from_the_dead else "moved"] += 1
+            entry.former = entry.giver = ""
         else:
             self._books.counters["stray_resumed"] += 1
 
@@ -342,6 +343,7 @@ class Coordinator:
             self._books.counters["suspended"] += 1
             entry.words, entry.handle = message.words, message.handle
             entry.giver, entry.decode, entry.is_asked_back = "", "", False
+            entry.former = self._books.fleet.name_of(sender)
             self._books.requests.move(entry, State.COMPRESSED, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from triptych.core.errors import StageLost, TriptychError
 from triptych.core.messages import POOL, Expel, Failed, Request, Send, failed
-from triptych.router.balance import can_move
+from triptych.router.balance import can_go_on
 from triptych.router.books import Books
 from triptych.router.state import Entry, State
 
@@ -78,10 +78,10 @@ class Endings:
                     entry.owed[grave(address)] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
-            elif entry.worker == address and name and can_move(entry):
+            elif entry.worker == address and name and self._can_be_inherited(entry):
                 self._orphan(entry, name, now)
             elif entry.worker == address and name and _is_on_offer(entry):
-                entry.former, entry.worker = name, ""
+                entry.worker = ""
                 self._survive(entry, address)
             elif entry.worker == address:
                 self.fail(entry, StageLost(entry.stage), now)
@@ -107,6 +107,10 @@ class Endings:
     @property
     def _living(self) -> list[Entry]:
         return [entry for entry in self.books.requests if entry.state is not State.LEAVING]
+
+    def _can_be_inherited(self, entry: Entry) -> bool:
+        """Not if its worker was taking over from a dead one: nobody knows whose the pages are."""
+        return can_go_on(entry) and entry.former not in self.books.formers
 
     def _orphan(self, entry: Entry, former: str, now: float) -> None:
         self.books.counters["orphaned"] += 1
@@ -153,7 +157,7 @@ class Endings:
                 entry.owed[address] = now + self.cancel_timeout_s
             else:
                 entry.owed[grave(address)] = now + self.reclaim_s
-        if entry.former:
+        if entry.former in self.books.formers:
             entry.owed[entry.former] = now + self.reclaim_s
         if entry.owed:
             self.books.requests.move(entry, State.LEAVING, now)

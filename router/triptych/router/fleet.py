@@ -53,6 +53,10 @@ class Fleet:
     def __contains__(self, address: str) -> bool:
         return address in self._peers
 
+    def name_of(self, address: str) -> str:
+        """The name of the peer at an address."""
+        return self._peers[address].name
+
     def replaced_by(self, hello: Hello) -> list[str]:
         """Addresses whose process must be dead if ``hello`` is true."""
         return [

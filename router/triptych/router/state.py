@@ -69,7 +69,8 @@ class Entry:
     decode: str = ""
     """The decode worker with a slot for it."""
     former: str = ""
-    """Name of the dead worker that left its pages, until another one has taken them over."""
+    """Name of the decode worker that left its pages or put them on offer, dead or not, until
+    another one has taken them over."""
     raw_arena: str = ""
     """Where the prefill left its raw pages."""
     work_arena: str = ""

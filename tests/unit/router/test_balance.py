@@ -61,6 +61,8 @@ def test_the_newest_request_of_the_fullest_worker_goes_to_the_emptiest() -> None
     assert isinstance(send.message, Join)
     assert (send.to, send.message.words, send.message.handle) == ("E", WORDS, on_offer("two"))
     assert (driver.state("two"), driver.booked) == ("decoding", booked)
+    assert driver.on(Resumed(request="two"), "E") == []
+    assert driver.count("moved") == 1
     assert driver.tick(0.5) == []  # one each
     assert driver.on(Finished(request="two", tokens=9), "E") == []
     assert driver.state("two") is None
@@ -147,6 +149,29 @@ def test_a_worker_that_dies_before_its_offer_is_heard_leaves_an_orphan() -> None
     ]
     assert failures(sends) == []
     assert driver.on(suspended("two"), "D") == [Send("D", Cancel(requests=("two",)))]
+
+
+def test_the_pages_of_a_dead_worker_stay_while_what_it_offered_is_on_its_way() -> None:
+    driver = crowded()
+    driver.tick(0.5)
+    driver.on(suspended("two"), "D")
+    sends = driver.router.lost("D", driver.now)
+    assert [send.message for send in sends if isinstance(send.message, Resume)]  # the other one
+    driver.on(Resumed(request="one"), "E")
+    assert driver.tick(0.5) == []
+    driver.on(Resumed(request="two"), "E")
+    assert driver.tick(0.5) == [expel()]
+
+
+def test_an_heir_may_find_what_a_living_worker_offered() -> None:
+    """The one that was to join it died before it had: nobody knows whether it did."""
+    driver = crowded()
+    driver.tick(0.5)
+    driver.on(suspended("two"), "D")
+    [send] = driver.router.lost("E", driver.now)
+    assert isinstance(send.message, Resume)
+    assert (send.to, send.message.former) == ("D", "E#1")
+    assert (send.message.join.words, send.message.join.handle) == (WORDS, on_offer("two"))
 
 
 def test_a_difference_of_one_is_refused_since_it_would_never_end() -> None:

@@ -24,7 +24,13 @@ from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/configuration.md", "docs/troubleshooting.md", "docs/extending.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/papers.md",
+    "docs/configuration.md",
+    "docs/troubleshooting.md",
+    "docs/extending.md",
+)
 PARTS = ("core", "kernels", "kvpool", "router", "workers")
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SOURCE = re.compile(r"Source:\s+(.+?)(?=\n\s*\n|\n\s*[A-Z]\w+:\s|\Z)", re.DOTALL)
@@ -130,7 +136,7 @@ def _told(target: str) -> str:
 def papers() -> str:
     """Every ``Source:`` line of the code: whose idea it is, for what, and where."""
     rows = [
-        (source, meaning, f"[{path.stem}]({path.as_posix()})")
+        (source, meaning, f"[{'/'.join(path.with_suffix('').parts[2:])}](../{path.as_posix()})")
         for part in PARTS
         for path in sorted(p.relative_to(ROOT) for p in (ROOT / part).rglob("*.py"))
         for source, meaning in _sources(ROOT / path)

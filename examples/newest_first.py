@@ -8,11 +8,12 @@ from triptych.router import Budget, Line, ListedLine, Waiting
 
 
 def policy(line: Line, budget: Budget) -> list[Waiting]:
-    """The newest that fit; but who has waited longer than the patience goes before them."""
-    oldest = list(line.oldest_first())
-    late = [one for one in oldest if one.waited_s > budget.patience_s]
+    """The newest that fit; but who has lost patience goes before them."""
+    waiting = list(line.in_order())
+    late = [one for one in waiting if one.slack_s < 0]
+    newest = sorted((one for one in waiting if one.slack_s >= 0), key=lambda one: one.waited_s)
     batch, left = list[Waiting](), budget.free_bytes
-    for one in [*late, *reversed(oldest[len(late) :])][: budget.max_requests]:
+    for one in [*late, *newest][: budget.max_requests]:
         if one.bytes > left:
             break
         batch.append(one)
@@ -23,8 +24,8 @@ def policy(line: Line, budget: Budget) -> list[Waiting]:
 def main() -> list[str]:
     """Decide once, without a router: a decision is a function of what it is shown."""
     waited_s = {"a": 9.0, "b": 3.0, "c": 2.0, "d": 1.0}
-    line = ListedLine([Waiting(name, 100, seconds) for name, seconds in waited_s.items()])
-    chosen = policy(line, Budget(free_bytes=250, max_requests=8, patience_s=5.0))
+    line = ListedLine([Waiting(name, 100, s, slack_s=5.0 - s) for name, s in waited_s.items()])
+    chosen = policy(line, Budget(free_bytes=250, max_requests=8))
     print("starts:", *(one.id for one in chosen))
     return [one.id for one in chosen]
 

@@ -217,10 +217,10 @@ def test_a_release_that_could_not_be_said_is_said_later(pair: Pair) -> None:
     claim, ids = pair.commit(8)
     handoff = pair.worker.handoff
 
-    def cut_then_commit(*asked: object) -> list[Claim]:
+    def cut_then_commit(*asked: object, **more: object) -> list[Claim]:
         pair.calls.is_down = True
         pair.calls.cut()
-        return handoff(*asked)  # type: ignore[arg-type]
+        return handoff(*asked, **more)  # type: ignore[arg-type]
 
     pair.worker.handoff = cut_then_commit  # type: ignore[method-assign]
     _, mine = pair.fetcher.fetch("r", claim, ids)

@@ -372,7 +372,7 @@ def test_models_are_listed_and_found(client, engine):
         ({"model": "other"}, openai.NotFoundError, "model", "model_not_found"),
         ({"temperature": 99}, openai.BadRequestError, "temperature", "invalid_value"),
         ({"max_tokens": 9999}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
-        ({"functions": [{"name": "f"}]}, openai.APIStatusError, "functions", None),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions", "unsupported"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

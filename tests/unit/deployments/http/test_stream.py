@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ def events(response: httpx.Response) -> list[str]:
     return response.text.removesuffix("\n\n").split("\n\n")
 
 
-def wait_until(condition, seconds: float = 1.0) -> bool:
+def wait_until(condition, seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
@@ -202,7 +203,7 @@ def raw_request(body: dict[str, object]) -> bytes:
     ],
 )
 def test_when_the_client_leaves_the_work_stops(server, engine, stream, read_until, first_delay_s):
-    engine.delay_s, engine.first_delay_s = 0.02, first_delay_s
+    engine.delay_s, engine.first_delay_s = 0.05, first_delay_s  # it would take 20 s or more
     body = {"messages": HELLO, "seed": 0, "stream": stream, "max_tokens": 400, "n": 2}
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall(raw_request(body))
@@ -212,19 +213,19 @@ def test_when_the_client_leaves_the_work_stops(server, engine, stream, read_unti
             seen += connection.recv(4096)
     left_at = time.monotonic()
     assert wait_until(lambda: engine.running == 0)
-    assert engine.closed_at - left_at < 1.0
+    assert engine.closed_at - left_at < 5
 
 
 def test_two_hundred_clients_leave_at_once_and_nothing_runs_on(server, engine, http):
-    engine.delay_s = 0.05
+    """Each would go on for minutes."""
+    engine.delay_s = 0.5
     request = raw_request({"messages": HELLO, "stream": True, "max_tokens": 400})
-    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
-    for connection in connections:
-        connection.sendall(request)
-    assert wait_until(lambda: engine.running == 200, 10)
-    for connection in connections:
-        connection.close()
-    assert wait_until(lambda: engine.running == 0, 3)
+    with ExitStack() as clients:
+        for _ in range(200):
+            address = ("127.0.0.1", server.port)
+            clients.enter_context(socket.create_connection(address)).sendall(request)
+        assert wait_until(lambda: engine.running == 200, 60)
+    assert wait_until(lambda: engine.running == 0, 30)
     assert http.get("/health").status_code == 200
 
 

@@ -35,6 +35,7 @@ from triptych.router.ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.line import due_s
 from triptych.router.loans import Loans
 from triptych.router.plugins import schedule_named
+from triptych.router.preemption import Preemption
 from triptych.router.promises import Promises
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
@@ -104,6 +105,7 @@ class Coordinator:
         is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
         self._balance = Balance(self._books, 0 if is_fixed else config.rebalance_requests)
         self._promises = Promises(self._books, self._endings)
+        self._preemption = None if is_fixed else Preemption(self._books)
         self._loans = Loans(self._books, plan.prefix_bytes)
         self._ticked = 0.0
 
@@ -145,6 +147,8 @@ class Coordinator:
         self._promises.give_up(now)
         self._dispatch.run(now)
         self._loans.run(self._dispatch.held_by, now)
+        if self._preemption is not None:
+            self._preemption.run(self._dispatch.held_by, now)
         return self._books.outbox.take()
 
     def _take(self, message: Message, sender: str, now: float) -> None:
@@ -344,7 +348,17 @@ class Coordinator:
             entry.words, entry.handle = message.words, message.handle
             entry.giver, entry.decode, entry.is_asked_back = "", "", False
             entry.former = self._books.fleet.name_of(sender)
-            self._books.requests.move(entry, State.COMPRESSED, now)
+            if entry.is_preempted:
+                self._set_aside(entry, message.handle, now)
+            else:
+                self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _set_aside(self, entry: Entry, handle: KVHandle, now: float) -> None:
+        """Free what the request does not have yet, and let it wait with what it has."""
+        most = self._model.estimate(handle.tokens, max_tokens=0).grown
+        kept = min(most, entry.sizes.grown)
+        self._books.ledger.book(entry.id, {entry.final_arena: kept})
+        self._books.requests.set_aside(entry, kept, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
         entry = self._books.requests.get(message.request)

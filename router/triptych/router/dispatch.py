@@ -296,6 +296,10 @@ class Dispatch:
         is_fixed = self.schedule.prefill.most is not None
         together = ""
         for started, entry in enumerate(batch):
+            if entry.is_preempted:
+                if not self._go_on(entry, now):
+                    return started, "no_bytes"
+                continue
             address = self._prefill_worker(entry, is_fixed=is_fixed, together=together)
             if address is None:
                 room = self.books.roster.prefill_has_room(
@@ -305,6 +309,17 @@ class Dispatch:
             self._start(entry, address, now)
             together = address if is_fixed else ""
         return len(batch), ""
+
+    def _go_on(self, entry: Entry, now: float) -> bool:
+        """Let a request that was set aside join again; False if that cannot be."""
+        address = self.books.roster.decode_in(entry.final_arena)
+        lines = lines_after_encoding(entry.sizes, entry.final_arena, entry.final_arena)
+        if address is None or not self.books.ledger.book(entry.id, lines):
+            return False
+        entry.decode, entry.is_preempted = address, False
+        self.books.requests.move(entry, State.COMPRESSED, now)
+        self._join(entry, now)
+        return True
 
     def _prefill_worker(self, entry: Entry, *, is_fixed: bool, together: str) -> str | None:
         """The worker that reads a prompt: the one that the batch goes to, or the best."""

@@ -78,7 +78,7 @@ class Endings:
                     entry.owed[grave(address)] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
-            elif entry.worker == address and name and self._can_be_inherited(entry):
+            elif entry.worker == address and name and self._can_be_inherited(entry, name):
                 self._orphan(entry, name, now)
             elif entry.worker == address and name and _is_on_offer(entry):
                 entry.worker = ""
@@ -93,8 +93,10 @@ class Endings:
 
         Their pool may be dead, too; to wait for it would cost more than to compute them again.
         """
-        for state in (State.COMPRESSED, State.ORPHANED):
+        for state in (State.COMPRESSED, State.ORPHANED, State.WAITING):
             for entry in self.books.requests.in_state(state):
+                if state is State.WAITING and not entry.is_set_aside:
+                    continue
                 if self.books.fleet.absent_since("decode", entry.final_arena) is not None:
                     self.fail(entry, StageLost("decode"), now)
 
@@ -108,9 +110,9 @@ class Endings:
     def _living(self) -> list[Entry]:
         return [entry for entry in self.books.requests if entry.state is not State.LEAVING]
 
-    def _can_be_inherited(self, entry: Entry) -> bool:
-        """Not if its worker was taking over from a dead one: nobody knows whose the pages are."""
-        return can_go_on(entry) and entry.former not in self.books.formers
+    def _can_be_inherited(self, entry: Entry, name: str) -> bool:
+        """Not if its worker was taking over from another dead one: whose the pages are is open."""
+        return can_go_on(entry) and entry.former not in self.books.formers - {name}
 
     def _orphan(self, entry: Entry, former: str, now: float) -> None:
         self.books.counters["orphaned"] += 1
@@ -181,4 +183,5 @@ def grave(address: str) -> str:
 
 def _is_on_offer(entry: Entry) -> bool:
     """Whether a decode worker has put it on offer: the pool keeps that if the worker dies."""
-    return entry.state is State.COMPRESSED and entry.stage == "decode"
+    is_unclaimed = entry.state is State.COMPRESSED or entry.is_set_aside
+    return is_unclaimed and entry.stage == "decode"

@@ -72,7 +72,7 @@ class Promises:
                 self.books.counters["slo:deadline_passed"] += 1
                 late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
                 self.endings.fail(entry, late, now)
-            elif entry.state is State.WAITING:
+            elif entry.state is State.WAITING and not entry.is_set_aside:
                 self.books.counters["slo:waited_too_long"] += 1
                 waiting = len(self.books.requests.line)
                 retry_s = self.books.drain.retry_after_s(waiting, now)

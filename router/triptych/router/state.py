@@ -1,6 +1,6 @@
 """All requests of the router, by id and by state."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +17,8 @@ class State(StrEnum):
     """Where a request stands; docs/architecture.md has the diagram."""
 
     WAITING = "waiting"
-    """In the line; nothing booked, nobody told."""
+    """In the line; nothing booked, nobody told. Or set aside: the pages that it has are booked, and
+    the decode worker that it was taken from has them on offer."""
     PREFILLING = "prefilling"
     """Sent to a prefill worker."""
     PREFILLED = "prefilled"
@@ -81,6 +82,10 @@ class Entry:
     """Tokens of the answer that the next decode worker must know."""
     is_asked_back: bool = False
     """Whether its decode worker was told to put it on offer."""
+    is_preempted: bool = False
+    """Whether it was set aside, or is about to be, for one that is more urgent."""
+    kept_bytes: int = 0
+    """Pages that it keeps while it is set aside."""
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
     handle: KVHandle | None = None
@@ -102,8 +107,13 @@ class Entry:
     def held_bytes(self) -> int:
         """What it has booked in its state, if all stages share an arena."""
         if self.state is State.WAITING:
-            return 0
+            return self.kept_bytes
         return self.sizes.grown if self.state in AFTER_ENCODING else self.sizes.peak
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Whether it waits with pages that it keeps."""
+        return self.is_preempted and self.state is State.WAITING
 
     @property
     def prompt_tokens(self) -> int:
@@ -148,6 +158,10 @@ class Requests:
     _by_state: dict[State, OrderedDict[str, Entry]] = field(
         default_factory=lambda: {state: OrderedDict[str, Entry]() for state in State}
     )
+    _running: defaultdict[str, Counter[int]] = field(
+        default_factory=lambda: defaultdict[str, Counter[int]](Counter[int])
+    )
+    """Priorities of what is being decoded, by tenant."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._by_id.values())
@@ -168,9 +182,20 @@ class Requests:
         self._by_state[entry.state][entry.id] = entry
         if in_front:
             self._by_state[entry.state].move_to_end(entry.id, last=False)
+        self._line_up(entry, entry.sizes.peak, in_front=in_front)
+        self.history.begin(entry.request, entry.state.value, entry.since)
+        self.on_change(entry)
+
+    def set_aside(self, entry: Entry, kept_bytes: int, now: float) -> None:
+        """Put an entry back into the line with pages that it keeps."""
+        entry.kept_bytes = kept_bytes
+        self.move(entry, State.WAITING, now)
+        self._line_up(entry, max(0, entry.sizes.grown - kept_bytes), in_front=False)
+
+    def _line_up(self, entry: Entry, size: int, *, in_front: bool) -> None:
         self.line.add(
             entry.id,
-            entry.sizes.peak,
+            size,
             entry.arrived,
             in_front=in_front,
             due=entry.due,
@@ -178,8 +203,6 @@ class Requests:
             tenant=entry.request.tenant,
             weight=entry.request.weight,
         )
-        self.history.begin(entry.request, entry.state.value, entry.since)
-        self.on_change(entry)
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""
@@ -188,9 +211,11 @@ class Requests:
         if entry.state is State.WAITING and state is State.PREFILLING:
             entry.charged_byte_s = entry.sizes.peak * self.line.accounts.hold_s
             self.line.accounts.serve(entry.request.tenant, entry.charged_byte_s)
-        del self._by_state[entry.state][entry.id]
+        self._leave_state(entry)
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
+        if state is State.DECODING:
+            self._running[entry.request.tenant][entry.request.priority] += 1
         if state is not State.LEAVING:  # over for the client; `Endings` says how
             self.history.note(entry.id, state.value, entry.report, now)
         self.on_change(entry)
@@ -216,8 +241,22 @@ class Requests:
             accounts.learn(entry.spent_byte_s / entry.sizes.peak)
         accounts.close(tenant)
         del self._by_id[entry.id]
-        del self._by_state[entry.state][entry.id]
+        self._leave_state(entry)
         self.on_removal(entry)
+
+    def _leave_state(self, entry: Entry) -> None:
+        del self._by_state[entry.state][entry.id]
+        if entry.state is State.DECODING:
+            tenant, priority = entry.request.tenant, entry.request.priority
+            self._running[tenant][priority] -= 1
+            if not self._running[tenant][priority]:
+                del self._running[tenant][priority]
+            if not self._running[tenant]:
+                del self._running[tenant]
+
+    def runs_less_urgent(self, tenant: str, priority: int) -> bool:
+        """Whether anything of a tenant is being decoded that is less urgent."""
+        return max(self._running.get(tenant, ()), default=priority) > priority
 
     def in_state(self, state: State) -> list[Entry]:
         """Entries of a state, first to enter first."""

@@ -174,6 +174,16 @@ def test_an_heir_may_find_what_a_living_worker_offered() -> None:
     assert (send.message.join.words, send.message.join.handle) == (WORDS, on_offer("two"))
 
 
+def test_what_goes_back_to_its_worker_is_inherited_if_that_dies_at_once() -> None:
+    driver = Driver("P", "C", "D")
+    driver.bring_to("decoding", request("one"))
+    driver.on(suspended("one"), "D")  # nobody asked; D is the only one who can join it
+    assert driver.router.lost("D", driver.now) == []
+    [send] = driver.hello("E")
+    assert isinstance(send.message, Resume)
+    assert (send.message.former, send.message.join.words) == ("D#1", WORDS)
+
+
 def test_a_difference_of_one_is_refused_since_it_would_never_end() -> None:
     with pytest.raises(ConfigError, match="rebalance_requests"):
         RouterConfig(rebalance_requests=1)

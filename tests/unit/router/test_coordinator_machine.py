@@ -382,6 +382,13 @@ class GreedyWorld(FakeWorld):
             assert all(self.arrived[name] <= oldest for name in admitted)
 
 
+class UrgentWorld(FakeWorld):
+    """Who is more urgent overtakes others."""
+
+    def note_admitted(self, admitted: list[str]) -> None:
+        self.waiting = [name for name in self.waiting if name not in admitted]
+
+
 class FifoWorld(FakeWorld):
     """Checks that nobody overtakes anybody."""
 
@@ -398,6 +405,7 @@ class RouterMachine(RuleBasedStateMachine):
     policy: ClassVar[str] = "greedy_by_memory"
     answers_cancel: ClassVar[bool] = True
     colocated: ClassVar[bool] = False
+    priorities: ClassVar[tuple[int, ...]] = (0, 0, 0)
 
     @initialize()
     def begin(self) -> None:
@@ -415,6 +423,7 @@ class RouterMachine(RuleBasedStateMachine):
             silent_s=inf,
         )
         kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
+        kind = UrgentWorld if any(self.priorities) else kind
         router = Coordinator(config, MODEL.plan, CAPACITY, patience)
         self.world = kind(router, answers_cancel=self.answers_cancel)
         self.addresses = ["all"] if self.colocated else [name for name in WORKERS if name != "all"]
@@ -440,14 +449,19 @@ class RouterMachine(RuleBasedStateMachine):
         new=st.integers(1, 60),
         ingress=st.sampled_from(INGRESSES),
         count=st.integers(1, 2),
+        urgency=st.integers(0, 2),
     )
-    def submit(self, prompt: int, new: int, ingress: str, count: int) -> None:
+    def submit(self, prompt: int, new: int, ingress: str, count: int, urgency: int) -> None:
         if ingress not in self.world.ingresses:
             return
         for _ in range(count):
             name = f"r{len(self.world.requests)}"
             request = Request(
-                id=name, prompt=(1,) * prompt, sampling=Sampling(max_tokens=new), reply_to=ingress
+                id=name,
+                prompt=(1,) * prompt,
+                sampling=Sampling(max_tokens=new),
+                reply_to=ingress,
+                priority=self.priorities[urgency],
             )
             self.world.requests[name] = request
             self.world.arrived[name] = self.world.now
@@ -577,7 +591,10 @@ class RouterMachine(RuleBasedStateMachine):
             for entry in books.requests
         )
         waiting = [entry.id for entry in books.requests.in_state(State.WAITING)]
-        assert [one.id for one in books.requests.line.at(now).in_order()] == waiting
+        line = [one.id for one in books.requests.line.at(now).in_order()]
+        if any(self.priorities):
+            line, waiting = sorted(line), sorted(waiting)
+        assert line == waiting
 
     @invariant()
     def no_more_is_held_than_is_booked(self) -> None:
@@ -647,6 +664,12 @@ class DynamicMachine(RouterMachine):
     policy = "dynamic"
 
 
+class UrgentMachine(RouterMachine):
+    """Some requests are more urgent than others, which are set aside for them."""
+
+    priorities = (0, 0, -3)
+
+
 class SilentMachine(RouterMachine):
     """Workers that obey ``Cancel`` without a word."""
 
@@ -673,6 +696,8 @@ TestStatic = StaticMachine.TestCase
 TestStatic.settings = LIMITS
 TestDynamic = DynamicMachine.TestCase
 TestDynamic.settings = LIMITS
+TestUrgent = UrgentMachine.TestCase
+TestUrgent.settings = LIMITS
 TestSilentWorkers = SilentMachine.TestCase
 TestSilentWorkers.settings = LIMITS
 TestColocated = ColocatedMachine.TestCase

@@ -274,7 +274,7 @@ class DiskLevel:
                 self._give_up(run)
 
     def _arrive(self, run: _Restore, meta: ObjectMeta, ids: PageIds) -> None:
-        """Make a block resident, and hold it until the next one is."""
+        """Make a block resident, and hold it until the next one is; the last is not waited for."""
         behind = (len(run.metas) - run.arrived - 1) * self._cache.block_tokens
         new = Publication(
             namespace=run.namespace,
@@ -286,17 +286,22 @@ class DiskLevel:
         run.arrived += 1
         del self._coming[BlockKey(meta.key)]
         hold = self._cache.arrive(new)
-        if run.hold:
-            self._cache.unpin(run.hold)
+        self._let_go(run)
         run.hold = hold
+        if run.arrived == len(run.metas):
+            self._let_go(run)
 
     def _give_up(self, run: _Restore) -> None:
         """Let go of what a restore holds: nothing more comes of it."""
         for meta in run.metas[run.arrived :]:
             self._coming.pop(BlockKey(meta.key), None)
         self._cache.expect_no_more(run.tenant, run.pages[run.arrived :])
+        self._let_go(run)
+
+    def _let_go(self, run: _Restore) -> None:
         if run.hold:
             self._cache.unpin(run.hold)
+            run.hold = None
 
     # -------------------------------------------------------------- reports
 

@@ -136,6 +136,20 @@ def test_what_was_evicted_comes_back(tmp_path: Path) -> None:
         assert pool.check() == []
 
 
+def test_what_has_come_back_may_be_evicted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the thread that read it has tidied up, which here it never does."""
+    with LocalPool(4096, PAGE_BYTES, "w", PREFIXES, settings(tmp_path)) as pool:
+        first, second = prompt(0), prompt(1000)
+        publish(pool, first[:-1])
+        publish(pool, second[:-1])
+        settled(pool, 40)
+        monkeypatch.setattr(DiskLevel, "_give_up", lambda *_: None)
+        assert restore(pool, first) == 20
+        assert restore(pool, second) == 20
+
+
 def test_the_last_token_is_left_to_compute(tmp_path: Path) -> None:
     tokens = prompt(0)[:-1]
     with LocalPool(4096, PAGE_BYTES, "w", PREFIXES, settings(tmp_path)) as pool:

@@ -331,5 +331,5 @@ def test_a_wrong_config_stops_before_any_actor(
 def test_more_gpus_than_the_cluster_has_are_refused() -> None:
     stage = {"actor": {"num_gpus": 2}}
     config = AppConfig.from_mapping({"prefill": stage, "decode": stage})
-    with pytest.raises(ConfigError, match=r"4 GPUs \(prefill 2, decode 2\) and their node has 1"):
+    with pytest.raises(ConfigError, match=r"4 GPUs \(prefill 2, decode 2\) and their nodes have 1"):
         check_gpus(config, available=1)

@@ -1,6 +1,7 @@
 """The whole server, started the way a user starts it: ``serve run`` on a config file."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -24,6 +25,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 180
+PORTS = range(20_000, 32_768)
+"""Above the ports of Ray's workers, below those that Linux gives to who asks for any."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +170,16 @@ def _code_of(error: openai.APIError) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for a server that binds it seconds later, when Ray has taken dozens for itself.
+
+    So it is not one that the system gives to whoever asks for any: what starts in between would
+    get it now and then.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"every port of {PORTS} is taken")
 
 
 def write_config(path: Path, port: int, args: dict[str, Any]) -> Path:

@@ -11,14 +11,13 @@ read and write check nothing. Figures are medians, with the quartiles as the spr
 import argparse
 import os
 import secrets
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from rates import Rate, rates, timed
 
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
@@ -28,22 +27,6 @@ from triptych.kvpool.diskobject import PART_BYTES, READ_PARTS, ObjectMeta, Pages
 
 PAGE_BYTES = 3584
 CHUNK_BYTES = PART_BYTES * READ_PARTS
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to move the bytes."""
-
-    what: str
-    gb_per_s: float
-    """Median."""
-    low: float
-    high: float
-    """Quartiles."""
-    calls: int
-    """Reads of one restore."""
-    against_plain: float
-    """Median over the turns of its rate over that of the plain way in the same turn."""
 
 
 class Bench:
@@ -108,11 +91,10 @@ class Bench:
         os.close(descriptor)
         return calls
 
-    def store(self) -> int:
+    def store(self) -> None:
         self.tier.store(self.new_meta(), [self.source])
-        return 1
 
-    def write(self) -> int:
+    def write(self) -> None:
         path = self.directory / secrets.token_hex(8)
         with path.open("wb", buffering=0) as file:
             view = self.source.reshape(-1).data
@@ -120,33 +102,22 @@ class Bench:
                 file.write(view[at : at + PART_BYTES])
             os.fsync(file.fileno())
         path.unlink()
-        return 1
 
 
 def turns(
-    ways: dict[str, Callable[[], int]], nbytes: int, count: int, before: Callable[[], None]
-) -> list[Row]:
+    ways: dict[str, Callable[[], object]], nbytes: int, count: int, before: Callable[[], None]
+) -> list[Rate]:
     """Measure each way ``count`` times, in turns; the last is the plain one."""
-    rates, calls = {name: list[float]() for name in ways}, dict[str, int]()
+    took_s = {name: list[float]() for name in ways}
     for _ in range(count):
         for name, way in ways.items():
             before()
-            begun = time.perf_counter()
-            calls[name] = way()
-            rates[name].append(nbytes / (time.perf_counter() - begun) / 1e9)
-    plain = rates[list(ways)[-1]]
-    rows = list[Row]()
-    for name, rate in rates.items():
-        low, middle, high = (round(x, 3) for x in statistics.quantiles(rate, n=4))
-        ratio = statistics.median(a / b for a, b in zip(rate, plain, strict=True))
-        rows.append(Row(name, middle, low, high, calls[name], round(ratio, 2)))
-    return rows
+            took_s[name].append(timed(way))
+    return rates(took_s, nbytes)
 
 
-def measure(directory: Path, mib: int, count: int) -> list[Row]:
-    bench = Bench(directory, mib)
-    bench.check()
-    restores: dict[str, Callable[[], int]] = {
+def measure(bench: Bench, count: int) -> list[Rate]:
+    restores: dict[str, Callable[[], object]] = {
         "restore": lambda: bench.restore(0),
         "restore, pages apart": lambda: bench.restore(1),
         "plain read": bench.read,
@@ -156,7 +127,6 @@ def measure(directory: Path, mib: int, count: int) -> list[Row]:
     rows = turns(restores, bench.nbytes, count, bench.forget)
     rows += turns(cached, bench.nbytes, count, lambda: None)
     rows += turns(stores, bench.nbytes, count, lambda: None)
-    bench.tier.close()
     return rows
 
 
@@ -169,10 +139,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     host = host_info()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        rows = measure(Path(folder), options.mib, options.turns)
+        bench = Bench(Path(folder), options.mib)
+        bench.check()
+        reads = {"restore": bench.restore(0), "apart": bench.restore(1), "plain": bench.read()}
+        rows = measure(bench, options.turns)
+        bench.tier.close()
     console.print(make_table(list(asdict(rows[0])), [list(asdict(row).values()) for row in rows]))
     if options.json:
-        told = {"mib": options.mib, "turns": options.turns, "page_bytes": PAGE_BYTES}
+        told: dict[str, object] = {
+            "mib": options.mib,
+            "turns": options.turns,
+            "page_bytes": PAGE_BYTES,
+        }
+        told["reads"] = reads
         write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
 
 

@@ -12,16 +12,16 @@ with the quartiles as the spread; ratios are medians over the turns.
 import argparse
 import multiprocessing as mp
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+from rates import Rate, rates
 
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
@@ -33,20 +33,6 @@ PAGE_BYTES = 3584
 TOKEN = "a token of benchmarks"
 SOCKET_BYTES = MIB
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to move the bytes."""
-
-    what: str
-    gb_per_s: float
-    """Median."""
-    low: float
-    high: float
-    """Quartiles."""
-    against_plain: float
-    """Median over the turns of its rate over that of the plain socket in the same turn."""
 
 
 def run_pool(pipe: Connection, directory: Path, config: PoolConfig, access: Access) -> None:
@@ -141,24 +127,18 @@ def make_certificates(directory: Path) -> NetworkConfig:
     return NetworkConfig(tls_cert_file=pem, tls_key_file=str(key), tls_ca_file=pem)
 
 
-def turns(ways: dict[str, Callable[[], float]], nbytes: int, count: int) -> list[Row]:
-    """Measure each way ``count`` times, in turns, after one turn that does not count."""
-    rates = {name: list[float]() for name in ways}
+def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
+    """Seconds of each way, ``count`` times in turns, after one turn that does not count."""
+    took_s = {name: list[float]() for name in ways}
     for turn in range(count + 1):
         for name, way in ways.items():
-            took_s = way()
+            one_s = way()
             if turn:
-                rates[name].append(nbytes / took_s / 1e9)
-    plain = rates[list(ways)[-1]]
-    rows = list[Row]()
-    for name, rate in rates.items():
-        low, middle, high = (round(x, 3) for x in statistics.quantiles(rate, n=4))
-        ratio = statistics.median(a / b for a, b in zip(rate, plain, strict=True))
-        rows.append(Row(name, middle, low, high, round(ratio, 2)))
-    return rows
+                took_s[name].append(one_s)
+    return took_s
 
 
-def measure(directory: Path, mib: int, count: int) -> list[Row]:
+def measure(directory: Path, mib: int, count: int) -> list[Rate]:
     pages = mib * MIB // PAGE_BYTES
     pipe, theirs = mp.Pipe()
     sender = mp.Process(target=run_sender, args=(theirs, pages * PAGE_BYTES), daemon=True)
@@ -181,7 +161,7 @@ def measure(directory: Path, mib: int, count: int) -> list[Row]:
         "plain socket": lambda: benches["plain"].plain(),
     }
     try:
-        return turns(ways, pages * PAGE_BYTES, count)
+        return rates(turns(ways, count), pages * PAGE_BYTES)
     finally:
         for thing in (*benches.values(), *nodes):
             thing.close()

@@ -15,8 +15,8 @@ class Preemption:
 
     Within one tenant, since a priority is what a client says of itself. What is set aside goes back
     into the waiting line with the pages that it has, at its own priority; what it would grow by is
-    free for others. It is charged with the same ageing as all that wait, and one that has lost
-    patience is never set aside: so nobody is, again and again, for ever.
+    free for others. It ages there like all that wait, and who has lost patience is never set aside,
+    so nobody is again and again for ever.
 
     Source: vLLM (preemption of the lowest priority), which recomputes or swaps; pages stay here
     """

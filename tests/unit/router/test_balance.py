@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.router.test_coordinator import (
+from tests.unit.router.driver import (
     PATIENCE,
     Driver,
     expel,

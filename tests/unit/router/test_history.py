@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.router.test_coordinator import REPORT, Driver, request, whole
+from tests.unit.router.driver import REPORT, Driver, request, whole
 from triptych.core.errors import StaleHandle
 from triptych.core.messages import Cancel, Finished, Prefilled, Resumed, failed
 from triptych.router import Life

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.unit.router.driver import PATIENCE, Driver, expel, failures, started
 from tests.unit.router.test_balance import WORDS, messages, on_offer, suspended
-from tests.unit.router.test_coordinator import PATIENCE, Driver, expel, failures, started
 from triptych.core.messages import (
     Cancel,
     Finished,

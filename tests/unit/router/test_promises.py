@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.router.test_coordinator import Driver, failures, request, started
+from tests.unit.router.driver import Driver, failures, request, started
 from triptych.core.messages import Cancel, Finished, Request, Slo
 from triptych.router.pace import (
     BELIEVED_S,

@@ -2,21 +2,12 @@
 
 from dataclasses import replace
 
-from tests.unit.router.test_coordinator import MODEL, Driver, request
-from triptych.core.messages import Cancel, Finished, Prefill, Request, Send
+from tests.unit.router.driver import MODEL, Driver, request, started
+from triptych.core.messages import Cancel, Finished, Request, Send
 
 
 def of(name: str, tenant: str, weight: float = 1.0, priority: int = 0) -> Request:
     return replace(request(name), tenant=tenant, weight=weight, priority=priority)
-
-
-def started(sends: list[Send]) -> list[str]:
-    return [
-        one.id
-        for send in sends
-        if isinstance(send.message, Prefill)
-        for one in send.message.requests
-    ]
 
 
 def with_one_slot() -> Driver:

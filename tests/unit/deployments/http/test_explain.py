@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.unit.deployments.http.conftest import FakeEngine
-from tests.unit.router.test_coordinator import request, whole
+from tests.unit.router.driver import request, whole
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Finished
 from triptych.deployments.explain import explained, summary

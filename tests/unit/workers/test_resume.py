@@ -289,16 +289,29 @@ def die_and_go_on(
 
 
 def go_on(
-    stages: Stages, whole: dict[str, list[int]], client: Client, former: str, how: str
+    stages: Stages,
+    whole: dict[str, list[int]],
+    client: Client,
+    former: str,
+    how: str,
+    *,
+    is_moved: bool = False,
 ) -> None:
+    """With ``is_moved`` the heir is asked for the requests as soon as it has them."""
     heir_name, heir = stages.decoder()
     for request in requests():
         client.hear(heir.accept(stages.resume(request, former)) or ())
+    if is_moved:
+        client.hear(heir.accept(Suspend(requests=tuple(whole))) or ())
     run(heir, client)
+    next_name, third = stages.decoder()
+    for offer in client.suspended:
+        client.hear(third.accept(joining(offer)) or ())
+    run(third, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole, how
-    assert stages.pool.expel(former)
-    assert stages.pool.expel(heir_name)
+    for name in (former, heir_name, next_name):
+        assert stages.pool.expel(name)
     assert stages.pool.check() == []
     assert stages.pool.stat().held_pages == 0
 
@@ -314,10 +327,18 @@ def test_the_next_worker_goes_on_wherever_the_first_one_died(
         die_and_go_on(stages, whole, lines, DECODE)
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
 def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
-    stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    stages: Stages,
+    whole: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_moved: bool,
 ) -> None:
-    """Its scores are added and its keys are stored, perhaps in a page that has nothing else."""
+    """Its scores are added and its keys are stored, perhaps in a page that has nothing else.
+
+    Nobody but the heir knows of that, so it does the step before it lets a request go.
+    """
     if not stages.plan.policy.score_every:
         return
     say, left = Journal.say, [0]
@@ -338,7 +359,8 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
             patch.setattr(Journal, "say", die)
             with pytest.raises(Crash):
                 run(engine, client)
-        go_on(stages, whole, client, former, f"died at token {dies_at}")
+        how = f"died at token {dies_at}"
+        go_on(stages, whole, client, former, how, is_moved=is_moved)
 
 
 def test_a_retirement_is_carried_out_whatever_line_it_was_at(

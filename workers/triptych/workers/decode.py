@@ -62,6 +62,8 @@ class Running:
     """Pages that came from this worker's own stock."""
     token_s: float = 0.0
     """Seconds that a token of its prompt took to compute."""
+    is_asked_back: bool = False
+    """Whether it is put on offer after the next step."""
 
     @property
     def id(self) -> str:
@@ -122,7 +124,7 @@ class DecodeEngine:
                 return self._accept_resume(message)
             case Suspend():
                 running = [self._running.get(name) for name in message.requests]
-                return [self._suspend(one) for one in running if one is not None]
+                return [send for one in running if one for send in self._ask_back(one)]
             case _:
                 return None
 
@@ -183,6 +185,8 @@ class DecodeEngine:
             self._journal.say(one.slot, draw.token)
             if one.answer.finish is not None:
                 sends.extend(self._finish(one))
+            elif one.is_asked_back:
+                sends.append(self._suspend(one))
         return sends
 
     def _finish(self, one: Running) -> list[Send]:
@@ -240,6 +244,16 @@ class DecodeEngine:
     def _require_slot(self) -> None:
         if not self._free_slots:
             raise MessageError(f"no free slot: all {self.max_requests} are taken")
+
+    def _ask_back(self, one: Running) -> list[Send]:
+        """Put a request on offer; one whose step was cut short at a dead worker goes on first.
+
+        Of what is done of that step nothing is in its pages: only the journal here tells.
+        """
+        if self._journal.is_begun(one.slot):
+            one.is_asked_back = True
+            return []
+        return [self._suspend(one)]
 
     def _suspend(self, one: Running) -> Send:
         """Put a request on offer as it is between two steps: its pages, and what it said.

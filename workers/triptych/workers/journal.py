@@ -245,6 +245,10 @@ class Journal:
         ]
         return np.concatenate(used, dtype=np.int32)
 
+    def is_begun(self, slot: int) -> bool:
+        """Whether the next step of a slot has come to its scores already, and was cut short."""
+        return int(self.scored[slot]) > self.position(slot) * len(self.tables[0].pages)
+
     def begun_pages(self, slot: int) -> Ids:
         """Raw pages, in row order, that hold nothing but the token of a step that was cut short.
 
@@ -253,8 +257,7 @@ class Journal:
         """
         raw = self.tables[0]
         column, row = divmod(self.raw_tokens(slot), raw.layout.tokens)
-        is_begun = int(self.scored[slot]) > self.position(slot) * len(raw.pages)
-        if row or not is_begun or column >= raw.width:
+        if row or not self.is_begun(slot) or column >= raw.width:
             return np.empty(0, np.int32)
         return raw.pages[:, slot, :, column].ravel()
 

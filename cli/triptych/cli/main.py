@@ -12,6 +12,7 @@ from triptych.cli.doctor import doctor
 from triptych.cli.drain import drain
 from triptych.cli.output import notes
 from triptych.cli.plan import plan
+from triptych.cli.profile import profile
 from triptych.cli.serve import serve
 from triptych.cli.top import top
 from triptych.cli.validate import validate
@@ -29,6 +30,7 @@ app.command()(calibrate)
 app.command()(doctor)
 app.command()(drain)
 app.command()(plan)
+app.command()(profile)
 app.command()(top)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")

@@ -10,7 +10,7 @@ from triptych.kernels.codec import load_tokens, store_tokens, transcode
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.lists import PageLists
-from triptych.kernels.op import Op
+from triptych.kernels.op import Op, hearing
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import largest_sums, prefill_attention, significance_of
 from triptych.kernels.select import Rule, Summaries, select_pages, summarize_pages
@@ -25,6 +25,7 @@ __all__ = [
     "Section",
     "Summaries",
     "decode_attention",
+    "hearing",
     "largest_sums",
     "load_tokens",
     "mass_limits",

@@ -1,8 +1,10 @@
 """One operation, several implementations: a readable reference and fast versions by device."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from time import perf_counter
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
@@ -13,6 +15,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 REFERENCE = "reference"
+
+Hear = Callable[[str, Mapping[str, Any], float, float], None]
+"""Told an op's name, its keyword arguments, and when it began and ended (``perf_counter``)."""
+_hear: Hear | None = None
+
+
+@contextmanager
+def hearing(hear: Hear) -> Generator[None]:
+    """Have ``hear`` told of each op that this process runs meanwhile; one listener at a time."""
+    global _hear
+    if _hear is not None:
+        raise ConfigError("ops are being listened to already: one profile at a time")
+    _hear = hear
+    try:
+        yield
+    finally:
+        _hear = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,14 @@ class Op(Generic[P, R]):
     )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.on(self._device([*args, *kwargs.values()]))(*args, **kwargs)
+        run, hear = self.on(self._device([*args, *kwargs.values()])), _hear
+        if hear is None:
+            return run(*args, **kwargs)
+        begin_s = perf_counter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            hear(self.name, kwargs, begin_s, perf_counter())
 
     @property
     def backends(self) -> list[str]:

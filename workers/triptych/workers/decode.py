@@ -34,7 +34,7 @@ from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
 from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import Journal
-from triptych.workers.models import ModelRunner
+from triptych.workers.models import Runner
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, sample
@@ -80,7 +80,7 @@ class Running:
 class DecodeEngine:
     """Draws one token for every running request at each step; requests join and leave freely."""
 
-    runner: ModelRunner
+    runner: Runner
     pool: WorkerPool
     plan: PagePlan
     answers: AnswerFactory
@@ -205,6 +205,22 @@ class DecodeEngine:
             return []
         self._leave(one)
         return [finished(one.answer)]
+
+    # ---------------------------------------------------------------- for who looks on
+
+    @property
+    def tables(self) -> Sequence[SectionTable]:
+        """Pages of all slots; those of raw pages first."""
+        return self._tables
+
+    @property
+    def selector(self) -> Selector | None:
+        """None: every page is read."""
+        return self._selector
+
+    def slots(self) -> tuple[list[str], Ids]:
+        """The requests of the batch and where they are."""
+        return list(self._running), np.array([one.slot for one in self._running.values()], np.int32)
 
     # ---------------------------------------------------------------- join and leave
 

@@ -42,14 +42,15 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
-from triptych.router import Journeys, Patience
+from triptych.router import Journeys, Life, Patience
 from triptych.router.recording import end_recording, open_coordinator
 from triptych.workers.build import load_brain, make_engines, prefix_store
 from triptych.workers.cores import Turns
-from triptych.workers.loop import StageLoop
+from triptych.workers.loop import StageLoop, Work
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
 from triptych.workers.sampling import Draw, sample
+from triptych.workers.stage import Engine
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 WORKER, CLIENT = "worker", "client"
@@ -113,6 +114,9 @@ class LocalServer:
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
         brain = load_brain(config, self.plan, path, STAGES)
+        self.weight_bytes = brain.answers.model.step_bytes if brain else 0
+        """That each forward pass reads."""
+        self.vocab_size = facts.vocab_size
         self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights)
         engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, self._prefixes)
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
@@ -156,6 +160,16 @@ class LocalServer:
         """The router's decisions so far, by reason."""
         with self._lock:
             return self._coordinator.snapshot(time.monotonic()).counters
+
+    def look_on(self, around: Callable[[Engine, Work], Iterable[Send] | None]) -> None:
+        """Have all work of the engines done by ``around`` from now on."""
+        self._loop.around = around
+
+    @property
+    def lives(self) -> Sequence[Life]:
+        """What became of the latest requests, in seconds of ``time.monotonic``."""
+        with self._lock:
+            return self._coordinator.lives()
 
     @property
     def prefixes_skipped(self) -> Mapping[str, int]:

@@ -33,6 +33,8 @@ Deliver = Callable[[Sequence[Send]], None]
 """Takes what a step has to say; called in the loop's thread, must not block."""
 
 
+Work = Callable[[], Iterable[Send] | None]
+
 MEASURED_STEPS = 512
 """Steps whose times say how long one may take."""
 
@@ -71,6 +73,8 @@ class StageLoop:
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: float | None = None
         self._running = 0
+        self.around: Callable[[Engine, Work], Iterable[Send] | None] = _plainly
+        """What each piece of work of an engine is done by: a profiler may look on."""
 
     def start(self) -> None:
         self._thread.start()
@@ -176,13 +180,13 @@ class StageLoop:
     def _guarded(
         self,
         engine: Engine,
-        work: Callable[[], Iterable[Send] | None],
+        work: Work,
         message: Message | None = None,
     ) -> Iterable[Send] | None:
         """Run one piece of work; a fault in it ends the requests of that engine, not the worker."""
         try:
             with self._cores.step(), self._clocked():
-                return work()
+                return self.around(engine, work)
         except Exception as error:
             logger.exception("%s: %s failed", self.name, engine.stage)
             lost = engine.requests() if message is None else requests_of(message)
@@ -205,3 +209,7 @@ class StageLoop:
         ready = list(sends or ())
         if ready:
             self._deliver(ready)
+
+
+def _plainly(_engine: Engine, work: Work) -> Iterable[Send] | None:
+    return work()

@@ -23,7 +23,7 @@ from triptych.kvpool import About, WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
 from triptych.workers.handles import make_handle
-from triptych.workers.models import ModelRunner
+from triptych.workers.models import Runner
 from triptych.workers.prefixes import PrefixStore, asks_for_prompt
 from triptych.workers.promptscores import SCORED_TOKENS, PromptScores
 from triptych.workers.sampling import Draw, sample
@@ -85,7 +85,7 @@ class Piece:
 class PrefillEngine:
     """Reads up to ``chunk_tokens`` prompt tokens a step, from one prompt or from several."""
 
-    runner: ModelRunner
+    runner: Runner
     pool: WorkerPool
     plan: PagePlan
     answers: AnswerFactory

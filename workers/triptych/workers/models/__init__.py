@@ -10,7 +10,7 @@ from triptych.workers.models.load import (
     load,
     shape_of,
 )
-from triptych.workers.models.runner import ModelRunner
+from triptych.workers.models.runner import ModelRunner, Runner
 from triptych.workers.models.store import fetch, resolve
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ModelFacts",
     "ModelRunner",
     "ModelShape",
+    "Runner",
     "describe",
     "fetch",
     "load",

@@ -3,9 +3,10 @@
 import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from triptych.core.config import DType
@@ -52,6 +53,14 @@ class LoadedModel(ModelFacts):
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a forward pass reads: all, but an embedding that is no head."""
+        embedding = cast("nn.Embedding", self.model.get_input_embeddings()).weight
+        head = cast("nn.Linear", self.model.get_output_embeddings()).weight
+        read = [part for part in self.model.parameters() if part is head or part is not embedding]
+        return sum(part.numel() * part.element_size() for part in read)
 
 
 def describe(path: Path) -> ModelFacts:

@@ -1,6 +1,7 @@
 """Tokens in, logits out: one forward pass over a ragged batch."""
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +10,21 @@ from triptych.workers.models.attention import Attend, run_stock
 from triptych.workers.models.basis import Coordinates
 from triptych.workers.models.fused import fuse
 from triptych.workers.models.load import LoadedModel
+
+
+class Runner(Protocol):
+    """What the stages need of a model."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer."""
+        ...
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
+    ) -> Tensor:
+        """As ``ModelRunner.forward``."""
+        ...
 
 
 class ModelRunner:

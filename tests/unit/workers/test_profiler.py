@@ -1,0 +1,147 @@
+"""The profiler: every moment belongs to a part, and the engines notice nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import DIFFKV
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.messages import Sampling
+from triptych.kernels import hearing
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.local import LocalServer
+from triptych.workers.profile_report import chrome_trace, report_of
+from triptych.workers.profiler import Profiler, Step
+from triptych.workers.stage import Engine
+
+LAYERS, ANSWER = 2, 20
+
+
+def settings(model: Path, **selection: object) -> AppConfig:
+    return AppConfig.from_mapping(
+        {
+            "model": {"name": str(model), "dtype": "float32"},
+            "compressor": {"profile": "none", **DIFFKV},
+            "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+            "decode": {"selection": {"budget_tokens": 0, "dense_layers": 0, **selection}},
+        }
+    )
+
+
+def run(config: AppConfig, profiler: Profiler | None) -> tuple[list[list[int]], LocalServer]:
+    with LocalServer(config) as server:
+        if profiler is not None:
+            server.look_on(profiler.around)
+        sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+        asked = [server.request(range(at, 250), sampling) for at in (2, 90)]
+        return [answer.tokens for answer in server.complete(asked)], server
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny_model: Path) -> tuple[Profiler, list[list[int]], int]:
+    profiler = Profiler(100)
+    tokens, server = run(settings(tiny_model, method="moments", keep_fraction=0.3), profiler)
+    return profiler, tokens, server.weight_bytes
+
+
+Profiled = tuple[Profiler, list[list[int]], int]
+
+
+def test_it_changes_no_token(tiny_model: Path, profiled: Profiled) -> None:
+    tokens, _ = run(settings(tiny_model, method="moments", keep_fraction=0.3), None)
+    assert profiled[1] == tokens
+
+
+def test_every_moment_of_a_step_belongs_to_one_part(profiled: Profiled) -> None:
+    for step in profiled[0].steps:
+        ends = [step.begin_s] + [end_s for *_, end_s in step.spans]
+        assert [begin_s for _, _, begin_s, _ in step.spans] == ends[:-1]
+        assert step.end_s == ends[-1]
+        assert sum(end_s - begin_s for *_, begin_s, end_s in step.spans) == pytest.approx(
+            step.took_s
+        )
+
+
+def test_each_layer_of_a_decode_step_has_its_ops_and_its_bytes(profiled: Profiled) -> None:
+    profiler, _, weight_bytes = profiled
+    decode = [step for step in profiler.steps if step.stage == "decode" and step.tokens]
+    assert {step.tokens for step in decode} <= {1, 2}
+    for step in decode:
+        for op in ("store_tokens", "decode_attention"):
+            assert [layer for part, layer, *_ in step.spans if part == op] == [0, 1]
+    report = report_of(profiler.steps, weight_bytes)
+    assert len(report.layers) == LAYERS
+    rows = [row for row in report.steps if row.stage == "decode" and row.tokens]
+    assert sum(row.page_bytes for row in rows) == sum(row.nbytes for row in report.layers) > 0
+    assert {row.weight_bytes for row in rows} == {weight_bytes}
+    assert all(0 < row.pages_read <= row.pages for row in rows)
+    assert any(row.pages_read < row.pages for row in rows)
+    assert any(row.reused is not None and row.reused > 0.5 for row in rows)
+    parts = {(row.stage, row.part) for row in report.parts}
+    assert {("prefill", "prefill_attention"), ("compress", "transcode")} <= parts
+    assert ("decode", "select_pages") in parts
+    for stage in ("prefill", "compress", "decode"):
+        shares = [row.share for row in report.parts if row.stage == stage]
+        assert sum(shares) == pytest.approx(1.0)
+
+
+def test_without_selection_everything_is_read(tiny_model: Path) -> None:
+    profiler = Profiler(100)
+    run(settings(tiny_model), profiler)
+    rows = [row for row in report_of(profiler.steps, 0).steps if row.pages]
+    assert rows
+    assert all(row.pages_read == row.pages for row in rows)
+
+
+def test_a_trace_has_an_event_for_every_span(profiled: Profiled) -> None:
+    steps = profiled[0].steps
+    trace = chrome_trace(steps)
+    events = trace["traceEvents"]
+    assert isinstance(events, list)
+    stages = {step.stage for step in steps}
+    assert len(events) == len(stages) + len(steps) + sum(len(step.spans) for step in steps)
+    for event in events[len(stages) :]:
+        assert event["ph"] == "X"
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+
+
+def test_so_many_steps_are_kept_and_every_second_is_only_timed(tiny_model: Path) -> None:
+    profiler = Profiler(6, every=2)
+    run(settings(tiny_model), profiler)
+
+    def decode(steps: list[Step]) -> list[Step]:
+        return [step for step in steps if step.stage == "decode"]
+
+    assert (len(decode(profiler.steps)), len(decode(profiler.unwatched))) == (6, 6)
+    assert all(step.took_s > 0 for step in profiler.unwatched)
+
+
+def test_a_step_that_fails_leaves_the_engine_as_it_was(tiny_model: Path) -> None:
+    engines = list[DecodeEngine]()
+
+    def break_down(engine: Engine, work: object) -> None:
+        def fail() -> None:
+            raise ValueError("a fault in a step")
+
+        if isinstance(engine, DecodeEngine):
+            engines.append(engine)
+            before = engine.runner, engine.draw
+            with pytest.raises(ValueError, match="a fault"):
+                Profiler(9).around(engine, fail)
+            assert (engine.runner, engine.draw) == before
+        assert callable(work)
+        return work()
+
+    with LocalServer(settings(tiny_model)) as server:
+        server.look_on(break_down)
+        sampling = Sampling(temperature=0.0, max_tokens=3, ignore_eos=True)
+        (answer,) = server.complete([server.request(range(2, 60), sampling)])
+    assert engines
+    assert len(answer.tokens) == 3
+
+
+def test_there_is_one_listener_at_a_time() -> None:
+    with hearing(lambda *_: None), pytest.raises(ConfigError, match="one profile at a time"):
+        hearing(lambda *_: None).__enter__()

@@ -7,6 +7,10 @@ what every client gets with what it gets when nobody dies. ``decode+logprobs`` a
 probabilities, so that requests are computed again instead of taken over. ``clients`` kills nobody:
 of 200 clients at once half go away at random. Prints a row for each
 kind of process and writes ``benchmarks/results/faults.json``.
+
+A round also says what became of the streams (taken over with their pages, or sent again), how long
+a newcomer waited who came right after the death, and when the successor's process was there, when
+its constructor began, and when that was done.
 """
 
 import argparse
@@ -30,7 +34,7 @@ import psutil
 from server import Server, serving
 
 from triptych.cli.loadgen.host import host_info
-from triptych.cli.output import console, make_table, write_json
+from triptych.cli.output import console, make_table, progress_bars, write_json
 from triptych.cli.pool import pool_at
 
 HERE = Path(__file__).parent
@@ -42,11 +46,14 @@ TITLES = {
     "prefill": "ServeReplica:triptych:Prefill",
     "compressor": "ServeReplica:triptych:Compressor",
     "router": "ServeReplica:triptych:Router",
-    "pool": "PoolShell",
+    "pool": "ServeReplica:triptych:Pool",
     "ingress": "ServeReplica:triptych:Ingress",
     "clients": "",
 }
 CLIENTS = 200
+LOOK_EVERY_S = 0.1
+SUCCESSOR_WITHIN_S = 60.0
+STEPS = ("begun", "named", "ready")
 INTERRUPTED_S = 0.5
 """A gap in a stream that is longer counts as an interruption."""
 
@@ -75,7 +82,14 @@ class Round:
     wrong: int
     errors: dict[str, int]
     gaps_s: list[float]
+    taken_over: int
+    """Streams that another worker went on with, in the same pages."""
+    sent_again: int
+    """Attempts at a request after its first."""
     new_request_s: float
+    successor_s: dict[str, float]
+    """Seconds from the death until the next process of the kind was begun, had got its role, and
+    was ready. One that Ray had in store was begun before."""
     ledger_s: float
     faults: list[str]
 
@@ -140,19 +154,49 @@ async def newcomer(client: httpx.AsyncClient) -> float:
         await asyncio.sleep(0.1)
 
 
-def victim(server: Server, kind: str) -> psutil.Process:
-    found = list[psutil.Process]()
+def titles(server: Server) -> dict[psutil.Process, str]:
+    """What Ray has written over the command lines of the server's processes."""
+    found = dict[psutil.Process, str]()
     for process in psutil.Process(server.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if process.cmdline()[:1] == [f"ray::{TITLES[kind]}"]:
-                found.append(process)
-    return random.choice(found)
+        with suppress(psutil.Error, IndexError):
+            found[process] = process.cmdline()[0]
+    return found
+
+
+def victim(server: Server, kind: str) -> psutil.Process:
+    wanted = f"ray::{TITLES[kind]}"
+    return random.choice([one for one, title in titles(server).items() if title == wanted])
+
+
+async def successor(server: Server, kind: str, before: set[psutil.Process]) -> dict[str, float]:
+    """When the process was there that took the place of a dead one, in seconds from now."""
+    died, steps, role = time.time(), dict[str, float](), TITLES[kind]
+    while "ready" not in steps and time.time() - died < SUCCESSOR_WITHIN_S:
+        await asyncio.sleep(LOOK_EVERY_S)
+        for process, title in (await asyncio.to_thread(titles, server)).items():
+            if role not in title or process in before:
+                continue
+            now = round(time.time() - died, 2)
+            steps.setdefault("begun", round(process.create_time() - died, 2))
+            steps.setdefault("named", now)
+            if title == f"ray::{role}":
+                steps["ready"] = now
+    return steps
+
+
+@dataclass
+class Death:
+    """When somebody died, how long a newcomer waited, and when the successor was there."""
+
+    at: float = 0.0
+    new_request_s: float = 0.0
+    successor_s: dict[str, float] = field(default_factory=dict)
 
 
 async def crowd(
     server: Server, asked: argparse.Namespace, kind: str = ""
-) -> tuple[list[Stream], float, float]:
-    """All streams, and if somebody is to die: when, and how long a newcomer waited."""
+) -> tuple[list[Stream], Death]:
+    """All streams, and if somebody is to die, that."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(
         base_url=server.url, timeout=120, limits=limits, trust_env=False
@@ -164,14 +208,17 @@ async def crowd(
             )
             for i in range(asked.streams)
         ]
-        died, waited = 0.0, 0.0
+        death = Death()
         if kind:
-            process = victim(server, kind)
+            process, before = victim(server, kind), set(titles(server))
+            before = {one for one in before if TITLES[kind] in " ".join(one.cmdline())}
             await asyncio.sleep(random.uniform(0.5, asked.kill_within_s))
-            died = time.monotonic()
+            death.at = time.monotonic()
             os.kill(process.pid, signal.SIGKILL)
-            waited = await newcomer(client)
-        return await asyncio.gather(*tasks), died, waited
+            death.new_request_s, death.successor_s = await asyncio.gather(
+                newcomer(client), successor(server, kind, before)
+            )
+        return await asyncio.gather(*tasks), death
 
 
 def until(holds: Callable[[], bool], what: str, timeout_s: float = 120) -> float:
@@ -210,9 +257,28 @@ def check_pool(server: Server) -> list[str]:
         return pool.check()
 
 
+def decisions(server: Server) -> dict[str, float]:
+    return metric(server, "triptych_router_decisions")
+
+
+def decided(server: Server, reason: str, before: dict[str, float]) -> int:
+    """How often since then; a router that has taken the place of another began at 0."""
+    label = f'reason="{reason}"'
+    now = decisions(server).get(label, 0.0)
+    return int(now - (before.get(label, 0.0) if now >= before.get(label, 0.0) else 0.0))
+
+
+def sent_again(server: Server, kind: str, streams: int, before: dict[str, float]) -> int:
+    """Attempts after the first. A new router knows none of the streams' first attempts."""
+    firsts = 1 if kind == "router" else streams + 1
+    return max(0, decided(server, "submitted", {} if kind == "router" else before) - firsts)
+
+
 def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[Stream]) -> Round:
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
-    streams, died, waited = asyncio.run(crowd(server, asked, kind))
+    before = decisions(server)
+    streams, death = asyncio.run(crowd(server, asked, kind))
+    until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
     faults = check_pool(server)
     errors = [one.ending for one in streams if one.ending != "length"]
@@ -226,8 +292,11 @@ def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[S
             if one.ending == "length"
         ),
         errors={code: errors.count(code) for code in sorted(set(errors))},
-        gaps_s=[round(one.gap_after(died), 3) for one in streams],
-        new_request_s=round(waited, 3),
+        gaps_s=[round(one.gap_after(death.at), 3) for one in streams],
+        taken_over=decided(server, "resumed", before),
+        sent_again=sent_again(server, kind, len(streams), before),
+        new_request_s=round(death.new_request_s, 3),
+        successor_s=death.successor_s,
         ledger_s=round(ledger_s, 3),
         faults=faults,
     )
@@ -239,7 +308,25 @@ def leave(server: Server, asked: argparse.Namespace) -> Round:
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
     faults = check_pool(server)
     errors = {"cut": cut} if cut else {}
-    return Round("clients", CLIENTS, cut, 0, errors, [], 0.0, round(ledger_s, 3), faults)
+    return Round(
+        kind="clients",
+        streams=CLIENTS,
+        lost=cut,
+        wrong=0,
+        errors=errors,
+        gaps_s=[],
+        taken_over=0,
+        sent_again=0,
+        new_request_s=0.0,
+        successor_s={},
+        ledger_s=round(ledger_s, 3),
+        faults=faults,
+    )
+
+
+def median(rounds: list[Round], step: str) -> float | None:
+    known = [one.successor_s[step] for one in rounds if step in one.successor_s]
+    return statistics.median(known) if known else None
 
 
 def summary(kind: str, rounds: list[Round]) -> dict[str, object]:
@@ -250,11 +337,15 @@ def summary(kind: str, rounds: list[Round]) -> dict[str, object]:
         "streams": sum(one.streams for one in rounds),
         "lost": sum(one.lost for one in rounds),
         "wrong": sum(one.wrong for one in rounds),
+        "taken_over": sum(one.taken_over for one in rounds),
+        "sent_again": sum(one.sent_again for one in rounds),
         "interrupted": len(gaps),
         "gap_p50_s": statistics.median(gaps) if gaps else None,
         "gap_p99_s": gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
         "new_request_p50_s": statistics.median(one.new_request_s for one in rounds),
         "new_request_max_s": max(one.new_request_s for one in rounds),
+        "new_request_within_5s": sum(one.new_request_s <= 5.0 for one in rounds),
+        **{f"successor_{step}_p50_s": median(rounds, step) for step in STEPS},
         "ledger_max_s": max(one.ledger_s for one in rounds),
         "faults": sum(len(one.faults) for one in rounds),
     }
@@ -279,21 +370,29 @@ def main() -> None:
         "pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0},
     }
     rounds, kinds = list[Round](), asked.kinds.split(",")
-    with tempfile.TemporaryDirectory() as folder, serving(args, asked.port, Path(folder)) as server:
-        whole, _, _ = asyncio.run(crowd(server, asked))
+    plain = {name: value for name, value in vars(asked).items() if name != "json"}
+    bars = progress_bars(6)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(args, asked.port, Path(folder)) as server,
+        bars,
+    ):
+        task = bars.add_task("rounds", total=asked.rounds * len(kinds))
+        whole, _ = asyncio.run(crowd(server, asked))
         for number in range(asked.rounds):
             for kind in kinds:
                 one = kill_one(server, kind, asked, whole) if TITLES[kind] else leave(server, asked)
                 rounds.append(one)
-                console.print(f"round {number + 1}: {rounds[-1]}", soft_wrap=True)
+                bars.advance(task)
+                console.print(f"round {number + 1}: {one}", soft_wrap=True)
                 rows = [
                     summary(k, mine) for k in kinds if (mine := [r for r in rounds if r.kind == k])
                 ]
-                plain = {name: value for name, value in vars(asked).items() if name != "json"}
                 write_json(
                     {
                         "host": host_info(),
                         "asked": plain,
+                        "started_in_s": round(server.started_in_s, 2),
                         "rows": rows,
                         "rounds": [vars(one) for one in rounds],
                     },

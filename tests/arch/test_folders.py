@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +82,11 @@ def test_no_text_of_the_repository_names_this_machine() -> None:
     private = re.compile(r"/(?:root|work|home/\w+)/")
     texts = [*SOURCES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"]
     assert not [name_of(path) for path in texts if private.search(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("actor", ["pool", "router", "ingress"])
+def test_actors_that_run_no_model_start_without_torch(actor: str) -> None:
+    """Its import takes seconds, which everybody would wait for when one of them has died."""
+    code = f"import sys, triptych.deployments.{actor}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "numba", "triton"} & set(done.stdout.split())

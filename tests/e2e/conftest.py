@@ -54,13 +54,13 @@ class Server:
 
     def shared_memory(self) -> list[Path]:
         """The files of the pool's memory, largest first: the arena, then journals."""
-        (pool,) = self.processes("PoolShell")
+        (pool,) = self.replicas("Pool")
         paths = {Path(m.path) for m in pool.memory_maps() if "/dev/shm/triptych-" in m.path}
         return sorted(paths, key=lambda path: -path.stat().st_size)
 
     def run_dir(self) -> Path:
         """Where the sockets of this application are."""
-        (pool,) = self.processes("PoolShell")
+        (pool,) = self.replicas("Pool")
         sockets = {Path(str(c.laddr)) for c in pool.net_connections("unix")}
         (path,) = {socket.parent for socket in sockets if socket.name == "pool.sock"}
         return path

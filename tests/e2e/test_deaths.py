@@ -27,20 +27,20 @@ def ask(server: Any) -> int:
     return int(answer.usage.completion_tokens)
 
 
-@pytest.mark.parametrize("victim", ["ServeReplica:triptych:Router", "PoolShell"])
+@pytest.mark.parametrize("victim", ["Router", "Pool"])
 def test_every_stream_goes_on_and_new_requests_are_answered(server: Any, victim: str) -> None:
     """Nobody is refused meanwhile; what was in the dead pool is computed again."""
     arena = server.shared_memory()[0]
     crowd = server.crowd([f"{i}: " + "word " * 40 * i for i in range(8)], max_tokens=100)
     crowd.wait_for_chunks(2)
-    (process,) = server.processes(victim)
+    (process,) = server.replicas(victim)
     os.kill(process.pid, signal.SIGKILL)
     assert ask(server) == 3
     assert crowd.join() == {"length": 8}
     assert min(crowd.chunks) > 50
     server.wait_until(server.is_healthy, timeout_s=BACK_WITHIN_S)
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
-    assert arena.exists() == (victim != "PoolShell")
+    assert arena.exists() == (victim != "Pool")
     assert server.shared_memory()[0].exists()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import ray
 from ray import serve
-from ray.serve.config import DeploymentActorConfig
 from ray.serve.deployment import Application
 
 from triptych.core.config import ActorConfig, AppConfig
@@ -20,8 +19,8 @@ from triptych.deployments.http.keys import read_keys
 from triptych.deployments.ingress import IngressShell
 from triptych.deployments.placement import Resources, sliver, wait_for_homes
 from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import NodePool, PoolShell
-from triptych.deployments.router import POOL_ACTOR, RouterShell
+from triptych.deployments.pool import PoolShell
+from triptych.deployments.router import RouterShell
 from triptych.deployments.rundir import new_run_dir
 from triptych.deployments.worker import WorkerShell
 from triptych.kvpool import Access
@@ -29,6 +28,7 @@ from triptych.router import schedule_named
 from triptych.workers.build import actor_config, context_tokens
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
+from triptych.workers.tokenizer import open_tokenizer
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 UNLIMITED = 1_000_000
@@ -60,6 +60,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)
     facts = describe(path)
+    open_tokenizer(path)  # kept from now on, so that an ingress need not make it
     plan = AppPlan(
         config=config,
         model_path=path,
@@ -100,18 +101,7 @@ def wire(plan: AppPlan) -> Application:
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": here},
         health_check_period_s=1,
-        deployment_actors=[
-            DeploymentActorConfig(
-                name=POOL_ACTOR,
-                actor_class=ray.remote(PoolShell),
-                init_kwargs={"plan": plan},
-                actor_options={"num_cpus": 0, "resources": here},
-            )
-        ]
-        if plan.nodes == 1
-        else [],
     ).bind(plan)
-    pools = [] if plan.nodes == 1 else [_pools(plan)]
     workers = [_stage(plan, stage, members) for stage, members in groups(plan.config).items()]
     return serve.deployment(
         IngressShell,
@@ -120,13 +110,13 @@ def wire(plan: AppPlan) -> Application:
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": here},
         health_check_period_s=1,
-    ).bind(plan, router, *pools, *workers)
+    ).bind(plan, router, _pools(plan), *workers)
 
 
 def _pools(plan: AppPlan) -> Application:
-    """A pool on each of several nodes."""
+    """A pool on each node."""
     return serve.deployment(
-        NodePool,
+        PoolShell,
         name="Pool",
         num_replicas=plan.nodes,
         max_replicas_per_node=1,

@@ -33,7 +33,7 @@ from triptych.deployments.routes import LOCAL, Routes
 from triptych.deployments.site import Site
 from triptych.deployments.status import Status
 from triptych.router import Journey, Journeys
-from triptych.workers.models.pretrained import read_tokenizer
+from triptych.workers.tokenizer import open_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +198,10 @@ class IngressShell:
     async def __init__(self, plan: AppPlan, router: RouterHandle, *stages: object) -> None:
         self._site = await asyncio.to_thread(Site.arrive, plan)
         self._plan = self._site.plan
+        self._tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
         self._engine = RouterEngine(self._plan, router, self._site.routes)
         await self._engine.start()
+        self._warming = asyncio.create_task(asyncio.to_thread(self._tokenizer.warm_up))
 
     async def __del__(self) -> None:
         await self._engine.stop()
@@ -214,7 +216,7 @@ class IngressShell:
         )
         return create_app(
             engine=self._engine,
-            tokenizer=read_tokenizer(plan.model_path),
+            tokenizer=self._tokenizer,
             model=card,
             config=plan.config.ingress,
             gauges=self._engine.gauges,

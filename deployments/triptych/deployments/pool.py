@@ -1,8 +1,6 @@
-"""The pool's shell: an actor that owns the arena of its node."""
+"""The pool's shell: a replica that owns the arena of its node."""
 
 import time
-
-from ray.actor import exit_actor
 
 from triptych.deployments import rundir
 from triptych.deployments.plan import AppPlan
@@ -14,7 +12,11 @@ LEAVING_S = 5.0
 
 
 class PoolShell:
-    """Starts the pool service when it is created; its pages outlive every worker."""
+    """Starts the pool service when it is created; its pages outlive every worker.
+
+    It is a replica of a deployment, one on each node, since Serve looks at replicas once a second
+    and at actors of deployments every ten seconds.
+    """
 
     def __init__(self, plan: AppPlan) -> None:
         rundir.remove_orphans()
@@ -31,19 +33,6 @@ class PoolShell:
         if network and self._server.outside:
             network.announce_pool(self._server.arena, self._server.outside)
 
-    def close(self) -> None:
-        """Remove the arena and end this actor: Serve would kill it, and leave the file behind."""
-        self._leave()
-        exit_actor()
-
-    def _leave(self) -> None:
-        self._server.stop()
-        self._site.run_dir.leave()
-
-
-class NodePool(PoolShell):
-    """The same as a replica of a deployment, one on each of several nodes."""
-
     def __del__(self) -> None:
         """Serve ends the application, or this replica: the workers of this node go first."""
         until = time.monotonic() + LEAVING_S
@@ -51,7 +40,8 @@ class NodePool(PoolShell):
             time.sleep(0.1)
         if self._site.network:
             self._site.network.forget_pool()
-        self._leave()
+        self._server.stop()
+        self._site.run_dir.leave()
 
     def _has_workers(self) -> bool:
         workers = self._server.stat().workers

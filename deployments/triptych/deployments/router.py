@@ -1,5 +1,3 @@
-# Ray's actor handles lack types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The router's shell: clock, mailbox and peers around the pure coordinator."""
 
 import asyncio
@@ -7,10 +5,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
-
-from ray import serve
-from ray.exceptions import RayError
 
 from triptych.core.errors import PoolError
 from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send
@@ -28,7 +22,6 @@ from triptych.router.recording import end_recording, open_coordinator
 
 logger = logging.getLogger(__name__)
 
-POOL_ACTOR = "pool"
 TICK_S = 0.25
 TRACE_S = 1.0
 RECLAIM_S = 2.0
@@ -94,7 +87,7 @@ class RouterShell:
         return summary(self._coordinator.decisions(client_id))
 
     async def __del__(self) -> None:
-        """Serve ends the application: the pool goes last, and takes its arena with it."""
+        """Serve ends the application: whoever is told something by the router goes first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_S):
                 while self._coordinator.snapshot(time.monotonic()).workers:  # noqa: ASYNC110
@@ -105,8 +98,6 @@ class RouterShell:
         await self._mailbox.stop()
         end_recording(self._coordinator)
         await asyncio.to_thread(self._pools.close)
-        if self._site.network is None:
-            await _close_pool()
         self._site.run_dir.leave()
 
     def check_health(self) -> None:
@@ -170,11 +161,3 @@ class RouterShell:
                     self._post(self._coordinator.on(lent, POOL, time.monotonic()))
         except PoolError as error:  # then nothing is left of anybody, and nothing is lent
             logger.warning("a pool does not hear %s: %s", message, error)
-
-
-async def _close_pool() -> None:
-    try:
-        pool: Any = serve.get_deployment_actor(POOL_ACTOR)
-        await pool.close.remote()
-    except (RayError, ValueError) as error:  # it ends in the call, or is dead already
-        logger.debug("the pool is closed: %s", error)

@@ -19,7 +19,6 @@ from triptych.deployments.plan import AppPlan
 from triptych.deployments.routes import LOCAL, Network, Routes
 from triptych.deployments.rundir import RunDir, base_dir
 from triptych.kvpool import Access
-from triptych.workers.models import resolve
 
 NAMESPACE = "triptych"
 
@@ -99,4 +98,7 @@ def _address_of(node: str) -> str:
 
 
 def _model_here(plan: AppPlan) -> Path:
+    # torch comes with it, which pool, router and ingress do without: that is seconds of a restart
+    from triptych.workers.models import resolve  # noqa: PLC0415
+
     return resolve(plan.config.model.name)

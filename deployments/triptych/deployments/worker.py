@@ -21,8 +21,14 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 STUCK_STEP_S = 120.0
-POOL_GRACE_S = 30.0
-"""How long a worker waits for a pool that is being started anew."""
+POOL_ANSWER_S = 30.0
+"""How long one attempt to join a pool waits for its answer; another follows."""
+POOL_GRACE_S = 300.0
+"""How long a worker waits for a pool that is being started anew.
+
+A worker that is replaced waits for the same pool, and loads its model again meanwhile, on cores
+that the pool needs to start. So this is only for one that cannot join a pool that others have.
+"""
 
 
 def _journal_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
@@ -91,7 +97,7 @@ class WorkerShell:
             self._plan.pool_address,
             new_name("-".join(self._stages)),
             journal_bytes=_journal_bytes(self._plan, self._stages),
-            connect_timeout_s=POOL_GRACE_S,
+            connect_timeout_s=POOL_ANSWER_S,
         )
 
     def _make_loop(self) -> StageLoop:

@@ -17,7 +17,7 @@ from triptych.core.messages import Failed, Request, Sampling, Stage
 from triptych.core.pages import PagePlan
 from triptych.deployments.ingress import RouterEngine
 from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import NodePool
+from triptych.deployments.pool import PoolShell
 from triptych.deployments.router import RouterShell
 from triptych.deployments.routes import Network
 from triptych.deployments.rundir import RunDir
@@ -104,7 +104,7 @@ class Router(RouterShell):
         pass
 
 
-class Pool(NodePool):
+class Pool(PoolShell):
     def leave(self) -> None:
         super().__del__()
 

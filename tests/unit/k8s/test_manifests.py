@@ -140,8 +140,6 @@ def actor_options(app: Any) -> Iterator[Body]:
     """What Serve passes to Ray for each deployment of a bound graph."""
     deployment = app._bound_deployment
     yield deployment.ray_actor_options
-    for actor in deployment._deployment_config.deployment_actors or []:
-        yield actor.actor_options
     for below in deployment.init_args:
         if hasattr(below, "_bound_deployment"):
             yield from actor_options(below)

@@ -53,7 +53,7 @@ TITLES = {
 CLIENTS = 200
 LOOK_EVERY_S = 0.1
 SUCCESSOR_WITHIN_S = 60.0
-STEPS = ("begun", "named", "ready")
+STEPS = ("begun", "named", "ready", "cpu")
 INTERRUPTED_S = 0.5
 """A gap in a stream that is longer counts as an interruption."""
 
@@ -64,6 +64,7 @@ class Stream:
 
     text: str = ""
     ending: str = "cut"
+    """How the client knows that it ended: ``cut`` if it does not."""
     times: list[float] = field(default_factory=list)
 
     def gap_after(self, moment: float) -> float:
@@ -88,8 +89,9 @@ class Round:
     """Attempts at a request after its first."""
     new_request_s: float
     successor_s: dict[str, float]
-    """Seconds from the death until the next process of the kind was begun, had got its role, and
-    was ready. One that Ray had in store was begun before."""
+    """Seconds from the death until the next process of the kind was ``begun``, ``named`` (it had
+    got its role), and ``ready``; and seconds of a processor that it had taken by then (``cpu``).
+    For the rest of the time since it was begun it waited, mostly for a processor."""
     ledger_s: float
     faults: list[str]
 
@@ -105,13 +107,15 @@ async def follow(client: httpx.AsyncClient, prompt: str, tokens: int, *, logprob
         **({"logprobs": 0} if logprobs else {}),
     }
     stream = Stream()
-    with suppress(httpx.HTTPError):
+    try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     take(stream, json.loads(line[6:]))
             if response.status_code != 200:
                 stream.ending = str(response.status_code)
+    except httpx.HTTPError as error:  # the client was told that something lacks
+        stream.ending = type(error).__name__
     return stream
 
 
@@ -181,6 +185,9 @@ async def successor(server: Server, kind: str, before: set[psutil.Process]) -> d
             steps.setdefault("named", now)
             if title == f"ray::{role}":
                 steps["ready"] = now
+                with suppress(psutil.Error):
+                    times = process.cpu_times()
+                    steps["cpu"] = round(times.user + times.system, 2)
     return steps
 
 
@@ -359,6 +366,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--kill-within-s", type=float, default=6.0)
     parser.add_argument("--decode-replicas", type=int, default=2)
+    parser.add_argument("--ingress-replicas", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8127)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "faults.json")
@@ -366,6 +374,7 @@ def main() -> None:
     random.seed(asked.seed)
     args: dict[str, object] = {
         "model": {"name": MODEL, "dtype": "float32"},
+        "ingress": {"num_replicas": asked.ingress_replicas},
         "decode": {"actor": {"num_replicas": asked.decode_replicas}},
         "pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0},
     }

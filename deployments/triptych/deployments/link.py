@@ -10,7 +10,8 @@ from triptych.deployments.routes import LOCAL, Routes
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.25
+RETRY_S = 0.1
+"""How often one looks for a router that is gone: everybody's requests wait for it."""
 
 
 class RouterLink:

@@ -61,12 +61,13 @@ class WorkerShell:
             plan.router_address,
             self._receive,
             routes=self._site.routes,
+            on_router_found=self._report,
             on_router_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
         self._loop.start()
         await self._link.start()
-        self._reporting = asyncio.create_task(self._report())
+        self._reporting = asyncio.create_task(self._keep_reporting())
 
     def check_health(self) -> None:
         """Fail, so that Serve replaces this replica, if it can do no more work."""
@@ -152,6 +153,7 @@ class WorkerShell:
         self._inbound = self._make_inbound()
         self._loop.start()
         self._link.introduce(self._hello)
+        self._report()
 
     # ---------------------------------------------------------------- messages
 
@@ -180,13 +182,17 @@ class WorkerShell:
             self._inbound.cancel_all()
         self._loop.cancel_all()
 
-    async def _report(self) -> None:
+    def _report(self) -> None:
+        """Until the router has heard this it takes the worker for full."""
+        skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
+        report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
+        if self._inbound:
+            report = self._inbound.completed(report)
+        self._link.to_router(report)
+
+    async def _keep_reporting(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
             if self._pool.is_lost and (self._rejoining is None or self._rejoining.done()):
                 self._rejoining = asyncio.create_task(self._rejoin_pool())
-            skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
-            report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
-            if self._inbound:
-                report = self._inbound.completed(report)
-            self._link.to_router(report)
+            self._report()

@@ -36,6 +36,9 @@ KEEPALIVE = [
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
 ]
 CALL_THREADS = 4
+_RECONNECT_MS = 200
+"""A worker waits that long at most for a new pool that is there; a try on a node costs nothing."""
+_FAR_RECONNECT_MS = 1_000
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[bytes, bytes]
@@ -142,7 +145,7 @@ class FrameChannel:
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", _FAR_RECONNECT_MS if access else _RECONNECT_MS),
         ]
         credentials = access.channel_credentials if access else None
         if credentials is None:

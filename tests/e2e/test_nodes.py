@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,24 @@ ARGS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """The server, and what happens to its nodes."""
+
+    server: Server
+    process: "subprocess.Popen[str]"
+
+    def tell(self, word: str) -> None:
+        """Have a node join or die, and wait until it has."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     port, log = free_port(), tmp_path_factory.mktemp("nodes") / "log"
     script = Path(__file__).with_name("cluster_process.py")
     with log.open("w") as output:
@@ -61,13 +78,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         assert "ready\n" in lines, log.read_text()[-4000:]
         served.wait_until(served.is_healthy, timeout_s=60)
-        yield served
+        yield Cluster(served, process)
     finally:
         tree = served.process.children(recursive=True)
         process.communicate(timeout=90)
         _, alive = psutil.wait_procs(tree, timeout=15)
         for left in alive:
             left.kill()
+
+
+@pytest.fixture
+def server(cluster: Cluster) -> Server:
+    return cluster.server
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +133,22 @@ def test_streams_go_on_when_workers_and_a_pool_are_killed(
     assert crowd.join() == {"length": len(PROMPTS)}
     server.wait_until(lambda: server.metric("triptych_pool_up") == 1, timeout_s=60)
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
+
+
+def test_a_node_that_joins_late_takes_the_place_of_one_that_dies(
+    cluster: Cluster, of_one_process: list[str]
+) -> None:
+    server = cluster.server
+    before = server.metrics("triptych_node_pool_pages_free")
+    cluster.tell("join")
+    server.wait_until(lambda: len(server.metrics("triptych_node_pool_pages_free")) == 3, 60)
+    (late,) = set(server.metrics("triptych_node_pool_pages_free")) - set(before)
+    cluster.tell("die")
+    server.wait_until(lambda: len(server.metrics("triptych_node_pool_pages_free")) == 2, 60)
+    workers = 'stage="decode"'
+    server.wait_until(lambda: server.metrics("triptych_workers")[workers] == 2, 90)
+    crowd = server.crowd(PROMPTS, max_tokens=TOKENS)
+    assert crowd.join() == {"length": len(PROMPTS)}
+    assert crowd.texts == of_one_process
+    assert late in server.metrics("triptych_node_pool_pages_free")
+    assert server.metric("triptych_pool_up") == 1

@@ -478,8 +478,12 @@ class AppConfig:
     """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process."""
 
     node_resource: str = ""
-    """A custom Ray resource: every actor of this application runs on nodes that have it when it
-    starts. Empty: on all nodes. If there are several, each has a pool of its own."""
+    """A custom Ray resource: every actor of this application runs on nodes that have it. Empty: on
+    all nodes. If there are several, each has a pool of its own."""
+
+    min_nodes: int = 1
+    """How many nodes to wait for before the application starts. If there are several by then, it
+    uses those that join later too; if there is one, it keeps to that."""
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     """The prefill stage."""
@@ -501,6 +505,9 @@ class AppConfig:
 
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """What passes between nodes."""
+
+    def __post_init__(self) -> None:
+        require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> Self:

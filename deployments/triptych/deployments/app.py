@@ -7,7 +7,6 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
-import ray
 from ray import serve
 from ray.serve.deployment import Application
 
@@ -15,9 +14,10 @@ from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
+from triptych.deployments.everynode import alive_nodes, on_every_node
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.ingress import IngressShell
-from triptych.deployments.placement import Resources, sliver, wait_for_homes
+from triptych.deployments.placement import sliver, wait_for_homes
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.pool import PoolShell
 from triptych.deployments.router import RouterShell
@@ -42,15 +42,11 @@ def build_app(args: dict[str, object]) -> Application:
     """
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
-    nodes = wait_for_homes(config.node_resource, _alive_nodes)
+    nodes = wait_for_homes(config.node_resource, alive_nodes, at_least=config.min_nodes)
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
     check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))
     return wire(plan)
-
-
-def _alive_nodes() -> list[Resources]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def make_plan(config: AppConfig) -> AppPlan:
@@ -114,16 +110,19 @@ def wire(plan: AppPlan) -> Application:
 
 
 def _pools(plan: AppPlan) -> Application:
-    """A pool on each node."""
-    return serve.deployment(
+    """A pool on each node, and if they are several, also on those that join later."""
+    where = plan.config.node_resource
+    pools = serve.deployment(
         PoolShell,
         name="Pool",
-        num_replicas=plan.nodes,
         max_replicas_per_node=1,
         max_ongoing_requests=UNLIMITED,
-        ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
+        ray_actor_options={"num_cpus": 0, "resources": sliver(where)},
         health_check_period_s=1,
-    ).bind(plan)
+    )
+    if plan.nodes > 1:
+        pools = pools.options(autoscaling_config=on_every_node(where, plan.nodes))
+    return pools.bind(plan)
 
 
 def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Application:

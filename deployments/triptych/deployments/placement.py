@@ -31,18 +31,25 @@ def wait_for_homes(
     node_resource: str,
     nodes: Callable[[], Sequence[Resources]],
     *,
+    at_least: int = 1,
     wait_s: float = NODE_WAIT_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Resources]:
-    """What the application's nodes have, as soon as the first has joined the cluster.
+    """What the application's nodes have, as soon as enough of them have joined the cluster.
 
-    Raises: ConfigError if none comes
+    Raises: ConfigError if they do not come
     """
+    found = list[Resources]()
     for _ in range(max(1, int(wait_s / LOOK_EVERY_S))):
         found = homes(node_resource, nodes())
-        if found:
+        if len(found) >= at_least:
             return found
         sleep(LOOK_EVERY_S)
+    if found or not node_resource:
+        raise ConfigError(
+            f"min_nodes={at_least}: the application had {len(found)} nodes after {wait_s:.0f} s: "
+            "start more, or lower it"
+        )
     raise ConfigError(
         f"node_resource={node_resource!r}: no node of the cluster had this resource within "
         f"{wait_s:.0f} s: start one with ray start --resources '{{\"{node_resource}\": 1}}', or in "

@@ -90,6 +90,9 @@ class Directory(Protocol):
     def get(self, key: str) -> bytes | None: ...
     def remove(self, key: str) -> None: ...
     def keys(self, prefix: str) -> list[str]: ...
+    def nodes(self) -> set[str]:
+        """The nodes that are alive: what others have put is there still."""
+        ...
 
 
 @message
@@ -166,12 +169,13 @@ class Network:
         self.directory.remove(f"pool/{self.node}")
 
     def pools(self) -> dict[str, PoolAddress]:
-        """Where all pools are, by arena."""
+        """Where the pools of all nodes are, by arena."""
+        alive = self.directory.nodes()
         places = [self._place(key) for key in self.directory.keys("pool/")]
         return {
             place.arena: PoolAddress(place.host, place.port, place.pages_port)
             for place in places
-            if place is not None
+            if place is not None and place.node in alive
         }
 
     def find_pool(self, arena: str) -> PoolAddress | None:

@@ -45,6 +45,10 @@ class RayDirectory:
         found: list[bytes] = _internal_kv_list(self._key(prefix), namespace=NAMESPACE)
         return [key.decode().removeprefix(self._key("")) for key in found]
 
+    def nodes(self) -> set[str]:
+        nodes = cast("list[dict[str, object]]", ray.nodes())
+        return {str(node["NodeID"]) for node in nodes if node["Alive"]}
+
     def clear(self) -> None:
         """Forget the application."""
         _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)

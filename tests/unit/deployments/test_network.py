@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from tests.unit.kvpool.certificates import make_certificates
-from triptych.core.messages import Cancel, Message, pack
+from triptych.core.messages import Cancel, Message, pack, unpack
 from triptych.deployments.mailbox import DELIVER, OPTIONS, Mailbox
 from triptych.deployments.routes import Network, Place
 from triptych.kvpool import Access, PoolAddress
@@ -23,6 +23,8 @@ class FakeDirectory:
 
     def __init__(self) -> None:
         self.values = dict[str, bytes]()
+        self.dead = set[str]()
+        """Nodes that are no more, though what they have put is there."""
 
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
@@ -35,6 +37,10 @@ class FakeDirectory:
 
     def keys(self, prefix: str) -> list[str]:
         return [key for key in self.values if key.startswith(prefix)]
+
+    def nodes(self) -> set[str]:
+        places = [unpack(value)[0] for value in self.values.values()]
+        return {place.node for place in places if isinstance(place, Place)} - self.dead
 
 
 @dataclass
@@ -195,3 +201,5 @@ def test_pools_are_found_by_arena_and_a_new_one_replaces_that_of_its_node(
     assert set(two.pools()) == {"arena-2", "arena-3"}
     one.forget_pool()
     assert two.find_pool("arena-3") is None
+    directory.dead.add("b")
+    assert one.pools() == {}

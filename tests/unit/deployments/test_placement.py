@@ -38,3 +38,15 @@ def test_a_node_that_comes_late_is_waited_for() -> None:
 def test_a_node_that_never_comes_is_named() -> None:
     with pytest.raises(ConfigError, match=r"node_resource='gone'.*--resources '\{\"gone\": 1\}'"):
         wait_for_homes("gone", lambda: [HEAD, WORKER], wait_s=10, sleep=lambda _: None)
+
+
+def test_as_many_nodes_as_asked_for_are_waited_for() -> None:
+    nodes = [WORKER]
+
+    def sleep(_: float) -> None:
+        nodes.append(WORKER)
+
+    found = wait_for_homes("triptych", lambda: nodes, at_least=3, sleep=sleep)
+    assert found == [WORKER] * 3
+    with pytest.raises(ConfigError, match=r"min_nodes=5: the application had 3 nodes after 4 s"):
+        wait_for_homes("", lambda: nodes, at_least=5, wait_s=4, sleep=lambda _: None)

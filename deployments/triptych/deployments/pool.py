@@ -1,6 +1,7 @@
 """The pool's shell: a replica that owns the arena of its node."""
 
 import time
+from contextlib import ExitStack
 
 from triptych.deployments import rundir
 from triptych.deployments.plan import AppPlan
@@ -21,6 +22,10 @@ class PoolShell:
     def __init__(self, plan: AppPlan) -> None:
         rundir.remove_orphans()
         self._site = Site.arrive(plan)
+        # Serve begins a successor before one that it gave up has ended, which would then take
+        # the successor's socket with it
+        self._alone = ExitStack()
+        self._alone.enter_context(self._site.run_dir.only_one("pool"))
         plan, network = self._site.plan, self._site.network
         self._server = PoolServer(
             plan.config.pool,
@@ -41,6 +46,7 @@ class PoolShell:
         if self._site.network:
             self._site.network.forget_pool()
         self._server.stop()
+        self._alone.close()
         self._site.run_dir.leave()
 
     def _has_workers(self) -> bool:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Self
 
@@ -65,6 +66,21 @@ class RunDir:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if os.fstat(descriptor).st_nlink:
                 return cls(path, descriptor)
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def only_one(self, role: str) -> Generator[None]:
+        """Be the only process in that role here; wait until a former one has ended.
+
+        The kernel ends the wait whichever way that one dies.
+        """
+        descriptor = os.open(
+            self.path / f"{role}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
             os.close(descriptor)
 
     def leave(self) -> None:

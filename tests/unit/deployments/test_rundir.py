@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -128,3 +129,37 @@ def test_whoever_enters_while_another_leaves_gets_a_whole_directory() -> None:
         rundir.remove_orphans()
     assert [process.returncode for process in crowd] == [0, 0, 0]
     assert not path.exists()
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from triptych.deployments.rundir import RunDir
+with RunDir.enter(Path(sys.argv[1])).only_one("pool"):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_only_one_process_has_a_role_until_it_dies(tmp_path: Path) -> None:
+    stay = RunDir.enter(tmp_path / "app-1")
+    command = [sys.executable, "-c", OWNER, str(stay.path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as former,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        assert former.stdout is not None
+        assert former.stdout.readline() == b"alone\n"
+
+        def have_it() -> None:
+            with stay.only_one("pool"):
+                pass
+
+        waiting = threads.submit(have_it)
+        with stay.only_one("router"):
+            assert not wait([waiting], timeout=0.3).done
+        former.kill()
+        former.wait()
+        waiting.result(timeout=10)
+    stay.leave()
+    assert not stay.path.exists()

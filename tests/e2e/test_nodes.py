@@ -55,7 +55,7 @@ class Cluster:
         assert self.process.stdout is not None
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+        assert "done\n" in iter(self.process.stdout.readline, "")
 
 
 @pytest.fixture(scope="module")

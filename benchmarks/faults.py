@@ -169,7 +169,11 @@ def titles(server: Server) -> dict[psutil.Process, str]:
 
 def victim(server: Server, kind: str) -> psutil.Process:
     wanted = f"ray::{TITLES[kind]}"
-    return random.choice([one for one, title in titles(server).items() if title == wanted])
+    for _ in range(100):  # a title may be in the middle of a change
+        if found := [one for one, title in titles(server).items() if title == wanted]:
+            return random.choice(found)
+        time.sleep(LOOK_EVERY_S)
+    sys.exit(f"no process is called {wanted}")
 
 
 async def successor(server: Server, kind: str, before: set[psutil.Process]) -> dict[str, float]:

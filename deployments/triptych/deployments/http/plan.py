@@ -58,6 +58,8 @@ class Job:
     """Names of the tools that the answer may call."""
     prompt_logprobs: int = -1
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
+    is_prompt_alone: bool = False
+    """Nothing is answered: what is told is the prompt, with its log probabilities."""
     echo_logprobs: int = -1
     """Alternatives per token of the prompt to repeat before those of the answer; -1: none."""
 
@@ -105,6 +107,9 @@ class Planner:
         self._check(body)
         if body.suffix:
             raise RequestError("this model cannot fill in before a suffix", "suffix")
+        if body.max_tokens == 0 and not body.echo:
+            text = "max_tokens=0: nothing would be answered; with echo: true the prompt is"
+            raise RequestError(text, "max_tokens")
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
         prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
@@ -112,6 +117,7 @@ class Planner:
         logprobs = -1 if body.logprobs is None else body.logprobs
         sampling = await self._sampling(body, logprobs)
         job = self._job("cmpl", body, prompts, "prompt", sampling, texts)
+        job = replace(job, is_prompt_alone=body.max_tokens == 0)
         if body.echo and body.logprobs is not None:
             job = replace(job, echo_logprobs=logprobs)
         job = self._with_prompt_logprobs(job, body)
@@ -223,7 +229,10 @@ class Planner:
                 request = Request(
                     id=f"{name}-{index}",
                     prompt=tuple(prompt),
-                    sampling=replace(sampling, max_tokens=limit, seed=(seed + index) % SEEDS),
+                    # Who reads a prompt has the next token as well: it is drawn, and not told.
+                    sampling=replace(
+                        sampling, max_tokens=max(limit, 1), seed=(seed + index) % SEEDS
+                    ),
                     reply_to=self._engine.address,
                 )
                 requests.append(request)

@@ -341,6 +341,8 @@ class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: Prompt
+    max_tokens: int | None = Field(None, ge=0, le=2**63 - 1)
+    """0, with ``echo``: nothing but the prompt, for its log probabilities."""
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str = ""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -42,12 +43,20 @@ async def follow(
             async for item in items:
                 if isinstance(item, Failed):
                     raise RequestFailed(item)
+                if job.is_prompt_alone:
+                    item = _prompt_alone(item)
                 watch.add(item)
                 choice = choices[item.request]
                 choice.add(item)
                 yield choice, item
         if not all(choice.finish for choice in answer.choices):
             raise StageLost("decode")
+
+
+def _prompt_alone(item: Tokens) -> Tokens:
+    """What it says of the prompt."""
+    finish = item.finish and "length"
+    return replace(item, tokens=(), text="", logprobs=(), finish=finish, stop=None)
 
 
 async def collect(items: AsyncGenerator[object, None], timeout_s: float) -> None:

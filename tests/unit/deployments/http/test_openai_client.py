@@ -314,6 +314,45 @@ def test_completions_say_how_likely_each_of_their_prompts_was(client, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_no_answer_at_all_scores_the_prompt_alone(client, engine, stream):
+    """What lm-eval asks for each text whose likelihood it wants."""
+    engine.cached_tokens = 0
+    answer = client.completions.create(
+        model="tiny",
+        prompt=["ab", "the weather"],
+        max_tokens=0,
+        echo=True,
+        logprobs=1,
+        stream=stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    )
+    chunks = list(answer) if stream else [answer]
+    usage = chunks[-1].usage
+    assert usage.completion_tokens == 0
+    assert usage.total_tokens == usage.prompt_tokens
+    for index, text in enumerate(["ab", "the weather"]):
+        told = [c for chunk in chunks for c in chunk.choices if c.index == index]
+        assert "".join(choice.text for choice in told) == text
+        assert told[-1].finish_reason == "length"
+        scored = [choice.logprobs for choice in told if choice.logprobs]
+        assert "".join(token for one in scored for token in one.tokens) == text
+        values = [value for one in scored for value in one.token_logprobs]
+        assert values == [None, *(-1.0 - i for i in range(len(values) - 1))]
+    assert all(request.sampling.max_tokens == 1 for request in engine.calls[0])
+
+
+def test_no_answer_and_no_prompt_is_nothing(client, engine):
+    with pytest.raises(openai.BadRequestError, match="with echo: true the prompt is") as caught:
+        client.completions.create(model="tiny", prompt="ab", max_tokens=0)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError, match="min_tokens=1 is more than"):
+        client.completions.create(
+            model="tiny", prompt="ab", max_tokens=0, echo=True, extra_body={"min_tokens": 1}
+        )
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_echo_repeats_log_probabilities_of_the_prompt(client, engine, stream):
     got = client.completions.create(
         model="tiny",

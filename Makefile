@@ -13,7 +13,7 @@ SLOW  := slow or integration or e2e or gpu
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients docs lock clean
+.PHONY: help setup serve check test explore bench clients docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -62,6 +62,9 @@ clients: $(READY) ## litellm, langchain, instructor, llm and schemathesis agains
 
 docs: $(READY) ## write the parts of the documents that come from the code
 	@$(BIN)/python -m tests.arch.generate_docs
+
+proto: $(READY) ## write what protoc makes of the gRPC schema
+	@$(BIN)/python -m tests.arch.generate_rpc
 
 lock: ## resolve the ranges of pyproject.toml anew and pin what came out
 	@echo "==> resolving into .venv-lock"

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.arch import generate_rpc
 from tests.arch.test_folders import PARTS, ROOT, SOURCES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -62,10 +63,23 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT / path.relative_to(ROOT).parts[0])) for path in SOURCES}
     assert modules <= names
-    assert {f"triptych/{part}/py.typed" for part in PARTS} <= names
-    assert "triptych/deployments/http/dashboard.html" in names
+    tracked = subprocess.run(
+        ["git", "ls-files", *PARTS], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    inner = {path.partition("/")[2] for path in tracked}
+    packaged = {path for path in inner if path.startswith("triptych/")}
+    assert {"triptych/core/py.typed", "triptych/deployments/http/dashboard.html"} <= packaged
+    assert packaged <= names
     python = {name for name in names if name.endswith(".py")}
     assert python == modules
+
+
+def test_what_protoc_wrote_is_current(tmp_path: Path) -> None:
+    fresh = generate_rpc.generate(tmp_path)
+    assert len(fresh) == 3
+    for path in fresh:
+        kept = generate_rpc.SOURCES / path.relative_to(tmp_path)
+        assert kept.read_text() == path.read_text(), f"{kept.name} is out of date: run 'make proto'"
 
 
 def test_the_wheel_brings_the_command(wheel: Path) -> None:

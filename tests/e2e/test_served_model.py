@@ -11,15 +11,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import grpc
 import httpx
 import openai
 import pydantic
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.e2e.conftest import free_port
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.deployments.app import check_gpus
+from triptych.deployments.rpc.triptych_pb2 import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ListModelsRequest,
+)
+from triptych.deployments.rpc.triptych_pb2_grpc import TriptychStub
 
 pytestmark = pytest.mark.e2e
 
@@ -28,8 +38,13 @@ QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")
-def server(start: Callable[..., Any]) -> Any:
-    return start(model={"name": MODEL, "dtype": "float32"})
+def grpc_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Any], grpc_port: int) -> Any:
+    return start(model={"name": MODEL, "dtype": "float32"}, ingress={"grpc_port": grpc_port})
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +116,48 @@ def test_chat_answers_the_question(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens > 3
     compression = answer.usage.model_dump()["compression"]
     assert compression["policy"] == "diffkv"
+
+
+def test_grpc_says_what_http_says(server: Any, client: openai.OpenAI, grpc_port: int) -> None:
+    asked = ChatCompletionRequest(
+        messages=[ChatMessage(**turn) for turn in QUESTION], temperature=0, max_tokens=24
+    )
+    told = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=24
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub = TriptychStub(channel)
+        whole = stub.ChatCompletion(asked, timeout=60)
+        chunks = list(stub.StreamChatCompletion(asked, timeout=60))
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        assert stub.ListModels(ListModelsRequest()).data[0].id == MODEL
+        with pytest.raises(grpc.RpcError, match="maximum context length") as caught:
+            stub.Completion(CompletionRequest(prompt=["word " * 20_000]))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        endless = CompletionRequest(prompt=["Tell me"], max_tokens=4000, ignore_eos=True)
+        stream = stub.StreamCompletion(endless)
+        next(stream)
+        assert server.pages_held() > 0
+        stream.cancel()
+        server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
+    text = "".join(choice.delta.content for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content == told.choices[0].message.content
+    assert whole.usage.compression.policy == "diffkv"
+    assert chunks[-1].usage.completion_tokens == told.usage.completion_tokens
+
+
+def test_a_prompt_alone_is_scored(client: openai.OpenAI) -> None:
+    def likelihood(text: str) -> float:
+        scored = client.completions.create(
+            model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=1
+        )
+        (choice,) = scored.choices
+        assert (choice.text, scored.usage.completion_tokens) == (text, 0)
+        assert len(choice.logprobs.tokens) == scored.usage.prompt_tokens
+        return sum(choice.logprobs.token_logprobs[1:])
+
+    assert likelihood("The capital of Japan is Tokyo") > likelihood("The capital of Japan is Paris")
 
 
 def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) -> None:

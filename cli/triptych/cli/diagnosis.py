@@ -50,6 +50,8 @@ class Facts:
     port: int
     port_holder: str
     """Who listens there already; empty: nobody."""
+    grpc_port_fault: str
+    """Why nobody can listen at ``ingress.grpc_port``; empty: one can, or need not."""
     shared_memory: Disk
     cache: Disk
     temporary: Disk
@@ -127,6 +129,17 @@ def _port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             "fault",
             f"{facts.port_holder} listens at {at}",
             "stop it, or set http_options.port to another one",
+        )
+
+
+def _grpc_port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    at = f"{config.ingress.grpc_host}:{config.ingress.grpc_port}"
+    if facts.grpc_port_fault and "triptych" not in facts.port_holder:
+        yield Finding(
+            "gRPC port",
+            "fault",
+            f"nobody can listen at {at}: {facts.grpc_port_fault}",
+            "stop who does, or set ingress.grpc_port or ingress.grpc_host to another one",
         )
 
 
@@ -344,6 +357,7 @@ def _model(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
     _versions,
     _port,
+    _grpc_port,
     _shared_memory,
     _memory,
     _disks,

@@ -56,7 +56,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
     needed = [text for text in requires("triptych") or [] if "extra ==" not in text]
     orphans = [*find_orphans(shared_memory_dir()), *rundir.find_orphans()]
     ray_processes = [" ".join(p.info["cmdline"][:1]) for p in _ray_processes()]
-    gpus = _gpus()
+    gpus, ingress = _gpus(), config.ingress
     return Facts(
         python=platform.python_version(),
         packages=dict(_installed(needed)),
@@ -64,6 +64,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
         host=http.host,
         port=http.port,
         port_holder=_port_holder(http),
+        grpc_port_fault=_bind_fault(ingress.grpc_host, ingress.grpc_port),
         shared_memory=_disk(Path("/dev/shm")),
         cache=_disk(cache_dir()),
         temporary=_disk(Path(tempfile.gettempdir())),
@@ -112,12 +113,20 @@ def container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 def _port_holder(http: HttpOptions) -> str:
     """Who answers at the server's address; empty if one can listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in http.host else socket.AF_INET) as probe:
+    fault = _bind_fault(http.host, http.port)
+    return fault and (_who_answers(http) or f"another program ({fault})")
+
+
+def _bind_fault(host: str, port: int) -> str:
+    """Why one cannot listen there; empty: one can, or port 0 asks for nothing."""
+    if not port:
+        return ""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((http.host, http.port))
+            probe.bind((host, port))
         except OSError as error:
-            return _who_answers(http) or f"another program ({error.strerror})"
+            return error.strerror or str(error)
     return ""
 
 

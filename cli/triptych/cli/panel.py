@@ -28,8 +28,10 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 64,
     }
+    grpc = config.ingress.grpc_port
     return [
         ("address", f"{url}/v1"),
+        *([("gRPC", f"{config.ingress.grpc_host}:{grpc}")] if grpc else []),
         ("model", f"{config.model.public_name}, {context} tokens of context, {config.topology}"),
         ("pages", pages_in_words(plan)),
         ("precision", ", ".join(precision_in_words(plan))),

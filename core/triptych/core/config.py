@@ -399,10 +399,17 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressConfig:
-    """The HTTP side."""
+    """The HTTP side, and gRPC beside it."""
 
     num_replicas: int = 1
     """Copies of the HTTP ingress."""
+
+    grpc_port: int = 0
+    """Port on which every copy of the ingress answers gRPC as well (``triptych.proto``), with the
+    same checks, limits and keys; 0: none does."""
+
+    grpc_host: str = "127.0.0.1"
+    """Address at which it does; ``0.0.0.0``: at all that its node has."""
 
     max_body_bytes: int = 4 * MIB
     """Largest request body; a larger one is answered with 413."""
@@ -429,6 +436,9 @@ class IngressConfig:
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")
+        port, host = self.grpc_port, self.grpc_host
+        require(0 <= port < 1 << 16, "ingress.grpc_port", port, "0 to 65535")
+        require(bool(host.strip()), "ingress.grpc_host", host, "an address")
         require(
             self.max_body_bytes >= 1024, "ingress.max_body_bytes", self.max_body_bytes, ">= 1024"
         )

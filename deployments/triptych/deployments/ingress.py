@@ -1,7 +1,7 @@
 # Ray Serve's decorators and handles lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
-"""The HTTP shell: the OpenAI app in a Serve replica, fed with tokens by its mailbox."""
+"""The shell of HTTP and gRPC: their apps in a Serve replica, fed with tokens by its mailbox."""
 
 import asyncio
 import logging
@@ -26,10 +26,11 @@ from triptych.core.messages import (
     failed,
 )
 from triptych.deployments.board import Board
-from triptych.deployments.http import Health, ModelCard, create_app
+from triptych.deployments.http import Health, Intake, ModelCard, create_app
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.routes import LOCAL, Routes
+from triptych.deployments.rpc import RpcServer
 from triptych.deployments.site import Site
 from triptych.deployments.status import Status
 from triptych.router import Journey, Journeys
@@ -198,27 +199,31 @@ class IngressShell:
     async def __init__(self, plan: AppPlan, router: RouterHandle, *stages: object) -> None:
         self._site = await asyncio.to_thread(Site.arrive, plan)
         self._plan = self._site.plan
-        self._tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
+        tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
         self._engine = RouterEngine(self._plan, router, self._site.routes)
+        self._intake = Intake(
+            engine=self._engine,
+            tokenizer=tokenizer,
+            model=ModelCard(
+                name=self._plan.config.model.public_name,
+                context_tokens=self._plan.context_tokens,
+                created=int(time.time()),
+            ),
+            config=self._plan.config.ingress,
+        )
+        self._rpc = RpcServer(self._intake)
         await self._engine.start()
-        self._warming = asyncio.create_task(asyncio.to_thread(self._tokenizer.warm_up))
+        await self._rpc.start()
+        self._warming = asyncio.create_task(asyncio.to_thread(tokenizer.warm_up))
 
     async def __del__(self) -> None:
+        await self._rpc.stop()
         await self._engine.stop()
         self._site.run_dir.leave()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        plan = self._plan
-        card = ModelCard(
-            name=plan.config.model.public_name,
-            context_tokens=plan.context_tokens,
-            created=int(time.time()),
-        )
         return create_app(
-            engine=self._engine,
-            tokenizer=self._tokenizer,
-            model=card,
-            config=plan.config.ingress,
+            self._intake,
             gauges=self._engine.gauges,
             board=self._engine.board,
             reasons=self._engine,

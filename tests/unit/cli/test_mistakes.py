@@ -29,6 +29,7 @@ HEALTHY = Facts(
     host="127.0.0.1",
     port=8000,
     port_holder="",
+    grpc_port_fault="",
     shared_memory=Disk("/dev/shm", 8 * GIB, 16 * GIB),
     cache=Disk("/home/a/.cache/triptych", 50 * GIB, 100 * GIB),
     temporary=Disk("/tmp", 50 * GIB, 100 * GIB),
@@ -63,6 +64,12 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {},
         "listens at 127.0.0.1:8000",
         "set http_options.port",
+    ),
+    "a gRPC port in use": (
+        {"grpc_port_fault": "Address already in use"},
+        {"ingress": {"grpc_port": 9000}},
+        "nobody can listen at 127.0.0.1:9000",
+        "set ingress.grpc_port",
     ),
     "Docker's small shared memory": (
         {"shared_memory": Disk("/dev/shm", 64 << 20, 64 << 20)},

@@ -103,12 +103,17 @@ class Answer(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(self, job: Job, codec: TextCodec) -> None:
-        self._job = job
+        self.job = job
         self._codec = codec
         self.choices = [
             Choice(index=index, echo=job.echo[index] if job.echo else "")
             for index in range(len(job.requests))
         ]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether building it may take a second: log probabilities of a prompt do."""
+        return max(self.job.prompt_logprobs, self.job.echo_logprobs) >= 0
 
     def whole(self) -> Json:
         """Build the answer that is not streamed."""
@@ -117,7 +122,7 @@ class Answer(ABC):
 
     def headers(self) -> dict[str, str]:
         """What compression did, and what was cached, for those who do not read the body."""
-        cached = _cached_tokens(self.choices, self._job.choices_each)
+        cached = _cached_tokens(self.choices, self.job.choices_each)
         told = {"x-triptych-cached-tokens": str(cached)}
         if compression := _compression(self.choices):
             told["x-triptych-compression-policy"] = str(compression["policy"])
@@ -128,19 +133,19 @@ class Answer(ABC):
         """Build the events that tell of ``item``, which ``choice`` has taken already."""
         choice.untold += item.tokens
         for part in self._parts(choice, item):
-            if self._job.token_ids:
+            if self.job.token_ids:
                 part["token_ids"], choice.untold = choice.untold, []
             chunk = self._frame(self.chunk_object, [part])
-            if self._job.continuous_usage:
+            if self.job.continuous_usage:
                 chunk["usage"] = self._usage()
-            elif self._job.include_usage:
+            elif self.job.include_usage:
                 chunk["usage"] = None
             yield chunk
 
     def _ids(self, choice: Choice) -> Json:
-        if not self._job.token_ids:
+        if not self.job.token_ids:
             return {}
-        prompt = self._job.requests[choice.index].prompt
+        prompt = self.job.requests[choice.index].prompt
         return {"prompt_token_ids": list(prompt), "token_ids": choice.ids}
 
     def usage_chunk(self) -> Json:
@@ -149,16 +154,16 @@ class Answer(ABC):
 
     def _prompt_rows(self, choice: Choice) -> list[TokenRank]:
         """How likely the tokens of its prompt were, but the first, of which nothing is known."""
-        first = self.choices[choice.index - choice.index % self._job.choices_each]
+        first = self.choices[choice.index - choice.index % self.job.choices_each]
         told = choice.prompt_logprobs or first.prompt_logprobs
         return list(told.rows()) if told else []
 
     def _prompt_logprobs(self, choice: Choice) -> Json:
         """vLLM's list of what each token of the prompt, and others in its place, are worth."""
-        top = self._job.prompt_logprobs
+        top = self.job.prompt_logprobs
         if top < 0:
             return {}
-        tokens = self._job.requests[choice.index].prompt[1:]
+        tokens = self.job.requests[choice.index].prompt[1:]
         rows = zip(tokens, self._prompt_rows(choice), strict=True)
         return {"prompt_logprobs": [None, *(self._ranked(token, row, top) for token, row in rows)]}
 
@@ -174,7 +179,7 @@ class Answer(ABC):
         }
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
-        job = self._job
+        job = self.job
         return {
             "id": job.id,
             "object": kind,
@@ -184,7 +189,7 @@ class Answer(ABC):
         }
 
     def _usage(self) -> Json:
-        return usage(self._job.prompt_tokens, self.choices, self._job.choices_each)
+        return usage(self.job.prompt_tokens, self.choices, self.job.choices_each)
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Json:
@@ -238,7 +243,7 @@ class ChatAnswer(Answer):
 
     def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
         """What a text adds to the answer, and which calls."""
-        if not self._job.tools:
+        if not self.job.tools:
             return text, []
         pieces = list(self._readers[choice.index].read(text, is_last=is_last))
         calls = [piece for piece in pieces if isinstance(piece, Call)]
@@ -302,10 +307,10 @@ class CompletionAnswer(Answer):
 
     def _echoed(self, choice: Choice) -> list[TokenLogprob | int]:
         """What log probabilities repeat of the prompt; of its first token there is only the id."""
-        top = self._job.echo_logprobs
+        top = self.job.echo_logprobs
         if top < 0:
             return []
-        first, *rest = self._job.requests[choice.index].prompt
+        first, *rest = self.job.requests[choice.index].prompt
         rows = zip(rest, self._prompt_rows(choice), strict=True)
         return [
             first,

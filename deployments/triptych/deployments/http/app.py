@@ -3,9 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,20 +12,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.core.config import IngressConfig
 from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
-from triptych.deployments.http.answers import Answer, ChatAnswer, CompletionAnswer
+from triptych.deployments.http.answers import Answer
 from triptych.deployments.http.dashboard import BoardSource, Dashboard, no_board
 from triptych.deployments.http.errors import ApiError, RequestFailed, report
-from triptych.deployments.http.interfaces import Engine, Health, ModelCard, NoReasons, Reasons
-from triptych.deployments.http.keys import Client, KeyRing
+from triptych.deployments.http.intake import PROBE_TIMEOUT_S, Intake
+from triptych.deployments.http.interfaces import NoReasons, Reasons
+from triptych.deployments.http.keys import Client
 from triptych.deployments.http.limits import Envelope, Limits, request_id
-from triptych.deployments.http.metrics import Gauges, IngressMetrics
+from triptych.deployments.http.metrics import Gauges
 from triptych.deployments.http.openapi import document
-from triptych.deployments.http.plan import Job, Planner
 from triptych.deployments.http.protocol import (
-    ChatBody,
-    CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     validate,
@@ -36,19 +31,12 @@ from triptych.deployments.http.stream import (
     KEEP_ALIVE_S,
     EventStream,
     collect,
-    follow,
     frames,
     unless_disconnected,
 )
-from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.http.wire import JsonResponse, read_json
-from triptych.deployments.tracing import valid_parent
 
 logger = logging.getLogger(__name__)
-
-PROBE_TIMEOUT_S = 3.0
-"""Seconds that ``/health`` and ``/metrics`` wait for other parts."""
-
 
 DECISION_TIMEOUT_S = 0.5
 """Seconds that a finished answer waits for what its header is to say."""
@@ -60,34 +48,24 @@ async def no_gauges() -> Mapping[str, float]:
 
 
 def create_app(
+    intake: Intake,
     *,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    model: ModelCard,
-    config: IngressConfig,
-    metrics: IngressMetrics | None = None,
     gauges: Gauges = no_gauges,
     board: BoardSource = no_board,
     reasons: Reasons | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
     send_request_id: bool = True,
 ) -> FastAPI:
-    """Build the app that serves ``model`` through ``engine``.
+    """Build the app in front of ``intake``.
 
     ``gauges`` adds values of other parts to ``/metrics``, ``board`` what they do to the
     dashboard, ``reasons`` why the router decided as it did. Turn ``send_request_id`` off
     where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
     """
-    codec = TextCodec(tokenizer, model.context_tokens)
-    metrics = metrics or IngressMetrics()
     routes = Routes(
-        engine=engine,
-        codec=codec,
-        model=model,
-        config=config,
-        metrics=metrics,
+        intake,
         gauges=gauges,
-        dashboard=Dashboard(board, metrics, model),
+        dashboard=Dashboard(board, intake.metrics, intake.model),
         reasons=reasons or NoReasons(),
         keep_alive_s=keep_alive_s,
     )
@@ -95,7 +73,7 @@ def create_app(
     routes.mount(app)
     for kind in (TriptychError, RequestFailed, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
-    app.add_middleware(Limits, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(Limits, max_body_bytes=intake.config.max_body_bytes)
     app.add_middleware(Envelope, send_request_id=send_request_id)
     return app
 
@@ -105,20 +83,12 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return report(error, request_id(request.scope)).response()
 
 
-def traced(job: Job, request: Request) -> Job:
-    """Make the requests part of the trace that the client says they belong to."""
-    parent = valid_parent(request.headers.get("traceparent", ""))
-    parts = (replace(one, traceparent=parent) for one in job.requests) if parent else job.requests
-    return replace(job, requests=tuple(parts))
-
-
-async def _whole(job: Job, answer: Answer, more: Mapping[str, str]) -> Response:
+async def _whole(answer: Answer, more: Mapping[str, str]) -> Response:
     def response() -> Response:
         return JsonResponse(answer.whole(), headers={**answer.headers(), **more})
 
-    # Log probabilities of a long prompt take a second to write: other streams go on meanwhile.
-    is_long = max(job.prompt_logprobs, job.echo_logprobs) >= 0
-    return await asyncio.to_thread(response) if is_long else response()
+    # Other streams go on meanwhile.
+    return await asyncio.to_thread(response) if answer.is_long else response()
 
 
 def _with_session(request: Request, body: Mapping[str, object]) -> Mapping[str, object]:
@@ -132,28 +102,21 @@ class Routes:
 
     def __init__(
         self,
+        intake: Intake,
         *,
-        engine: Engine,
-        codec: TextCodec,
-        model: ModelCard,
-        config: IngressConfig,
-        metrics: IngressMetrics,
         gauges: Gauges,
         dashboard: Dashboard,
         reasons: Reasons,
         keep_alive_s: float,
     ) -> None:
-        self._engine = engine
-        self._codec = codec
-        self._model = model
-        self._config = config
-        self._metrics = metrics
+        self._intake = intake
+        self._codec = intake.codec
+        self._planner = intake.planner
+        self._config = intake.config
         self._gauges = gauges
         self._dashboard = dashboard
         self._reasons = reasons
         self._keep_alive_s = keep_alive_s
-        self._planner = Planner(engine=engine, codec=codec, model=model, config=config)
-        self._keys = KeyRing(Path(config.api_keys) if config.api_keys else None)
 
     def mount(self, app: FastAPI) -> None:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -173,29 +136,28 @@ class Routes:
         app.add_api_route("/dashboard/state", self.dashboard_state, methods=["GET"])
 
     async def chat(self, request: Request) -> Response:
-        client = self._client(request)
-        body = validate(ChatBody, _with_session(request, await read_json(request)))
-        job = traced(await self._planner.chat(body, client.tenant, client.weight), request)
-        return await self._answer(request, client, job, ChatAnswer(job, self._codec))
+        client, parent = self._client(request), request.headers.get("traceparent", "")
+        given = _with_session(request, await read_json(request))
+        return await self._answer(request, client, await self._intake.chat(given, client, parent))
 
     async def completions(self, request: Request) -> Response:
-        client = self._client(request)
-        body = validate(CompletionBody, _with_session(request, await read_json(request)))
-        job = traced(await self._planner.completion(body, client.tenant, client.weight), request)
-        return await self._answer(request, client, job, CompletionAnswer(job, self._codec))
+        client, parent = self._client(request), request.headers.get("traceparent", "")
+        given = _with_session(request, await read_json(request))
+        answer = await self._intake.completion(given, client, parent)
+        return await self._answer(request, client, answer)
 
     def _client(self, request: Request) -> Client:
-        return self._keys.client(request.headers.get("authorization", ""))
+        return self._intake.keys.client(request.headers.get("authorization", ""))
 
-    async def _answer(self, request: Request, client: Client, job: Job, answer: Answer) -> Response:
-        items = client.run(follow(self._engine, job, answer, self._metrics))
+    async def _answer(self, request: Request, client: Client, answer: Answer) -> Response:
+        items, job = self._intake.run(client, answer), answer.job
         timeout_s = self._config.request_timeout_s
         if job.stream:
             events = frames(items, job, answer)
             return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
         await unless_disconnected(request.receive, collect(items, timeout_s))
         told = await self._decision(job.id) if self._config.decision_header else None
-        return await _whole(job, answer, {} if told is None else {"x-triptych-decision": told})
+        return await _whole(answer, {} if told is None else {"x-triptych-decision": told})
 
     async def _decision(self, name: str) -> str:
         """What the router decided; an answer that is there does not wait for it."""
@@ -207,25 +169,12 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         self._client(request)
-        return JsonResponse({"object": "list", "data": [self._card()]})
+        return JsonResponse({"object": "list", "data": [self._intake.card()]})
 
     async def one_model(self, request: Request, name: str) -> Response:
         self._client(request)
         self._planner.check_model(name)
-        return JsonResponse(self._card())
-
-    def _card(self) -> dict[str, object]:
-        model = self._model
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "triptych",
-            "root": model.root or model.name,
-            "parent": None,
-            "max_model_len": model.context_tokens,
-            "permission": [],
-        }
+        return JsonResponse(self._intake.card())
 
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
@@ -234,7 +183,7 @@ class Routes:
         tokens = await self._tokens(body)
         answer: dict[str, object] = {
             "count": len(tokens),
-            "max_model_len": self._model.context_tokens,
+            "max_model_len": self._intake.model.context_tokens,
             "tokens": tokens,
         }
         if body.return_token_strs:
@@ -266,11 +215,7 @@ class Routes:
 
     async def health(self) -> Response:
         """Whether requests can be served: each stage has a worker."""
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                state = await self._engine.health()
-        except TimeoutError:
-            state = Health(ok=False, reason="the engine does not answer")
+        state = await self._intake.health()
         if state.ok:
             return Response()
         kind, code = "service_unavailable", "overloaded"
@@ -283,12 +228,12 @@ class Routes:
                 gauges = await self._gauges()
         except (TimeoutError, TriptychError) as error:
             logger.warning("metrics of other parts are missing: %s", error)
-        return Response(self._metrics.exposition(gauges), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._intake.metrics.exposition(gauges), media_type=CONTENT_TYPE_LATEST)
 
     async def explain(self, request: Request, name: str) -> Response:
         """Why the router decided as it did about one request: bytes, queue, alternatives."""
         given = request.headers.get("authorization", "")
-        self._keys.admin(given, everybody=self._config.open_admin)
+        self._intake.keys.admin(given, everybody=self._config.open_admin)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 found = await self._reasons.explain(name)
@@ -313,7 +258,7 @@ class Routes:
 
     async def dashboard_state(self, request: Request) -> Response:
         # A page that looks every second must not use up what its key may ask.
-        self._keys.client(request.headers.get("authorization", ""), counts=False)
+        self._intake.keys.client(request.headers.get("authorization", ""), counts=False)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 return await self._dashboard.state()

@@ -24,7 +24,7 @@ from triptych.core.messages import (
     TokenLogprob,
     Tokens,
 )
-from triptych.deployments.http import Health, IngressMetrics, ModelCard, create_app
+from triptych.deployments.http import Health, Intake, ModelCard, create_app
 from triptych.deployments.http.interfaces import Engine
 
 MODEL = "tiny"
@@ -212,21 +212,22 @@ def server(tokenizer: PreTrainedTokenizerFast, late_engine: LateEngine) -> Itera
         yield server
 
 
+def make_intake(
+    engine: Engine, tokenizer: PreTrainedTokenizerFast, config: IngressConfig
+) -> Intake:
+    card = ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000)
+    return Intake(engine=engine, tokenizer=tokenizer, model=card, config=config)
+
+
 @contextmanager
 def serve_app(
     tokenizer: PreTrainedTokenizerFast, engine: Engine, *, request_timeout_s: float
 ) -> Iterator[Server]:
     """The app on a free port of loopback, on a thread of its own."""
     limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4}
-    app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        model=ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000),
-        config=IngressConfig(**limits, request_timeout_s=request_timeout_s),
-        metrics=IngressMetrics(),
-        gauges=fake_gauges,
-        keep_alive_s=KEEP_ALIVE_S,
-    )
+    config = IngressConfig(**limits, request_timeout_s=request_timeout_s)
+    intake = make_intake(engine, tokenizer, config)
+    app = create_app(intake, gauges=fake_gauges, keep_alive_s=KEEP_ALIVE_S)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     uvicorn_server = uvicorn.Server(config)
     thread = threading.Thread(target=uvicorn_server.run, daemon=True)

@@ -14,7 +14,7 @@ from tests.unit.router.driver import request, whole
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Finished
 from triptych.deployments.explain import explained, summary
-from triptych.deployments.http import ModelCard, create_app
+from triptych.deployments.http import Intake, ModelCard, create_app
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -42,13 +42,13 @@ def keys(tmp_path: Path) -> str:
 async def ask(
     engine: FakeEngine, tokenizer, config: IngressConfig, key: str, *, path: str, body=None
 ) -> httpx.Response:
-    app = create_app(
+    intake = Intake(
         engine=engine,
         tokenizer=tokenizer,
         model=ModelCard(name="tiny", context_tokens=2048, created=0),
         config=config,
-        reasons=KnownReasons(),
     )
+    app = create_app(intake, reasons=KnownReasons())
     transport = httpx.ASGITransport(app=app)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:

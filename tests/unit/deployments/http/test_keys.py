@@ -13,7 +13,7 @@ import yaml
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ConfigError, InvalidKey, TooManyRequests
-from triptych.deployments.http import ModelCard, create_app
+from triptych.deployments.http import Intake, ModelCard, create_app
 from triptych.deployments.http.keys import KeyRing, read_keys
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -138,10 +138,12 @@ async def test_clients_meet_their_limits(tokenizer, engine, tmp_path: Path) -> N
     """Over HTTP, with the official client; a stream counts until it ends."""
     path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=2))
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        model=ModelCard(name="tiny", context_tokens=2048, created=0),
-        config=IngressConfig(api_keys=str(path)),
+        Intake(
+            engine=engine,
+            tokenizer=tokenizer,
+            model=ModelCard(name="tiny", context_tokens=2048, created=0),
+            config=IngressConfig(api_keys=str(path)),
+        )
     )
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())

@@ -244,6 +244,8 @@ def _in_serving_pod(
     container: Body = pod["containers"][0]
     yield from _in_network(where, container, serve)
     yield from _in_keys(where, pod, container, config.ingress.api_keys)
+    yield from _in_grpc(where, container, config)
+    yield from _in_disk(where, pod, container, config)
     yield from _in_memory(where, pod, container, config.pool.capacity_bytes + store_bytes)
     yield from _in_gpus(where, container, config)
     yield from _in_shutdown(where, pod, container, config.ingress.request_timeout_s)
@@ -262,6 +264,49 @@ def _in_network(where: str, container: Body, serve: ServeConfig) -> Iterator[Pro
             where,
             f"http_options.port is {port} and the container's port 'serve' {ports.get('serve')}",
             "let them be the same",
+        )
+
+
+def _in_grpc(where: str, container: Body, config: AppConfig) -> Iterator[Problem]:
+    host, port = config.ingress.grpc_host, config.ingress.grpc_port
+    if port and host in {"127.0.0.1", "localhost", "::1"}:
+        yield Problem(
+            where, f"ingress.grpc_host is {host}: no other pod reaches it", "set it to 0.0.0.0"
+        )
+    if port and port not in {item["containerPort"] for item in container.get("ports", [])}:
+        yield Problem(
+            where,
+            f"ingress.grpc_port is {port}, and no port of the container",
+            f"add {{name: grpc, containerPort: {port}}} to its ports",
+        )
+
+
+def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Iterator[Problem]:
+    """The root is read-only, and scratch space is shared with others."""
+    path, wanted = config.pool.disk_path, config.pool.disk_bytes
+    if not path:
+        return
+    mounts: list[Body] = [
+        mount
+        for mount in container.get("volumeMounts", [])
+        if f"{path}/".startswith(mount["mountPath"].rstrip("/") + "/")
+    ]
+    mount = max(mounts, key=lambda one: len(one["mountPath"]), default=None)
+    if mount is None or mount.get("readOnly"):
+        yield Problem(
+            where,
+            f"pool.disk_path is {path}, and no volume that can be written is mounted there",
+            "add k8s/components/disk, or in the chart disk.size",
+        )
+        return
+    volumes: dict[str, Body] = {item["name"]: item for item in pod.get("volumes", [])}
+    folder: Body = volumes[mount["name"]].get("emptyDir") or {}
+    if "sizeLimit" in folder and quantity(folder["sizeLimit"]) < wanted:
+        yield Problem(
+            where,
+            f"pool.disk_bytes is {_gib(wanted)}, and the volume has {folder['sizeLimit']}: "
+            "Kubernetes ends a pod that fills it",
+            "raise sizeLimit, or lower pool.disk_bytes",
         )
 
 

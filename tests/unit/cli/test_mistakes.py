@@ -310,6 +310,22 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
         args(lambda s: app_args(s)["ingress"].update(api_keys="/keys.yaml")),
         "mount the secret",
     ),
+    "gRPC on loopback": (
+        args(lambda s: app_args(s)["ingress"].update(grpc_port=8000)),
+        "grpc_host is 127.0.0.1",
+    ),
+    "a gRPC port that is closed": (
+        args(lambda s: app_args(s)["ingress"].update(grpc_port=9000, grpc_host="0.0.0.0")),
+        "{name: grpc, containerPort: 9000}",
+    ),
+    "a disk that is not there": (
+        args(lambda s: app_args(s)["pool"].update(disk_path="/var/lib/t", disk_bytes=GIB)),
+        "add k8s/components/disk",
+    ),
+    "a disk that is read-only": (
+        args(lambda s: app_args(s)["pool"].update(disk_path="/var/cache/triptych", disk_bytes=1)),
+        "no volume that can be written",
+    ),
     "proxies on the head": (args(lambda s: s.update(proxy_location="HeadOnly")), "EveryNode"),
     "a container's own /dev/shm": (
         pod(lambda p, c: c["volumeMounts"].pop(2)),
@@ -375,6 +391,15 @@ def test_validate_names_what_is_wrong_with_a_manifest_and_what_helps(
     plant(service, service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0])
     problems = [str(problem) for problem in find_problems(bodies)]
     assert any(says in problem for problem in problems), problems
+
+
+def test_a_disk_that_is_too_small_is_named() -> None:
+    bodies = render(K8S / "overlays" / "disk")
+    (service,) = [body for body in bodies if body["kind"] == "RayService"]
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    group["template"]["spec"]["volumes"][-1]["emptyDir"]["sizeLimit"] = "1Gi"
+    (problem,) = find_problems(bodies)
+    assert "lower pool.disk_bytes" in str(problem)
 
 
 def test_a_deployment_that_serves_another_file_is_found() -> None:

@@ -4,6 +4,7 @@ A test compares it with the real one where there is one.
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def load(path: Path) -> list[Body]:
     if path.is_dir():
         return render(path)
     bodies = [body for body in yaml.safe_load_all(path.read_text(encoding="utf-8")) if body]
-    return copy.deepcopy(bodies)  # aliases of YAML are one object
+    return json.loads(json.dumps(bodies))  # aliases of YAML are one object, and shall not be
 
 
 def _config_map(folder: Path, generator: Body) -> Body:
@@ -79,6 +80,10 @@ def _apply(body: Body, step: Body) -> None:
     at: Any = body
     for part in parents:
         at = at[int(part)] if isinstance(at, list) else at[part]
+    if last == "-":
+        assert step["op"] == "add"
+        at.append(step["value"])
+        return
     key: Any = int(last) if isinstance(at, list) else last
     if step["op"] == "test":
         assert at[key] == step["value"], f"{step['path']} is {at[key]!r}"

@@ -16,6 +16,7 @@ CHART = K8S / "chart"
 CASES = {
     "base": {},
     "overlays/laptop": yaml.safe_load((CHART / "values-laptop.yaml").read_text()),
+    "overlays/disk": yaml.safe_load((CHART / "values-disk.yaml").read_text()),
     "overlays/gpu-node": yaml.safe_load((CHART / "values-gpu-node.yaml").read_text()),
 }
 
@@ -85,6 +86,20 @@ def test_an_own_claim_replaces_the_volume_and_the_job() -> None:
     assert yaml.safe_dump(bodies).count("claimName: mine") == 2
 
 
+def test_prefixes_go_to_a_claim_that_outlives_the_pod() -> None:
+    bodies = install({"disk": {"existingClaim": "nvme"}, "args": {"pool": {"disk_bytes": 1 << 40}}})
+    assert find_problems(bodies) == []
+    (service,) = of_kind(bodies, "RayService")
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    claim = {"claimName": "nvme"}
+    assert {"name": "prefixes", "persistentVolumeClaim": claim} in group["template"]["spec"][
+        "volumes"
+    ]
+    (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    pool = AppConfig.from_mapping(app["args"]).pool
+    assert (pool.disk_path, pool.disk_bytes) == ("/var/lib/triptych/prefixes", 1 << 40)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -94,6 +109,9 @@ def test_an_own_claim_replaces_the_volume_and_the_job() -> None:
         {"args": {"pool": {"capacity_bytes": "4GiB"}}},
         {"args": {"model": {"name": "elsewhere"}}},
         {"stages": {"sharedMemory": "much"}},
+        {"disk": {"size": "much"}},
+        {"disk": {"size": "1Gi", "existingClaim": "mine"}},
+        {"args": {"pool": {"disk_bytes": "16Gi"}}},
         {"stages": {"resources": {"limit": {}}}},
     ],
 )

@@ -13,7 +13,7 @@ SLOW  := slow or integration or e2e or gpu
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients docs proto lock clean
+.PHONY: help setup serve check test explore bench clients wheel docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -57,8 +57,11 @@ bench: $(READY) ## measure attention and serving into benchmarks/results (an hou
 	@echo "==> serving, in turns with transformers"
 	@$(BIN)/python benchmarks/serve.py
 
-clients: $(READY) ## litellm, langchain, instructor, llm and schemathesis against the real server
+clients: $(READY) ## litellm, langchain, instructor, llm, guidellm and schemathesis against the real server
 	@$(BIN)/python -m tests.clients.run
+
+wheel: $(READY) ## install the wheel elsewhere, with an empty home, and use it
+	@$(BIN)/python -m tests.clients.wheel
 
 docs: $(READY) ## write the parts of the documents that come from the code
 	@$(BIN)/python -m tests.arch.generate_docs
@@ -81,7 +84,7 @@ lock: ## resolve the ranges of pyproject.toml anew and pin what came out
 	@rm -rf .venv-lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) .venv-lock .venv-clients build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) .venv-lock .venv-clients* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The build tools are in the lock too, so that installing the project itself needs no network.

@@ -80,6 +80,39 @@ def test_without_include_usage_no_chunk_mentions_it(http, engine):
     assert "usage" not in http.post("/v1/completions", json=body).text
 
 
+def as_vllm_bench_reads(text: str) -> tuple[str, int, int]:
+    """Text, chunks with text, and tokens, by the rules of ``vllm bench serve``.
+
+    Comments are skipped; the usage counts where there are no choices.
+    """
+    said, chunks, tokens = "", 0, 0
+    for message in text.strip().split("\n\n"):
+        if message.startswith(":") or message == "data: [DONE]":
+            continue
+        told = json.loads(message.removeprefix("data: "))
+        if choices := told.get("choices"):
+            piece = choices[0].get("text") or choices[0].get("delta", {}).get("content")
+            said, chunks = said + (piece or ""), chunks + bool(piece)
+        elif usage := told.get("usage"):
+            tokens = usage["completion_tokens"]
+    return said, chunks, tokens
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", CHAT])
+def test_vllm_bench_counts_what_was_answered(http, engine, route):
+    shared = {"model": "tiny", "temperature": 0.0, "repetition_penalty": 1.0, "stream": True}
+    shared |= {"stream_options": {"include_usage": True}, "ignore_eos": True, "seed": 0}
+    parts = [{"type": "text", "text": "hello"}]
+    bodies = {
+        "/v1/completions": {"prompt": "hello", "max_tokens": 5, "logprobs": None},
+        CHAT: {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 5},
+    }
+    engine.first_delay_s = 0.4  # long enough for a comment
+    response = http.post(route, json=shared | bodies[route])
+    assert ": keep-alive" in response.text
+    assert as_vllm_bench_reads(response.text) == ("abcde", 5, 5)
+
+
 def test_separators_at_which_clients_split_lines_are_escaped(http, engine):
     body = {"prompt": "a\u2028b\u2029c\x85d", "max_tokens": 1, "stream": True, "echo": True}
     response = http.post("/v1/completions", json=body)

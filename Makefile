@@ -57,7 +57,7 @@ bench: $(READY) ## measure attention and serving into benchmarks/results (an hou
 	@echo "==> serving, in turns with transformers"
 	@$(BIN)/python benchmarks/serve.py
 
-clients: $(READY) ## litellm, langchain, instructor, llm, guidellm and schemathesis against the real server
+clients: $(READY) ## litellm, langchain, instructor, llm, guidellm, lm-eval and schemathesis against the real server
 	@$(BIN)/python -m tests.clients.run
 
 wheel: $(READY) ## install the wheel elsewhere, with an empty home, and use it

@@ -116,6 +116,7 @@ def test_chat_answers_the_question(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens > 3
     compression = answer.usage.model_dump()["compression"]
     assert compression["policy"] == "diffkv"
+    assert 0 < compression["estimated_error"]["kl"] < 0.05
 
 
 def test_grpc_says_what_http_says(server: Any, client: openai.OpenAI, grpc_port: int) -> None:

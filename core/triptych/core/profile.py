@@ -2,11 +2,11 @@
 
 import json
 from base64 import b64decode, b64encode
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from triptych.core.config import check_policy
+from triptych.core.config import ActorConfig, AppConfig, CompressorConfig, check_policy
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
 from triptych.core.plugins import COMPRESSION_POLICIES
@@ -86,6 +86,12 @@ class Profile:
     def centre(self) -> bytes:
         """Little-endian fp16 [layers, kv_heads, head_dim], or nothing."""
         return b64decode(self.key_centre, validate=True)
+
+    def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
+        """What was measured, if these settings are the ones that it was measured with."""
+        given = replace(config.compressor, actor=ActorConfig(), profile="auto")
+        is_as_measured = given == CompressorConfig() and config.decode.selection.method == "none"
+        return self.measured if is_as_measured else ()
 
     def check_model(self, weights: str, geometry: Geometry, path: Path) -> None:
         """Raise ConfigError if this profile is of another model."""

@@ -57,10 +57,12 @@ def make_plan(config: AppConfig) -> AppPlan:
     path = resolve(config.model.name)
     facts = describe(path)
     open_tokenizer(path)  # kept from now on, so that an ingress need not make it
+    profile = find_profile(config, facts)
     plan = AppPlan(
         config=config,
         model_path=path,
-        pages=PagePlan.of(config, facts.geometry, find_profile(config, facts)),
+        pages=PagePlan.of(config, facts.geometry, profile),
+        fidelity=profile.fidelity_of(config) if profile else (),
         context_tokens=context_tokens(config, facts.context_tokens),
         weights=facts.weights,
         run_dir=new_run_dir(),

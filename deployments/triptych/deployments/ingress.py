@@ -208,6 +208,7 @@ class IngressShell:
                 name=self._plan.config.model.public_name,
                 context_tokens=self._plan.context_tokens,
                 created=int(time.time()),
+                fidelity=self._plan.fidelity,
             ),
             config=self._plan.config.ingress,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
+from triptych.core.profile import Fidelity
 from triptych.deployments.rundir import POOL_SOCKET
 
 
@@ -25,6 +26,8 @@ class AppPlan:
     own."""
     nodes: int = 1
     """Nodes with a pool; if there are several, what passes between them goes over TCP."""
+    fidelity: tuple[Fidelity, ...] = ()
+    """What calibration measured with these settings, by length of context."""
     token: str = field(default="", repr=False)
     """What processes of different nodes show each other if no file says it."""
 

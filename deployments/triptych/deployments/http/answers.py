@@ -14,6 +14,7 @@ from triptych.core.messages import (
     TokenRank,
     Tokens,
 )
+from triptych.core.profile import Fidelity
 from triptych.deployments.http.plan import Job
 from triptych.deployments.http.tokenizer import TextCodec
 from triptych.deployments.http.tools import Call, Reader
@@ -58,8 +59,13 @@ class Choice:
         self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
 
 
-def usage(prompt_tokens: int, choices: Sequence[Choice], choices_each: int = 1) -> Json:
-    """Count tokens, and say what compression did if a stage reported it.
+def usage(
+    prompt_tokens: int,
+    choices: Sequence[Choice],
+    choices_each: int = 1,
+    fidelity: Fidelity | None = None,
+) -> Json:
+    """Count tokens, and say what compression did if a stage reported it, and costs if it is known.
 
     A prompt counts once, with the most that one of its ``choices_each`` choices had cached.
     """
@@ -71,6 +77,12 @@ def usage(prompt_tokens: int, choices: Sequence[Choice], choices_each: int = 1) 
         "prompt_tokens_details": {"cached_tokens": _cached_tokens(choices, choices_each)},
     }
     compression = _compression(choices)
+    if compression and fidelity:
+        compression["estimated_error"] = {
+            "kl": fidelity.kl,
+            "top1_agreement": fidelity.top1_agreement,
+            "measured_at_tokens": fidelity.context,
+        }
     return counts | {"compression": compression} if compression else counts
 
 
@@ -127,6 +139,8 @@ class Answer(ABC):
         if compression := _compression(self.choices):
             told["x-triptych-compression-policy"] = str(compression["policy"])
             told["x-triptych-compression-ratio"] = str(compression["ratio"])
+            if self.job.fidelity:
+                told["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
         return told
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
@@ -189,7 +203,8 @@ class Answer(ABC):
         }
 
     def _usage(self) -> Json:
-        return usage(self.job.prompt_tokens, self.choices, self.job.choices_each)
+        job = self.job
+        return usage(job.prompt_tokens, self.choices, job.choices_each, job.fidelity)
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Json:

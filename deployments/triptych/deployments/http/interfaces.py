@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
+from triptych.core.profile import Fidelity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class ModelCard:
     """Prompt plus answer, at most."""
     created: int
     """Unix time in seconds."""
+    fidelity: tuple[Fidelity, ...] = ()
+    """What compression costs, as calibration measured it at some lengths of context."""
     root: str = ""
     """Where the weights came from; empty: ``name``."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
 from triptych.core.messages import Request, Sampling, Slo
+from triptych.core.profile import Fidelity
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.protocol import (
     ChatBody,
@@ -58,6 +59,8 @@ class Job:
     """Names of the tools that the answer may call."""
     prompt_logprobs: int = -1
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
+    fidelity: Fidelity | None = None
+    """What compression costs at about this length; None: nobody measured it."""
     is_prompt_alone: bool = False
     """Nothing is answered: what is told is the prompt, with its log probabilities."""
     echo_logprobs: int = -1
@@ -248,6 +251,7 @@ class Planner:
             continuous_usage=options is not None and options.continuous_usage_stats,
             token_ids=body.return_token_ids,
             choices_each=body.n,
+            fidelity=_nearest(self._model.fidelity, max(map(len, prompts))),
             echo=tuple(text for text in texts for _ in range(body.n)),
         )
 
@@ -312,6 +316,10 @@ class Planner:
                 text = f"{key[:32]!r} is not a token id below {size}"
                 raise RequestError(text, f"logit_bias.{key[:32]}")
         return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:
+    return min(measured, key=lambda one: abs(one.context - tokens), default=None)
 
 
 def _slo(body: GenerationBody) -> Slo:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 import yaml
 from google.protobuf.struct_pb2 import Struct
@@ -28,7 +29,8 @@ from tests.unit.deployments.http.conftest import (
 from triptych.core import errors
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ConfigError, Overloaded, QueueFull
-from triptych.deployments.http import Health
+from triptych.core.profile import Fidelity
+from triptych.deployments.http import Health, Intake, ModelCard, create_app
 from triptych.deployments.rpc import RpcServer
 from triptych.deployments.rpc.bodies import body_of, fill
 from triptych.deployments.rpc.service import CODES, SERVICE
@@ -151,6 +153,32 @@ async def test_what_has_no_field_goes_into_extra(stub: TriptychStub, engine: Fak
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
     assert choice.finish_reason == "tool_calls"
+
+
+async def test_answers_say_what_compression_costs_at_about_their_length(
+    engine: FakeEngine,
+) -> None:
+    measured = tuple(
+        Fidelity(context=tokens, bytes_ratio=0.3, kl=kl, top1_agreement=0.98, perplexity_ratio=1.0)
+        for tokens, kl in ((8, 0.25), (512, 0.5))
+    )
+    card = ModelCard(name="tiny", context_tokens=2048, created=0, fidelity=measured)
+    config = IngressConfig(grpc_port=free_port())
+    intake = Intake(engine=engine, tokenizer=TOKENIZER, model=card, config=config)
+    server = RpcServer(intake)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        for prompt, at, kl in (("a", 8, 0.25), ("z" * 400, 512, 0.5)):
+            asked = CompletionRequest(prompt=[prompt], max_tokens=1)
+            told = (await TriptychStub(channel).Completion(asked)).usage.compression.estimated_error
+            assert (told.measured_at_tokens, told.kl, told.top1_agreement) == (at, kl, 0.98)
+    await server.stop()
+    transport = httpx.ASGITransport(app=create_app(intake))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    expected = {"kl": 0.25, "top1_agreement": 0.98, "measured_at_tokens": 8}
+    assert answer.json()["usage"]["compression"]["estimated_error"] == expected
+    assert answer.headers["x-triptych-estimated-kl"] == "0.25"
 
 
 async def test_models_health_and_reflection(engine: FakeEngine) -> None:

@@ -20,6 +20,7 @@ from triptych.core import errors
 from triptych.core.config import AppConfig
 from triptych.core.layout import FORMATS, PageLayout
 from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.deployments.rpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES
 
@@ -161,6 +162,7 @@ def error_tree() -> str:
     rows = [
         (
             str(error.http_status),
+            f"`{CODES[error.http_status].name}`",
             f"`{error.code}`" if error.code else "",
             "yes" if error.retryable else "no",
             " ".join((error.__doc__ or "").split("\n\n")[0].split()).replace("``", "`"),
@@ -168,7 +170,9 @@ def error_tree() -> str:
         for error in sorted(_tree(errors.TriptychError), key=lambda one: one.http_status)
         if error.http_status not in {499, 500}
     ]
-    return table(("status", "`code`", "a retry helps", "what happened"), dict.fromkeys(rows))
+    return table(
+        ("status", "over gRPC", "`code`", "a retry helps", "what happened"), dict.fromkeys(rows)
+    )
 
 
 def _tree(error: type[errors.TriptychError]) -> Iterator[type[errors.TriptychError]]:

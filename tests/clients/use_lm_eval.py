@@ -52,7 +52,8 @@ with TemporaryDirectory() as directory:
     for name, task in TASKS.items():
         told = {"task": name, **SHARED, **task, "dataset_kwargs": files}
         (here / f"{name}.yaml").write_text(yaml.safe_dump(told))
-    where = f"model={model},base_url={url}/v1/completions,tokenizer={folder},num_concurrent=2"
+    where = f"model={model},base_url={url}/v1/completions,tokenizer_backend=huggingface"
+    where += f",tokenizer={folder},num_concurrent=2"
     command = [str(Path(sys.executable).with_name("lm_eval")), "--model", "local-completions"]
     command += ["--model_args", where, "--tasks", ",".join(TASKS), "--include_path", directory]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "hf")}

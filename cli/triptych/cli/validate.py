@@ -15,7 +15,7 @@ from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.servefile import ServedApp, parse_serve_config, read_text
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
-from triptych.router import schedule_named
+from triptych.router import check_policies
 
 ConfigPath = Annotated[
     Path,
@@ -217,7 +217,7 @@ def check_network(config: AppConfig) -> str:
 
 def _facts(app: ServedApp) -> Facts:
     check_keys(app.config)
-    schedule_named(app.config.router.batch_policy, app.config.decode.max_batch_requests)
+    check_policies(app.config.router, app.config.decode.max_batch_requests)
     return Facts(
         name=app.name,
         route_prefix=app.route_prefix,

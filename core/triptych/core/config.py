@@ -351,6 +351,16 @@ class RouterConfig:
     ``static:p<X>c<Y>d<Z>`` (batches of fixed sizes, as in ``static:p2c2d8``), or ``module:object``:
     a policy of your own (docs/extending.md)."""
 
+    placement: str = "least_bytes"
+    """Who reads a prompt: ``least_bytes`` (the prefill worker with the fewest tokens to read whose
+    arena has room), ``power_of_two``, ``prefix_affinity`` and ``dualmap`` (where its beginning is
+    cached, which matters on several nodes: each has a cache of its own), the baseline
+    ``single_hash``, or ``module:object``: a policy of your own (docs/extending.md)."""
+
+    affinity_ttft_s: float = 1.0
+    """Predicted seconds to the first token from which on ``dualmap`` leaves the cached beginning of
+    a prompt for a shorter queue, if the request does not say ``ttft_slo_ms``."""
+
     patience_s: float = 5.0
     """Seconds after which a waiting request can no longer be overtaken by its tenant's others."""
 
@@ -361,7 +371,8 @@ class RouterConfig:
     """Requests that may wait; one more is answered with 429."""
 
     prefill_batch_tokens: int = 2048
-    """Prompt tokens that are sent to one prefill worker at once."""
+    """Prompt tokens that are sent to one prefill worker at once. A longer prompt is sent alone, and
+    counts for half of it from then on: shorter ones may overtake it."""
 
     rebalance_requests: int = 2
     """Requests that a decode worker must have more than another one before one of them is moved
@@ -377,6 +388,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
+        limit_s = self.affinity_ttft_s
+        require(limit_s > 0, "router.affinity_ttft_s", limit_s, "> 0")
         url = self.trace_url
         fits = not url or _is_http(url)
         require(fits, "router.trace_url", url, "an http:// or https:// URL, or nothing")

@@ -130,6 +130,11 @@ class PagePlan:
         return BLOCK_PAGES * self.high.tokens
 
     @property
+    def prefix_blocks(self) -> int:
+        """Blocks that ``prefix_bytes`` holds, all of them behind the first of a prompt."""
+        return self.prefix_bytes // (self.block_pages(1) * self.page_bytes)
+
+    @property
     def block_sink_pages(self) -> int:
         """Raw pages of a head row that the first block of a prefix keeps beside its high pages.
 

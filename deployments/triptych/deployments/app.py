@@ -24,7 +24,7 @@ from triptych.deployments.router import RouterShell
 from triptych.deployments.rundir import new_run_dir
 from triptych.deployments.worker import WorkerShell
 from triptych.kvpool import Access
-from triptych.router import schedule_named
+from triptych.router import check_policies
 from triptych.workers.build import actor_config, context_tokens
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
@@ -51,7 +51,7 @@ def build_app(args: dict[str, object]) -> Application:
 
 def make_plan(config: AppConfig) -> AppPlan:
     """Resolve the model and check that pages, formats and budget fit it."""
-    schedule_named(config.router.batch_policy, config.decode.max_batch_requests)
+    check_policies(config.router, config.decode.max_batch_requests)
     if config.ingress.api_keys:
         read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)

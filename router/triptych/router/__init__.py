@@ -5,11 +5,17 @@ from triptych.router.estimate import ByteModel, RequestBytes
 from triptych.router.history import Decision, Life
 from triptych.router.journey import Journey, Journeys
 from triptych.router.line import Line, ListedLine
-from triptych.router.plugins import BATCH_POLICIES, schedule_named
+from triptych.router.plugins import (
+    BATCH_POLICIES,
+    PLACEMENT_POLICIES,
+    check_policies,
+    schedule_named,
+)
 from triptych.router.snapshot import Budget, Explanation, RouterSnapshot, Waiting, WorkerLoad
 
 __all__ = [
     "BATCH_POLICIES",
+    "PLACEMENT_POLICIES",
     "Budget",
     "ByteModel",
     "Coordinator",
@@ -25,5 +31,6 @@ __all__ = [
     "RouterSnapshot",
     "Waiting",
     "WorkerLoad",
+    "check_policies",
     "schedule_named",
 ]

@@ -32,10 +32,16 @@ class Books:
     """Decisions and oddities by reason."""
 
     @classmethod
-    def open(cls, capacity_bytes: int, report_bound_s: float, schedule: Schedule) -> Self:
+    def open(
+        cls,
+        capacity_bytes: int,
+        report_bound_s: float,
+        schedule: Schedule,
+        long_tokens: int = 1 << 62,
+    ) -> Self:
         """Empty books whose parts tell the roster what changes."""
         ledger = ByteLedger(capacity_bytes)
-        roster = Roster(report_bound_s, ledger.used, schedule.slots)
+        roster = Roster(report_bound_s, ledger.used, schedule.slots, long_tokens)
         ledger.on_change = roster.rebook
         requests = Requests(on_change=roster.count, on_removal=roster.forget)
         return cls(Fleet(report_bound_s), ledger, roster, requests)
@@ -47,11 +53,13 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
     What the roster keeps up to date, in plain words; tests compare the two.
     """
     prefill, compress, slots = Counter[str](), Counter[str](), Counter[str]()
+    queue = Counter[str]()
     for entry in books.requests:
         if entry.decode:
             slots[entry.decode] += 1
         if is_being_read(entry):
             prefill[entry.worker] += entry.prompt_tokens
+            queue[entry.worker] += min(entry.prompt_tokens, books.roster.long_tokens)
         elif is_being_compressed(entry):
             compress[entry.worker] += entry.prompt_tokens
     loads = dict[str, WorkerLoad]()
@@ -67,6 +75,7 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
             stages=peer.hello.stages,
             is_full=is_full,
             prefill_tokens=prefill[address],
+            queue_tokens=queue[address],
             compress_tokens=compress[address],
             free_slots=max(0, books.roster.slots_of(peer.hello.max_requests) - slots[address])
             if takes_joins

@@ -34,9 +34,11 @@ from triptych.router.history import Life
 from triptych.router.ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.line import due_s
 from triptych.router.loans import Loans
-from triptych.router.plugins import schedule_named
+from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.preemption import Preemption
+from triptych.router.prefixmap import PrefixMap
 from triptych.router.promises import Promises
+from triptych.router.readers import Placer
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
 
@@ -99,9 +101,18 @@ class Coordinator:
         patience = patience or Patience()
         self._config, self._model, self._patience = config, ByteModel(plan), patience
         schedule = schedule_named(config.batch_policy)
-        self._books = Books.open(capacity_bytes, patience.report_bound_s, schedule)
+        long_tokens = max(1, config.prefill_batch_tokens // 2)
+        self._books = Books.open(capacity_bytes, patience.report_bound_s, schedule, long_tokens)
         self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
-        self._dispatch = Dispatch(self._books, schedule, config, plan.prefix_bytes > 0)
+        placer = Placer(
+            PLACEMENT_POLICIES.load(config.placement),
+            self._books.roster,
+            self._books.pace,
+            plan.block_tokens,
+            PrefixMap(plan.prefix_blocks),
+            config.affinity_ttft_s,
+        )
+        self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
         is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
         self._balance = Balance(self._books, 0 if is_fixed else config.rebalance_requests)
         self._promises = Promises(self._books, self._endings)

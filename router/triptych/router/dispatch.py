@@ -8,6 +8,8 @@ from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_toke
 from triptych.router.books import Books
 from triptych.router.estimate import RequestBytes
 from triptych.router.ledger import Lines, lines_after_encoding, lines_before_encoding
+from triptych.router.placement import Choice
+from triptych.router.readers import Placer
 from triptych.router.reasons import Reasons
 from triptych.router.schedule import Schedule
 from triptych.router.snapshot import Budget, HeldBy
@@ -28,6 +30,7 @@ class Dispatch:
     books: Books
     schedule: Schedule
     config: RouterConfig
+    placer: Placer
     keeps_prefixes: bool = False
     """Whether the pool keeps prefixes of prompts."""
     held_by: HeldBy = ""
@@ -300,14 +303,11 @@ class Dispatch:
                 if not self._go_on(entry, now):
                     return started, "no_bytes"
                 continue
-            address = self._prefill_worker(entry, is_fixed=is_fixed, together=together)
-            if address is None:
-                room = self.books.roster.prefill_has_room(
-                    entry.prompt_tokens, 0 if is_fixed else self.config.prefill_batch_tokens
-                )
-                return started, "no_bytes" if room or together else "prefill_busy"
-            self._start(entry, address, now)
-            together = address if is_fixed else ""
+            choice, held_by = self._reader(entry, now, is_fixed=is_fixed, together=together)
+            if choice is None:
+                return started, held_by
+            self._start(entry, choice, now)
+            together = choice.worker if is_fixed else ""
         return len(batch), ""
 
     def _go_on(self, entry: Entry, now: float) -> bool:
@@ -321,19 +321,32 @@ class Dispatch:
         self._join(entry, now)
         return True
 
-    def _prefill_worker(self, entry: Entry, *, is_fixed: bool, together: str) -> str | None:
-        """The worker that reads a prompt: the one that the batch goes to, or the best."""
-        roster, sizes = self.books.roster, entry.sizes
-        if not self._could_fit(sizes):
-            return None
+    def _reader(
+        self, entry: Entry, now: float, *, is_fixed: bool, together: str
+    ) -> tuple[Choice | None, HeldBy]:
+        """Who reads a prompt: the worker that its batch goes to, or whom the policy says.
+
+        If it is nobody, then why.
+        """
 
         def fits(arena: str) -> bool:
             return self._final_arena(entry, arena) is not None
 
         if together:
-            return together if fits(roster.arena_of(together)) else None
+            has_bytes = fits(self.books.roster.arena_of(together))
+            return (Choice(together, "its_batch"), "") if has_bytes else (None, "no_bytes")
         limit = 0 if is_fixed else self.config.prefill_batch_tokens
-        return roster.prefill(tokens=entry.prompt_tokens, limit_tokens=limit, fits=fits)
+        entry.ask = entry.ask or self.placer.ask(entry.request)
+        snapshot = self.placer.snapshot(entry.ask, limit, fits, now)
+        if not len(snapshot):
+            return None, "prefill_busy"
+        if not self._could_fit(entry.sizes):
+            return None, "no_bytes"
+        choice = self.placer.choose(snapshot)
+        if choice is not None:
+            return choice, ""
+        waits_by_choice = any(snapshot.takes(worker) for worker in snapshot)
+        return None, "prefill_busy" if waits_by_choice else "no_bytes"
 
     def _could_fit(self, sizes: RequestBytes) -> bool:
         """Whether the emptiest arenas have room; if not, no arena has, and none is asked."""
@@ -343,8 +356,9 @@ class Dispatch:
             return False
         return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)
 
-    def _start(self, entry: Entry, address: str, now: float) -> None:
+    def _start(self, entry: Entry, choice: Choice, now: float) -> None:
         """Book a request and send it to a prefill worker."""
+        address = choice.worker
         arena, line = self.books.roster.arena_of(address), self.books.requests.line
         reason, place = self._reason(entry, now), (len(line), line.older(entry.id))
         seen = self.reasons.looked_at("prefill")
@@ -354,11 +368,18 @@ class Dispatch:
         self.books.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
         self.books.outbox.prefill(address, entry.request)
         self.books.requests.move(entry, State.PREFILLING, now)
-        self.reasons.started(entry, reason, place, seen)
-        entry.ahead_tokens = self.books.roster.tokens_to_read(address)
+        self.reasons.started(entry, reason, choice.reason, place, seen)
+        if entry.ask is not None:
+            self.placer.sent(entry.ask, arena)
+        entry.ahead_tokens = self._ahead_tokens(entry)
         self.books.pace.left_line(len(line), now)
         self.books.drain.note(now)
         self.books.counters["admitted"] += 1
+
+    def _ahead_tokens(self, entry: Entry) -> int:
+        """Tokens that are read until a request has its first one, its own in full."""
+        roster, tokens = self.books.roster, entry.prompt_tokens
+        return roster.queue_tokens(entry.worker) + max(0, tokens - roster.long_tokens)
 
     @staticmethod
     def _reason(entry: Entry, now: float) -> str:

@@ -50,6 +50,8 @@ class Decision:
     """Requests in the line, this one included, when it left it."""
     older: int = 0
     """Those of them that had come before it: whom it overtook."""
+    placement: str = ""
+    """Why the placement policy chose that prefill worker."""
     alternatives: tuple[Alternative, ...] = ()
     """The best workers, best first; the reasons why others were not looked at are in the rule."""
 

@@ -1,7 +1,10 @@
 """Tables of the router's policies."""
 
+from triptych.core.config import RouterConfig
+from triptych.core.errors import ConfigError
 from triptych.core.registry import Registry
 from triptych.router.batching import BatchPolicy
+from triptych.router.placement import PlacementPolicy
 from triptych.router.schedule import STATIC, Schedule, static_schedule
 
 BATCH_POLICIES = Registry[BatchPolicy](
@@ -13,6 +16,25 @@ BATCH_POLICIES = Registry[BatchPolicy](
         "dynamic": "triptych.router.dynamic:DYNAMIC",
     },
 )
+PLACEMENT_POLICIES = Registry[PlacementPolicy](
+    kind="placement_policies",
+    builtin={
+        "least_bytes": "triptych.router.placement:least_bytes",
+        "power_of_two": "triptych.router.placement:power_of_two",
+        "prefix_affinity": "triptych.router.placement:prefix_affinity",
+        "dualmap": "triptych.router.placement:dualmap",
+        "single_hash": "triptych.router.placement:single_hash",
+    },
+)
+
+
+def check_policies(config: RouterConfig, decode_slots: int | None = None) -> None:
+    """Raise ConfigError if the policies that a configuration names are not there, or do not fit."""
+    schedule_named(config.batch_policy, decode_slots)
+    try:
+        PLACEMENT_POLICIES.load(config.placement)
+    except ConfigError as error:
+        raise ConfigError(f"router.placement={config.placement!r}: {error}") from error
 
 
 def schedule_named(name: str, decode_slots: int | None = None) -> Schedule:

@@ -28,7 +28,7 @@ class Promises:
     def forecast(self, request: Request, due: float, now: float) -> Forecast:
         """What a request that comes now may expect, if it loses patience at ``due``."""
         roster, line = self.books.roster, self.books.requests.line
-        busy = sum(roster.tokens_to_read(address) for address in roster.best("prefill", 1))
+        busy = sum(roster.queue_tokens(address) for address in roster.best("prefill", 1))
         return self.books.pace.forecast(
             ahead=line.ahead_of(request.tenant, due),
             read_tokens=busy + len(request.known),

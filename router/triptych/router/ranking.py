@@ -44,6 +44,10 @@ class Ranking(Generic[K]):
         """How many come before ``name``."""
         return bisect_left(self._order, (self._keys[name], name))
 
+    def at(self, place: int) -> str:
+        """The name with so many before it."""
+        return self._order[place][1]
+
     def count_below(self, key: K) -> int:
         """How many have a lower key."""
         return bisect_left(self._order, (key, ""))

@@ -34,14 +34,23 @@ class Reasons:
         )
 
     def started(
-        self, entry: Entry, reason: str, line: tuple[int, int], seen: tuple[Alternative, ...]
+        self,
+        entry: Entry,
+        reason: str,
+        placement: str,
+        line: tuple[int, int],
+        seen: tuple[Alternative, ...],
     ) -> None:
         """A waiting request was sent to a prefill worker.
 
-        ``line``: how many waited, and how many of them had come before.
+        ``reason``: why now; ``placement``: why there. ``line``: how many waited, and how many of
+        them had come before.
         """
         waiting, older = line
-        self._note(entry, "prefill", reason, entry.worker, seen, entry.since, waiting, older)
+        self.books.counters[f"placement:{placement}"] += 1
+        self._note(
+            entry, "prefill", reason, entry.worker, seen, entry.since, waiting, older, placement
+        )
 
     def chosen(
         self, entry: Entry, step: Step | Literal["resume"], reason: str, to: str, now: float
@@ -68,6 +77,7 @@ class Reasons:
         now: float,
         waiting: int = 0,
         older: int = 0,
+        placement: str = "",
     ) -> None:
         decision = Decision(
             step=step,
@@ -79,6 +89,7 @@ class Reasons:
             booked_bytes=self.books.ledger.booked_by(entry.id),
             waiting=waiting,
             older=older,
+            placement=placement,
             alternatives=seen,
         )
         self.books.requests.history.decided(entry.id, decision)

@@ -43,6 +43,8 @@ class Roster:
     """Bytes of an arena's capacity that are not free."""
     slots_of: Callable[[int], int] = field(default=lambda slots: slots)
     """Slots that a decode worker counts for, by those that it says it has."""
+    long_tokens: int = 1 << 62
+    """Tokens of a prompt that others wait for at most: they overtake the rest of it."""
 
     needs_slot: int = 0
     """Requests that were let in and have no decode worker yet."""
@@ -52,17 +54,28 @@ class Roster:
     """What is used in the arenas of workers."""
     arenas: Counter[str] = field(default_factory=Counter[str])
     """Workers of each arena."""
+    reading_arenas: Counter[str] = field(default_factory=Counter[str])
+    """Prefill workers of each arena, full ones too."""
+    generation: int = 0
+    """Counts the changes of which arenas have prefill workers."""
 
     _workers: dict[str, Hello] = field(default_factory=dict[str, Hello])
     _fresh: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
     """When those that are not full reported last, oldest first."""
     _read: Counter[str] = field(default_factory=Counter[str])
+    _queue: Counter[str] = field(default_factory=Counter[str])
+    """As ``_read``, of each prompt ``long_tokens`` at most."""
     _compressed: Counter[str] = field(default_factory=Counter[str])
     _slots: Counter[str] = field(default_factory=Counter[str])
     _shares: dict[str, Share] = field(default_factory=dict[str, Share])
     _free: dict[str, int] = field(default_factory=dict[str, int])
     """Free slots of decode workers that have some."""
-    _prefill: Ranking[tuple[int, str]] = field(default_factory=Ranking[tuple[int, str]])
+    _prefill: defaultdict[str | None, Ranking[tuple[int, str]]] = field(
+        default_factory=lambda: defaultdict[str | None, Ranking[tuple[int, str]]](
+            Ranking[tuple[int, str]]
+        )
+    )
+    """Prefill workers of each arena, and of all (None)."""
     _compress: defaultdict[str | None, Ranking[tuple[int, str]]] = field(
         default_factory=lambda: defaultdict[str | None, Ranking[tuple[int, str]]](
             Ranking[tuple[int, str]]
@@ -141,19 +154,21 @@ class Roster:
 
     # ---------------------------------------------------------------- who is next
 
-    def prefill(self, *, tokens: int, limit_tokens: int, fits: Fits) -> str | None:
-        """As ``placement.choose_prefill``: the fewest tokens to read, with room, that fits."""
-        for address in self._prefill:
-            waiting = self._read[address]
-            if waiting and waiting + tokens > limit_tokens:
-                return None  # and those behind it have more to read
-            if fits(self._workers[address].arena):
-                return address
-        return None
+    def readers(self, arena: str | None = None) -> Ranking[tuple[int, str]]:
+        """Prefill workers that are not full, of an arena or of all: fewest tokens first."""
+        return self._prefill[arena]
+
+    def with_room(self, tokens: int, limit_tokens: int, arena: str | None = None) -> int:
+        """How many of them, from the first on, have room for a prompt of so many tokens.
+
+        As ``placement.has_room``.
+        """
+        ranking = self._prefill[arena]
+        return ranking.count_below((max(0, limit_tokens - tokens) + 1, ""))
 
     def prefill_has_room(self, tokens: int, limit_tokens: int) -> bool:
         """Whether any prefill worker takes a prompt of so many tokens, bytes aside."""
-        return self.prefill(tokens=tokens, limit_tokens=limit_tokens, fits=_anywhere) is not None
+        return self.with_room(tokens, limit_tokens) > 0
 
     def has_stage(self, stage: str) -> bool:
         """Whether any worker of a stage is there, full or not."""
@@ -222,7 +237,7 @@ class Roster:
     def best(self, step: Literal["prefill", "compress", "decode"], count: int) -> list[str]:
         """Addresses of the workers that a choice begins with, best first."""
         if step == "prefill":
-            return list(islice(self._prefill, count))
+            return list(islice(self._prefill[None], count))
         if step == "compress":
             return list(islice(self._compress[None], count))
         arenas = islice(self._open_arenas, count)
@@ -231,7 +246,7 @@ class Roster:
     def load_of(self, step: Literal["prefill", "compress", "decode"], address: str) -> int:
         """Tokens before a worker, or, of a decode worker, its free slots."""
         if step == "prefill":
-            return self._read[address]
+            return self._queue[address]
         return self._compressed[address] if step == "compress" else self._free.get(address, 0)
 
     # ---------------------------------------------------------------- what is known
@@ -239,8 +254,9 @@ class Roster:
     def arena_of(self, address: str) -> str:
         return self._workers[address].arena
 
-    def tokens_to_read(self, address: str) -> int:
-        return self._read[address]
+    def queue_tokens(self, address: str) -> int:
+        """Tokens that a prefill worker reads before a prompt that comes now, at the most."""
+        return self._queue[address]
 
     def loads(self) -> Iterator[WorkerLoad]:
         """Every worker, as it introduced itself first to last."""
@@ -252,6 +268,7 @@ class Roster:
                 stages=hello.stages,
                 is_full=address not in self._fresh,
                 prefill_tokens=self._read[address],
+                queue_tokens=self._queue[address],
                 compress_tokens=self._compressed[address],
                 free_slots=self._free.get(address, 0),
             )
@@ -265,6 +282,7 @@ class Roster:
         self._shares[request] = share
         for one, sign in ((before, -1), (share, +1)):
             self._add(self._read, one.read_at, sign * one.tokens)
+            self._add(self._queue, one.read_at, sign * min(one.tokens, self.long_tokens))
             self._add(self._compressed, one.compressed_at, sign * one.tokens)
             self._add(self._slots, one.slot_at, sign)
             self.needs_slot += sign * one.needs_slot
@@ -286,7 +304,8 @@ class Roster:
             return
         hello = self._workers[address]
         if "prefill" in hello.stages:
-            self._prefill.put(address, (self._read[address], hello.name))
+            for arena in (None, hello.arena):
+                self._prefill[arena].put(address, (self._queue[address], hello.name))
         if "compress" in hello.stages:
             for arena in (None, hello.arena):
                 self._compress[arena].put(address, (self._compressed[address], hello.name))
@@ -295,8 +314,8 @@ class Roster:
             self._set_free(hello, max(0, free))
 
     def _withdraw(self, hello: Hello) -> None:
-        self._prefill.discard(hello.address)
         for arena in (None, hello.arena):
+            self._prefill[arena].discard(hello.address)
             self._compress[arena].discard(hello.address)
         self._set_free(hello, 0)
 
@@ -323,6 +342,8 @@ class Roster:
         arena = hello.arena
         if "compress" in hello.stages:
             self._compressors[arena] += change
+        if "prefill" in hello.stages:
+            self._count_reader(arena, change)
         before = self.arenas[arena]
         self.arenas[arena] += change
         if before == 0:
@@ -332,6 +353,11 @@ class Roster:
             del self.arenas[arena]
             self.used_bytes -= self.used(arena)
             self._raw_arenas.discard(arena)
+
+    def _count_reader(self, arena: str, change: int) -> None:
+        was_there = arena in self.reading_arenas
+        self._add(self.reading_arenas, arena, change)
+        self.generation += was_there != (arena in self.reading_arenas)
 
 
 def share_of(entry: Entry) -> Share:
@@ -343,7 +369,3 @@ def share_of(entry: Entry) -> Share:
         tokens=entry.prompt_tokens,
         needs_slot=not entry.decode and entry.state not in (State.WAITING, State.LEAVING),
     )
-
-
-def _anywhere(_arena: str) -> bool:
-    return True

@@ -47,6 +47,9 @@ class WorkerLoad:
     """It takes nothing: its last report is too old, or there was none."""
     prefill_tokens: int = 0
     """Prompt tokens that were sent to it and are not read yet."""
+    queue_tokens: int = 0
+    """How many of them a prompt that comes now waits for: of a long one only half of what a worker
+    takes at once, since short ones overtake it."""
     compress_tokens: int = 0
     """Prompt tokens that it is compressing."""
     free_slots: int = 0

@@ -11,6 +11,7 @@ from triptych.core.messages import CompressionReport, Request, Stage
 from triptych.router.estimate import RequestBytes
 from triptych.router.history import History
 from triptych.router.line import WaitingLine
+from triptych.router.placement import Ask
 
 
 class State(StrEnum):
@@ -56,6 +57,8 @@ class Entry:
     """When it loses patience."""
     latest: float = inf
     """When it must have started to keep its SLO."""
+    ask: Ask | None = None
+    """How placement sees it, once it was to be placed."""
     ahead_tokens: int = 0
     """Prompt tokens before its prefill worker when it was sent there, its own included."""
     read_at: float = 0.0

@@ -12,7 +12,7 @@ def load(
     *,
     stages: tuple[Stage, ...] = ALL,
     is_full: bool = False,
-    prefill_tokens: int = 0,
+    queue_tokens: int = 0,
     compress_tokens: int = 0,
     free_slots: int = 1,
     arena: str = "cpu",
@@ -23,7 +23,7 @@ def load(
         arena=arena,
         stages=stages,
         is_full=is_full,
-        prefill_tokens=prefill_tokens,
+        queue_tokens=queue_tokens,
         compress_tokens=compress_tokens,
         free_slots=0 if is_full else free_slots,
     )
@@ -42,7 +42,7 @@ def decode_name(*loads: WorkerLoad, free: dict[str, int], needs: int = 10) -> st
 
 
 def test_prefill_goes_to_the_worker_with_the_fewest_tokens() -> None:
-    assert prefill_name(load("a", prefill_tokens=50), load("b", prefill_tokens=20)) == "b"
+    assert prefill_name(load("a", queue_tokens=50), load("b", queue_tokens=20)) == "b"
 
 
 def test_a_tie_goes_to_the_first_name_whatever_the_order() -> None:
@@ -50,13 +50,13 @@ def test_a_tie_goes_to_the_first_name_whatever_the_order() -> None:
 
 
 def test_prefill_takes_no_more_tokens_than_its_limit() -> None:
-    assert prefill_name(load("a", prefill_tokens=91)) is None
-    assert prefill_name(load("a", prefill_tokens=90)) == "a"
+    assert prefill_name(load("a", queue_tokens=91)) is None
+    assert prefill_name(load("a", queue_tokens=90)) == "a"
 
 
 def test_an_idle_worker_takes_a_prompt_that_is_longer_than_the_limit() -> None:
     assert prefill_name(load("a"), tokens=500) == "a"
-    assert prefill_name(load("a", prefill_tokens=1), tokens=500) is None
+    assert prefill_name(load("a", queue_tokens=1), tokens=500) is None
 
 
 def test_a_full_worker_takes_nothing() -> None:

@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 
 from triptych.core.messages import Hello, Request, Sampling, Stage
 from triptych.router.estimate import RequestBytes
-from triptych.router.placement import choose_compressor, choose_decode, choose_prefill
+from triptych.router.pace import Pace
+from triptych.router.placement import (
+    choose_compressor,
+    choose_decode,
+    choose_prefill,
+    least_bytes,
+)
+from triptych.router.prefixmap import PrefixMap
 from triptych.router.ranking import Ranking
+from triptych.router.readers import Placer
 from triptych.router.roster import Roster
 from triptych.router.snapshot import WorkerLoad
 from triptych.router.state import Entry, State
@@ -37,7 +45,7 @@ def build(
     booked: dict[str, int],
     silent: set[int],
 ) -> Roster:
-    roster = Roster(10.0, lambda arena: booked[arena])
+    roster = Roster(10.0, lambda arena: booked[arena], long_tokens=25)
     for number, (stages, arena, slots) in enumerate(workers):
         # Names in another order than addresses: ties go by name.
         hello = Hello(
@@ -93,7 +101,10 @@ def test_whoever_is_next_is_whom_the_rules_choose(
         f"w{number}" for number in silent if number < len(workers)
     }
     chosen = choose_prefill(loads, tokens=tokens, limit_tokens=50, fits=fits)
-    assert roster.prefill(tokens=tokens, limit_tokens=50, fits=fits) == address(chosen)
+    placer = Placer(least_bytes, roster, Pace(), 64, PrefixMap(0), 1.0)
+    prompt = Request(id="new", prompt=(0,) * tokens, sampling=Sampling(), reply_to="x")
+    choice = placer.choose(placer.snapshot(placer.ask(prompt), 50, fits, 11.0))
+    assert (choice and choice.worker) == address(chosen)
     for holder in ("", "w0", "w3"):
         assert roster.compressor(holder) == address(choose_compressor(loads, holder=holder))
         for arena in ("a", "b"):

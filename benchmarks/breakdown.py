@@ -58,7 +58,7 @@ class Stopwatch:
 
 PARTS = [
     (PrefillEngine, "step", "prefill"),
-    (PrefillEngine, "_start_waiting", "prefill pages"),
+    (PrefillEngine, "_start", "prefill pages"),
     (PrefillEngine, "_hand_over", "prefill pages"),
     (CompressEngine, "_plan", "compress plan"),
     (CompressEngine, "_take_pages", "compress pages"),

@@ -8,6 +8,8 @@ all messages after the last of them has arrived. No model, no server.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -25,16 +27,22 @@ CASES = (
 WORKERS_PER_NODE = 10
 STOP_S = 2.0
 SLOTS = 32
+BEGINNINGS = 50
+PREFIX_BYTES = 200 << 20
+"""Of each machine."""
 
 
 def jobs(count: int) -> Iterator[tuple[Job, ...]]:
-    """Requests of many sizes, all due at once."""
+    """Requests of many sizes, all due at once; half of each prompt is one of some beginnings."""
     draw = Random(1)
     for number in range(count):
-        yield (Job(f"r{number}", draw.randint(64, 1024), draw.randint(8, 64)),)
+        tokens = draw.randint(64, 1024)
+        common = (f"prefix {draw.randrange(BEGINNINGS)}", tokens // 2)
+        parts = (common, (f"own {number}", tokens - common[1]))
+        yield (Job(f"r{number}", tokens, draw.randint(8, 64), segments=parts),)
 
 
-def measure(replicas: int, waiting: int, policy: str) -> dict[str, object]:
+def measure(replicas: int, waiting: int, policy: str, placement: str) -> dict[str, object]:
     """One cluster with a line of about this length."""
     prefill, compress, decode = split_of(replicas)
     cluster = Cluster(
@@ -44,8 +52,9 @@ def measure(replicas: int, waiting: int, policy: str) -> dict[str, object]:
         workers_per_node=WORKERS_PER_NODE,
         shared_cores=False,
         max_batch_requests=SLOTS,
-        router=RouterConfig(batch_policy=policy, max_queued_requests=1 << 40),
+        router=RouterConfig(batch_policy=policy, placement=placement, max_queued_requests=1 << 40),
     )
+    cluster = replace(cluster, plan=replace(cluster.plan, prefix_bytes=PREFIX_BYTES))
     count = waiting + decode * SLOTS
     simulation = Simulation(cluster, Costs(), keep_gaps=False)
     trial = simulation.run(jobs(count), stop_s=STOP_S)
@@ -56,6 +65,7 @@ def measure(replicas: int, waiting: int, policy: str) -> dict[str, object]:
         "waiting": waiting,
         "waiting_at_end": left,
         "policy": policy,
+        "placement": placement,
         "decisions": len(times),
         "p50_ms": percentile(times, 50),
         "p99_ms": percentile(times, 99),
@@ -67,10 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--policy", default="greedy_by_memory")
+    parser.add_argument("--placement", default="least_bytes,dualmap")
     asked = parser.parse_args()
     host, rows = host_info(), list[dict[str, object]]()
-    for replicas, waiting in CASES:
-        rows.append(measure(replicas, waiting, asked.policy))
+    for case, placement in product(CASES, asked.placement.split(",")):
+        rows.append(measure(*case, asked.policy, str(placement)))
         write_json({"simulated": True, "host": host, "rows": rows}, asked.json)
     console.print(make_table([*rows[0]], [[*row.values()] for row in rows], "CPU time"))
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -20,7 +21,7 @@ from triptych.cli.simulate_fit import simulate_fit
 from triptych.cli.simulate_replay import simulate_replay
 from triptych.core import messages as core
 from triptych.core.config import RouterConfig, require
-from triptych.router import schedule_named
+from triptych.router import check_policies
 from triptych.router.simulator import Cluster, Costs, Simulation, Trial
 from triptych.router.simulator.capacity import saturation_rate
 from triptych.router.simulator.setup import split_of
@@ -37,6 +38,8 @@ UNLIMITED_QUEUE = 1 << 40
 COLUMNS = {
     "TTFT ms mean": "mean_ttft_ms",
     "p99": "p99_ttft_ms",
+    "queue p99": "p99_queue_ms",
+    "cached": "prefix_hit_ratio",
     "TPOT ms mean": "mean_tpot_ms",
     "out tok/s": "output_throughput",
     "req/s": "request_throughput",
@@ -53,15 +56,21 @@ class Case:
     """One run: a policy at a rate or a concurrency."""
 
     policy: str
+    placement: str
     rate_per_s: float | None
     concurrency: int | None
     seed: int
 
     def __str__(self) -> str:
         pace = f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:.3g}/s"
-        return (
-            f"{self.policy} {'trace' if self.rate_per_s is None and not self.concurrency else pace}"
-        )
+        is_trace = self.rate_per_s is None and not self.concurrency
+        return f"{self.label} {'trace' if is_trace else pace}"
+
+    @property
+    def label(self) -> str:
+        """What was compared, without the default placement."""
+        is_default = self.placement == RouterConfig().placement
+        return self.policy if is_default else f"{self.policy}+{self.placement}"
 
 
 @app.callback()
@@ -88,6 +97,18 @@ def simulate(
     policy: Annotated[
         str, typer.Option(help="One or more, as in dynamic,fcfs,static:p2c2d8.")
     ] = "greedy_by_memory",
+    placement: Annotated[
+        str, typer.Option(help="Who reads a prompt: one or more, as in least_bytes,dualmap.")
+    ] = "least_bytes",
+    affinity_ttft_s: Annotated[
+        float, typer.Option(help="router.affinity_ttft_s: from when on dualmap switches.")
+    ] = RouterConfig().affinity_ttft_s,
+    prefill_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens sent to a prefill worker at once.")
+    ] = RouterConfig().prefill_batch_tokens,
+    prefix_mib: Annotated[
+        int, typer.Option(min=0, help="Prefixes kept on each machine; 0: none.")
+    ] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 1000,
     rate: Annotated[
         str, typer.Option(help="Requests per second; default: 0.8 of saturation.")
@@ -138,8 +159,13 @@ def simulate(
         shared_cores=not (is_large if own_cores is None else own_cores),
         capacity_bytes=capacity_mib << 20,
         max_batch_requests=slots,
-        router=RouterConfig(max_queued_requests=max_queued or UNLIMITED_QUEUE),
+        router=RouterConfig(
+            max_queued_requests=max_queued or UNLIMITED_QUEUE,
+            affinity_ttft_s=affinity_ttft_s,
+            prefill_batch_tokens=prefill_batch_tokens,
+        ),
     )
+    cluster = replace(cluster, plan=replace(cluster.plan, prefix_bytes=prefix_mib << 20))
     costs = Costs.read(costs_file) if costs_file else Costs()
     load = LoadOptions(
         shape="uniform" if trace else workload,
@@ -152,16 +178,22 @@ def simulate(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
     ).resolve()
-    policies = words(policy)
-    for name in policies:
-        schedule_named(name, slots)
+    policies, placements = words(policy), words(placement)
+    for name, where in product(policies, placements):
+        check_policies(RouterConfig(batch_policy=name, placement=where), slots)
     saturation = saturation_of(cluster, costs, load)
     rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
     cases = [
-        Case(policy=name, rate_per_s=one, concurrency=concurrency, seed=seed + offset)
+        Case(
+            policy=name,
+            placement=where,
+            rate_per_s=one,
+            concurrency=concurrency,
+            seed=seed + offset,
+        )
         for one in rates
         for offset in range(seeds)
-        for name in policies
+        for name, where in product(policies, placements)
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
     require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
@@ -224,7 +256,7 @@ def run_cases(
         for case in cases:
             sessions = replace(load, seed=case.seed).sessions(requests, rate_per_s=case.rate_per_s)
             bar = bars.add_task(str(case), total=requests_of(sessions))
-            router = replace(cluster.router, batch_policy=case.policy)
+            router = replace(cluster.router, batch_policy=case.policy, placement=case.placement)
             simulation = Simulation(
                 replace(cluster, router=router),
                 costs,
@@ -245,7 +277,8 @@ def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
     figures = figures_of(trial, slo)
     return {
         "simulated": True,
-        "label": case.policy,
+        "label": case.label,
+        "placement": case.placement,
         "level": str(case).partition(" ")[2],
         "seed": case.seed,
         "max_concurrency": case.concurrency,
@@ -270,4 +303,7 @@ def described(cluster: Cluster) -> dict[str, object]:
     """A cluster as result files have it."""
     names = ("prefill", "compress", "decode", "colocated", "workers_per_node", "shared_cores")
     names += ("capacity_bytes", "max_batch_requests", "chunk_tokens", "high_share")
-    return {name: getattr(cluster, name) for name in names}
+    return {
+        **{name: getattr(cluster, name) for name in names},
+        "prefix_bytes": cluster.plan.prefix_bytes,
+    }

@@ -357,7 +357,7 @@ class RouterConfig:
     cached, which matters on several nodes: each has a cache of its own), the baseline
     ``single_hash``, or ``module:object``: a policy of your own (docs/extending.md)."""
 
-    affinity_ttft_s: float = 1.0
+    affinity_ttft_s: float = 2.0
     """Predicted seconds to the first token from which on ``dualmap`` leaves the cached beginning of
     a prompt for a shorter queue, if the request does not say ``ttft_slo_ms``."""
 

@@ -59,7 +59,7 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
             slots[entry.decode] += 1
         if is_being_read(entry):
             prefill[entry.worker] += entry.prompt_tokens
-            queue[entry.worker] += min(entry.prompt_tokens, books.roster.long_tokens)
+            queue[entry.worker] += min(entry.tokens_to_read, books.roster.long_tokens)
         elif is_being_compressed(entry):
             compress[entry.worker] += entry.prompt_tokens
     loads = dict[str, WorkerLoad]()

@@ -366,11 +366,11 @@ class Dispatch:
         entry.work_arena = self._work_arena(arena)
         entry.final_arena = self._final_arena(entry, arena) or ""
         self.books.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
+        if entry.ask is not None:
+            entry.cached_tokens = self.placer.sent(entry.ask, arena)
         self.books.outbox.prefill(address, entry.request)
         self.books.requests.move(entry, State.PREFILLING, now)
         self.reasons.started(entry, reason, choice.reason, place, seen)
-        if entry.ask is not None:
-            self.placer.sent(entry.ask, arena)
         entry.ahead_tokens = self._ahead_tokens(entry)
         self.books.pace.left_line(len(line), now)
         self.books.drain.note(now)
@@ -378,7 +378,7 @@ class Dispatch:
 
     def _ahead_tokens(self, entry: Entry) -> int:
         """Tokens that are read until a request has its first one, its own in full."""
-        roster, tokens = self.books.roster, entry.prompt_tokens
+        roster, tokens = self.books.roster, entry.tokens_to_read
         return roster.queue_tokens(entry.worker) + max(0, tokens - roster.long_tokens)
 
     @staticmethod

@@ -112,7 +112,7 @@ def power_of_two(ask: Ask, readers: Readers) -> Choice | None:
     if len(readers):
         digest = blake2b(ask.id.encode(), digest_size=16).digest()
         picks = [int.from_bytes(half, "little") for half in (digest[:8], digest[8:])]
-        for place in sorted(pick % len(readers) for pick in picks):  # less loaded ones come first
+        for place in sorted(pick % len(readers) for pick in picks):  # the less loaded one first
             if readers.takes(readers[place]):
                 return Choice(readers[place], "of_two")
     return least_bytes(ask, readers)
@@ -192,7 +192,10 @@ def affinity_key(ask: Ask) -> bytes:
 
 
 def _first(readers: Readers) -> str | None:
-    return next((worker for worker in readers if readers.takes(worker)), None)
+    for worker in readers:  # a generator costs as much again
+        if readers.takes(worker):
+            return worker
+    return None
 
 
 def _holding(readers: Readers, holders: Mapping[str, int]) -> list[str]:

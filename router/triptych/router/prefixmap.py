@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
-from triptych.core.messages import pack_tokens
-
-KEY_BYTES = 16
+KEY_BYTES, TOKEN_BYTES = 16, 4
 
 
 @dataclass(eq=False)
@@ -19,7 +17,8 @@ class PromptBlocks:
     last token is always computed, so it is in no block.
     """
 
-    tokens: Callable[[], Sequence[int]]
+    packed: Callable[[], bytes]
+    """The tokens, as ``pack_tokens`` writes them."""
     salt: str
     """Prompts with different salts share nothing."""
     block_tokens: int
@@ -27,8 +26,7 @@ class PromptBlocks:
     @cached_property
     def keys(self) -> tuple[bytes, ...]:
         """A key for each whole block, first to last."""
-        packed = pack_tokens(tuple(self.tokens()))
-        step = self.block_tokens * 4
+        packed, step = self.packed(), self.block_tokens * TOKEN_BYTES
         found = list[bytes]()
         parent = self.salt.encode()
         for at in range(0, len(packed) - step, step):

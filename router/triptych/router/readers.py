@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 
-from triptych.core.messages import Request
+from triptych.core.messages import Request, pack_tokens
 from triptych.router.pace import Pace
 from triptych.router.placement import Ask, Choice, PlacementPolicy
 from triptych.router.prefixmap import PrefixMap, PromptBlocks
@@ -13,7 +12,7 @@ from triptych.router.ring import DualRing
 from triptych.router.roster import Fits, Roster
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Snapshot:
     """The prefill workers with room for one prompt; good until something moves."""
 
@@ -26,10 +25,11 @@ class Snapshot:
     prefixes: PrefixMap
     rings: Callable[[], DualRing]
     _fitting: dict[str, bool] = field(default_factory=dict[str, bool])
+    _count: int = 0
+    """Workers with room."""
 
-    @cached_property
-    def _count(self) -> int:
-        return self.roster.with_room(self.ask.tokens, self.limit_tokens)
+    def __post_init__(self) -> None:
+        self._count = self.roster.with_room(self.ask.tokens, self.limit_tokens)
 
     def __len__(self) -> int:
         return self._count
@@ -43,7 +43,7 @@ class Snapshot:
         return self.roster.readers().at(place)
 
     def takes(self, worker: str) -> bool:
-        return self._has_bytes(self.arena(worker))
+        return self._has_bytes(self.roster.arena_of(worker))
 
     def arena(self, worker: str) -> str:
         return self.roster.arena_of(worker)
@@ -64,20 +64,18 @@ class Snapshot:
         return known * self.ask.prefix.block_tokens
 
     def holders(self) -> Mapping[str, int]:
-        block_tokens, found = self.ask.prefix.block_tokens, self._holders
-        return {arena: count * block_tokens for arena, count in found.items()}
+        prefix = self.ask.prefix
+        found = self.prefixes.holders(prefix.keys)
+        return {arena: count * prefix.block_tokens for arena, count in found.items()}
 
     def homes(self, key: bytes) -> tuple[str, ...]:
         return self.rings().homes(key)
 
-    @cached_property
-    def _holders(self) -> Mapping[str, int]:
-        return self.prefixes.holders(self.ask.prefix.keys)
-
     def _has_bytes(self, arena: str) -> bool:
-        if arena not in self._fitting:
-            self._fitting[arena] = self.fits(arena)
-        return self._fitting[arena]
+        known = self._fitting.get(arena)
+        if known is None:
+            known = self._fitting[arena] = self.fits(arena)
+        return known
 
 
 @dataclass(eq=False)
@@ -99,17 +97,19 @@ class Placer:
 
     def ask(self, request: Request) -> Ask:
         """A request as placement sees it."""
-        session = f"{request.tenant}/{request.cache_salt}/{request.session}"
+        session = ""
+        if request.session:
+            session = f"{request.tenant}/{request.cache_salt}/{request.session}"
         return Ask(
             id=request.id,
             tokens=len(request.prompt) + len(request.said),
             ttft_s=request.slo.ttft_s or self.ttft_s,
             prefix=PromptBlocks(
-                lambda: request.known[: request.cached_at_most],
+                lambda: pack_tokens(request.known[: request.cached_at_most]),
                 request.cache_salt,
                 self.block_tokens,
             ),
-            session=session.encode() if request.session else b"",
+            session=session.encode(),
         )
 
     def snapshot(self, ask: Ask, limit_tokens: int, fits: Fits, now: float) -> Snapshot:
@@ -124,10 +124,16 @@ class Placer:
         """Who reads the prompt, by the policy."""
         return self.policy(snapshot.ask, snapshot)
 
-    def sent(self, ask: Ask, arena: str) -> None:
-        """A prompt is read at an arena, which will keep its blocks."""
-        if ask.prefix.was_read:
-            self.prefixes.keep(arena, ask.prefix.keys)
+    def sent(self, ask: Ask, arena: str) -> int:
+        """A prompt is read at an arena, which will keep its blocks.
+
+        Returns: tokens that are probably there already; 0 if the policy did not ask
+        """
+        if not ask.prefix.was_read:
+            return 0
+        known = self.prefixes.known(arena, ask.prefix.keys)
+        self.prefixes.keep(arena, ask.prefix.keys)
+        return known * self.block_tokens
 
     def _present(self) -> DualRing:
         """The rings of those arenas that have prefill workers now."""

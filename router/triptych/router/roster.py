@@ -27,6 +27,8 @@ class Share:
     compressed_at: str = ""
     slot_at: str = ""
     tokens: int = 0
+    to_read: int = 0
+    """Those of ``tokens`` that are probably not cached."""
     needs_slot: bool = False
     """It was let in, and no decode worker is chosen yet."""
 
@@ -64,7 +66,7 @@ class Roster:
     """When those that are not full reported last, oldest first."""
     _read: Counter[str] = field(default_factory=Counter[str])
     _queue: Counter[str] = field(default_factory=Counter[str])
-    """As ``_read``, of each prompt ``long_tokens`` at most."""
+    """As ``_read``, without what is cached, and of each prompt ``long_tokens`` at most."""
     _compressed: Counter[str] = field(default_factory=Counter[str])
     _slots: Counter[str] = field(default_factory=Counter[str])
     _shares: dict[str, Share] = field(default_factory=dict[str, Share])
@@ -282,7 +284,7 @@ class Roster:
         self._shares[request] = share
         for one, sign in ((before, -1), (share, +1)):
             self._add(self._read, one.read_at, sign * one.tokens)
-            self._add(self._queue, one.read_at, sign * min(one.tokens, self.long_tokens))
+            self._add(self._queue, one.read_at, sign * min(one.to_read, self.long_tokens))
             self._add(self._compressed, one.compressed_at, sign * one.tokens)
             self._add(self._slots, one.slot_at, sign)
             self.needs_slot += sign * one.needs_slot
@@ -367,5 +369,6 @@ def share_of(entry: Entry) -> Share:
         compressed_at=entry.worker if is_being_compressed(entry) else "",
         slot_at=entry.decode,
         tokens=entry.prompt_tokens,
+        to_read=entry.tokens_to_read,
         needs_slot=not entry.decode and entry.state not in (State.WAITING, State.LEAVING),
     )

@@ -48,8 +48,8 @@ class WorkerLoad:
     prefill_tokens: int = 0
     """Prompt tokens that were sent to it and are not read yet."""
     queue_tokens: int = 0
-    """How many of them a prompt that comes now waits for: of a long one only half of what a worker
-    takes at once, since short ones overtake it."""
+    """How many of them a prompt that comes now waits for: none that are probably cached, and of a
+    long prompt only half of what a worker takes at once, since short ones overtake it."""
     compress_tokens: int = 0
     """Prompt tokens that it is compressing."""
     free_slots: int = 0

@@ -59,6 +59,8 @@ class Entry:
     """When it must have started to keep its SLO."""
     ask: Ask | None = None
     """How placement sees it, once it was to be placed."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that are probably cached where it was sent; 0 if nobody looked."""
     ahead_tokens: int = 0
     """Prompt tokens before its prefill worker when it was sent there, its own included."""
     read_at: float = 0.0
@@ -122,6 +124,11 @@ class Entry:
     def prompt_tokens(self) -> int:
         """Tokens that the prefill reads."""
         return len(self.request.prompt) + len(self.request.said)
+
+    @property
+    def tokens_to_read(self) -> int:
+        """Those of the prompt that are probably not cached."""
+        return max(1, self.prompt_tokens - self.cached_tokens)
 
     @property
     def holders(self) -> list[str]:

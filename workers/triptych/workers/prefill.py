@@ -20,6 +20,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import Past, largest_sums, prefill_attention, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
+from triptych.router.chunks import Chunks
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
 from triptych.workers.handles import make_handle
@@ -35,6 +36,8 @@ class Prompt:
     """A prompt that is being read."""
 
     request: Request
+    due: float
+    """When it is to be read to its end, on the clock of the engine's chunks."""
     pages: NDArray[np.int32]
     """Raw pages, [layers, kv_heads, pages of a head row]."""
     read: int = 0
@@ -56,6 +59,14 @@ class Prompt:
     def token_s(self) -> float:
         """Seconds per token that was computed here."""
         return self.seconds / max(1, self.read - self.cached)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A request whose prompt has no pages yet."""
+
+    request: Request
+    due: float
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,10 @@ class Piece:
 
 @dataclass
 class PrefillEngine:
-    """Reads up to ``chunk_tokens`` prompt tokens a step, from one prompt or from several."""
+    """Reads up to ``chunk_tokens`` prompt tokens a step, from one prompt or from several.
+
+    Between two steps a shorter prompt may overtake a longer one that is being read.
+    """
 
     runner: Runner
     pool: WorkerPool
@@ -95,7 +109,8 @@ class PrefillEngine:
     draw: Draw = sample
     """How tokens are drawn from logits; the quality harness forces them."""
     stage: Stage = "prefill"
-    _waiting: list[Request] = field(default_factory=list[Request])
+    _chunks: Chunks = field(default_factory=Chunks)
+    _waiting: list[Newcomer] = field(default_factory=list[Newcomer])
     _prompts: list[Prompt] = field(default_factory=list[Prompt])
 
     def __post_init__(self) -> None:
@@ -107,7 +122,9 @@ class PrefillEngine:
     def accept(self, message: Message) -> Iterable[Send] | None:
         if not isinstance(message, Prefill):
             return None
-        self._waiting.extend(message.requests)
+        for request in message.requests:
+            due = self._chunks.due(len(request.known), request.slo.ttft_s)
+            self._waiting.append(Newcomer(request, due))
         if self._awaited is not None:
             for request in message.requests:
                 self._awaited.begin(request)
@@ -116,17 +133,17 @@ class PrefillEngine:
     def has_work(self) -> bool:
         if self._prompts or self._awaited is None:
             return bool(self._prompts or self._waiting)
-        return any(map(self._awaited.is_ready, (request.id for request in self._waiting)))
+        return any(map(self._awaited.is_ready, (one.request.id for one in self._waiting)))
 
     def wait_s(self) -> float | None:
         return None if self._awaited is None else self._awaited.wait_s
 
     def requests(self) -> list[str]:
-        return [r.id for r in self._waiting] + [p.request.id for p in self._prompts]
+        return [one.request.id for one in self._waiting] + [p.request.id for p in self._prompts]
 
     def cancel(self, requests: Sequence[str]) -> None:
         gone = set(requests)
-        self._waiting = [request for request in self._waiting if request.id not in gone]
+        self._waiting = [one for one in self._waiting if one.request.id not in gone]
         if self._awaited is not None:
             self._awaited.forget(gone)
         for prompt in [p for p in self._prompts if p.request.id in gone]:
@@ -138,13 +155,14 @@ class PrefillEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        refused = self._start_waiting()
-        pieces = self._choose_pieces()
+        refused, pieces = self._choose_pieces()
         if not pieces:
             return refused
         began_s = time.perf_counter()
         logits = self._read(pieces)
-        token_s = (time.perf_counter() - began_s) / sum(piece.tokens for piece in pieces)
+        took_s, tokens = time.perf_counter() - began_s, sum(piece.tokens for piece in pieces)
+        self._chunks.note(tokens, took_s)
+        token_s = took_s / tokens
         for piece in pieces:
             piece.prompt.read += piece.tokens
             piece.prompt.seconds += piece.tokens * token_s
@@ -153,27 +171,26 @@ class PrefillEngine:
 
     # ---------------------------------------------------------------- taking prompts in
 
-    def _start_waiting(self) -> list[Send]:
-        """Give waiting prompts their pages, as many as the next step can read.
+    def _start(self, one: Newcomer, refused: list[Send]) -> Prompt | None:
+        """Give a prompt its pages; None if its beginning is on its way from disk, or it cannot be.
 
-        Those whose beginning is on its way from disk are overtaken.
+        While it waits for the disk, others are read.
         """
-        refused = list[Send]()
-        for request in list(self._waiting):
-            if sum(p.left for p in self._prompts) >= self.chunk_tokens:
-                break
-            if self._awaited is not None and not self._awaited.settle(request.id):
-                continue
-            self._waiting.remove(request)
-            try:
-                self._prompts.append(self._prompt(request))
-            except TriptychError as error:
-                refused.append(refuse(request.id, error))
-        return refused
+        if self._awaited is not None and not self._awaited.settle(one.request.id):
+            return None
+        self._waiting.remove(one)
+        try:
+            prompt = self._prompt(one)
+        except TriptychError as error:
+            refused.append(refuse(one.request.id, error))
+            return None
+        self._prompts.append(prompt)
+        return prompt
 
-    def _prompt(self, request: Request) -> Prompt:
+    def _prompt(self, one: Newcomer) -> Prompt:
+        request = one.request
         tokens = len(request.known)
-        prompt = Prompt(request, self._take_pages(tokens))
+        prompt = Prompt(request, one.due, self._take_pages(tokens))
         if self.plan.policy.needs_significance:
             shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
             prompt.attention = torch.zeros(shape)
@@ -205,13 +222,20 @@ class PrefillEngine:
 
     # ---------------------------------------------------------------- one step
 
-    def _choose_pieces(self) -> list[Piece]:
-        """Oldest prompts first, until the chunk is full.
+    def _choose_pieces(self) -> tuple[list[Send], list[Piece]]:
+        """Who is due first, until the chunk is full; and what could not be begun.
 
         Of prompts whose every token is scored, less is read at once: their logits take memory.
         """
-        pieces, left, scorable = list[Piece](), self.chunk_tokens, SCORED_TOKENS
-        for prompt in self._prompts:
+        refused, pieces = list[Send](), list[Piece]()
+        left, scorable = self.chunk_tokens, SCORED_TOKENS
+        queue: list[Prompt | Newcomer] = [*self._prompts, *self._waiting]
+        for one in self._chunks.in_order(queue):
+            if not left:
+                break
+            prompt = self._start(one, refused) if isinstance(one, Newcomer) else one
+            if prompt is None:
+                continue
             count = min(left, prompt.left)
             if prompt.scores is not None:
                 count = min(count, scorable)
@@ -219,7 +243,7 @@ class PrefillEngine:
             if count:
                 pieces.append(Piece(prompt, prompt.read, count))
                 left -= count
-        return pieces
+        return refused, pieces
 
     def _read(self, pieces: list[Piece]) -> Tensor:
         """Run the model over the pieces; logits [prompts that end here, vocab]."""

@@ -17,6 +17,7 @@ MEAN_TURNS = 4.0
 MOST_TURNS = 12
 AGENT_STEPS = (3, 8)
 PREFIXES = 8
+MANY_PREFIXES = 200
 PREFIX_SHARE = 0.75
 
 ZIPF_EXPONENT, ZIPF_LIMIT = 1.1, 1024
@@ -93,7 +94,18 @@ def conversations(draw: Random, name: str, scope: str, means: Means) -> tuple[Tu
 
 def shared_prefix(draw: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
     """One of a few beginnings, some far more popular than others, and an end of its own."""
-    chosen = draw.choices(range(PREFIXES), [1.0 / (rank + 1) for rank in range(PREFIXES)])[0]
+    return _behind_one_of(PREFIXES, draw, name, scope, means)
+
+
+def many_prefixes(draw: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
+    """The same with two hundred beginnings (Zipf, exponent 1): more than one cache holds."""
+    return _behind_one_of(MANY_PREFIXES, draw, name, scope, means)
+
+
+def _behind_one_of(
+    count: int, draw: Random, name: str, scope: str, means: Means
+) -> tuple[Turn, ...]:
+    chosen = draw.choices(range(count), [1.0 / (rank + 1) for rank in range(count)])[0]
     common = max(1, int(means.prompt_tokens * PREFIX_SHARE))
     own = _length(draw, max(1, means.prompt_tokens - common), SPREAD)
     segments = (Segment(f"{scope}/prefix{chosen}", common), Segment(name, own))
@@ -124,6 +136,7 @@ SHAPES: dict[str, Shape] = {
     "burstgpt": Shape(burstgpt, Means(256, 64, 0.0), burstiness=0.5),
     "conversations": Shape(conversations, Means(96, 64, 5.0)),
     "shared-prefix": Shape(shared_prefix, Means(512, 64, 0.0)),
+    "many-prefixes": Shape(many_prefixes, Means(1024, 16, 0.0)),
     "agents": Shape(agents, Means(128, 48, 1.0)),
     "long-document": Shape(similar, Means(2048, 32, 0.0)),
     "reasoning": Shape(similar, Means(64, 512, 0.0)),

@@ -20,6 +20,7 @@ def jobs_of(
                 max_tokens=one.output_tokens,
                 at_s=session.start_s if turn == 0 else one.pause_s,
                 slo=asked,
+                segments=tuple((part.key, part.tokens) for part in one.segments),
             )
             for turn, one in enumerate(session.turns)
         )
@@ -46,6 +47,8 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
         "request_goodput": len(inside) / duration if slo.is_set else None,
         "output_throughput": written / duration,
         "total_token_throughput": (read + written) / duration,
+        "prefix_hit_ratio": sum(one.cached_tokens for one in done) / max(1, read),
+        **distribution("queue", [one.began_s - one.due_s for one in done]),
         **distribution("ttft", [one.first_s - one.due_s for one in done]),
         **distribution("tpot", [tpot for one in done if (tpot := tpot_s(one)) is not None]),
         **distribution("itl", weighted(trial.gaps)),

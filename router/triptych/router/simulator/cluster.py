@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import blake2b
 from math import inf
 from time import thread_time
 
@@ -14,6 +15,7 @@ from triptych.core.messages import (
     Failed,
     Hello,
     Message,
+    Prefilled,
     Request,
     Sampling,
     Send,
@@ -21,9 +23,10 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.router.coordinator import Coordinator, Patience
+from triptych.router.prefixmap import BlockCache
 from triptych.router.simulator.clock import Clock
 from triptych.router.simulator.costs import Costs
-from triptych.router.simulator.engines import Wrote, engines_of
+from triptych.router.simulator.engines import NodeCache, Wrote, engines_of
 from triptych.router.simulator.setup import Chain, Cluster, Job
 from triptych.router.simulator.worker import OwnCores, SimulatedWorker, Turns
 
@@ -46,6 +49,10 @@ class Outcome:
     first_s: float = -1.0
     last_s: float = -1.0
     error: str = ""
+    began_s: float = -1.0
+    """When its prompt was first read from."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that were not computed."""
 
     @property
     def is_done(self) -> bool:
@@ -95,6 +102,7 @@ class Simulation:
         self._progress_s = 0.0
         self._looks, self._on_tick = 0, on_tick
         self._wrote_at = dict[str, float]()
+        self._caches = dict[str, NodeCache]()
         self._workers = self._build_workers()
 
     def run(
@@ -132,11 +140,19 @@ class Simulation:
             shared = cores.get(arena)
             if shared is None:
                 shared = cores[arena] = self._cores()
-            engines = engines_of(stages, self._cluster, self._costs)
+            engines = engines_of(stages, self._cluster, self._costs, self._cache_of(arena))
             workers[address] = SimulatedWorker(
-                address, self.clock, engines, shared, self._from_worker
+                address, self.clock, engines, shared, self._from_worker, self._began
             )
         return workers
+
+    def _cache_of(self, arena: str) -> NodeCache | None:
+        """That of one machine; None if it keeps no prefixes."""
+        plan = self._cluster.plan
+        if arena not in self._caches and plan.prefix_bytes:
+            blocks = BlockCache(plan.prefix_blocks)
+            self._caches[arena] = NodeCache(plan.block_tokens, blocks)
+        return self._caches.get(arena)
 
     def _cores(self) -> Turns | OwnCores:
         """Those of one machine."""
@@ -167,12 +183,23 @@ class Simulation:
     def _arrive(self, job: Job) -> None:
         request = Request(
             id=job.id,
-            prompt=_prompt(job.prompt_tokens),
+            prompt=self._prompt(job),
             sampling=_sampling(job.max_tokens),
             reply_to=INGRESS,
             slo=job.slo,
         )
         self._decide([Submit(request=request)], INGRESS)
+
+    def _prompt(self, job: Job) -> tuple[int, ...]:
+        """Tokens that are equal where, and only where, segments are; zeros if nobody looks."""
+        if not self._cluster.plan.prefix_bytes:
+            return _zeros(job.prompt_tokens)
+        segments = job.segments or ((f"only {job.id}", job.prompt_tokens),)
+        return tuple(token for name, count in segments for token in (_token(name),) * count)
+
+    def _began(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._outcomes[name].began_s = self.clock.now
 
     def _hear(self, wrote: Wrote) -> None:
         """Tokens reach their clients."""
@@ -248,6 +275,9 @@ class Simulation:
     ) -> None:
         if sends:
             messages = [send.message for send in sends]
+            for message in messages:
+                if isinstance(message, Prefilled):
+                    self._outcomes[message.request].cached_tokens = message.cached_tokens
             self.clock.after(self._costs.hop_s, self._decide, messages, worker.address)
         if wrote is None:
             return
@@ -278,8 +308,12 @@ class Simulation:
 
 
 @cache
-def _prompt(tokens: int) -> tuple[int, ...]:
+def _zeros(tokens: int) -> tuple[int, ...]:
     return (0,) * tokens
+
+
+def _token(segment: str) -> int:
+    return int.from_bytes(blake2b(segment.encode(), digest_size=4).digest(), "little") >> 1
 
 
 @cache

@@ -19,6 +19,10 @@ Group = tuple[str, str, tuple[Stage, ...]]
 """Address, arena and stages of one worker."""
 
 
+Segments = tuple[tuple[str, int], ...]
+"""Runs of tokens by name: prompts that begin with the same runs begin with the same tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request of a client."""
@@ -27,12 +31,17 @@ class Job:
     prompt_tokens: int
     max_tokens: int
     at_s: float = 0.0
+    segments: Segments = ()
+    """What the prompt consists of; empty: of tokens that no other prompt has."""
     """When it is due; behind the first of a session: how long after the end of the one before."""
     slo: Slo = NO_SLO
     """What it asks of the router. Simulated workers cancel nothing, so it has no deadline."""
 
     def __post_init__(self) -> None:
         require(not self.slo.deadline_s, "deadline_s", self.slo.deadline_s, "0 in a simulation")
+        named = sum(tokens for _, tokens in self.segments)
+        fits = not self.segments or named == self.prompt_tokens
+        require(fits, "segments", named, f"prompt_tokens ({self.prompt_tokens}) in all")
 
 
 Chain = Sequence[Job]

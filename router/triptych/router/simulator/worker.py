@@ -8,6 +8,8 @@ from triptych.router.simulator.clock import Clock
 from triptych.router.simulator.engines import SimulatedEngine, Work, Wrote
 
 Deliver = Callable[["SimulatedWorker", Sequence[Send], Wrote | None], None]
+Began = Callable[[Sequence[str]], None]
+"""Takes the requests whose prompts a step begins to read."""
 
 
 class Turns:
@@ -64,9 +66,11 @@ class SimulatedWorker:
         engines: Sequence[SimulatedEngine],
         cores: Turns | OwnCores,
         deliver: Deliver,
+        began: Began,
     ) -> None:
         self.address, self.busy_s = address, 0.0
         self._clock, self._engines, self._cores, self._deliver = clock, engines, cores, deliver
+        self._began = began
         self._inbox = deque[Message]()
         self._turn = 0
         """The engine that is stepped next; those before it had their step of this round."""
@@ -114,6 +118,8 @@ class SimulatedWorker:
 
     def _begin(self) -> None:
         work = self._next.step()
+        if work.began:
+            self._began(work.began)
         seconds = work.seconds * self._cores.stretch
         self._clock.after(seconds, self._end, work, seconds)
 

@@ -13,7 +13,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -34,8 +34,12 @@ HEAD_START_S = 0.3
 
 def in_order_of_arrival() -> AbstractContextManager[object]:
     """Chunks as they were before prompts could overtake each other."""
-    numbers: Iterator[int] = count()
-    return patch.object(Chunks, "due", lambda *_: next(numbers))
+    numbers = count()
+
+    def due(_chunks: Chunks, _tokens: int, _ttft_s: float = 0.0) -> float:
+        return next(numbers)
+
+    return patch.object(Chunks, "due", due)
 
 
 def first_token_s(server: LocalServer, prompt: Sequence[int]) -> float:

@@ -96,16 +96,65 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalingConfig:
+    """Whether a stage gets more copies when it has much to do, and fewer when it has not."""
+
+    max_replicas: int = 0
+    """The most copies; 0: always ``actor.num_replicas``. It begins with that many."""
+
+    min_replicas: int = 1
+    """The fewest."""
+
+    target_utilization: float = 0.7
+    """Share of the copies' time, or of their decode slots, that is to be in use."""
+
+    upscale_delay_s: float = 10.0
+    """Seconds for which more copies must be wanted before they are started."""
+
+    downscale_delay_s: float = 300.0
+    """Seconds for which fewer must do before some are stopped; what they have goes on elsewhere."""
+
+    def __post_init__(self) -> None:
+        most, least = self.max_replicas, self.min_replicas
+        require(least >= 1, "autoscaling.min_replicas", least, ">= 1")
+        fits = most == 0 or most >= least
+        require(fits, "autoscaling.max_replicas", most, f"0, or min_replicas ({least}) and more")
+        share = self.target_utilization
+        require(0 < share <= 1, "autoscaling.target_utilization", share, "above 0, up to 1")
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            require(getattr(self, name) >= 0, f"autoscaling.{name}", getattr(self, name), ">= 0")
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_replicas > 0
+
+    def check(self, actor: ActorConfig, stage: str) -> None:
+        """Raise ConfigError if a stage begins with a number that it may not have."""
+        count, least, most = actor.num_replicas, self.min_replicas, self.max_replicas
+        fits = not self.is_on or least <= count <= most
+        expected = f"from {stage}.autoscaling.min_replicas ({least}) to max_replicas ({most})"
+        require(fits, f"{stage}.actor.num_replicas", count, expected)
+
+    def most(self, actor: ActorConfig) -> int:
+        """Copies that there may ever be at once."""
+        return max(actor.num_replicas, self.max_replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
     """The stage that reads prompts."""
 
     actor: ActorConfig = field(default_factory=ActorConfig)
     """Copies and their resources."""
 
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
+
     chunk_tokens: int = 512
     """Prompt tokens of one step; longer prompts take several steps."""
 
     def __post_init__(self) -> None:
+        self.autoscaling.check(self.actor, "prefill")
         require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, ">= 1")
 
 
@@ -129,6 +178,9 @@ class CompressorConfig:
 
     actor: ActorConfig = field(default_factory=ActorConfig)
     """Copies and their resources."""
+
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
 
     profile: str = "auto"
     """What calibration found for the model: a file that ``triptych calibrate`` wrote, ``none``, or
@@ -178,6 +230,7 @@ class CompressorConfig:
     spreads outliers over all channels; ``auto``: rotated where a format is quantized."""
 
     def __post_init__(self) -> None:
+        self.autoscaling.check(self.actor, "compressor")
         require(bool(self.profile), "compressor.profile", self.profile, "'auto', 'none' or a file")
         if self.policy != "auto":
             check_policy(self.policy)
@@ -247,6 +300,9 @@ class DecodeConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     """Copies and their resources."""
 
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
+
     max_batch_requests: int = 32
     """Requests that one copy decodes at once."""
 
@@ -254,6 +310,7 @@ class DecodeConfig:
     """Which pages a step reads."""
 
     def __post_init__(self) -> None:
+        self.autoscaling.check(self.actor, "decode")
         count = self.max_batch_requests
         require(count >= 1, "decode.max_batch_requests", count, ">= 1")
 

@@ -6,8 +6,10 @@
 import secrets
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from triptych.core.config import ActorConfig, AppConfig
@@ -25,7 +27,7 @@ from triptych.deployments.rundir import new_run_dir
 from triptych.deployments.worker import WorkerShell
 from triptych.kvpool import Access
 from triptych.router import check_policies
-from triptych.workers.build import actor_config, context_tokens
+from triptych.workers.build import actor_config, autoscaling_config, context_tokens
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
 from triptych.workers.tokenizer import open_tokenizer
@@ -133,7 +135,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
     return serve.deployment(
         WorkerShell,
         name=names[stage] if len(members) == 1 else "Worker",
-        num_replicas=actor.num_replicas,
+        **_replicas(plan.config, stage),
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=1,
         ray_actor_options={
@@ -145,6 +147,27 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
     ).bind(plan, members)
 
 
+def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
+    """How many copies a stage has: a number, or what Serve needs to change it."""
+    actor, scaling = actor_config(config, stage), autoscaling_config(config, stage)
+    if not scaling.is_on:
+        return {"num_replicas": actor.num_replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=actor.num_replicas,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=scaling.upscale_delay_s,
+            downscale_delay_s=scaling.downscale_delay_s,
+            look_back_period_s=LOOK_BACK_S,
+            policy=AutoscalingPolicy(policy_function=POLICY),
+        )
+    }
+
+
+LOOK_BACK_S = 10.0
+"""Over how long what the copies were told is averaged; Serve asks them as often."""
+POLICY = "triptych.deployments.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
 """OpenMP threads spin for about a millisecond before they sleep.
 
@@ -155,4 +178,5 @@ steps take turns, nobody spins against another.
 
 
 def _gpus(actor: ActorConfig) -> float:
+    """Of the copies that there are at first; more of them come only where GPUs are left."""
     return actor.num_gpus * actor.num_replicas

@@ -47,12 +47,12 @@ class AppPlan:
 
     @property
     def workers(self) -> int:
-        """Processes that take pages."""
+        """Processes that take pages, at the most."""
         config = self.config
         if config.topology == "colocated":
-            return config.decode.actor.num_replicas
-        actors = (config.prefill.actor, config.compressor.actor, config.decode.actor)
-        return sum(actor.num_replicas for actor in actors)
+            return config.decode.autoscaling.most(config.decode.actor)
+        stages = (config.prefill, config.compressor, config.decode)
+        return sum(stage.autoscaling.most(stage.actor) for stage in stages)
 
     def check_stock(self) -> None:
         """Raise ConfigError if stocks and prefixes leave too little for requests."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from triptych.core.errors import PoolError
-from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send
+from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send, Stage
 from triptych.deployments.board import SHOWN_CELLS, Board
 from triptych.deployments.explain import explained, summary
 from triptych.deployments.mailbox import Mailbox
@@ -19,6 +19,8 @@ from triptych.deployments.tracing import Tracer
 from triptych.kvpool import guest_name
 from triptych.router import Patience
 from triptych.router.recording import end_recording, open_coordinator
+from triptych.router.scaling import wanted
+from triptych.workers.build import autoscaling_config
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,15 @@ class RouterShell:
     async def decision(self, client_id: str) -> str:
         """The same in one line, for a client."""
         return summary(self._coordinator.decisions(client_id))
+
+    async def wanted_replicas(self, stages: Sequence[Stage]) -> float:
+        """How many replicas should have these stages: what Serve's autoscaling asks."""
+        demand = self._coordinator.demand(time.monotonic())
+        config = self._site.plan.config
+        return max(
+            wanted(stage, demand, autoscaling_config(config, stages[-1]).target_utilization)
+            for stage in stages
+        )
 
     async def __del__(self) -> None:
         """Serve ends the application: whoever is told something by the router goes first."""

@@ -1,3 +1,5 @@
+# Ray's handles lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """A worker's shell: model, engines and their loop in one replica, a link to the router."""
 
 import asyncio
@@ -5,9 +7,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from ray import serve
 
 from triptych.core.errors import PoolError
 from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
+from triptych.deployments.autoscaling import WANTED
 from triptych.deployments.link import RouterLink
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.site import Site
@@ -80,6 +86,12 @@ class WorkerShell:
         elif self._loop.step_age_s > STUCK_STEP_S:
             age_s = self._loop.step_age_s
             raise RuntimeError(f"{self._pool.worker}: a step is stuck for {age_s:.0f} s")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks if this stage may grow: the router knows how much there is to do."""
+        application = serve.get_replica_context().app_name
+        router: Any = serve.get_deployment_handle("Router", application)
+        return {WANTED: await router.wanted_replicas.remote(self._stages)}
 
     async def __del__(self) -> None:
         self._reporting.cancel()

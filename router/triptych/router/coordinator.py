@@ -39,6 +39,7 @@ from triptych.router.preemption import Preemption
 from triptych.router.prefixmap import PrefixMap
 from triptych.router.promises import Promises
 from triptych.router.readers import Placer
+from triptych.router.scaling import Demand, Scaling
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
 
@@ -118,6 +119,7 @@ class Coordinator:
         self._promises = Promises(self._books, self._endings)
         self._preemption = None if is_fixed else Preemption(self._books)
         self._loans = Loans(self._books, plan.prefix_bytes)
+        self._scaling = Scaling(self._books, config.patience_s)
         self._ticked = 0.0
 
     # ---------------------------------------------------------------- what happens
@@ -424,6 +426,10 @@ class Coordinator:
             counters=dict(self._books.counters),
             workers=tuple(self._books.roster.loads()),
         )
+
+    def demand(self, now: float) -> Demand:
+        """What decides how many workers each stage should have; a few seconds old at the most."""
+        return self._scaling.demand(now)
 
     def census(self) -> tuple[dict[str, int], int]:
         """Requests by state, and bytes booked in all arenas: what a simulator asks at each tick."""

@@ -22,7 +22,7 @@ from triptych.core.layout import FORMATS, PageLayout
 from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.deployments.rpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
-from triptych.router.plugins import BATCH_POLICIES
+from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -116,6 +116,7 @@ def policies() -> str:
     kinds = (
         ("compression", "compressor.policy", COMPRESSION_POLICIES),
         ("batching", "router.batch_policy", BATCH_POLICIES),
+        ("placement", "router.placement", PLACEMENT_POLICIES),
         ("eviction of prefixes", "pool.prefix_eviction", EVICTION_POLICIES),
     )
     rows = [

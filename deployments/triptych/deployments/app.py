@@ -165,8 +165,8 @@ def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
     }
 
 
-LOOK_BACK_S = 10.0
-"""Over how long what the copies were told is averaged; Serve asks them as often."""
+LOOK_BACK_S = 15.0
+"""Over how long what the copies were told is averaged; more than the 10 s between two reports."""
 POLICY = "triptych.deployments.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
 """OpenMP threads spin for about a millisecond before they sleep.

@@ -120,7 +120,7 @@ def sizes(plan: AppPlan) -> Sizes:
     """What the plan takes of shared memory."""
     capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
     journal = journal_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
-    journals = journal * decode.actor.num_replicas
+    journals = journal * decode.autoscaling.most(decode.actor)
     return Sizes(
         capacity_bytes=capacity,
         prefix_bytes=plan.pages.prefix_bytes,

@@ -10,22 +10,46 @@ from hashlib import blake2b
 from heapq import nsmallest
 from typing import Protocol
 
-from triptych.router.prefixmap import PromptBlocks
+from triptych.core.messages import Request, pack_tokens
+from triptych.router.prefixmap import block_keys
 from triptych.router.snapshot import WorkerLoad
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Ask:
     """A prompt that is to be read."""
 
-    id: str
-    tokens: int
+    request: Request
     ttft_s: float
     """Time to the first token that it asks for, or, if it does not, ``router.affinity_ttft_s``."""
-    prefix: PromptBlocks
-    """Its blocks. Whoever reads them has the router remember where they went."""
-    session: bytes = b""
-    """Names the conversation, of all clients'; empty: it is part of none."""
+    block_tokens: int
+    """Tokens of a block, the unit in which prefixes are kept."""
+    _keys: tuple[bytes, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt) + len(self.request.said)
+
+    @property
+    def session(self) -> bytes:
+        """Names the conversation, of all clients'; empty: it is part of none."""
+        request = self.request
+        if not request.session:
+            return b""
+        return f"{request.tenant}/{request.cache_salt}/{request.session}".encode()
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Of its blocks. Whoever reads them has the router remember where they went."""
+        if self._keys is None:
+            request = self.request
+            packed = pack_tokens(request.known[: request.cached_at_most])
+            self._keys = block_keys(packed, request.cache_salt, self.block_tokens)
+        return self._keys
+
+    @property
+    def keys_were_read(self) -> bool:
+        return self._keys is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +134,7 @@ def power_of_two(ask: Ask, readers: Readers) -> Choice | None:
     Source: Mitzenmacher, 2001 (the power of two choices)
     """
     if len(readers):
-        digest = blake2b(ask.id.encode(), digest_size=16).digest()
+        digest = blake2b(ask.request.id.encode(), digest_size=16).digest()
         picks = [int.from_bytes(half, "little") for half in (digest[:8], digest[8:])]
         for place in sorted(pick % len(readers) for pick in picks):  # the less loaded one first
             if readers.takes(readers[place]):
@@ -187,8 +211,8 @@ def affinity_key(ask: Ask) -> bytes:
     """
     if ask.session:
         return ask.session
-    keys = ask.prefix.keys[:KEY_BLOCKS]
-    return keys[-1] if keys else ask.id.encode()
+    keys = ask.keys[:KEY_BLOCKS]
+    return keys[-1] if keys else ask.request.id.encode()
 
 
 def _first(readers: Readers) -> str | None:

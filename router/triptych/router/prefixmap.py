@@ -1,45 +1,29 @@
 """Which arena probably keeps which beginnings of prompts, as far as the router can know."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import blake2b
 
 KEY_BYTES, TOKEN_BYTES = 16, 4
 
 
-@dataclass(eq=False)
-class PromptBlocks:
-    """A prompt cut into the blocks in which prefixes are kept: hashed once, if anybody asks.
+def block_keys(packed: bytes, salt: str, block_tokens: int) -> tuple[bytes, ...]:
+    """A key for each whole block of a prompt in which prefixes are kept, first to last.
 
     The key of a block hashes that of the block before it, so equal keys mean equal beginnings. The
-    last token is always computed, so it is in no block.
+    last token is always computed, so it is in no block. Prompts with different salts share nothing.
+    ``packed``: the tokens, as ``pack_tokens`` writes them.
     """
-
-    packed: Callable[[], bytes]
-    """The tokens, as ``pack_tokens`` writes them."""
-    salt: str
-    """Prompts with different salts share nothing."""
-    block_tokens: int
-
-    @cached_property
-    def keys(self) -> tuple[bytes, ...]:
-        """A key for each whole block, first to last."""
-        packed, step = self.packed(), self.block_tokens * TOKEN_BYTES
-        found = list[bytes]()
-        parent = self.salt.encode()
-        for at in range(0, len(packed) - step, step):
-            hashed = blake2b(packed[at : at + step], digest_size=KEY_BYTES)
-            hashed.update(parent)
-            parent = hashed.digest()
-            found.append(parent)
-        return tuple(found)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether anybody asked for the keys."""
-        return "keys" in self.__dict__
+    step = block_tokens * TOKEN_BYTES
+    found = list[bytes]()
+    parent = salt.encode()
+    for at in range(0, len(packed) - step, step):
+        hashed = blake2b(packed[at : at + step], digest_size=KEY_BYTES)
+        hashed.update(parent)
+        parent = hashed.digest()
+        found.append(parent)
+    return tuple(found)
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from triptych.core.messages import Request, pack_tokens
+from triptych.core.messages import Request
 from triptych.router.pace import Pace
 from triptych.router.placement import Ask, Choice, PlacementPolicy
-from triptych.router.prefixmap import PrefixMap, PromptBlocks
+from triptych.router.prefixmap import PrefixMap
 from triptych.router.ring import DualRing
 from triptych.router.roster import Fits, Roster
 
@@ -60,13 +60,11 @@ class Snapshot:
         return self.roster.readers(arena).first() if self._has_bytes(arena) else None
 
     def cached_tokens(self, arena: str) -> int:
-        known = self.prefixes.known(arena, self.ask.prefix.keys)
-        return known * self.ask.prefix.block_tokens
+        return self.prefixes.known(arena, self.ask.keys) * self.ask.block_tokens
 
     def holders(self) -> Mapping[str, int]:
-        prefix = self.ask.prefix
-        found = self.prefixes.holders(prefix.keys)
-        return {arena: count * prefix.block_tokens for arena, count in found.items()}
+        found, block_tokens = self.prefixes.holders(self.ask.keys), self.ask.block_tokens
+        return {arena: count * block_tokens for arena, count in found.items()}
 
     def homes(self, key: bytes) -> tuple[str, ...]:
         return self.rings().homes(key)
@@ -97,20 +95,7 @@ class Placer:
 
     def ask(self, request: Request) -> Ask:
         """A request as placement sees it."""
-        session = ""
-        if request.session:
-            session = f"{request.tenant}/{request.cache_salt}/{request.session}"
-        return Ask(
-            id=request.id,
-            tokens=len(request.prompt) + len(request.said),
-            ttft_s=request.slo.ttft_s or self.ttft_s,
-            prefix=PromptBlocks(
-                lambda: pack_tokens(request.known[: request.cached_at_most]),
-                request.cache_salt,
-                self.block_tokens,
-            ),
-            session=session.encode(),
-        )
+        return Ask(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
 
     def snapshot(self, ask: Ask, limit_tokens: int, fits: Fits, now: float) -> Snapshot:
         """The workers as they are at this moment."""
@@ -129,10 +114,10 @@ class Placer:
 
         Returns: tokens that are probably there already; 0 if the policy did not ask
         """
-        if not ask.prefix.was_read:
+        if not ask.keys_were_read:
             return 0
-        known = self.prefixes.known(arena, ask.prefix.keys)
-        self.prefixes.keep(arena, ask.prefix.keys)
+        known = self.prefixes.known(arena, ask.keys)
+        self.prefixes.keep(arena, ask.keys)
         return known * self.block_tokens
 
     def _present(self) -> DualRing:

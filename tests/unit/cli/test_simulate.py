@@ -41,6 +41,7 @@ def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decision
     [
         (["--policy", "gredy_by_memory"], "greedy_by_memory"),
         (["--policy", "static:p2c2"], "static:p2c2d8"),
+        (["--placement", "dualmop"], "did you mean 'dualmap'"),
         (["--policy", "static:p1c1d8", "--slots", "4"], "max_batch_requests=4"),
         (["--replicas", "2"], "at least 3"),
         (["--replicas", "9", "--decode", "3"], "no other counts"),

@@ -15,7 +15,7 @@ from triptych.router import PLACEMENT_POLICIES, check_policies
 from triptych.router.estimate import RequestBytes
 from triptych.router.pace import Pace
 from triptych.router.placement import Choice
-from triptych.router.prefixmap import BlockCache, PrefixMap, PromptBlocks
+from triptych.router.prefixmap import BlockCache, PrefixMap, block_keys
 from triptych.router.readers import Placer
 from triptych.router.ring import DualRing
 from triptych.router.roster import Roster
@@ -217,7 +217,7 @@ def test_the_router_follows_a_ring_that_grows() -> None:
 
 def test_equal_keys_mean_equal_beginnings_and_the_last_token_is_in_no_block() -> None:
     def keys(tokens: list[int], salt: str = "") -> tuple[bytes, ...]:
-        return PromptBlocks(lambda: pack_tokens(tokens), salt, BLOCK).keys
+        return block_keys(pack_tokens(tokens), salt, BLOCK)
 
     long, short = prompt(1), prompt(1)[: 2 * BLOCK + 1]
     assert keys(short) == keys(long)[:2]

@@ -31,7 +31,7 @@ from triptych.core.messages import (
     pack_tokens,
 )
 from triptych.router.chunks import Chunks
-from triptych.router.prefixmap import BlockCache, PromptBlocks
+from triptych.router.prefixmap import BlockCache, block_keys
 from triptych.router.simulator.costs import Costs
 from triptych.router.simulator.setup import Cluster
 
@@ -120,11 +120,10 @@ class NodeCache:
 
     def publish(self, tokens: bytes, salt: str) -> None:
         """Keep a prompt that was compressed."""
-        self.blocks.keep(PromptBlocks(lambda: tokens, salt, self.block_tokens).keys)
+        self.blocks.keep(block_keys(tokens, salt, self.block_tokens))
 
     def _keys(self, request: Request) -> tuple[bytes, ...]:
-        packed = pack_tokens(request.known)
-        return PromptBlocks(lambda: packed, request.cache_salt, self.block_tokens).keys
+        return block_keys(pack_tokens(request.known), request.cache_salt, self.block_tokens)
 
 
 class PrefillSimulation:

@@ -589,6 +589,15 @@ class AppConfig:
     def __post_init__(self) -> None:
         require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
 
+    def autoscaling(self, stage: Literal["prefill", "compress", "decode"]) -> AutoscalingConfig:
+        """When a stage gets more copies."""
+        by_stage = {
+            "prefill": self.prefill.autoscaling,
+            "compress": self.compressor.autoscaling,
+            "decode": self.decode.autoscaling,
+        }
+        return by_stage[stage]
+
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> Self:
         """Build from parsed YAML.

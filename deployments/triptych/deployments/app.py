@@ -27,7 +27,7 @@ from triptych.deployments.rundir import new_run_dir
 from triptych.deployments.worker import WorkerShell
 from triptych.kvpool import Access
 from triptych.router import check_policies
-from triptych.workers.build import actor_config, autoscaling_config, context_tokens
+from triptych.workers.build import actor_config, context_tokens
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
 from triptych.workers.tokenizer import open_tokenizer
@@ -149,7 +149,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
 
 def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
     """How many copies a stage has: a number, or what Serve needs to change it."""
-    actor, scaling = actor_config(config, stage), autoscaling_config(config, stage)
+    actor, scaling = actor_config(config, stage), config.autoscaling(stage)
     if not scaling.is_on:
         return {"num_replicas": actor.num_replicas}
     return {

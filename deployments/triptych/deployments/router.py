@@ -20,7 +20,6 @@ from triptych.kvpool import guest_name
 from triptych.router import Patience
 from triptych.router.recording import end_recording, open_coordinator
 from triptych.router.scaling import wanted
-from triptych.workers.build import autoscaling_config
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class RouterShell:
         demand = self._coordinator.demand(time.monotonic())
         config = self._site.plan.config
         return max(
-            wanted(stage, demand, autoscaling_config(config, stages[-1]).target_utilization)
+            wanted(stage, demand, config.autoscaling(stages[-1]).target_utilization)
             for stage in stages
         )
 

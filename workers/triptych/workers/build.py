@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.core.config import ActorConfig, AppConfig, AutoscalingConfig
+from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
@@ -90,16 +90,6 @@ def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
         "prefill": config.prefill.actor,
         "compress": config.compressor.actor,
         "decode": config.decode.actor,
-    }
-    return by_stage[stage]
-
-
-def autoscaling_config(config: AppConfig, stage: Stage) -> AutoscalingConfig:
-    """When a stage gets more copies."""
-    by_stage: dict[Stage, AutoscalingConfig] = {
-        "prefill": config.prefill.autoscaling,
-        "compress": config.compressor.autoscaling,
-        "decode": config.decode.autoscaling,
     }
     return by_stage[stage]
 

@@ -1,6 +1,7 @@
 """``triptych simulate``: the real router among pretended workers, in virtual time."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -147,23 +148,16 @@ def simulate(
     """
     if context.invoked_subcommand is not None:
         return
-    is_large = replicas is not None
-    if replicas is not None:
-        require((prefill, compress, decode) == (1, 1, 1), "--replicas", replicas, "no other counts")
-        prefill, compress, decode = split_of(replicas)
-    cluster = Cluster(
-        prefill=prefill,
-        compress=compress,
-        decode=decode,
-        workers_per_node=NODE_WORKERS * is_large if workers_per_node is None else workers_per_node,
-        shared_cores=not (is_large if own_cores is None else own_cores),
+    router = RouterConfig(
+        max_queued_requests=max_queued or UNLIMITED_QUEUE,
+        affinity_ttft_s=affinity_ttft_s,
+        prefill_batch_tokens=prefill_batch_tokens,
+    )
+    cluster = replace(
+        cluster_of(replicas, (prefill, compress, decode), workers_per_node, own_cores),
         capacity_bytes=capacity_mib << 20,
         max_batch_requests=slots,
-        router=RouterConfig(
-            max_queued_requests=max_queued or UNLIMITED_QUEUE,
-            affinity_ttft_s=affinity_ttft_s,
-            prefill_batch_tokens=prefill_batch_tokens,
-        ),
+        router=router,
     )
     cluster = replace(cluster, plan=replace(cluster.plan, prefix_bytes=prefix_mib << 20))
     costs = Costs.read(costs_file) if costs_file else Costs()
@@ -201,10 +195,44 @@ def simulate(
         cases, cluster, costs, load, requests, slo, detailed=detailed, send_slo=send_slo
     )
     if json_file:
-        head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
-        decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
         about = {"costs": costs.as_dict(), "workload": load.shape, "saturation_per_s": saturation}
-        write_json({**head, **about, "decision_ms": decisions, "rows": rows}, json_file)
+        write_rows(rows, cluster, about, json_file)
+    show(rows)
+
+
+def cluster_of(
+    replicas: int | None,
+    stages: tuple[int, int, int],
+    workers_per_node: int | None,
+    own_cores: bool | None,
+) -> Cluster:
+    """Workers of each stage, or so many in all: then on machines that each have cores for theirs.
+
+    Raises: ConfigError if both are given
+    """
+    is_large = replicas is not None
+    if replicas is not None:
+        require(stages == (1, 1, 1), "--replicas", replicas, "no other counts")
+        stages = split_of(replicas)
+    prefill, compress, decode = stages
+    return Cluster(
+        prefill=prefill,
+        compress=compress,
+        decode=decode,
+        workers_per_node=NODE_WORKERS * is_large if workers_per_node is None else workers_per_node,
+        shared_cores=not (is_large if own_cores is None else own_cores),
+    )
+
+
+def write_rows(rows: list[Row], cluster: Cluster, about: Mapping[str, object], path: Path) -> None:
+    """Write the figures of all runs."""
+    head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
+    decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
+    write_json({**head, **about, "decision_ms": decisions, "rows": rows}, path)
+
+
+def show(rows: list[Row]) -> None:
+    """Print a line for each run."""
     table = [
         [row["label"], row["level"], *(row.get(key) for key in COLUMNS.values())] for row in rows
     ]

@@ -35,9 +35,7 @@ def profile(
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     overhead: Annotated[
         bool,
-        typer.Option(
-            "--overhead", help="Look at every second decode step: what does looking cost?"
-        ),
+        typer.Option("--overhead", help="Look at one of two decode steps: what does looking cost?"),
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures here.")
@@ -77,7 +75,7 @@ def profile(
         write_json(chrome_trace(profiler.steps), trace)
     show(report, queues, limit)
     if cost is not None:
-        console.print(f"a step that is looked at takes {100 * cost:+.1f} % (medians, in turns)")
+        console.print(f"a step that is looked at takes {100 * cost:+.1f} % (medians)")
     if plot:
         from triptych.cli.profile_plot import draw
 
@@ -107,7 +105,7 @@ def seconds_by_state(lives: "Sequence[Life]") -> dict[str, float]:
 
 
 def overhead_of(profiler: "Profiler") -> float:
-    """How much longer a decode step takes that is looked at: medians over steps in turns."""
+    """How much longer a decode step takes that is looked at: medians of both kinds."""
     watched = [step.took_s for step in profiler.steps if step.stage == "decode"]
     others = [step.took_s for step in profiler.unwatched if step.stage == "decode"]
     return median(watched) / median(others) - 1.0

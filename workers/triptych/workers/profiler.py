@@ -7,6 +7,7 @@ work, their runner and their draw for as long as a step takes.
 Source: TinyServe (layer-wise profiler with hooks of microseconds)
 """
 
+import random
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,12 +70,14 @@ class Profiler:
     def __init__(
         self, most: int, *, every: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Keep ``most`` steps of each stage; of ``every`` so many decode steps one is looked at.
+        """Keep ``most`` steps of each stage; one in ``every`` decode steps is looked at, by chance.
 
-        The others are timed as a whole, which shows what looking costs.
+        The others are timed as a whole, which shows what looking costs. By chance, since scores are
+        added every few steps: of every second step one half would have them all.
         """
         self.steps, self.unwatched = list[Step](), list[Step]()
         self._most, self._every, self._clock = most, every, clock
+        self._luck = random.Random(0)
         self._counts = dict[Stage, int]()
         self._mark, self._between, self._layer = 0.0, BOOKS, NO_LAYER
         self._rows = dict[int, Tensor | None]()
@@ -82,22 +85,19 @@ class Profiler:
 
     def is_full(self, stage: Stage) -> bool:
         """Whether there are as many steps of a stage as are kept."""
-        return self._counts.get(stage, 0) >= self._most * self._period(stage)
-
-    def _period(self, stage: Stage) -> int:
-        return self._every if stage == "decode" else 1
+        return self._counts.get(stage, 0) >= self._most
 
     def around(self, engine: Engine, work: Work) -> Iterable[Send] | None:
         """Do a piece of work, and keep what became of the time if there is room."""
         if self.is_full(engine.stage):
             return work()
-        count = self._counts[engine.stage] = self._counts.get(engine.stage, 0) + 1
         step = Step(engine.stage, self._clock())
-        if count % self._period(engine.stage):
+        if engine.stage == "decode" and self._luck.randrange(self._every):
             done = work()
             step.end_s = self._clock()
             self.unwatched.append(step)
             return done
+        self._counts[engine.stage] = self._counts.get(engine.stage, 0) + 1
         self._mark, self._between, self._layer = step.begin_s, BOOKS, NO_LAYER
         self._rows.clear()
         try:

@@ -1,10 +1,10 @@
 """Which worker of a stage takes a request: pure choices over snapshots, ties by name.
 
 A placement policy says who reads a prompt: there the cache of prefixes decides what need not be
-computed. Compressor and decode worker are chosen by fixed rules, from exact books.
+computed. Compressor and decode worker are chosen by fixed rules, from exact books (``Roster``).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import nsmallest
@@ -12,7 +12,6 @@ from typing import Protocol
 
 from triptych.core.messages import Request, pack_tokens
 from triptych.router.prefixmap import block_keys
-from triptych.router.snapshot import WorkerLoad
 
 
 @dataclass(eq=False, slots=True)
@@ -232,73 +231,3 @@ def _work(ask: Ask, readers: Readers, worker: str) -> int:
     """Tokens that are read at a worker until the prompt has its first token."""
     cached = readers.cached_tokens(readers.arena(worker))
     return readers.tokens_before(worker) + max(1, ask.tokens - cached)
-
-
-# -------------------------------------------------------------------- the other stages, written out
-
-
-def has_room(load: WorkerLoad, *, tokens: int, limit_tokens: int) -> bool:
-    """Whether a prefill worker takes a prompt of ``tokens`` tokens now.
-
-    It takes prompts of ``limit_tokens`` tokens in all; a longer one it takes alone, but lets short
-    ones overtake it, chunk by chunk (``Readers.tokens_before``).
-    """
-    if "prefill" not in load.stages or load.is_full:
-        return False
-    return load.queue_tokens == 0 or load.queue_tokens + tokens <= limit_tokens
-
-
-def choose_prefill(
-    loads: Iterable[WorkerLoad], *, tokens: int, limit_tokens: int, fits: Callable[[str], bool]
-) -> WorkerLoad | None:
-    """The prefill worker with the fewest tokens to read that has room, or None.
-
-    ``fits`` answers for an arena whether the request could be booked with its raw pages there.
-    """
-    able = (
-        load
-        for load in loads
-        if has_room(load, tokens=tokens, limit_tokens=limit_tokens) and fits(load.arena)
-    )
-    return min(able, key=lambda load: (load.queue_tokens, load.name), default=None)
-
-
-def choose_compressor(
-    loads: Iterable[WorkerLoad], *, holder: str, arenas: Collection[str] | None = None
-) -> WorkerLoad | None:
-    """The compressor with the fewest tokens to compress; before all others the one at ``holder``.
-
-    A worker with several stages keeps its own request: it needs no hop to another process. With
-    ``arenas``: one that stores there.
-    """
-    able = (
-        load
-        for load in loads
-        if "compress" in load.stages
-        and not load.is_full
-        and (arenas is None or load.arena in arenas)
-    )
-    return min(
-        able,
-        key=lambda load: (load.address != holder, load.compress_tokens, load.name),
-        default=None,
-    )
-
-
-def choose_decode(
-    loads: Iterable[WorkerLoad],
-    *,
-    free_bytes: Callable[[str], int],
-    fits: Callable[[str], bool],
-) -> WorkerLoad | None:
-    """The decode worker with most free bytes, then most free slots, that can take a request.
-
-    ``free_bytes`` and ``fits`` answer for an arena: how much is free, and whether the
-    request could be booked there.
-    """
-    able = (load for load in loads if load.free_slots > 0 and fits(load.arena))
-    return min(
-        able,
-        key=lambda load: (-free_bytes(load.arena), -load.free_slots, load.name),
-        default=None,
-    )

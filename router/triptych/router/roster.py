@@ -163,7 +163,8 @@ class Roster:
     def with_room(self, tokens: int, limit_tokens: int, arena: str | None = None) -> int:
         """How many of them, from the first on, have room for a prompt of so many tokens.
 
-        As ``placement.has_room``.
+        A worker takes prompts of ``limit_tokens`` in all; a longer one it takes alone, but lets
+        short ones overtake it, chunk by chunk (``Readers.tokens_before``).
         """
         ranking = self._prefill[arena]
         return ranking.count_below((max(0, limit_tokens - tokens) + 1, ""))
@@ -181,9 +182,10 @@ class Roster:
         return self._compressors[arena] > 0
 
     def compressor(self, holder: str, arena: str | None = None) -> str | None:
-        """As ``placement.choose_compressor``: at the holder, else the fewest tokens.
+        """The holder of the raw pages if it compresses too, else who has fewest tokens to compress.
 
-        With ``arena``: one that stores there.
+        A worker with several stages keeps its own request: it needs no hop to another process. With
+        ``arena``: one that stores there.
         """
         ranking = self._compress[arena]
         return holder if holder in ranking else ranking.first()
@@ -197,7 +199,7 @@ class Roster:
         return first if first is not None and not self._compressed[first] else None
 
     def decode_in(self, arena: str) -> str | None:
-        """As ``placement.choose_decode`` in one arena: the one with most free slots."""
+        """Of one arena the decode worker with most free slots."""
         return self._decode[arena].first()
 
     def crowded(self, more: int) -> list[str]:
@@ -211,7 +213,7 @@ class Roster:
         return [fullest[2] for emptiest, fullest in ends if fullest[0] - emptiest[0] >= more]
 
     def decode(self, own: set[str], fits: Fits) -> str | None:
-        """As ``placement.choose_decode``: most free bytes, then most free slots, that fits.
+        """The decode worker with most free bytes, then most free slots, where the request fits.
 
         ``own``: arenas in which the request has booked already. Of all others, that with most
         free bytes answers for the rest.

@@ -5,15 +5,11 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.router.rules import choose_compressor, choose_decode, choose_prefill
 from triptych.core.messages import Hello, Request, Sampling, Stage
 from triptych.router.estimate import RequestBytes
 from triptych.router.pace import Pace
-from triptych.router.placement import (
-    choose_compressor,
-    choose_decode,
-    choose_prefill,
-    least_bytes,
-)
+from triptych.router.placement import least_bytes
 from triptych.router.prefixmap import PrefixMap
 from triptych.router.ranking import Ranking
 from triptych.router.readers import Placer

@@ -1,7 +1,7 @@
 """What a profile tells: seconds and bytes by part, by layer and by step, and a trace of all."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -147,12 +147,8 @@ def _steps(steps: Sequence[Step], weight_bytes: int) -> list[StepRow]:
         before = step.reading
         read = step.reading.read()
         rows.append(
-            StepRow(
-                stage=row.stage,
-                begin_s=row.begin_s,
-                seconds=row.seconds,
-                tokens=row.tokens,
-                weight_bytes=row.weight_bytes,
+            replace(
+                row,
                 page_bytes=int(step.reading.layer_bytes().sum()),
                 pages=step.reading.pages,
                 pages_read=sum(int(part.sum()) for part in read),

@@ -113,9 +113,8 @@ def _as_text(model: Path) -> str:
 
     made = read_tokenizer(model)
     template: str | None = None
-    with suppress(
-        ValueError
-    ):  # there is none, or there are several and none of them is the default
+    # None: there is none, or there are several and none of them is the default.
+    with suppress(ValueError):
         template = made.get_chat_template()
     content = {
         "backend": made.backend_tokenizer.to_str(),

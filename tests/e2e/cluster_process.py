@@ -1,42 +1,67 @@
-"""The application on a Ray cluster of two nodes on this machine: PORT ARGS (as JSON).
+"""The application on a Ray cluster on this machine, as KubeRay starts it: PORT ARGS (as JSON).
 
-The first node has the resource ``front``, the second ``back``. Says ``ready`` when it serves. At
-the word ``join`` a third node comes that has ``back`` too, at the word ``die`` the second one goes.
-Ends when its input does.
+The head has no CPUs. Two nodes join while the application waits for them: one has the resource
+``front``, one ``back``, both have ``triptych``. Says ``ready`` when it serves. At the word ``join``
+another node comes that has ``back``, at ``die`` the first that had it goes; ``taken`` asks how
+many actors have a sliver of ``triptych``. Ends when its input does.
 """
 
 import json
 import sys
+import threading
+import time
+from typing import Any
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve.deployment import Application
 
 from triptych.deployments.app import build_app
+from triptych.deployments.placement import SLIVER
 
-FIRST, SECOND, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+HEAD, FRONT, BACK, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
 """Loopback, like 127.0.0.1, which Ray would replace by an address that others reach."""
 
 
 def main(port: str, args: str) -> None:
-    both = {"num_cpus": 1, "include_dashboard": False}
-    first = {"node_ip_address": FIRST, "resources": {"front": 1}}
-    cluster = Cluster(initialize_head=True, head_node_args=both | first)
-    second = cluster.add_node(**both, node_ip_address=SECOND, resources={"back": 1})
-    cluster.wait_for_nodes()
-    ray.init(address=cluster.address, _node_ip_address=FIRST)
+    cluster = Cluster(initialize_head=True, head_node_args=node(HEAD, num_cpus=0))
+    ray.init(address=cluster.address, _node_ip_address=HEAD)
+    built = list[Application]()
+    build = threading.Thread(target=lambda: built.append(build_app(json.loads(args))))
+    build.start()
+    time.sleep(1)
+    cluster.add_node(**node(FRONT, front=1, triptych=1))
+    back = cluster.add_node(**node(BACK, back=1, triptych=1))
+    build.join()
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)}, proxy_location="HeadOnly")
-    serve.run(build_app(json.loads(args)), name="triptych")
+    serve.run(built[0], name="triptych")
     say("ready")
-    for word in sys.stdin:
-        if word == "join\n":
-            cluster.add_node(**both, node_ip_address=LATE, resources={"back": 1})
-        elif word == "die\n":
-            cluster.remove_node(second, allow_graceful=False)
+    for line in sys.stdin:
+        match line.strip():
+            case "join":
+                cluster.add_node(**node(LATE, back=1, triptych=1))
+            case "die":
+                cluster.remove_node(back, allow_graceful=False)
+            case "taken":
+                taken = ray.cluster_resources()["triptych"] - ray.available_resources()["triptych"]
+                say(str(round(taken / SLIVER)))
+            case word:
+                raise ValueError(word)
         say("done")
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()
+
+
+def node(address: str, *, num_cpus: int = 1, **resources: float) -> dict[str, Any]:
+    return {
+        "node_ip_address": address,
+        "num_cpus": num_cpus,
+        "resources": resources,
+        "include_dashboard": False,
+        "object_store_memory": 80 << 20,
+    }
 
 
 def say(word: str) -> None:

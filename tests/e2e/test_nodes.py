@@ -1,4 +1,4 @@
-"""Two nodes: prompts are read and compressed on one, answers are written on the other."""
+"""Two nodes behind a head: prompts are read and compressed on one, answers written on the other."""
 
 import json
 import os
@@ -26,6 +26,8 @@ MODEL = "smollm2-135m-instruct"
 STORY = "Once upon a time there was a king who had two sons and a garden full of apple trees. "
 PROMPTS = [f"{STORY * 8} Part {index}:" for index in range(4)]
 TOKENS = 48
+ACTORS = 8
+"""Ingress, router, two pools, prefill, compressor, two decode workers."""
 
 
 def on(resource: str, replicas: int = 1) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def on(resource: str, replicas: int = 1) -> dict[str, Any]:
 
 ARGS: dict[str, Any] = {
     "model": {"name": MODEL, "dtype": "float32"},
+    "node_resource": "triptych",
+    "min_nodes": 2,
     "prefill": on("front"),
     "compressor": on("front"),
     "decode": on("back", replicas=2),
@@ -49,13 +53,18 @@ class Cluster:
     server: Server
     process: "subprocess.Popen[str]"
 
-    def tell(self, word: str) -> None:
-        """Have a node join or die, and wait until it has."""
+    def tell(self, word: str) -> list[str]:
+        """Have a node join or die, and wait until it has; what was said meanwhile."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
-        assert "done\n" in iter(self.process.stdout.readline, "")
+        said = list[str]()
+        for line in iter(self.process.stdout.readline, ""):
+            if line == "done\n":
+                return said
+            said.append(line.strip())
+        raise AssertionError(f"the cluster ended when it was told {word!r}")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +112,12 @@ def of_one_process() -> list[str]:
         return [done.text for done in local.complete(requests)]
 
 
+def test_every_actor_goes_to_a_node_that_has_the_resource(cluster: Cluster) -> None:
+    """On the head, which is there first, nothing is taken: it has no such resource."""
+    cluster.server.wait_until(lambda: cluster.tell("taken")[-1] == str(ACTORS), 30)
+    assert len(cluster.server.metrics("triptych_node_pool_pages_free")) == 2
+
+
 def test_answers_are_those_of_one_node(server: Server, of_one_process: list[str]) -> None:
     crowd = server.crowd(PROMPTS, max_tokens=TOKENS)
     assert crowd.join() == {"length": len(PROMPTS)}
@@ -115,7 +130,6 @@ def test_answers_are_those_of_one_node(server: Server, of_one_process: list[str]
     assert sum(copied.values()) == server.metric("triptych_pool_sent_bytes")
     assert server.metrics("triptych_router_decisions")['reason="fetched"'] == len(PROMPTS)
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
-    assert len(server.metrics("triptych_node_pool_pages_free")) == 2
 
 
 def test_streams_go_on_when_workers_and_a_pool_are_killed(

@@ -1,6 +1,7 @@
 """The served default model: the official client, disconnects, killed workers, wrong settings."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -44,7 +45,10 @@ def grpc_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Any], grpc_port: int) -> Any:
-    return start(model={"name": MODEL, "dtype": "float32"}, ingress={"grpc_port": grpc_port})
+    return start(
+        model={"name": MODEL, "dtype": "float32"},
+        ingress={"grpc_port": grpc_port, "open_admin": True},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +309,28 @@ async def test_sixteen_at_once(server: Any) -> None:
             )
         )
     assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [16] * 16
+
+
+def test_a_profile_of_the_server_at_work(server: Any, tmp_path: Path) -> None:
+    """What the three workers tell is laid side by side."""
+    crowd = server.crowd(["Once upon a time"] * 2, max_tokens=200)
+    crowd.wait_for_chunks(2)
+    files = ["--json", str(tmp_path / "p.json"), "--trace", str(tmp_path / "t.json")]
+    command = [Path(sys.executable).with_name("triptych"), "profile", "--url", server.url]
+    with subprocess.Popen([*command, *files, "--steps", "20", "--seconds", "5"]) as process:
+        with server.client() as client:
+            client.completions.create(model=MODEL, prompt="Hello", max_tokens=4)
+        assert process.wait(timeout=60) == 0
+    figures, trace = (json.loads((tmp_path / name).read_text()) for name in ("p.json", "t.json"))
+    decode = [row for row in figures["steps"] if row["stage"] == "decode"]
+    assert len(figures["workers"]) == 3
+    assert 0 < len(decode) <= 20
+    assert [row["layer"] for row in figures["layers"]] == list(range(30))
+    assert all(row["page_bytes"] > 0 for row in decode if row["tokens"])
+    seconds = sum(row["seconds"] for row in figures["parts"] if row["stage"] == "decode")
+    assert seconds == pytest.approx(sum(row["seconds"] for row in decode))
+    assert min(event.get("ts", 0.0) for event in trace["traceEvents"]) == 0.0
+    assert crowd.join() == {"length": 2}
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

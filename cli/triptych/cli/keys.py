@@ -30,6 +30,9 @@ def new(
     weight: Annotated[
         float, typer.Option(min=0.001, max=1000, help="Share of the server next to other keys.")
     ] = 1.0,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="May read decisions and profiles, too.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Make a key, and print its entry for the file that ``ingress.api_keys`` names.
@@ -43,6 +46,7 @@ def new(
         "max_concurrent_requests": concurrent,
         "requests_per_minute": per_minute,
         "weight": weight,
+        "admin": admin,
     }
     if as_json:
         typer.echo(json.dumps({"key": key, "entry": entry}, indent=2))

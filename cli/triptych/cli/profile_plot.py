@@ -19,7 +19,7 @@ SMALL = 0.01
 """Parts with less than this share of a stage are drawn as one."""
 
 
-def draw(report: ProfileReport, limit: float, stem: Path) -> list[Path]:
+def draw(report: ProfileReport, limit: float | None, stem: Path) -> list[Path]:
     """Write ``stem.png`` and ``stem.svg``, and say where they are.
 
     Raises: ConfigError if matplotlib is not installed
@@ -50,12 +50,13 @@ def _reuse(axes: "Axes", decode: Sequence[StepRow]) -> None:
     axes.grid(visible=True, alpha=0.25)
 
 
-def _speed(axes: "Axes", decode: Sequence[StepRow], limit: float) -> None:
+def _speed(axes: "Axes", decode: Sequence[StepRow], limit: float | None) -> None:
     seconds = [row.seconds for row in decode]
     weights = [row.weight_bytes / s / 1e9 for row, s in zip(decode, seconds, strict=True)]
     pages = [row.page_bytes / s / 1e9 for row, s in zip(decode, seconds, strict=True)]
     axes.stackplot(range(len(decode)), weights, pages, labels=("weights", "pages"), alpha=0.7)
-    axes.axhline(limit, color="black", linestyle="--", label="what memory gives")
+    if limit is not None:
+        axes.axhline(limit, color="black", linestyle="--", label="what memory gives")
     axes.set(xlabel="decode step", ylabel="GB/s", title="bytes read")
     axes.legend(loc="upper right")
 

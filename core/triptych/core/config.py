@@ -494,8 +494,9 @@ class IngressConfig:
     """File with the digests of API keys and the limits of each; empty: everybody may ask."""
 
     open_admin: bool = False
-    """Whether everybody may read why the router decided as it did (``/router/explain``) while there
-    is no file of keys; with one, those keys may that are marked ``admin``."""
+    """Whether everybody may read why the router decided as it did (``/router/explain``), and where
+    the time of steps goes (``/profile``), while there is no file of keys; with one, those keys may
+    that are marked ``admin``."""
 
     decision_header: bool = False
     """Whether whole answers say in ``X-Triptych-Decision`` what the router decided."""

@@ -98,6 +98,8 @@ def _plain(value: object) -> object:
 
 FinishReason = Literal["stop", "length"]
 Stage = Literal["prefill", "compress", "decode"]
+STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
+"""In the order of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

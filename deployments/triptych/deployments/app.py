@@ -14,7 +14,7 @@ from ray.serve.deployment import Application
 
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.messages import Stage
+from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
 from triptych.deployments.everynode import alive_nodes, on_every_node
 from triptych.deployments.http.keys import read_keys
@@ -32,7 +32,6 @@ from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
 from triptych.workers.tokenizer import open_tokenizer
 
-STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 UNLIMITED = 1_000_000
 """The router queues and refuses; Serve must not do it a second time, by count."""
 

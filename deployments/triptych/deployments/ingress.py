@@ -43,6 +43,7 @@ ROUTER_GRACE_S = 30.0
 
 Event = Tokens | Failed
 RouterHandle = DeploymentHandle[Any]
+WorkerHandle = DeploymentHandle[Any]
 
 
 class RouterEngine:
@@ -52,10 +53,17 @@ class RouterEngine:
     stream goes on where it stopped.
     """
 
-    def __init__(self, plan: AppPlan, router: RouterHandle, routes: Routes = LOCAL) -> None:
+    def __init__(
+        self,
+        plan: AppPlan,
+        router: RouterHandle,
+        workers: Sequence[WorkerHandle] = (),
+        routes: Routes = LOCAL,
+    ) -> None:
+        """``workers``: one handle for each deployment of workers."""
         name = new_name("ingress")
         self.address = plan.address(name)
-        self._router = router
+        self._router, self._workers = router, workers
         self._journeys = Journeys()
         self._unsent = dict[str, Journey]()
         """Attempts that wait for a router, by the request's id."""
@@ -123,6 +131,22 @@ class RouterEngine:
             return await self._router.decision.remote(client_id)
         except RayError:
             return ""
+
+    async def profile(
+        self, steps: int, seconds: float, *, trace: bool
+    ) -> list[Mapping[str, object]]:
+        """What the next steps are made of: of each deployment of workers one replica tells.
+
+        Raises: Overloaded if one is looked on already, or does not answer
+        """
+        asked = [one.profile.remote(steps, seconds, trace=trace) for one in self._workers]
+        try:
+            told: list[Mapping[str, object] | None] = await asyncio.gather(*asked)
+        except RayError as error:
+            raise Overloaded("a worker does not answer") from error
+        if None in told:
+            raise Overloaded("another profile is being taken; try again when it is done")
+        return [one for one in told if one is not None]
 
     async def _status(self) -> Status:
         try:
@@ -196,11 +220,13 @@ class RouterEngine:
 class IngressShell:
     """One copy of the HTTP server's application."""
 
-    async def __init__(self, plan: AppPlan, router: RouterHandle, *stages: object) -> None:
+    async def __init__(
+        self, plan: AppPlan, router: RouterHandle, _pools: object, *workers: WorkerHandle
+    ) -> None:
         self._site = await asyncio.to_thread(Site.arrive, plan)
         self._plan = self._site.plan
         tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
-        self._engine = RouterEngine(self._plan, router, self._site.routes)
+        self._engine = RouterEngine(self._plan, router, workers, self._site.routes)
         self._intake = Intake(
             engine=self._engine,
             tokenizer=tokenizer,
@@ -228,5 +254,6 @@ class IngressShell:
             gauges=self._engine.gauges,
             board=self._engine.board,
             reasons=self._engine,
+            profiles=self._engine.profile,
             send_request_id=False,
         )

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from triptych.core.messages import Report, Stage
+from triptych.core.messages import STAGES, Report
 from triptych.kvpool import DiskLine, Ledger
 from triptych.router import RouterSnapshot
-
-STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from triptych.core.errors import PoolError
 from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
 from triptych.deployments.autoscaling import WANTED
 from triptych.deployments.link import RouterLink
+from triptych.deployments.looking import Json, Onlooker
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.site import Site
 from triptych.kvpool import Fetcher, PoolClient
@@ -59,6 +60,8 @@ class WorkerShell:
         self._brain = await asyncio.to_thread(
             load_brain, plan.config, plan.pages, plan.model_path, stages
         )
+        brain = self._brain
+        self._onlooker = Onlooker(self._stages, brain.answers.model.step_bytes if brain else 0)
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)
         self._inbound = self._make_inbound()
@@ -92,6 +95,11 @@ class WorkerShell:
         application = serve.get_replica_context().app_name
         router: Any = serve.get_deployment_handle("Router", application)
         return {WANTED: await router.wanted_replicas.remote(self._stages)}
+
+    async def profile(self, steps: int, seconds: float, *, trace: bool) -> Json | None:
+        """What the next steps of this worker are made of; None while somebody looks on already."""
+        name, loop = self._pool.worker, self._loop
+        return await self._onlooker.look_on(name, loop, steps, seconds, trace=trace)
 
     async def __del__(self) -> None:
         self._reporting.cancel()

@@ -9,7 +9,7 @@ from tests.integration.faults.points import FIRST_DEATH, POINTS, Point
 from triptych.core.messages import Request, Sampling
 
 CLIENTS, ANSWER_TOKENS = 6, 32
-TRIES = 5
+TRIES = 8
 """How often a trial may be begun: requests move at random, so a place may not be passed at all."""
 SAME_TOKENS = ("prefill", "compress", "decode")
 """Roles whose death changes no token. Without the router, the pool, or both of two decode workers,

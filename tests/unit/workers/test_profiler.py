@@ -1,5 +1,6 @@
 """The profiler: every moment belongs to a part, and the engines notice nothing."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,11 @@ import pytest
 from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.messages import Sampling
+from triptych.core.messages import STAGES, Sampling
 from triptych.kernels import hearing
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.local import LocalServer
-from triptych.workers.profile_report import chrome_trace, report_of
+from triptych.workers.profile_report import ProfileReport, chrome_trace, report_of, trace_events
 from triptych.workers.profiler import Profiler, Step
 from triptych.workers.stage import Engine
 
@@ -31,11 +32,10 @@ def settings(model: Path, **selection: object) -> AppConfig:
 
 def run(config: AppConfig, profiler: Profiler | None) -> tuple[list[list[int]], LocalServer]:
     with LocalServer(config) as server:
-        if profiler is not None:
-            server.look_on(profiler.around)
         sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         asked = [server.request(range(at, 250), sampling) for at in (2, 90)]
-        return [answer.tokens for answer in server.complete(asked)], server
+        with server.looked_on(profiler.around) if profiler else nullcontext():
+            return [answer.tokens for answer in server.complete(asked)], server
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +96,30 @@ def test_without_selection_everything_is_read(tiny_model: Path) -> None:
 
 def test_a_trace_has_an_event_for_every_span(profiled: Profiled) -> None:
     steps = profiled[0].steps
-    trace = chrome_trace(steps)
+    trace = chrome_trace(trace_events(steps))
     events = trace["traceEvents"]
     assert isinstance(events, list)
-    stages = {step.stage for step in steps}
-    assert len(events) == len(stages) + len(steps) + sum(len(step.spans) for step in steps)
-    for event in events[len(stages) :]:
+    assert len(events) == len(STAGES) + len(steps) + sum(len(step.spans) for step in steps)
+    for event in events[len(STAGES) :]:
         assert event["ph"] == "X"
         assert event["ts"] >= 0
         assert event["dur"] >= 0
+
+
+def test_reports_of_several_workers_are_laid_side_by_side(profiled: Profiled) -> None:
+    steps = profiled[0].steps
+    whole = report_of(steps, profiled[2])
+    apart = [
+        report_of([step for step in steps if step.stage == stage], profiled[2], origin_s=-1e9)
+        for stage in STAGES
+    ]
+    joined = ProfileReport.joined(apart)
+    assert joined.layers == whole.layers
+    assert {(row.stage, row.part, row.seconds) for row in joined.parts} == {
+        (row.stage, row.part, row.seconds) for row in whole.parts
+    }
+    begins = sorted(row.begin_s for row in joined.steps)
+    assert begins == pytest.approx(sorted(row.begin_s for row in whole.steps), abs=1e-5)
 
 
 def test_so_many_steps_are_kept_and_about_every_second_is_only_timed(tiny_model: Path) -> None:
@@ -136,9 +151,9 @@ def test_a_step_that_fails_leaves_the_engine_as_it_was(tiny_model: Path) -> None
         return work()
 
     with LocalServer(settings(tiny_model)) as server:
-        server.look_on(break_down)
         sampling = Sampling(temperature=0.0, max_tokens=3, ignore_eos=True)
-        (answer,) = server.complete([server.request(range(2, 60), sampling)])
+        with server.looked_on(break_down):
+            (answer,) = server.complete([server.request(range(2, 60), sampling)])
     assert engines
     assert len(answer.tokens) == 3
 

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from triptych.core.errors import StageLost
 from triptych.core.messages import (
     POOL,
     ROUTER,
+    STAGES,
     Cancel,
     CompressionReport,
     Failed,
@@ -33,7 +35,6 @@ from triptych.core.messages import (
     Request,
     Sampling,
     Send,
-    Stage,
     Submit,
     TokenLogprob,
     Tokens,
@@ -46,13 +47,11 @@ from triptych.router import Journeys, Life, Patience
 from triptych.router.recording import end_recording, open_coordinator
 from triptych.workers.build import load_brain, make_engines, prefix_store
 from triptych.workers.cores import Turns
-from triptych.workers.loop import StageLoop, Work
+from triptych.workers.loop import Around, StageLoop
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
 from triptych.workers.sampling import Draw, sample
-from triptych.workers.stage import Engine
 
-STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 WORKER, CLIENT = "worker", "client"
 
 Event = Tokens | Failed
@@ -161,9 +160,9 @@ class LocalServer:
         with self._lock:
             return self._coordinator.snapshot(time.monotonic()).counters
 
-    def look_on(self, around: Callable[[Engine, Work], Iterable[Send] | None]) -> None:
-        """Have all work of the engines done by ``around`` from now on."""
-        self._loop.around = around
+    def looked_on(self, around: Around) -> AbstractContextManager[None]:
+        """Have ``around`` do the engines' work meanwhile."""
+        return self._loop.looked_on(around)
 
     @property
     def lives(self) -> Sequence[Life]:

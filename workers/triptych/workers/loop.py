@@ -34,6 +34,8 @@ Deliver = Callable[[Sequence[Send]], None]
 
 
 Work = Callable[[], Iterable[Send] | None]
+Around = Callable[[Engine, Work], Iterable[Send] | None]
+"""Does a piece of work of an engine, and may look on."""
 
 MEASURED_STEPS = 512
 """Steps whose times say how long one may take."""
@@ -73,8 +75,7 @@ class StageLoop:
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: float | None = None
         self._running = 0
-        self.around: Callable[[Engine, Work], Iterable[Send] | None] = _plainly
-        """What each piece of work of an engine is done by: a profiler may look on."""
+        self._around: Around = _plainly
 
     def start(self) -> None:
         self._thread.start()
@@ -82,6 +83,15 @@ class StageLoop:
     def post(self, message: Message) -> None:
         """Hand the loop a message; any thread."""
         self._inbox.put(message)
+
+    @contextmanager
+    def looked_on(self, around: Around) -> Generator[None]:
+        """Have ``around`` do whatever is begun meanwhile; any thread."""
+        self._around = around
+        try:
+            yield
+        finally:
+            self._around = _plainly
 
     def cancel_all(self) -> None:
         """Drop every request that is here when the message is taken, and all pages; any thread."""
@@ -186,7 +196,7 @@ class StageLoop:
         """Run one piece of work; a fault in it ends the requests of that engine, not the worker."""
         try:
             with self._cores.step(), self._clocked():
-                return self.around(engine, work)
+                return self._around(engine, work)
         except Exception as error:
             logger.exception("%s: %s failed", self.name, engine.stage)
             lost = engine.requests() if message is None else requests_of(message)

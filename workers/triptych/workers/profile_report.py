@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from triptych.core.messages import Stage
+from triptych.core.messages import STAGES, Stage
 from triptych.workers.profiler import Step
 from triptych.workers.reading import Reading, reused
 
 READS_PAGES = "decode_attention"
 US = 1e6
+Event = dict[str, object]
+"""Of a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class StepRow:
 
     stage: Stage
     begin_s: float
-    """After the first one began."""
+    """After the first one began; as a worker tells it, of the Unix epoch."""
     seconds: float
     tokens: int
     page_bytes: int = 0
@@ -69,6 +71,18 @@ class ProfileReport:
     layers: list[LayerRow]
     steps: list[StepRow]
 
+    @classmethod
+    def joined(cls, reports: Sequence["ProfileReport"]) -> "ProfileReport":
+        """One of several workers, each with stages of its own; time begins with the first step."""
+        first = min((row.begin_s for one in reports for row in one.steps), default=0.0)
+        return cls(
+            parts=[row for one in reports for row in one.parts],
+            layers=[row for one in reports for row in one.layers],
+            steps=[
+                replace(row, begin_s=row.begin_s - first) for one in reports for row in one.steps
+            ],
+        )
+
     def as_json(self) -> dict[str, object]:
         steps = [{**asdict(step), "gb_per_s": step.gb_per_s} for step in self.steps]
         return {
@@ -78,9 +92,14 @@ class ProfileReport:
         }
 
 
-def report_of(steps: Sequence[Step], weight_bytes: int) -> ProfileReport:
-    """Add up what a profiler kept; ``weight_bytes`` are those that a forward pass reads."""
-    rows = _steps(steps, weight_bytes)
+def report_of(
+    steps: Sequence[Step], weight_bytes: int, origin_s: float | None = None
+) -> ProfileReport:
+    """Add up what a profiler kept; ``weight_bytes`` are those that a forward pass reads.
+
+    ``origin_s``: where time begins, on the profiler's clock; None: with the first step.
+    """
+    rows = _steps(steps, weight_bytes, _origin(steps, origin_s))
     decode = [step for step in steps if step.stage == "decode"]
     by_layer = _layer_bytes([step.reading for step in decode if step.reading])
     return ProfileReport(_parts(steps, sum(by_layer)), _layers(decode, by_layer), rows)
@@ -130,12 +149,16 @@ def _layer_bytes(readings: Sequence[Reading]) -> list[int]:
     return [int(total) for total in each.sum(axis=0)]
 
 
-def _steps(steps: Sequence[Step], weight_bytes: int) -> list[StepRow]:
+def _origin(steps: Sequence[Step], origin_s: float | None) -> float:
+    return min((step.begin_s for step in steps), default=0.0) if origin_s is None else origin_s
+
+
+def _steps(steps: Sequence[Step], weight_bytes: int, origin_s: float) -> list[StepRow]:
     rows, before = list[StepRow](), None
     for step in steps:
         row = StepRow(
             stage=step.stage,
-            begin_s=step.begin_s - steps[0].begin_s,
+            begin_s=step.begin_s - origin_s,
             seconds=step.took_s,
             tokens=step.tokens,
             weight_bytes=weight_bytes if step.tokens else 0,
@@ -158,29 +181,29 @@ def _steps(steps: Sequence[Step], weight_bytes: int) -> list[StepRow]:
     return rows
 
 
-def chrome_trace(steps: Sequence[Step]) -> dict[str, object]:
-    """All spans in the form that chrome://tracing and Perfetto open: a row for each stage.
-
-    Times are microseconds after the first step began.
-    """
-    stages = list(dict.fromkeys(step.stage for step in steps))
-    start = steps[0].begin_s if steps else 0.0
-    events: list[dict[str, object]] = [
+def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
+    """What chrome://tracing and Perfetto open: a row for each stage."""
+    names: list[Event] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": stage}}
-        for pid, stage in enumerate(stages)
+        for pid, stage in enumerate(STAGES)
     ]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+def trace_events(steps: Sequence[Step], origin_s: float | None = None) -> list[Event]:
+    """All steps and spans; times are microseconds after ``origin_s``, as for ``report_of``."""
+    start = _origin(steps, origin_s)
+    events = list[Event]()
     for step in steps:
-        pid = stages.index(step.stage)
+        pid = STAGES.index(step.stage)
         told: dict[str, object] = {"tokens": step.tokens}
         events.append(_event("step", pid, step.begin_s - start, step.took_s, told))
         for part, layer, begin_s, end_s in step.spans:
             told = {} if layer < 0 else {"layer": layer}
             events.append(_event(part, pid, begin_s - start, end_s - begin_s, told))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return events
 
 
-def _event(
-    name: str, pid: int, begin_s: float, took_s: float, told: dict[str, object]
-) -> dict[str, object]:
+def _event(name: str, pid: int, begin_s: float, took_s: float, told: dict[str, object]) -> Event:
     times = {"ts": round(begin_s * US, 3), "dur": round(took_s * US, 3)}
     return {"name": name, "ph": "X", "pid": pid, "tid": 0, **times, "args": told}

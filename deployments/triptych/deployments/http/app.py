@@ -17,13 +17,14 @@ from triptych.deployments.http.answers import Answer
 from triptych.deployments.http.dashboard import BoardSource, Dashboard, no_board
 from triptych.deployments.http.errors import ApiError, RequestFailed, report
 from triptych.deployments.http.intake import PROBE_TIMEOUT_S, Intake
-from triptych.deployments.http.interfaces import NoReasons, Reasons
+from triptych.deployments.http.interfaces import NoReasons, Profiles, Reasons, no_profiles
 from triptych.deployments.http.keys import Client
 from triptych.deployments.http.limits import Envelope, Limits, request_id
 from triptych.deployments.http.metrics import Gauges
 from triptych.deployments.http.openapi import document
 from triptych.deployments.http.protocol import (
     DetokenizeBody,
+    ProfileBody,
     TokenizeBody,
     validate,
 )
@@ -53,13 +54,15 @@ def create_app(
     gauges: Gauges = no_gauges,
     board: BoardSource = no_board,
     reasons: Reasons | None = None,
+    profiles: Profiles = no_profiles,
     keep_alive_s: float = KEEP_ALIVE_S,
     send_request_id: bool = True,
 ) -> FastAPI:
     """Build the app in front of ``intake``.
 
     ``gauges`` adds values of other parts to ``/metrics``, ``board`` what they do to the
-    dashboard, ``reasons`` why the router decided as it did. Turn ``send_request_id`` off
+    dashboard, ``reasons`` why the router decided as it did, ``profiles`` where the time of steps
+    goes. Turn ``send_request_id`` off
     where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
     """
     routes = Routes(
@@ -67,6 +70,7 @@ def create_app(
         gauges=gauges,
         dashboard=Dashboard(board, intake.metrics, intake.model),
         reasons=reasons or NoReasons(),
+        profiles=profiles,
         keep_alive_s=keep_alive_s,
     )
     app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
@@ -107,6 +111,7 @@ class Routes:
         gauges: Gauges,
         dashboard: Dashboard,
         reasons: Reasons,
+        profiles: Profiles,
         keep_alive_s: float,
     ) -> None:
         self._intake = intake
@@ -116,6 +121,7 @@ class Routes:
         self._gauges = gauges
         self._dashboard = dashboard
         self._reasons = reasons
+        self._profiles = profiles
         self._keep_alive_s = keep_alive_s
 
     def mount(self, app: FastAPI) -> None:
@@ -132,6 +138,7 @@ class Routes:
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         app.add_api_route("/router/explain/{name}", self.explain, methods=["GET"])
+        app.add_api_route("/profile", self.profile, methods=["POST"])
         app.add_api_route("/dashboard", self.dashboard, methods=["GET"])
         app.add_api_route("/dashboard/state", self.dashboard_state, methods=["GET"])
 
@@ -232,8 +239,7 @@ class Routes:
 
     async def explain(self, request: Request, name: str) -> Response:
         """Why the router decided as it did about one request: bytes, queue, alternatives."""
-        given = request.headers.get("authorization", "")
-        self._intake.keys.admin(given, everybody=self._config.open_admin)
+        self._admin(request)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 found = await self._reasons.explain(name)
@@ -246,6 +252,17 @@ class Routes:
             )
         data: dict[str, object] = {"id": name, "object": "router.explanation", "requests": [*found]}
         return JsonResponse(data, headers={"cache-control": "no-store"})
+
+    async def profile(self, request: Request) -> Response:
+        """Where the time of the next steps goes."""
+        self._admin(request)
+        body = validate(ProfileBody, await read_json(request))
+        told = await self._profiles(body.steps, body.seconds, trace=body.trace)
+        return JsonResponse({"object": "profile", "workers": [*told]})
+
+    def _admin(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        self._intake.keys.admin(given, everybody=self._config.open_admin)
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})

@@ -54,6 +54,24 @@ class NoReasons:
         return ""
 
 
+class Profiles(Protocol):
+    """Looks on while the stages work."""
+
+    async def __call__(
+        self, steps: int, seconds: float, /, *, trace: bool
+    ) -> Sequence[Mapping[str, object]]:
+        """What the next steps of each stage are made of, worker by worker."""
+        ...
+
+
+async def no_profiles(
+    _steps: int, _seconds: float, *, trace: bool
+) -> Sequence[Mapping[str, object]]:
+    """There are no stages: the default of ``create_app``."""
+    del trace
+    return ()
+
+
 class Engine(Protocol):
     """Turns requests into tokens, wherever the stages run."""
 

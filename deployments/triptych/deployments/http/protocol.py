@@ -28,6 +28,8 @@ MAX_STOP_IDS = 128
 MAX_BIASED_TOKENS = 1024
 MAX_NAME_CHARS = 256
 MAX_CHOICES = 4096
+MAX_PROFILE_STEPS = 1000
+MAX_PROFILE_S = 60.0
 MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
 MAX_PRIORITY = 100
@@ -376,6 +378,16 @@ class DetokenizeBody(Body):
 
     model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
     tokens: TokenIds
+
+
+class ProfileBody(Body):
+    """``POST /profile``: for how long to look on."""
+
+    steps: Annotated[int, Field(ge=1, le=MAX_PROFILE_STEPS)] = 100
+    """Of each stage at most."""
+    seconds: Annotated[float, Field(gt=0, le=MAX_PROFILE_S)] = 10.0
+    trace: bool = False
+    """Whether every part of every step is told, too."""
 
 
 B = TypeVar("B", bound=Body)

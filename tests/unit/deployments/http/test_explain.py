@@ -1,4 +1,4 @@
-"""Who may ask why the router decided as it did, and what they are told."""
+"""Who may ask why the router decided as it did and where time goes, and what they are told."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,10 @@ class KnownReasons:
         return f"prefill=turn of {client_id[:9]}"
 
 
+async def one_profile(steps: int, seconds: float, *, trace: bool) -> list[dict[str, object]]:
+    return [{"worker": "w", "asked": [steps, seconds, trace]}]
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
     entries = [
@@ -48,7 +52,7 @@ async def ask(
         model=ModelCard(name="tiny", context_tokens=2048, created=0),
         config=config,
     )
-    app = create_app(intake, reasons=KnownReasons())
+    app = create_app(intake, reasons=KnownReasons(), profiles=one_profile)
     transport = httpx.ASGITransport(app=app)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
@@ -74,11 +78,22 @@ async def test_only_admins_may_ask(
 ) -> None:
     config = IngressConfig(api_keys=keys if with_keys else "", open_admin=open_admin)
     response = await ask(engine, tokenizer, config, key, path="/router/explain/chatcmpl-1")
-    assert response.status_code == status
+    profile = await ask(engine, tokenizer, config, key, path="/profile", body={"steps": 7})
+    assert (response.status_code, profile.status_code) == (status, status)
     if status == 200:
         assert response.json()["requests"] == [{"request": "chatcmpl-1-0"}]
+        assert profile.json()["workers"] == [{"worker": "w", "asked": [7, 10.0, False]}]
     else:
         assert "chatcmpl-1-0" not in response.text
+        assert "asked" not in profile.text
+
+
+@pytest.mark.parametrize("body", [{"steps": 0}, {"steps": 10**6}, {"seconds": 1e9}, {"steps": "x"}])
+async def test_nobody_looks_on_for_ever(engine, tokenizer, body: dict[str, object]) -> None:
+    config = IngressConfig(open_admin=True)
+    response = await ask(engine, tokenizer, config, "", path="/profile", body=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in body
 
 
 async def test_a_request_that_nobody_remembers_is_404(engine, tokenizer) -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, cast
@@ -207,11 +208,24 @@ def seconds_by_state(lives: "Sequence[Life]") -> dict[str, float]:
     return {state: seconds / len(lives) for state, seconds in total.items()}
 
 
-def overhead_of(profiler: "Profiler") -> float:
-    """How much longer a decode step takes that is looked at: medians of both kinds."""
-    watched = [step.took_s for step in profiler.steps if step.stage == "decode"]
-    others = [step.took_s for step in profiler.unwatched if step.stage == "decode"]
-    return median(watched) / median(others) - 1.0
+def overhead_of(profiler: "Profiler") -> float | None:
+    """How much longer a decode step takes that is looked at; None if there is nothing to compare.
+
+    The median over steps that come one after the other, one of them looked at, so that neither
+    the growth of the answers nor a slow minute of the machine counts.
+    """
+    watched = [
+        (step.begin_s, step.took_s, True)
+        for step in profiler.steps
+        if step.stage == "decode" and step.tokens
+    ]
+    others = [(step.begin_s, step.took_s, False) for step in profiler.unwatched]
+    ratios = [
+        (after / before) if is_watched else (before / after)
+        for (_, before, was_watched), (_, after, is_watched) in pairwise(sorted(watched + others))
+        if was_watched != is_watched
+    ]
+    return median(ratios) - 1.0 if ratios else None
 
 
 def show(taken: Taken) -> None:
@@ -232,7 +246,8 @@ def show(taken: Taken) -> None:
     if states:
         console.print(make_table(("state", "ms"), states, "a request, on the mean"))
     if taken.cost is not None:
-        console.print(f"a step that is looked at takes {100 * taken.cost:+.1f} % (medians)")
+        more = f"{100 * taken.cost:+.1f} %"
+        console.print(f"a step that is looked at takes {more} next to its neighbours (median)")
     decode = [row for row in report.steps if row.stage == "decode" and row.tokens]
     if not decode:
         return

@@ -8,6 +8,8 @@ import yaml
 
 from tests.tiny import DIFFKV, save_tiny_model
 from tests.unit.cli.conftest import Run
+from triptych.cli.profile import overhead_of
+from triptych.workers.profiler import Profiler, Step
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +41,15 @@ def test_it_writes_figures_a_trace_and_pictures(run: Run, serve_file: Path, tmp_
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (tmp_path / "p.png").stat().st_size > 10_000
     assert (tmp_path / "p.svg").exists()
+
+
+def test_what_looking_costs_is_counted_from_neighbours() -> None:
+    """Steps that grow, a spike, and 5 % more for each that is looked at."""
+    profiler = Profiler(100)
+    assert overhead_of(profiler) is None
+    for at in range(40):
+        is_watched = at % 3 == 0
+        took_s = (1.0 + at / 1000) * (5.0 if at == 20 else 1.0) * (1.05 if is_watched else 1.0)
+        step = Step("decode", 10.0 * at, 10.0 * at + took_s, tokens=1)
+        (profiler.steps if is_watched else profiler.unwatched).append(step)
+    assert overhead_of(profiler) == pytest.approx(0.05, abs=0.002)

@@ -10,7 +10,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from triptych.core.config import GIB, MIB, ActorConfig, AppConfig
+from triptych.core.config import GIB, MIB, AppConfig
 
 Status = Literal["ok", "warning", "fault"]
 
@@ -167,14 +167,15 @@ def _shared_memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    wanted = config.pool.capacity_bytes + RAY_BYTES + _actors(config) * STAGE_BYTES
+    wanted = config.pool.capacity_bytes + processes_bytes(config)
     if facts.memory_bytes < wanted:
         yield Finding(
             "memory",
             "fault" if facts.memory_bytes < config.pool.capacity_bytes + RAY_BYTES else "warning",
-            f"{_size(facts.memory_bytes)} are available; pages, Ray and {_actors(config)} workers "
+            f"{_size(facts.memory_bytes)} are available; pages, Ray and {workers_at_most(config)} "
             f"take {_size(wanted)} and more",
-            "lower pool.capacity_bytes, set topology: colocated, or stop something else",
+            "lower pool.capacity_bytes or the copies, set topology: colocated, or stop something "
+            "else",
         )
     else:
         yield Finding("memory", "ok", f"{_size(facts.memory_bytes)} available")
@@ -238,9 +239,9 @@ def _limits(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     asked = {
-        name: actor.threads * actor.num_replicas
-        for name, actor in _stages(config).items()
-        if actor.threads != "auto"
+        name: group.actor.threads * group.most
+        for name, group in config.worker_groups().items()
+        if group.actor.threads != "auto"
     }
     if sum(asked.values()) > facts.cores:
         told = ", ".join(f"{name} {count}" for name, count in asked.items())
@@ -261,8 +262,25 @@ def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
         yield Finding("threads", "ok", f"{facts.cores} cores")
 
 
+def _cpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    """What Ray sets aside; by default nothing."""
+    groups = config.worker_groups().values()
+    first = sum(group.actor.num_cpus * group.actor.num_replicas for group in groups)
+    most = sum(group.most_cpus for group in groups)
+    if most > facts.cores:
+        yield Finding(
+            "CPUs",
+            "fault" if first > facts.cores else "warning",
+            f"the stages ask for {first:g} CPUs, {most:g} with all copies that they may have, and "
+            f"this machine has {facts.cores}: copies for which none is left are never started",
+            "lower num_cpus (0 shares the cores), num_replicas or autoscaling.max_replicas",
+        )
+
+
 def _gpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    wanted = sum(actor.num_gpus * actor.num_replicas for actor in _stages(config).values())
+    groups = config.worker_groups().values()
+    wanted = sum(group.actor.num_gpus * group.actor.num_replicas for group in groups)
+    most = sum(group.most_gpus for group in groups)
     if wanted > len(facts.gpus):
         yield Finding(
             "GPU",
@@ -270,6 +288,14 @@ def _gpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             f"the stages ask for {wanted:g} GPUs and this machine shows {len(facts.gpus)}",
             "set num_gpus to 0 (the stages compute on the CPU), or run where GPUs are; in a "
             "container pass --gpus all",
+        )
+    elif most > len(facts.gpus):
+        yield Finding(
+            "GPU",
+            "warning",
+            f"the stages may grow to {most:g} GPUs and this machine shows {len(facts.gpus)}: "
+            "copies for which none is left are never started",
+            "lower autoscaling.max_replicas or num_gpus",
         )
     elif wanted and not facts.torch_sees_gpus:
         yield Finding(
@@ -364,6 +390,7 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
     _sockets,
     _limits,
     _threads,
+    _cpus,
     _gpus,
     _environment,
     _ray,
@@ -372,18 +399,18 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
 )
 
 
-def _stages(config: AppConfig) -> dict[str, ActorConfig]:
-    if config.topology == "colocated":
-        return {"decode": config.decode.actor}
-    return {
-        "prefill": config.prefill.actor,
-        "compressor": config.compressor.actor,
-        "decode": config.decode.actor,
-    }
+def processes_bytes(config: AppConfig) -> int:
+    """The least that Ray and all workers take beside their shared memory, when there are most."""
+    workers = sum(group.most for group in config.worker_groups().values())
+    return RAY_BYTES + workers * STAGE_BYTES
 
 
-def _actors(config: AppConfig) -> int:
-    return sum(actor.num_replicas for actor in _stages(config).values())
+def workers_at_most(config: AppConfig) -> str:
+    """How many workers there may be, in words."""
+    groups = config.worker_groups().values()
+    most = sum(group.most for group in groups)
+    may_grow = most > sum(group.actor.num_replicas for group in groups)
+    return f"up to {most} workers" if may_grow else f"{most} workers"
 
 
 def _size(count: float) -> str:

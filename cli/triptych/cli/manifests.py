@@ -13,14 +13,13 @@ from typing import Any, cast
 
 import yaml
 
+from triptych.cli.diagnosis import processes_bytes, workers_at_most
 from triptych.cli.servefile import ServedApp, parse_serve_config
 from triptych.core.config import GIB, MIB, AppConfig
 from triptych.core.errors import ConfigError
 
 Body = dict[str, Any]
 
-PROCESSES_BYTES = 2 * GIB
-"""The least that the processes of an application take beside their shared memory."""
 OBJECT_STORE_BYTES = 256 * MIB
 """What is set aside for Ray's own store in /dev/shm where a manifest does not limit it."""
 DEFAULT_GRACE_S = 30
@@ -246,8 +245,8 @@ def _in_serving_pod(
     yield from _in_keys(where, pod, container, config.ingress.api_keys)
     yield from _in_grpc(where, container, config)
     yield from _in_disk(where, pod, container, config)
-    yield from _in_memory(where, pod, container, config.pool.capacity_bytes + store_bytes)
-    yield from _in_gpus(where, container, config)
+    yield from _in_memory(where, pod, container, config, store_bytes)
+    yield from _in_processors(where, container, config)
     yield from _in_shutdown(where, pod, container, config.ingress.request_timeout_s)
 
 
@@ -325,8 +324,11 @@ def _in_keys(where: str, pod: Body, container: Body, path: str) -> Iterator[Prob
         )
 
 
-def _in_memory(where: str, pod: Body, container: Body, shared_bytes: int) -> Iterator[Problem]:
-    """``shared_bytes``: the pool's pages and Ray's store, which lie in /dev/shm."""
+def _in_memory(
+    where: str, pod: Body, container: Body, config: AppConfig, store_bytes: int
+) -> Iterator[Problem]:
+    """The pool's pages and Ray's store lie in /dev/shm; the processes take as much as they do."""
+    shared_bytes = config.pool.capacity_bytes + store_bytes
     mounts = {item["mountPath"]: item["name"] for item in container.get("volumeMounts", [])}
     volumes: dict[str, Body] = {item["name"]: item for item in pod.get("volumes", [])}
     folder: Body = volumes.get(mounts.get("/dev/shm", ""), {}).get("emptyDir") or {}
@@ -346,28 +348,33 @@ def _in_memory(where: str, pod: Body, container: Body, shared_bytes: int) -> Ite
             "raise sizeLimit, or lower pool.capacity_bytes",
         )
     limit = container.get("resources", {}).get("limits", {}).get("memory")
-    taken = max(shared_bytes, size or 0) + PROCESSES_BYTES
+    taken = max(shared_bytes, size or 0) + processes_bytes(config)
     if limit is not None and quantity(limit) < taken:
         yield Problem(
             where,
             f"the memory limit is {limit}, and what lies in /dev/shm counts: {_gib(taken)} with "
-            "the processes",
-            "raise the limit, or lower pool.capacity_bytes and sizeLimit",
+            f"Ray and {workers_at_most(config)}",
+            "raise the limit, or lower pool.capacity_bytes and sizeLimit, or the copies",
         )
 
 
-def _in_gpus(where: str, container: Body, config: AppConfig) -> Iterator[Problem]:
-    actors = [config.prefill.actor, config.compressor.actor, config.decode.actor]
-    if config.topology == "colocated":
-        actors = [config.decode.actor]
-    wanted = sum(actor.num_gpus * actor.num_replicas for actor in actors)
+def _in_processors(where: str, container: Body, config: AppConfig) -> Iterator[Problem]:
+    """A copy for which none is left waits for ever, also one that autoscaling adds."""
+    groups = config.worker_groups().values()
     limits: Body = container.get("resources", {}).get("limits", {})
-    given = sum(quantity(count) for name, count in limits.items() if name.endswith("/gpu"))
-    if wanted > given:
+    gpus = sum(quantity(count) for name, count in limits.items() if name.endswith("/gpu"))
+    if (wanted := sum(group.most_gpus for group in groups)) > gpus:
         yield Problem(
             where,
-            f"the stages ask for {wanted:g} GPUs and the container has {given:g}",
-            "raise the limit of nvidia.com/gpu, or lower num_gpus",
+            f"the stages ask for {wanted:g} GPUs and the container has {gpus:g}",
+            "raise the limit of nvidia.com/gpu, or lower num_gpus or max_replicas",
+        )
+    wanted = sum(group.most_cpus for group in groups)
+    if "cpu" in limits and wanted > (given := quantity(limits["cpu"])):
+        yield Problem(
+            where,
+            f"the stages ask for {wanted:g} CPUs and the container has {given:g}",
+            "raise the limit of cpu, or lower num_cpus or max_replicas",
         )
 
 

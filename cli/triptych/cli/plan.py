@@ -67,7 +67,7 @@ def plan(
     asked = settings.model.max_context_tokens
     context = shape.context_tokens if asked == "auto" else min(asked, shape.context_tokens)
     found = fits(settings, shape.geometry, context, load, profile)
-    needs = sizes(app_plan(settings, shape.geometry, context, profile))
+    needs = sizes(app_plan(settings, shape.geometry, context, profile), weights_bytes)
     data = {
         "model": settings.model.name,
         "geometry": asdict(shape.geometry),
@@ -99,6 +99,7 @@ def plan(
             f"of each pool {_mib(needs.prefix_bytes)} keep prefixes and {_mib(needs.stock_bytes)} "
             f"are workers' stock; /dev/shm needs {_mib(needs.shared_memory_bytes)} with journals "
             f"and Ray's store; weights take {_mib(weights_bytes)} in each process that computes\n"
+            f"memory for all of it, with {needs.workers} workers: {_mib(needs.memory_bytes)}\n"
             "tokens, requests: at least so many (all tokens significant); expected: at the ratio "
             "that calibration measured; MiB of a request at most while it is read and decoded"
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from triptych.cli.diagnosis import processes_bytes
 from triptych.core.config import MIB, AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry
@@ -64,6 +65,11 @@ class Sizes:
     """Of all decode workers, beside the pages."""
     shared_memory_bytes: int
     """Pages, journals and Ray's own store: the size of /dev/shm."""
+    workers: int
+    """Processes that compute, when there are most."""
+    memory_bytes: int
+    """The memory limit of a pod: /dev/shm, Ray, and the workers; all but compressors have the
+    weights."""
 
 
 def policies(config: AppConfig, profile: Profile | None) -> Iterator[AppConfig]:
@@ -116,11 +122,14 @@ def app_plan(
     return plan
 
 
-def sizes(plan: AppPlan) -> Sizes:
-    """What the plan takes of shared memory."""
+def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
+    """What the plan takes of memory; ``weights_bytes``: the weights in one process."""
     capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
     journal = journal_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
     journals = journal * decode.autoscaling.most(decode.actor)
+    shared = capacity + journals + OBJECT_STORE_BYTES
+    groups = plan.config.worker_groups().items()
+    readers = sum(group.most for name, group in groups if name != "compressor")
     return Sizes(
         capacity_bytes=capacity,
         prefix_bytes=plan.pages.prefix_bytes,
@@ -128,7 +137,9 @@ def sizes(plan: AppPlan) -> Sizes:
         - plan.bookable_bytes
         - plan.pages.prefix_bytes,
         journal_bytes=journals,
-        shared_memory_bytes=capacity + journals + OBJECT_STORE_BYTES,
+        shared_memory_bytes=shared,
+        workers=plan.workers,
+        memory_bytes=shared + processes_bytes(plan.config) + readers * weights_bytes,
     )
 
 

@@ -13,7 +13,7 @@ import typer
 from triptych.cli.manifests import find_problems, read_manifests
 from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.servefile import ServedApp, parse_serve_config, read_text
-from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.config import ActorConfig, AppConfig, WorkerGroup
 from triptych.core.errors import ConfigError
 from triptych.router import check_policies
 
@@ -52,9 +52,10 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
     if as_json:
         typer.echo(json.dumps([asdict(fact) for fact in facts], indent=2))
         return
-    columns = ("actor", "copies", "CPUs each", "GPUs each", "threads")
+    columns = ("actor", "copies", "at most", "CPUs each", "GPUs each", "threads")
+    keys = ("num_replicas", "max_replicas", "num_cpus", "num_gpus", "threads")
     for fact in facts:
-        rows = [(actor, *counts.values()) for actor, counts in fact.actors.items()]
+        rows = [(actor, *(each[key] for key in keys)) for actor, each in fact.actors.items()]
         title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
         console.print(make_table(columns, rows, title))
         console.print(_in_words(fact.pages), markup=False)
@@ -122,17 +123,16 @@ def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
     """The actors that this configuration starts, and what each copy is given."""
-    small = ActorConfig()
-    stages = {
-        "prefill": config.prefill.actor,
-        "compressor": config.compressor.actor,
-        "decode": config.decode.actor,
-    }
+    small = WorkerGroup(ActorConfig(), 1)
+    groups = config.worker_groups()
     if config.topology == "colocated":
-        stages = {"worker (all stages)": config.decode.actor}
-    front = ActorConfig(num_replicas=config.ingress.num_replicas)
-    actors = {"ingress": front, "router": small, "pool": small, **stages}
-    return {name: asdict(actor) for name, actor in actors.items()}
+        groups = {"worker (all stages)": groups["decode"]}
+    copies = config.ingress.num_replicas
+    front = WorkerGroup(ActorConfig(num_replicas=copies), copies)
+    actors = {"ingress": front, "router": small, "pool": small, **groups}
+    return {
+        name: {**asdict(group.actor), "max_replicas": group.most} for name, group in actors.items()
+    }
 
 
 def check_keys(config: AppConfig) -> None:

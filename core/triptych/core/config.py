@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from triptych.core.errors import ConfigError
@@ -548,6 +548,22 @@ class NetworkConfig:
             require(all(files), "network.tls_server_name", name, "tls_cert_file beside it")
 
 
+class WorkerGroup(NamedTuple):
+    """Workers that are alike."""
+
+    actor: ActorConfig
+    most: int
+    """Copies that there may ever be at once, if the group is scaled."""
+
+    @property
+    def most_cpus(self) -> float:
+        return self.actor.num_cpus * self.most
+
+    @property
+    def most_gpus(self) -> float:
+        return self.actor.num_gpus * self.most
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppConfig:
     """Everything under ``args:`` of ``config.yaml``."""
@@ -589,6 +605,16 @@ class AppConfig:
 
     def __post_init__(self) -> None:
         require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
+
+    def worker_groups(self) -> dict[str, WorkerGroup]:
+        """What Ray starts to compute: a group per stage, or one, sized by ``decode``."""
+        stages = {"prefill": self.prefill, "compressor": self.compressor, "decode": self.decode}
+        if self.topology == "colocated":
+            stages = {"decode": self.decode}
+        return {
+            name: WorkerGroup(stage.actor, stage.autoscaling.most(stage.actor))
+            for name, stage in stages.items()
+        }
 
     def autoscaling(self, stage: Literal["prefill", "compress", "decode"]) -> AutoscalingConfig:
         """When a stage gets more copies."""

@@ -48,11 +48,7 @@ class AppPlan:
     @property
     def workers(self) -> int:
         """Processes that take pages, at the most."""
-        config = self.config
-        if config.topology == "colocated":
-            return config.decode.autoscaling.most(config.decode.actor)
-        stages = (config.prefill, config.compressor, config.decode)
-        return sum(stage.autoscaling.most(stage.actor) for stage in stages)
+        return sum(group.most for group in self.config.worker_groups().values())
 
     def check_stock(self) -> None:
         """Raise ConfigError if stocks and prefixes leave too little for requests."""

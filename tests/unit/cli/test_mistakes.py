@@ -89,6 +89,12 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "4.0 GiB are available",
         "lower pool.capacity_bytes",
     ),
+    "a stage that may outgrow memory": (
+        {"memory_bytes": 8 * GIB},
+        {"decode": {"autoscaling": {"max_replicas": 8}}},
+        "up to 10 workers take 12.5 GiB",
+        "the copies",
+    ),
     "a full disk": (
         {"temporary": Disk("/tmp", GIB, 100 * GIB)},
         {},
@@ -127,6 +133,24 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "set it to auto",
     ),
     "a machine that is busy": ({"load": 40.0}, {}, "40 processes want to run", "stop what else"),
+    "a stage that may outgrow its threads": (
+        {},
+        {"decode": {"actor": {"threads": 4}, "autoscaling": {"max_replicas": 3}}},
+        "12 threads (decode 12) for 8 cores",
+        "set it to auto",
+    ),
+    "CPUs that are not there": (
+        {},
+        {"prefill": {"actor": {"num_cpus": 6}}, "decode": {"actor": {"num_cpus": 4}}},
+        "ask for 10 CPUs, 10 with all copies",
+        "lower num_cpus",
+    ),
+    "GPUs that a stage may grow to": (
+        {"gpus": ["H100"], "torch_sees_gpus": 1},
+        {"decode": {"actor": {"num_gpus": 1.0}, "autoscaling": {"max_replicas": 4}}},
+        "may grow to 4 GPUs and this machine shows 1",
+        "lower autoscaling.max_replicas",
+    ),
     "GPUs that are not there": (
         {},
         GPU,
@@ -346,6 +370,22 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
     "GPUs that the pod has not": (
         args(lambda s: app_args(s)["decode"]["actor"].update(num_gpus=0.5)),
         "nvidia.com/gpu",
+    ),
+    "GPUs for the first copies alone": (
+        args(
+            lambda s: app_args(s).update(
+                prefill={"actor": {"num_gpus": 1.0}, "autoscaling": {"max_replicas": 3}}
+            )
+        ),
+        "ask for 3 GPUs and the container has 0",
+    ),
+    "CPUs that the pod has not": (
+        args(lambda s: app_args(s)["decode"]["actor"].update(num_cpus=4)),
+        "ask for 8 CPUs and the container has 4",
+    ),
+    "more copies than memory": (
+        args(lambda s: app_args(s)["decode"].update(autoscaling={"max_replicas": 12})),
+        "20.5Gi with Ray and up to 14 workers",
     ),
     "no drain": (pod(lambda p, c: c.pop("lifecycle")), "preStop.exec.command"),
     "a grace of 30 s": (

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from tests.unit.cli.conftest import Run
 from triptych.cli.plan import byte_count
 from triptych.cli.sizing import Load, app_plan, fits, sizes
-from triptych.core.config import AppConfig
+from triptych.core.config import AppConfig, AutoscalingConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.core.profile import Fidelity, Profile, Settings
@@ -72,16 +72,21 @@ def test_what_calibration_measured_is_expected_of_its_policy_alone() -> None:
     assert all(other.expected_tokens is None for other in others)
 
 
-def test_shared_memory_is_pages_journals_and_rays_store() -> None:
-    one, two = (
-        sizes(app_plan(replace(config(), decode=decode), SMALL, 8192, None))
+def test_memory_is_pages_journals_rays_store_and_processes() -> None:
+    one, two, scaled = (
+        sizes(app_plan(replace(config(), decode=decode), SMALL, 8192, None), GIB)
         for decode in (
             config().decode,
             replace(config().decode, actor=replace(config().decode.actor, num_replicas=2)),
+            replace(config().decode, autoscaling=AutoscalingConfig(max_replicas=2)),
         )
     )
     assert two.journal_bytes == 2 * one.journal_bytes > 2**20
     assert one.shared_memory_bytes == 4 * GIB + one.journal_bytes + 256 * 2**20
+    assert (one.workers, two.workers) == (3, 4)
+    added = GIB + GIB + one.journal_bytes  # a process, the weights in it, its journal
+    assert two.memory_bytes == one.memory_bytes + added
+    assert scaled == two
 
 
 def test_a_request_beyond_the_context_is_refused() -> None:

@@ -120,6 +120,12 @@ def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
         install(values)
 
 
+def test_without_grpc_there_is_no_service_for_it() -> None:
+    bodies = install({"args": {"ingress": {"grpc_port": 0}}})
+    assert find_problems(bodies) == []
+    assert not of_kind(bodies, "Service")
+
+
 def test_helm_lints_it() -> None:
     found = helm_python.lint(CHART)
     assert found["errors"] == []

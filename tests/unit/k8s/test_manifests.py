@@ -224,7 +224,10 @@ def test_policies_and_budgets_select_pods_that_exist(folder: str) -> None:
 def test_clients_and_operator_reach_the_ports_that_listen(folder: str) -> None:
     bodies = rendered(folder)
     for _, text in serve_configs(bodies):
-        port = yaml.safe_load(text)["http_options"]["port"]
+        serve = yaml.safe_load(text)
+        port = serve["http_options"]["port"]
+        (app,) = parse_serve_config(text, folder)
+        rpc = app.config.ingress.grpc_port
         (policy,) = [
             b for b in of_kind(bodies, "NetworkPolicy") if b["metadata"]["name"] == "triptych-pods"
         ]
@@ -232,7 +235,25 @@ def test_clients_and_operator_reach_the_ports_that_listen(folder: str) -> None:
         open_to_all = [rule for rule in rules if "from" not in rule]
         assert not open_to_all
         opened = {item["port"] for rule in rules for item in rule.get("ports", [])}
-        assert opened == {port, 8265, 8080}
+        assert opened == {port, rpc, 8265, 8080}
+        (clients,) = [rule for rule in rules if "clients" in str(rule)]
+        assert {item["port"] for item in clients["ports"]} == {port, rpc}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_services_lead_to_ports_of_pods_that_serve(folder: str) -> None:
+    bodies = rendered(folder)
+    pods = [template for _, template in pod_templates(bodies)]
+    services = of_kind(bodies, "Service")
+    assert "triptych-grpc" in {body["metadata"]["name"] for body in services}
+    for body in services:
+        wanted = body["spec"]["selector"].items()
+        behind = [pod for pod in pods if wanted <= pod["metadata"]["labels"].items()]
+        assert behind
+        for pod in behind:
+            ports = {p["name"]: p["containerPort"] for p in pod["spec"]["containers"][0]["ports"]}
+            for port in body["spec"]["ports"]:
+                assert ports[port["targetPort"]] == port["port"]
 
 
 def test_the_real_kustomize_makes_the_same_of_it() -> None:

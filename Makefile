@@ -13,7 +13,7 @@ SLOW  := slow or integration or e2e or gpu
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients wheel docs proto lock clean
+.PHONY: help setup serve check test explore bench clients wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,8 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@$(BIN)/triptych model fetch
 	@echo "==> browser"
 	@command -v chromium >/dev/null || $(PIP) install -r requirements-browser.lock
+	@echo "==> prometheus"
+	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow, integration and end-to-end tests"
 	@$(BIN)/pytest -q tests -m "$(SLOW)"
 
@@ -62,6 +64,9 @@ clients: $(READY) ## litellm, langchain, instructor, llm, guidellm, lm-eval and 
 
 wheel: $(READY) ## install the wheel elsewhere, with an empty home, and use it
 	@$(BIN)/python -m tests.clients.wheel
+
+readme: $(READY) ## run the commands of the README, as written, in a fresh clone with an empty home
+	@$(BIN)/python -m tests.clients.readme
 
 docs: $(READY) ## write the parts of the documents that come from the code
 	@$(BIN)/python -m tests.arch.generate_docs

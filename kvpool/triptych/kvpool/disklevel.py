@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from triptych.kvpool.disk import DiskTier
 from triptych.kvpool.diskobject import ObjectMeta, Pages, page_runs
 from triptych.kvpool.diskqueue import DiskQueue
 from triptych.kvpool.freelist import PageIds
-from triptych.kvpool.ledger import DiskLine
+from triptych.kvpool.ledger import DISK_SKIPS, DiskLine
 from triptych.kvpool.prefixcache import PrefixCache
 
 logger = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ class DiskLevel:
         self._coming = dict[BlockKey, float]()
         """Seconds that each block on its way is worth."""
         self._staged_bytes = 0
-        self._skipped = Counter[str]()
+        self._skipped = dict.fromkeys(DISK_SKIPS, 0)
         self._fault, self._complained_s = "", float("-inf")
 
     # -------------------------------------------------------------- to disk

@@ -46,6 +46,10 @@ class PrefixLine:
     """What these may be; blocks of two conversations count twice, evicted ones too."""
 
 
+DISK_SKIPS = ("staging_full", "queue_full", "load_queue_full")
+"""Why a transfer to or from disk may not even be tried."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskLine:
     """What of it is on disk; those after ``coming`` count since the start of the pool."""
@@ -69,7 +73,7 @@ class DiskLine:
     failed: int = 0
     """Blocks that the disk did not take."""
     skipped: dict[str, int] = field(default_factory=dict[str, int])
-    """Transfers that were not even tried, by reason."""
+    """Transfers that were not even tried, by reason (``DISK_SKIPS``)."""
     fault: str = ""
     """Why the disk takes nothing now; empty: it does."""
 

@@ -19,10 +19,12 @@ from triptych.kvpool.blocks import chain_keys, cut, encode
 from triptych.kvpool.client import WorkerPool
 from triptych.kvpool.disk import DiskTier
 from triptych.kvpool.disklevel import Disk, DiskLevel, DiskSettings
-from triptych.kvpool.ledger import DiskLine
+from triptych.kvpool.ledger import DISK_SKIPS, DiskLine
 from triptych.kvpool.pool import Pool
 from triptych.kvpool.prefixcache import PrefixCache
 from triptych.kvpool.processes import ProcessKey
+
+NO_SKIPS = dict.fromkeys(DISK_SKIPS, 0)
 
 BLOCK, SIZE, PAGE_BYTES = 4, 3, 256
 ROOM = 64 * PAGE_BYTES
@@ -132,7 +134,7 @@ def test_what_was_evicted_comes_back(tmp_path: Path) -> None:
         assert ledger.disk.stored == 40
         assert ledger.disk.loaded >= 20
         assert ledger.disk.loaded_bytes == ledger.disk.loaded * SIZE * PAGE_BYTES
-        assert ledger.disk.skipped == {}
+        assert not any(ledger.disk.skipped.values())
         assert pool.check() == []
 
 
@@ -328,7 +330,7 @@ def test_what_finds_no_place_in_the_line_is_counted(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=1)
     bench.publish(1)
     bench.publish(2)
-    assert bench.level.line().skipped == {"queue_full": 2}
+    assert bench.level.line().skipped == {**NO_SKIPS, "queue_full": 2}
     bench.work()
     assert bench.level.line().objects == 0  # the first was evicted, and its copy found no place
 
@@ -340,10 +342,10 @@ def test_copies_of_evicted_blocks_have_a_limit(
     monkeypatch.setattr(disklevel, "STAGED_BYTES", 2 * PAGE_BYTES)
     for token in range(4):
         bench.publish(token)
-    assert bench.level.line().skipped == {"staging_full": 1}
+    assert bench.level.line().skipped == {**NO_SKIPS, "staging_full": 1}
     bench.work()
     bench.publish(5)
     bench.publish(6)
-    assert bench.level.line().skipped == {"staging_full": 1}
+    assert bench.level.line().skipped == {**NO_SKIPS, "staging_full": 1}
     bench.work()
     bench.require_stored(0, 1, 3, 5, 6)

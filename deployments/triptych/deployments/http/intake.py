@@ -41,8 +41,9 @@ class Intake:
         self.config = config
         self.codec = TextCodec(tokenizer, model.context_tokens)
         self.planner = Planner(engine=engine, codec=self.codec, model=model, config=config)
-        self.keys = KeyRing(Path(config.api_keys) if config.api_keys else None)
         self.metrics = metrics or IngressMetrics()
+        path = Path(config.api_keys) if config.api_keys else None
+        self.keys = KeyRing(path, refused=self.metrics.refuse)
 
     async def chat(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""

@@ -81,6 +81,8 @@ class Client:
     tenant: str
     """Digest that says whose cached prefixes its requests share; empty: nobody's in particular."""
     key: Key | None = None
+    refused: Callable[[], None] | None = None
+    """Hears of each request beyond what the key is good for."""
     running: int = 0
     _allowance: float = 0.0
     _counted_s: float = 0.0
@@ -102,7 +104,7 @@ class Client:
         self._allowance, self._counted_s = min(float(rate), grown), now
         if self._allowance < 1:
             pause_s = (1 - self._allowance) * 60 / rate
-            raise TooManyRequests(f"{rate} requests a minute", pause_s)
+            raise self._too_many(f"{rate} requests a minute", pause_s)
         self._allowance -= 1
 
     async def run(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
@@ -113,13 +115,18 @@ class Client:
         async with aclosing(items):
             limit = self.key.max_concurrent_requests if self.key else 0
             if limit and self.running >= limit:
-                raise TooManyRequests(f"{limit} requests at a time", RETRY_AFTER_S)
+                raise self._too_many(f"{limit} requests at a time", RETRY_AFTER_S)
             self.running += 1
             try:
                 async for item in items:
                     yield item
             finally:
                 self.running -= 1
+
+    def _too_many(self, limit: str, pause_s: float) -> TooManyRequests:
+        if self.refused:
+            self.refused()
+        return TooManyRequests(limit, pause_s)
 
 
 @dataclass
@@ -128,6 +135,8 @@ class KeyRing:
 
     path: Path | None = None
     clock: Callable[[], float] = time.monotonic
+    refused: Callable[[], None] | None = None
+    """Hears of each request beyond what its key is good for."""
     _clients: dict[str, Client] = field(default_factory=dict[str, Client])
     _stamp: tuple[int, int, int] = (0, 0, 0)
     _looked_s: float = 0.0
@@ -189,7 +198,7 @@ class KeyRing:
         self._clients = {}
         for digest, key in keys.items():
             tenant = _digest(f"name {key.name}")
-            client = former.get(digest) or Client(tenant)
+            client = former.get(digest) or Client(tenant, refused=self.refused)
             client.tenant, client.key = tenant, key
             self._clients[digest] = client
 

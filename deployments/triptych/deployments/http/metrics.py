@@ -8,9 +8,14 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.samples import Sample
 
-from triptych.core.errors import TriptychError
+from triptych.core.errors import TooManyRequests, TriptychError
 from triptych.core.messages import CompressionReport, Request, Tokens
 from triptych.deployments.http.errors import RequestFailed
+
+ENDS = ("stop", "length", "abort")
+REFUSALS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_unmeetable")
+"""Reasons that are there from the start at 0: of a series that begins with 1 Prometheus sees no
+increase, and a panel without a series says "No data"."""
 
 Gauges = Callable[[], Awaitable[Mapping[str, float]]]
 """Fetches values of other parts; a key is a metric's name, with labels if it has any."""
@@ -97,6 +102,10 @@ class IngressMetrics:
         self.stored_bytes = Counter(
             "triptych_kv_stored_bytes", "Keys and values as they were stored.", registry=own
         )
+        for reason in ENDS:
+            self.success.labels(reason)
+        for reason in REFUSALS:
+            self.rejections.labels(reason)
 
     def numbers(self) -> dict[str, object]:
         """All values, for the dashboard. Histograms count cumulatively, as Prometheus' do."""
@@ -114,6 +123,10 @@ class IngressMetrics:
             "raw_bytes": _value(self.raw_bytes),
             "stored_bytes": _value(self.stored_bytes),
         }
+
+    def refuse(self) -> None:
+        """Count a request beyond what its API key is good for."""
+        self.rejections.labels(TooManyRequests.code).inc()
 
     def watch(self, requests: Sequence[Request]) -> "Watch":
         """Follow the requests of one client request from now until the ``with`` block ends."""

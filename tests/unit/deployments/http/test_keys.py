@@ -87,6 +87,17 @@ def test_a_minute_has_so_many_requests_and_the_error_says_when_the_next_one_may_
         keys.client("Bearer bob-key")
 
 
+def test_what_is_beyond_a_key_is_counted_as_turned_away(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.yaml", {**entry("ada"), "requests_per_minute": 1})
+    refused = list[None]()
+    keys = KeyRing(path, refused=lambda: refused.append(None))
+    keys.client("Bearer ada-key")
+    for _ in range(2):
+        with pytest.raises(TooManyRequests):
+            keys.client("Bearer ada-key")
+    assert len(refused) == 2
+
+
 def test_a_key_can_be_taken_away_and_given_while_the_server_runs(ring) -> None:
     keys, now, path = ring
     keys.client("Bearer bob-key")

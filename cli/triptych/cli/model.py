@@ -1,5 +1,6 @@
 """``triptych model``: get models, and see which are here."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -28,17 +29,25 @@ DEFAULT = ModelConfig().name
 def fetch(
     name: Name = DEFAULT,
     verify: Annotated[bool, typer.Option(help="Check hashes of a model that is here.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Get a model ready to be served; instant and offline if it already is."""
-    console.print(str(fetch_with_progress(name, verify=verify)), soft_wrap=True)
+    _tell(name, fetch_with_progress(name, verify=verify), as_json=as_json)
 
 
 @app.command()
-def path(name: Name = DEFAULT) -> None:
+def path(name: Name = DEFAULT, as_json: JsonFlag = False) -> None:
     """Print the directory of a model that is on this machine."""
     from triptych.workers.models import resolve
 
-    console.print(str(resolve(name, allow_download=False)), soft_wrap=True)
+    _tell(name, resolve(name, allow_download=False), as_json=as_json)
+
+
+def _tell(name: str, place: Path, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"name": name, "path": str(place)}, indent=2))
+    else:
+        console.print(str(place), soft_wrap=True)
 
 
 @app.command("list")

@@ -501,6 +501,9 @@ class IngressConfig:
     decision_header: bool = False
     """Whether whole answers say in ``X-Triptych-Decision`` what the router decided."""
 
+    strict_params: bool = False
+    """Whether a field of a request that nobody knows is an error (400); else it is let be."""
+
     share_prefixes: bool = False
     """Whether clients with different keys may share cached prefixes of prompts; by default nobody
     can tell from the time to the first token what others asked."""

@@ -66,8 +66,11 @@ class BareTokenizer:
         *,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
+        **options: bool,
     ) -> str:
         """Render a conversation to text, in transformers' sandbox.
+
+        ``options`` are variables of the template.
 
         Raises: jinja2's TemplateError if the template refuses it; ValueError if asked for ids
         """
@@ -82,6 +85,7 @@ class BareTokenizer:
             conversations=[messages],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
+            **options,
             **self.special_tokens,
         )
         return texts[0]
@@ -167,7 +171,7 @@ class _Render(Protocol):
         conversations: Sequence[object],
         chat_template: str | None,
         add_generation_prompt: bool,
-        **special_tokens: object,
+        **variables: object,
     ) -> tuple[list[str], object]: ...
 
 

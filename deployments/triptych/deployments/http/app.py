@@ -128,12 +128,15 @@ class Routes:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}/ready", self.model_ready, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self.one_model, methods=["GET"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.health, methods=["GET"])
         app.add_api_route("/live", self.live, methods=["GET"])
+        app.add_api_route("/ping", self.health, methods=["GET", "POST"])
+        app.add_api_route("/load", self.load, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
@@ -183,6 +186,12 @@ class Routes:
         self._planner.check_model(name)
         return JsonResponse(self._intake.card())
 
+    async def model_ready(self, request: Request, name: str) -> Response:
+        """Whether a model has a worker for each stage, as Dynamo tells it."""
+        self._client(request)
+        self._planner.check_model(name)
+        return await self.health()
+
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
         body = validate(TokenizeBody, await read_json(request))
@@ -203,9 +212,7 @@ class Routes:
                 self._codec.check_length(len(prompt), "prompt")
                 return await self._codec.encode(prompt, add_special_tokens=body.add_special_tokens)
             case TokenizeBody(prompt=None, messages=list(messages)):
-                return await self._planner.encode_messages(
-                    messages, add_generation_prompt=body.add_generation_prompt
-                )
+                return await self._planner.encode_messages(messages, body)
             case _:
                 raise RequestError("give either prompt or messages", "prompt")
 
@@ -227,6 +234,10 @@ class Routes:
             return Response()
         kind, code = "service_unavailable", "overloaded"
         return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
+
+    async def load(self) -> Response:
+        """Answers in progress, as vLLM tells it."""
+        return JsonResponse({"server_load": self._intake.metrics.in_progress})
 
     async def metrics(self) -> Response:
         gauges: Mapping[str, float] = {}

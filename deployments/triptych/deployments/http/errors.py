@@ -50,6 +50,8 @@ class ApiError:
     @property
     def headers(self) -> dict[str, str]:
         headers = dict(self.extra_headers or {})
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         if self.retry_after_s is not None:
             headers["retry-after"] = str(math.ceil(self.retry_after_s))
             headers["retry-after-ms"] = str(math.ceil(self.retry_after_s * 1000))

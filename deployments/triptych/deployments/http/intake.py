@@ -12,7 +12,7 @@ from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.metrics import IngressMetrics
 from triptych.deployments.http.plan import Job, Planner
-from triptych.deployments.http.protocol import ChatBody, CompletionBody, validate
+from triptych.deployments.http.protocol import B, ChatBody, CompletionBody, check_known, validate
 from triptych.deployments.http.stream import follow
 from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.tracing import valid_parent
@@ -52,7 +52,7 @@ class Intake:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        body = validate(ChatBody, given)
+        body = self._checked(ChatBody, given)
         job = await self.planner.chat(body, client.tenant, client.weight)
         return ChatAnswer(_traced(job, traceparent), self.codec)
 
@@ -60,9 +60,14 @@ class Intake:
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
     ) -> Answer:
         """The same for a plain completion."""
-        body = validate(CompletionBody, given)
+        body = self._checked(CompletionBody, given)
         job = await self.planner.completion(body, client.tenant, client.weight)
         return CompletionAnswer(_traced(job, traceparent), self.codec)
+
+    def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
+        if self.config.strict_params:
+            check_known(kind, given)
+        return validate(kind, given)
 
     def run(self, client: Client, answer: Answer) -> AsyncGenerator[tuple[Choice, Tokens], None]:
         """Have the engine answer. Closing the generator cancels what still runs.

@@ -124,6 +124,11 @@ class IngressMetrics:
             "stored_bytes": _value(self.stored_bytes),
         }
 
+    @property
+    def in_progress(self) -> int:
+        """Answers in progress."""
+        return int(_value(self.running))
+
     def refuse(self) -> None:
         """Count a request beyond what its API key is good for."""
         self.rejections.labels(TooManyRequests.code).inc()

@@ -27,10 +27,12 @@ GETS: Mapping[str, str] = {
     "/health": "200 if a request sent now would be served, 503 otherwise",
     "/ready": "The same, for probes",
     "/live": "200 while this process answers",
+    "/ping": "The same as /health, as SageMaker asks",
+    "/load": "Answers in progress",
     "/metrics": "For Prometheus",
     "/version": "The version of Triptych",
 }
-PUBLIC = {"/health", "/ready", "/live", "/metrics", "/version"}
+PUBLIC = {"/health", "/ready", "/live", "/ping", "/load", "/metrics", "/version"}
 """Routes that take no API key."""
 STREAMED = {"/v1/chat/completions", "/v1/completions"}
 

@@ -17,6 +17,7 @@ from triptych.deployments.http.protocol import (
     CompletionBody,
     GenerationBody,
     Message,
+    Rendering,
     Tool,
 )
 from triptych.deployments.http.structure import grammar_of, is_structured
@@ -93,7 +94,7 @@ class Planner:
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         tools = tools_of(body)
-        prompt = await self.encode_messages(body.messages, tools)
+        prompt = self._newest(await self.encode_messages(body.messages, body, tools), body)
         logprobs = body.top_logprobs if body.logprobs else -1
         sampling = await self._sampling(body, logprobs)
         if tools:
@@ -115,8 +116,10 @@ class Planner:
             raise RequestError(text, "max_tokens")
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
-        prompts = [await self._encode_prompt(prompt) for prompt in body.prompts]
-        texts = await self._texts(body) if body.echo else [""] * len(prompts)
+        given = [await self._encode_prompt(prompt) for prompt in body.prompts]
+        prompts = [self._newest(prompt, body) for prompt in given]
+        whole = body.prompts if prompts == given else prompts
+        texts = await self._texts(whole) if body.echo else [""] * len(prompts)
         logprobs = -1 if body.logprobs is None else body.logprobs
         sampling = await self._sampling(body, logprobs)
         job = self._job("cmpl", body, prompts, "prompt", sampling, texts)
@@ -177,14 +180,32 @@ class Planner:
     async def encode_messages(
         self,
         messages: Sequence[Message],
+        how: Rendering,
         tools: Sequence[Tool] = (),
-        *,
-        add_generation_prompt: bool = True,
     ) -> list[int]:
+        if how.chat_template is not None:
+            raise Unsupported("chat_template: templates come with the model", "chat_template")
+        if how.continue_final_message and how.add_generation_prompt:
+            text = "continue_final_message needs add_generation_prompt: false"
+            raise RequestError(text, "continue_final_message")
         turns = turns_of(messages, tools)
         # The template's own tokens come on top, so this never refuses what fits.
         self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
-        return await self._codec.encode_chat(turns, add_generation_prompt=add_generation_prompt)
+        return await self._codec.encode_chat(
+            turns,
+            add_generation_prompt=how.add_generation_prompt,
+            continue_final=how.continue_final_message,
+            options=how.template_options,
+        )
+
+    def _newest(self, prompt: list[int], body: GenerationBody) -> list[int]:
+        """What is left of a prompt after ``truncate_prompt_tokens``."""
+        keep = body.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        if keep < 0:
+            keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
+        return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt
 
     async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -199,8 +220,8 @@ class Planner:
         if ids and max(ids) >= size:
             raise RequestError(f"token id {max(ids)}: the vocabulary has {size} tokens", param)
 
-    async def _texts(self, body: CompletionBody) -> list[str]:
-        return [p if isinstance(p, str) else await self._codec.decode(p) for p in body.prompts]
+    async def _texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        return [p if isinstance(p, str) else await self._codec.decode(p) for p in prompts]
 
     def _check(self, body: GenerationBody) -> None:
         if body.n > self._config.max_choices:

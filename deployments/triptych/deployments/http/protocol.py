@@ -192,6 +192,8 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT)
+    """The newest tokens of the prompt to read, as vLLM has it; -1: as many as fit."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -313,7 +315,32 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatBody(GenerationBody):
+class TemplateOptions(Body):
+    """What templates of some models ask for. All else might be their own variables, or ours."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enable_thinking: bool | None = None
+    """Qwen3's name for it,"""
+    thinking: bool | None = None
+    """and DeepSeek's and Granite's."""
+
+
+class Rendering(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on with the last message instead of beginning a new one."""
+    chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
+    chat_template: object = None
+
+    @property
+    def template_options(self) -> dict[str, bool]:
+        return self.chat_template_kwargs.model_dump(exclude_none=True)
+
+
+class ChatBody(GenerationBody, Rendering):
     """``POST /v1/chat/completions``."""
 
     messages: Messages
@@ -362,14 +389,13 @@ class CompletionBody(GenerationBody):
                 return cast("list[str] | list[list[int]]", self.prompt)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Rendering):
     """``POST /tokenize``: a raw prompt, or messages."""
 
     model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
@@ -391,6 +417,21 @@ class ProfileBody(Body):
 
 
 B = TypeVar("B", bound=Body)
+
+LET_BE = {
+    "metadata", "modalities", "prompt_cache_key", "reasoning_effort", "request_id",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
+}  # fmt: skip
+"""Fields of OpenAI's and vLLM's that change nothing about an answer here."""
+
+
+def check_known(kind: type[Body], data: Mapping[str, object]) -> None:
+    """Raise RequestError for a field that nobody reads, such as a misspelt one."""
+    known = {info.alias or name for name, info in kind.model_fields.items()} | LET_BE
+    for name in data:
+        if name not in known:
+            shown = name[:MAX_REPORTED_CHARS]
+            raise RequestError(f"{shown!r}: there is no such field", shown)
 
 
 def validate(kind: type[B], data: Mapping[str, object]) -> B:

@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol, TypeVar, cast
 
 from jinja2 import TemplateError
@@ -39,7 +40,12 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> object: ...
     def convert_ids_to_tokens(self, ids: list[int]) -> object: ...
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **options: bool,
     ) -> object: ...
 
 
@@ -78,9 +84,17 @@ class TextCodec:
         return await _off_loop(len(text), encode)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        options: Mapping[str, bool] = MappingProxyType({}),
     ) -> list[int]:
         """Render messages with the model's chat template and encode the result.
+
+        ``continue_final`` leaves out what the template has after the text of the last message;
+        ``options`` are variables of the template.
 
         Raises: RequestError if the template refuses the messages; Unsupported if the model
             has no template
@@ -89,24 +103,37 @@ class TextCodec:
             raise Unsupported("this model has no chat template: use /v1/completions", "messages")
 
         def encode() -> list[int]:
-            return self._encode_chat(messages, add_generation_prompt)
+            return self._encode_chat(messages, add_generation_prompt, continue_final, options)
 
         return await _off_loop(sum(len(m["content"]) for m in messages), encode)
 
     def _encode_chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool,
+        continue_final: bool,
+        options: Mapping[str, bool],
     ) -> list[int]:
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
         marked = [{**m, "content": self._cut_special(m["content"], mark)} for m in messages]
+        end = f"\ue000{secrets.token_hex(8)}\ue000"
+        if continue_final:
+            marked[-1]["content"] += end
         try:
             text = self._tokenizer.apply_chat_template(
-                marked, tokenize=False, add_generation_prompt=add_generation_prompt
+                marked, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except TemplateError as error:
             reason = f"the model's chat template refuses these messages: {error}"
             raise RequestError(reason, "messages") from error
+        rendered, found, _ = str(text).partition(end)
+        if continue_final and not found:
+            reason = (
+                "the model's chat template leaves the last message out: nothing goes on with it"
+            )
+            raise RequestError(reason, "continue_final_message")
         ids: list[int] = []
-        for piece in str(text).split(mark):
+        for piece in rendered.split(mark):
             ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
 

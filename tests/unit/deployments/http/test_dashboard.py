@@ -145,6 +145,7 @@ def test_numbers_want_a_key_where_requests_do_and_watching_is_no_request(
     for headers in ({}, {"authorization": "Bearer wrong"}):
         refused = client.get("/dashboard/state", headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
     mine = {"authorization": "Bearer ada-key"}
     assert {client.get("/dashboard/state", headers=mine).status_code for _ in range(9)} == {200}
     assert client.get("/v1/models", headers=mine).status_code == 200

@@ -32,6 +32,20 @@ def test_ready_is_health_and_live_is_not(http, engine):
     assert (http.get("/ready").status_code, http.get("/live").status_code) == (503, 200)
 
 
+def test_ping_is_health_and_load_counts_answers(http, engine):
+    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+    assert http.get("/load").json() == {"server_load": 0}
+    engine.health_state = Health(ok=False, reason="no decode worker")
+    assert http.get("/ping").status_code == 503
+
+
+def test_a_model_is_ready_when_each_stage_has_a_worker(http, engine):
+    assert http.get("/v1/models/tiny/ready").status_code == 200
+    assert http.get("/v1/models/other/ready").status_code == 404
+    engine.health_state = Health(ok=False, reason="no decode worker")
+    assert http.get("/v1/models/tiny/ready").status_code == 503
+
+
 def test_headers_say_what_compression_did(http, engine):
     engine.cached_tokens = 3
     asked = {"messages": HELLO, "max_tokens": 4, "n": 2}

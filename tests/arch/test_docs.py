@@ -1,11 +1,17 @@
 """Documents that point at things which are there."""
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from tests.arch.test_folders import ROOT
+from tests.clients.readme import LIVE, SERVERS, SKIPPED, blocks, commands
+from triptych.cli.main import app
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")])
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
@@ -23,6 +29,38 @@ def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     used = {name for line in lines if line.startswith("    make ") for name in line.split()[1:]}
     assert {"serve", "check", "test"} <= used <= targets
+
+
+def commands_of_ours(path: Path) -> Iterator[list[str]]:
+    """The arguments of ``triptych`` in a document's code blocks."""
+    for block in blocks(path.read_text(encoding="utf-8")):
+        for line in commands(block) if block.language in {"shell", "bash", "sh"} else ():
+            words = shlex.split(re.split(r" [|>&]", line)[0])
+            if words and words[0].rpartition("/")[2] == "triptych":
+                yield words[1:]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_are_ones_that_there_are(path: Path) -> None:
+    """Names, options and values; ``make readme`` runs those of the README."""
+    root: Any = get_command(app)
+    for words in commands_of_ours(path):
+        command = root
+        while words and words[0] in getattr(command, "commands", ()):
+            command = command.commands[words.pop(0)]
+        assert command is not root, words
+        with command.make_context("triptych", words):
+            pass
+
+
+def test_what_make_readme_treats_apart_is_in_the_readme() -> None:
+    told = [
+        command
+        for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+        for command in commands(block)
+    ]
+    assert {*SKIPPED, *LIVE} <= set(told)
+    assert all(any(command.startswith(server) for command in told) for server in SERVERS)
 
 
 def test_continuous_integration_runs_what_the_readme_says() -> None:

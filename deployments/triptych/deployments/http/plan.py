@@ -199,10 +199,16 @@ class Planner:
         )
 
     def _newest(self, prompt: list[int], body: GenerationBody) -> list[int]:
-        """What is left of a prompt after ``truncate_prompt_tokens``."""
+        """What is left of a prompt after ``truncate_prompt_tokens``.
+
+        Raises: RequestError if that is nothing
+        """
         keep = body.truncate_prompt_tokens
         if keep is None:
             return prompt
+        if keep == 0:
+            text = "truncate_prompt_tokens=0: it leaves nothing of the prompt"
+            raise RequestError(text, "truncate_prompt_tokens")
         if keep < 0:
             keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
         return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt

@@ -88,7 +88,7 @@ def test_a_template_is_told_whether_to_think():
         ("chat_template", "{{ 7 * 7 }}", "chat_template"),
         ("continue_final_message", True, "continue_final_message"),
         ("truncate_prompt_tokens", -2, "truncate_prompt_tokens"),
-        ("truncate_prompt_tokens", 0, "messages"),
+        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens"),
     ],
 )
 def test_a_wrong_one_is_named(http, engine, field, value, param):

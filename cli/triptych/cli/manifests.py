@@ -60,11 +60,14 @@ def read_manifests(text: str, source: str) -> list[Body]:
 
 def find_problems(bodies: Sequence[Body]) -> list[Problem]:
     """Everything that is wrong with these manifests, in their order."""
-    config_maps = {_name(body): body for body in bodies if body["kind"] == "ConfigMap"}
+    around = Surroundings(
+        {_name(body): body for body in bodies if body["kind"] == "ConfigMap"},
+        [body for body in bodies if body["kind"] == "NetworkPolicy"],
+    )
     found = list[Problem]()
     for body in bodies:
         try:
-            found += [*_in_pods(body), *_in_object(body, config_maps)]
+            found += [*_in_pods(body), *_in_object(body, around)]
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             found.append(
                 Problem(
@@ -76,11 +79,35 @@ def find_problems(bodies: Sequence[Body]) -> list[Problem]:
     return found
 
 
-def _in_object(body: Body, config_maps: Mapping[str, Body]) -> Iterator[Problem]:
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What objects that serve depend on."""
+
+    config_maps: Mapping[str, Body]
+    policies: Sequence[Body]
+
+    def closed_ports(self, template: Body, ports: Sequence[int]) -> list[int]:
+        """Which of these ports of a pod the policies keep from everybody but its own kind."""
+        labels: Body = template.get("metadata", {}).get("labels", {})
+        mine = [
+            policy["spec"]
+            for policy in self.policies
+            if "Ingress" in policy["spec"].get("policyTypes", ["Ingress"])
+            and policy["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        ]
+        rules = [rule for spec in mine for rule in spec.get("ingress") or []]
+        for_clients = [rule for rule in rules if "from" not in rule or rule.get("ports")]
+        opened = {item.get("port") for rule in for_clients for item in rule.get("ports", [])}
+        if not mine or any(not rule.get("ports") for rule in for_clients):
+            return []
+        return [port for port in ports if port not in opened]
+
+
+def _in_object(body: Body, around: Surroundings) -> Iterator[Problem]:
     if body["kind"] == "RayService":
-        yield from _in_ray_service(body)
+        yield from _in_ray_service(body, around)
     elif body["kind"] in {"Deployment", "StatefulSet"}:
-        yield from _in_workload(body, config_maps)
+        yield from _in_workload(body, around)
 
 
 def quantity(text: object) -> float:
@@ -100,7 +127,7 @@ def quantity(text: object) -> float:
 # ------------------------------------------------------------------ Ray services
 
 
-def _in_ray_service(body: Body) -> Iterator[Problem]:
+def _in_ray_service(body: Body, around: Surroundings) -> Iterator[Problem]:
     where, spec = _title(body), body["spec"]
     cluster: Body = spec.get("rayClusterConfig", {})
     if cluster.get("authOptions", {}).get("mode") != "token":
@@ -121,11 +148,15 @@ def _in_ray_service(body: Body) -> Iterator[Problem]:
         )
     groups: list[Body] = cluster.get("workerGroupSpecs", [])
     for app in serve.apps:
-        yield from _in_groups(where, app.config, groups, serve)
+        yield from _in_groups(where, app.config, groups, serve, around)
 
 
 def _in_groups(
-    where: str, config: AppConfig, groups: Sequence[Body], serve: "ServeConfig"
+    where: str,
+    config: AppConfig,
+    groups: Sequence[Body],
+    serve: "ServeConfig",
+    around: Surroundings,
 ) -> Iterator[Problem]:
     resource = config.node_resource
     if not resource:
@@ -155,7 +186,7 @@ def _in_groups(
         at = f"{where}: group {group['groupName']}"
         store = group.get("rayStartParams", {}).get("object-store-memory", OBJECT_STORE_BYTES)
         yield from _in_serving_pod(
-            at, group["template"]["spec"], config, serve, store_bytes=int(store)
+            at, group["template"], config, serve, around, store_bytes=int(store)
         )
 
 
@@ -177,8 +208,9 @@ def _most_replicas(group: Body) -> int:
 # ------------------------------------------------------------------ plain workloads
 
 
-def _in_workload(body: Body, config_maps: Mapping[str, Body]) -> Iterator[Problem]:
+def _in_workload(body: Body, around: Surroundings) -> Iterator[Problem]:
     """A pod that runs ``triptych serve`` on a file of a ConfigMap."""
+    config_maps = around.config_maps
     where, pod = _title(body), body["spec"]["template"]["spec"]
     names = [
         volume["configMap"]["name"] for volume in pod.get("volumes", []) if "configMap" in volume
@@ -200,8 +232,10 @@ def _in_workload(body: Body, config_maps: Mapping[str, Body]) -> Iterator[Proble
         yield serve
         return
     for app in serve.apps:
+        store_bytes = _object_store_bytes(pod["containers"][0])
+        template: Body = body["spec"]["template"]
         yield from _in_serving_pod(
-            where, pod, app.config, serve, store_bytes=_object_store_bytes(pod["containers"][0])
+            where, template, app.config, serve, around, store_bytes=store_bytes
         )
 
 
@@ -238,10 +272,18 @@ def _serve_config(text: str, source: str) -> ServeConfig | Problem:
 
 
 def _in_serving_pod(
-    where: str, pod: Body, config: AppConfig, serve: ServeConfig, *, store_bytes: int
+    where: str,
+    template: Body,
+    config: AppConfig,
+    serve: ServeConfig,
+    around: Surroundings,
+    *,
+    store_bytes: int,
 ) -> Iterator[Problem]:
+    pod: Body = template["spec"]
     container: Body = pod["containers"][0]
     yield from _in_network(where, container, serve)
+    yield from _in_policies(where, template, config, serve, around)
     yield from _in_keys(where, pod, container, config.ingress.api_keys)
     yield from _in_grpc(where, container, config)
     yield from _in_disk(where, pod, container, config)
@@ -277,6 +319,18 @@ def _in_grpc(where: str, container: Body, config: AppConfig) -> Iterator[Problem
             where,
             f"ingress.grpc_port is {port}, and no port of the container",
             f"add {{name: grpc, containerPort: {port}}} to its ports",
+        )
+
+
+def _in_policies(
+    where: str, template: Body, config: AppConfig, serve: ServeConfig, around: Surroundings
+) -> Iterator[Problem]:
+    ports = [int(serve.http.get("port", 8000)), config.ingress.grpc_port]
+    for port in around.closed_ports(template, [port for port in ports if port]):
+        yield Problem(
+            where,
+            f"no network policy lets anybody reach port {port}",
+            f"add {{protocol: TCP, port: {port}}} to the clients' rule of the policy",
         )
 
 

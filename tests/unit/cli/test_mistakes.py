@@ -335,12 +335,12 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
         "mount the secret",
     ),
     "gRPC on loopback": (
-        args(lambda s: app_args(s)["ingress"].update(grpc_port=8000)),
+        args(lambda s: app_args(s)["ingress"].pop("grpc_host")),
         "grpc_host is 127.0.0.1",
     ),
     "a gRPC port that is closed": (
-        args(lambda s: app_args(s)["ingress"].update(grpc_port=9000, grpc_host="0.0.0.0")),
-        "{name: grpc, containerPort: 9000}",
+        args(lambda s: app_args(s)["ingress"].update(grpc_port=9100)),
+        "{name: grpc, containerPort: 9100}",
     ),
     "a disk that is not there": (
         args(lambda s: app_args(s)["pool"].update(disk_path="/var/lib/t", disk_bytes=GIB)),
@@ -447,6 +447,18 @@ def test_a_deployment_that_serves_another_file_is_found() -> None:
     (config,) = [body for body in bodies if body["kind"] == "ConfigMap"]
     config["data"]["other.yaml"] = config["data"].pop("config.yaml")
     assert "it serves config.yaml" in str(find_problems(bodies)[0])
+
+
+def test_a_port_that_the_network_policy_closes_is_named(base: list[Body]) -> None:
+    bodies = copy.deepcopy(base)
+    policies = [body for body in bodies if body["kind"] == "NetworkPolicy"]
+    for rule in policies[0]["spec"]["ingress"]:
+        rule["ports"] = [item for item in rule.get("ports", []) if item["port"] != 9000]
+        if not rule["ports"]:
+            del rule["ports"]
+    (problem,) = find_problems(bodies)
+    assert "no network policy lets anybody reach port 9000" in str(problem)
+    assert find_problems([body for body in bodies if body not in policies]) == []
 
 
 @pytest.mark.parametrize("text", ["a: b", "- 1", "a: [", "kind: Pod"])

@@ -163,7 +163,7 @@ def main() -> int:
             faults = [fault for block in found for fault in reader.read(block)]
         finally:
             reader.stop()
-    print("\n".join(faults) or f"all {len(found)} blocks of the README work")
+        print("\n".join(faults) or f"all {len(found)} blocks of the README work", flush=True)
     return bool(faults)
 
 

@@ -504,6 +504,10 @@ class IngressConfig:
     strict_params: bool = False
     """Whether a field of a request that nobody knows is an error (400); else it is let be."""
 
+    vllm_metrics: bool = False
+    """Whether ``/metrics`` has the common ones under vLLM's names as well (``vllm:...``), for
+    gateways, autoscalers and dashboards that ask for those."""
+
     share_prefixes: bool = False
     """Whether clients with different keys may share cached prefixes of prompts; by default nobody
     can tell from the time to the first token what others asked."""

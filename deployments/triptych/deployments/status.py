@@ -48,9 +48,12 @@ class Status:
 
     def _router_gauges(self) -> dict[str, float]:
         router = self.router
+        capacity, booked = router.capacity_bytes, sum(router.booked_bytes.values())
         gauges = {
-            "triptych_router_capacity_bytes": float(router.capacity_bytes),
-            "triptych_router_booked_bytes": float(sum(router.booked_bytes.values())),
+            "triptych_num_requests_waiting": float(router.requests.get("waiting", 0)),
+            "triptych_kv_cache_usage_perc": booked / capacity if capacity else 0.0,
+            "triptych_router_capacity_bytes": float(capacity),
+            "triptych_router_booked_bytes": float(booked),
             "triptych_router_oldest_waiting_seconds": router.oldest_waiting_s,
         }
         for state, count in router.requests.items():

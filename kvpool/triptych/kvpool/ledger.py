@@ -46,7 +46,7 @@ class PrefixLine:
     """What these may be; blocks of two conversations count twice, evicted ones too."""
 
 
-DISK_SKIPS = ("staging_full", "queue_full", "load_queue_full")
+DISK_SKIPS: tuple[str, ...] = ("staging_full", "queue_full", "load_queue_full")
 """Why a transfer to or from disk may not even be tried."""
 
 

@@ -35,6 +35,7 @@ from triptych.deployments.http.stream import (
     frames,
     unless_disconnected,
 )
+from triptych.deployments.http.vllm_names import aliases
 from triptych.deployments.http.wire import JsonResponse, read_json
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,11 @@ class Routes:
                 gauges = await self._gauges()
         except (TimeoutError, TriptychError) as error:
             logger.warning("metrics of other parts are missing: %s", error)
-        return Response(self._intake.metrics.exposition(gauges), media_type=CONTENT_TYPE_LATEST)
+        text = self._intake.metrics.exposition(gauges)
+        if self._config.vllm_metrics:
+            lines = aliases(text.decode(), self._intake.model.name)
+            text += "".join(f"{line}\n" for line in lines).encode()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def explain(self, request: Request, name: str) -> Response:
         """Why the router decided as it did about one request: bytes, queue, alternatives."""

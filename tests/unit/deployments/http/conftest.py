@@ -225,13 +225,11 @@ def serve_app(
     engine: Engine,
     *,
     request_timeout_s: float = 60.0,
-    strict_params: bool = False,
+    **settings: bool,
 ) -> Iterator[Server]:
     """The app on a free port of loopback, on a thread of its own."""
     limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4}
-    config = IngressConfig(
-        **limits, request_timeout_s=request_timeout_s, strict_params=strict_params
-    )
+    config = IngressConfig(**limits, request_timeout_s=request_timeout_s, **settings)
     intake = make_intake(engine, tokenizer, config)
     app = create_app(intake, gauges=fake_gauges, keep_alive_s=KEEP_ALIVE_S)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")

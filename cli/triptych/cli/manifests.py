@@ -89,18 +89,32 @@ class Surroundings:
     def closed_ports(self, template: Body, ports: Sequence[int]) -> list[int]:
         """Which of these ports of a pod the policies keep from everybody but its own kind."""
         labels: Body = template.get("metadata", {}).get("labels", {})
-        mine = [
+        mine: list[Body] = [
             policy["spec"]
             for policy in self.policies
             if "Ingress" in policy["spec"].get("policyTypes", ["Ingress"])
             and policy["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
         ]
-        rules = [rule for spec in mine for rule in spec.get("ingress") or []]
-        for_clients = [rule for rule in rules if "from" not in rule or rule.get("ports")]
-        opened = {item.get("port") for rule in for_clients for item in rule.get("ports", [])}
-        if not mine or any(not rule.get("ports") for rule in for_clients):
+        rules = list[Body]()
+        for spec in mine:
+            rules += spec.get("ingress") or []
+        opened = set[int]()
+        for rule in rules:
+            if not rule.get("ports") and not _is_among(rule.get("from") or [], labels):
+                return []  # every port is open to others
+            opened |= {item.get("port") for item in rule.get("ports", [])}
+        if not mine:
             return []
         return [port for port in ports if port not in opened]
+
+
+def _is_among(peers: Sequence[Body], labels: Body) -> bool:
+    """Whether a rule speaks of pods with these labels alone; without peers it speaks of all."""
+    return bool(peers) and all(
+        not peer.keys() - {"podSelector"}
+        and peer["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        for peer in peers
+    )
 
 
 def _in_object(body: Body, around: Surroundings) -> Iterator[Problem]:

@@ -459,6 +459,8 @@ def test_a_port_that_the_network_policy_closes_is_named(base: list[Body]) -> Non
     (problem,) = find_problems(bodies)
     assert "no network policy lets anybody reach port 9000" in str(problem)
     assert find_problems([body for body in bodies if body not in policies]) == []
+    policies[0]["spec"]["ingress"].append({"from": [{"namespaceSelector": {}}]})
+    assert find_problems(bodies) == []
 
 
 @pytest.mark.parametrize("text", ["a: b", "- 1", "a: [", "kind: Pod"])

@@ -21,7 +21,7 @@ from triptych.cli.evaluate import show_results
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import write_json
 from triptych.workers.quality.exchange import read_records, write_cases
-from triptych.workers.quality.methods import BASELINES
+from triptych.workers.quality.methods import COMPARED
 from triptych.workers.quality.plot import draw
 from triptych.workers.quality.runner import Records
 from triptych.workers.quality.study import Prepared, Study, measure, prepare, report
@@ -78,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--kvpress-python", required=True)
     parser.add_argument("--presses", default=PRESSES)
-    parser.add_argument("--methods", default=",".join(BASELINES))
+    parser.add_argument("--methods", default=",".join(COMPARED))
     parser.add_argument("--contexts", default="1024,2048,4096")
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--steps", type=int, default=128)

@@ -11,10 +11,11 @@ from triptych.cli.commas import integers, words
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.servefile import read_serve_file
-from triptych.cli.studies import run_with_progress
+from triptych.cli.studies import ablate_with_progress, run_with_progress
 from triptych.core.config import AppConfig, DType
 
 if TYPE_CHECKING:
+    from triptych.workers.quality.ablate import Ablated, Spread
     from triptych.workers.quality.study import Results
 
 app = typer.Typer(help="Measure what compression costs in quality.", no_args_is_help=True)
@@ -24,6 +25,7 @@ COLUMNS = {
     "context": "context",
     "data": "bytes_data_ratio",
     "all-in": "bytes_all_in_ratio",
+    "hit": "attention_hit",
     "KL": "kl",
     "KL p99": "kl_p99",
     "top-1": "top1_agreement",
@@ -39,6 +41,7 @@ ANSWERS = {
     "ROUGE-L": "rouge_l",
 }
 QUICK_CONTEXTS = "1024"
+POINTS = ("axis", "setting", "read", "hit", "KL", "+-", "95 %", "top-1", "+-", "perplexity", "+-")
 
 
 @app.callback()
@@ -51,6 +54,13 @@ def quality(
     methods: Annotated[
         str, typer.Option(help="As in default,uniform:k8v4,simulated:k4v8; all baselines if empty.")
     ] = "",
+    baselines: Annotated[
+        bool,
+        typer.Option(
+            "--baselines",
+            help="Add StreamingLLM, SnapKV, H2O, Quest, ... at the bytes of the first method.",
+        ),
+    ] = False,
     profile: Annotated[
         str, typer.Option(help="Evaluate only these settings: 'default', or a Serve file.")
     ] = "",
@@ -70,7 +80,9 @@ def quality(
     greedy_tokens: Annotated[
         int, typer.Option(min=0, help="Of greedy answers at the shortest context; 0 for none.")
     ] = 256,
-    seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the tasks; above 0, of where texts are cut, too.")
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="One short context, texts alone.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     plot: Annotated[
@@ -82,9 +94,11 @@ def quality(
     A context is read and compressed, then the text goes on token by token through the
     engines that serve; transformers in float32 with its full cache says what is right.
     """
+    from triptych.workers.quality.baselines import BASELINES
     from triptych.workers.quality.study import Study
 
-    named = words(methods) or (["default"] if profile else [])
+    named = words(methods) or (["default"] if profile or baselines else [])
+    named += BASELINES if baselines else ()
     study = Study(
         model=model,
         base=AppConfig()
@@ -136,3 +150,96 @@ def _draw(results: "Results", stem: Path) -> None:
 
     for path in draw(results.rows, results.rows[-1].context, stem):
         notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+@app.command("ablate")
+def ablate_command(
+    axes: Annotated[
+        str, typer.Option(help="What is changed, one at a time; 'none' for the tasks alone.")
+    ] = "page,keep,rank,dense,reading,compressor",
+    model: Annotated[str, typer.Option(help="Name or path.")] = "",
+    seeds: Annotated[int, typer.Option(help="Draws of texts and tasks.")] = 5,
+    context: Annotated[int, typer.Option(min=2, help="Tokens that are compressed.")] = 1024,
+    documents: Annotated[int, typer.Option(min=1, help="Texts of each draw.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each text.")] = 64,
+    tasks: Annotated[
+        str, typer.Option(help="Generated tasks; 'none' for none.")
+    ] = "passkey,repetition,rare,aliasing",
+    methods: Annotated[
+        str,
+        typer.Option(help="Methods that get the tasks; the default and all baselines if empty."),
+    ] = "",
+    task_context: Annotated[int, typer.Option(min=1, help="Tokens of a task's prompt.")] = 1024,
+    task_count: Annotated[int, typer.Option(min=1, help="Tasks of each kind and draw.")] = 2,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw KL along each axis: PATH.png and PATH.svg.")
+    ] = None,
+) -> None:
+    """Change one setting at a time: page size, share that is read, ranking, and parts on or off.
+
+    Means, deviations and 95 % intervals are over the draws, which differ in texts and tasks.
+    """
+    from triptych.workers.quality.ablate import DIAGNOSED, Ablation
+
+    plan = Ablation(
+        model=model,
+        axes=() if axes == "none" else tuple(words(axes)),
+        seeds=seeds,
+        context=context,
+        documents=documents,
+        steps=steps,
+        tasks=() if tasks == "none" else tuple(words(tasks)),
+        methods=tuple(words(methods)) or DIAGNOSED,
+        task_context=task_context,
+        task_count=task_count,
+    )
+    host = host_info()
+    started = time.monotonic()
+    found = ablate_with_progress(plan)
+    if json_file:
+        seconds = {"seconds": round(time.monotonic() - started, 1)}
+        write_json({"host": host, **seconds, **found.as_json()}, json_file)
+    _show_ablated(found)
+    if plot:
+        from triptych.workers.quality.plot import draw_axes
+
+        for path in draw_axes(found.points, plot):
+            notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _show_ablated(found: "Ablated") -> None:
+    lines = [
+        (
+            point.axis,
+            point.setting,
+            point.bytes_read_ratio,
+            point.attention_hit.mean if point.attention_hit else None,
+            *(point.kl.mean, point.kl.deviation, _interval(point.kl)),
+            *(point.top1_agreement.mean, point.top1_agreement.deviation),
+            *(point.perplexity_ratio.mean, point.perplexity_ratio.deviation),
+        )
+        for point in found.points
+    ]
+    if lines:
+        title = (
+            "KL to the full cache, agreement and perplexity ratio; +- is the deviation of a draw"
+        )
+        console.print(make_table(POINTS, lines, title))
+    if found.scores:
+        kinds = list(dict.fromkeys(score.task for score in found.scores))
+        by_name = {(score.method, score.task): score.score for score in found.scores}
+        names = list(dict.fromkeys(score.method for score in found.scores))
+        table = [[name, *(_with_reach(by_name[name, kind]) for kind in kinds)] for name in names]
+        title = f"share of right answers, {found.scores[0].cases} of each, 95 % interval"
+        console.print(make_table(("method", *kinds), table, title))
+
+
+def _interval(spread: "Spread") -> str:
+    return f"{spread.ci95[0]:.3g} to {spread.ci95[1]:.3g}"
+
+
+def _with_reach(spread: "Spread") -> str:
+    return f"{spread.mean:.2f} +- {spread.ci95[1] - spread.mean:.2f}"

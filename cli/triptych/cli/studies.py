@@ -7,6 +7,7 @@ from rich.progress import TaskID
 from triptych.cli.output import progress_bars
 
 if TYPE_CHECKING:
+    from triptych.workers.quality.ablate import Ablated, Ablation
     from triptych.workers.quality.study import Results, Study
 
 
@@ -24,3 +25,17 @@ def run_with_progress(study: "Study") -> "Results":
     with bars:
         records = measure(prepared, lambda name, count: bars.advance(ids[name], count), announce)
     return report(prepared, records)
+
+
+def ablate_with_progress(plan: "Ablation") -> "Ablated":
+    """Run, with a bar for the texts and one for the tasks of every draw on a terminal."""
+    from triptych.workers.quality.ablate import ablate
+
+    bars = progress_bars(24)
+    ids = dict[str, TaskID]()
+
+    def begin(name: str, cases: int) -> None:
+        ids[name] = bars.add_task(name, total=cases)
+
+    with bars:
+        return ablate(plan, begin, lambda name, count: bars.advance(ids[name], count))

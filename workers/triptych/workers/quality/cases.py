@@ -1,6 +1,6 @@
 """What every method is given, and what it hands back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,8 @@ class Footprint:
     full_bytes: int
     """Keys and values of all tokens in 16 bits, nothing else."""
     data_bytes: int
-    """Codes and scales of the tokens that are stored: what attention reads."""
+    """What attention reads: codes and scales of the tokens that are stored; of a method that
+    leaves out pages, those that it reads, on the mean of its steps, and their summaries."""
     all_in_bytes: int
     """All that is held for the prompt: whole pages with scores and positions, and their tables."""
 
@@ -51,6 +52,8 @@ class Outcome:
     tokens: tuple[int, ...]
     """The free tokens."""
     footprint: Footprint
+    hit: float | None = None
+    """Share of all attention that goes to what is read, where a method's masks tell."""
 
 
 class Method(Protocol):
@@ -62,3 +65,12 @@ class Method(Protocol):
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
         """Take the cases one by one or together; the outcomes come in their order."""
         ...
+
+
+@dataclass(frozen=True)
+class EqualBytes:
+    """A method that is given as many bytes as another one took."""
+
+    name: str
+    at: Callable[[float], Method]
+    """Makes the method from a share of the bytes that 16 bits take."""

@@ -10,13 +10,14 @@ import yaml
 from triptych.core.config import AppConfig, DType, ModelConfig
 from triptych.core.errors import ConfigError
 from triptych.core.policy import Policy
-from triptych.workers.quality.cases import Method
+from triptych.workers.quality.baselines import Baselines, is_baseline
+from triptych.workers.quality.cases import EqualBytes, Method
 from triptych.workers.quality.engines import EngineMethod
 from triptych.workers.quality.plain import FullCache, SimulatedFormat, simulated_format
 
 FULL, DEFAULT, SIMULATED, SELECTION = "full", "default", "simulated:", "selection."
 
-BASELINES = (
+COMPARED = (
     DEFAULT,
     "leankv",
     "diffkv+alpha_high=1+recent_window_tokens=64+basis=plain",
@@ -52,12 +53,28 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
 
 def parse_methods(
     names: Sequence[str], model_path: Path, base: AppConfig, dtype: DType
-) -> list[Method]:
-    """Methods in the order of their names; a name that comes twice counts once."""
+) -> list[Method | EqualBytes]:
+    """Methods in the order of their names; a name that comes twice counts once.
+
+    Baselines (``h2o``, ``quest+page=32``, ...) take as many bytes as the first method that is
+    none, or what ``+keep=`` says.
+
+    Raises: ConfigError if there is no method, or none that says how many bytes baselines get
+    """
     wanted = [name for name in dict.fromkeys(names) if name != FULL]
     if not wanted:
         raise ConfigError(f"methods={list(names)!r}: expected one besides {FULL!r}")
-    return [parse_method(name, model_path, base, dtype) for name in wanted]
+    baselines = Baselines(model_path)
+    found = [
+        baselines.parse(name) if is_baseline(name) else parse_method(name, model_path, base, dtype)
+        for name in wanted
+    ]
+    if isinstance(found[0], EqualBytes):
+        raise ConfigError(
+            f"method {wanted[0]!r}: takes as many bytes as a method before it; "
+            f"name one, as in default,{wanted[0]}, or say +keep=0.3"
+        )
+    return found
 
 
 def _with_settings(name: str, base: AppConfig) -> AppConfig:

@@ -29,6 +29,8 @@ class Row:
     context: Context
     bytes_data_ratio: float
     bytes_all_in_ratio: float
+    attention_hit: float | None
+    """Share of all attention that goes to what the method reads, where its masks tell."""
     summary: Summary
     kl_over_first_ci95: Interval | None
     """Paired 95 % interval of this method's KL less that of the first method that is not full."""
@@ -64,11 +66,13 @@ def _row(name: str, context: Context, ours: list[list[Record]], first: list[list
     pairs = zip(kl_means(steps), kl_means([_steps(one) for one in first]), strict=True)
     prints = [record.footprint for one in ours for record in one]
     full = sum(one.full_bytes for one in prints)
+    hits = [record.hit for one in ours for record in one if record.hit is not None]
     return Row(
         method=name,
         context=context,
         bytes_data_ratio=sum(one.data_bytes for one in prints) / full,
         bytes_all_in_ratio=sum(one.all_in_bytes for one in prints) / full,
+        attention_hit=_mean(hits) if hits else None,
         summary=summarize(steps),
         kl_over_first_ci95=bootstrap([a - b for a, b in pairs]),
     )

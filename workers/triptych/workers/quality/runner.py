@@ -1,12 +1,12 @@
 """Runs methods over groups of cases, each next to the full cache, and keeps what came out."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.workers.quality.cases import Case, Footprint, Method, Outcome
+from triptych.workers.quality.cases import Case, EqualBytes, Footprint, Method, Outcome
 from triptych.workers.quality.metrics import Steps, compare
 from triptych.workers.quality.tasks import Task
 from triptych.workers.quality.texts import Document
@@ -35,6 +35,8 @@ class Record:
     steps: Steps | None
     tokens: tuple[int, ...]
     footprint: Footprint
+    hit: float | None = None
+    """As in ``Outcome``."""
 
 
 Records = dict[str, list[Record]]
@@ -79,26 +81,40 @@ def check(groups: Sequence[Group], context_tokens: int) -> None:
 
 
 def evaluate(
-    reference: Method, methods: Sequence[Method], groups: Sequence[Group], advance: Advance
+    reference: Method,
+    methods: Sequence[Method | EqualBytes],
+    groups: Sequence[Group],
+    advance: Advance,
 ) -> dict[str, Records]:
-    """Run every method over every group; the reference's own records come first."""
-    records: dict[str, Records] = {one.name: {} for one in (reference, *methods)}
+    """Run every method over every group; the reference's own records come first.
+
+    Methods take turns over some cases at a time, so that those which read a prompt alike can
+    read it once. Methods of equal bytes get what the first of the others took for these cases.
+    """
+    named = (reference, *methods)
+    records: dict[str, Records] = {one.name: {g.name: [] for g in groups} for one in named}
     for group in groups:
-        outcomes = list(_run(reference, group.cases, advance))
-        full = [outcome.logits for outcome in outcomes]
-        records[reference.name][group.name] = _records(group.cases, full, outcomes)
-        for method in methods:
-            records[method.name][group.name] = _records(
-                group.cases, full, _run(method, group.cases, advance)
-            )
+        for start in range(0, len(group.cases), BATCH_CASES):
+            cases = group.cases[start : start + BATCH_CASES]
+            outcomes = reference.run(cases)
+            advance(reference.name, len(cases))
+            full = [outcome.logits for outcome in outcomes]
+            records[reference.name][group.name] += _records(cases, full, outcomes)
+            share, is_known = 1.0, False
+            for method in methods:
+                bound = method.at(share) if isinstance(method, EqualBytes) else method
+                outcomes = bound.run(cases)
+                advance(method.name, len(cases))
+                records[method.name][group.name] += _records(cases, full, outcomes)
+                if not is_known and bound is method:
+                    share, is_known = _share(outcomes), True
     return records
 
 
-def _run(method: Method, cases: Sequence[Case], advance: Advance) -> Iterator[Outcome]:
-    for start in range(0, len(cases), BATCH_CASES):
-        outcomes = method.run(cases[start : start + BATCH_CASES])
-        advance(method.name, len(outcomes))
-        yield from outcomes
+def _share(outcomes: Sequence[Outcome]) -> float:
+    """Bytes, all included, of those that 16 bits take."""
+    held = sum(one.footprint.all_in_bytes for one in outcomes)
+    return held / sum(one.footprint.full_bytes for one in outcomes)
 
 
 def _records(
@@ -110,6 +126,7 @@ def _records(
             steps=_steps(case, logits, outcome.logits),
             tokens=outcome.tokens,
             footprint=outcome.footprint,
+            hit=outcome.hit,
         )
         for case, logits, outcome in zip(cases, full, outcomes, strict=True)
     ]

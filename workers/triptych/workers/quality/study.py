@@ -6,8 +6,8 @@ from pathlib import Path
 
 from triptych.core.config import AppConfig, DType, require
 from triptych.workers.models import ModelFacts, describe, resolve
-from triptych.workers.quality.cases import Method
-from triptych.workers.quality.methods import BASELINES, FULL, parse_methods
+from triptych.workers.quality.cases import EqualBytes, Method
+from triptych.workers.quality.methods import COMPARED, FULL, parse_methods
 from triptych.workers.quality.plain import FullCache
 from triptych.workers.quality.report import (
     AnswerRow,
@@ -38,7 +38,7 @@ class Study:
 
     model: str = ""
     """Name or path; empty: that of ``base``."""
-    methods: tuple[str, ...] = BASELINES
+    methods: tuple[str, ...] = COMPARED
     """Names as in ``methods.parse_method``."""
     base: AppConfig = field(default_factory=AppConfig)
     """Settings that methods start from; ``default`` is exactly these."""
@@ -52,6 +52,8 @@ class Study:
     """Tokens that are forced and scored after each context."""
     split: Split = "evaluation"
     """Which texts: what a setting was tuned on must not be what it is judged on."""
+    texts: bool = True
+    """Whether the continuations of documents are scored; if not, tasks alone."""
     tasks: tuple[str, ...] = tuple(TASKS)
     """Generated tasks; none: texts alone."""
     task_context: int = 1024
@@ -61,7 +63,7 @@ class Study:
     greedy_tokens: int = 256
     """Tokens of a greedy answer to each document of the shortest context; 0: none."""
     seed: int = 0
-    """Of the tasks."""
+    """Of the tasks; other than 0, of where the texts are cut, too."""
 
     def __post_init__(self) -> None:
         require(bool(self.contexts), "contexts", self.contexts, "one context length or more")
@@ -71,6 +73,8 @@ class Study:
         require(self.task_count >= 1, "task_count", self.task_count, ">= 1")
         tokens = self.greedy_tokens
         require(tokens == 0 or tokens > 1, "greedy_tokens", tokens, "0 or > 1")
+        something = self.texts or bool(self.tasks)
+        require(something, "tasks", self.tasks, "one or more, if no text is scored")
 
     @property
     def model_name(self) -> str:
@@ -84,7 +88,7 @@ class Prepared:
     study: Study
     path: Path
     facts: ModelFacts
-    methods: list[Method]
+    methods: list[Method | EqualBytes]
     groups: list[Group]
     tasks: list[Task]
 
@@ -165,10 +169,11 @@ def _groups(study: Study, vocabulary: Vocabulary, tasks: list[Task]) -> list[Gro
             context=context,
             continuation=study.steps + 1,
             count=study.documents,
+            seed=study.seed,
         )
         for context in study.contexts
     }
-    groups = [text_group(found) for found in texts.values()]
+    groups = [text_group(found) for found in texts.values()] if study.texts else []
     if study.greedy_tokens:
         groups.append(answer_group(texts[min(texts)], study.greedy_tokens))
     if tasks:

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import pydoc_data.topics
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,18 +73,24 @@ def text_hash(split: Split) -> str:
 
 
 def documents(
-    encode: Encode, split: Split, *, context: int, continuation: int, count: int
+    encode: Encode, split: Split, *, context: int, continuation: int, count: int, seed: int = 0
 ) -> list[Document]:
     """Cut ``count`` documents that share no token, prose and code by turns.
+
+    Each ``seed`` but 0 cuts elsewhere, and takes the pieces in another order; documents of two
+    seeds may overlap in part.
 
     Units:   ``context`` and ``continuation`` in tokens
     Raises:  ConfigError if the split holds too little text
     """
     (first, text), *code = sources(split)
     size = context + continuation
+    draw = random.Random(seed) if seed else None
+    if draw:
+        draw.shuffle(code)
     piles = [
-        _cut(first, encode(text), context, size),
-        _by_turns([_cut(name, encode(body), context, size) for name, body in code]),
+        _cut(first, encode(text), context, size, draw),
+        _by_turns([_cut(name, encode(body), context, size, draw) for name, body in code]),
     ]
     found = list(_by_turns(piles))
     if len(found) < count:
@@ -94,8 +101,15 @@ def documents(
     return found[:count]
 
 
-def _cut(name: str, tokens: Sequence[int], context: int, size: int) -> Iterator[Document]:
-    for start in range(0, len(tokens) - size + 1, size):
+def _cut(
+    name: str, tokens: Sequence[int], context: int, size: int, draw: random.Random | None
+) -> Iterator[Document]:
+    spare = len(tokens) - size
+    first = draw.randrange(max(1, min(size, spare))) if draw else 0
+    starts = list(range(first, spare + 1, size))
+    if draw:
+        draw.shuffle(starts)
+    for start in starts:
         middle, end = start + context, start + size
         yield Document(f"{name}@{start}", tuple(tokens[start:middle]), tuple(tokens[middle:end]))
 

@@ -1,3 +1,6 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch and transformers leave tolist and from_pretrained untyped.
 """Baselines on a tiny model: masks do what dropping and not reading do, at equal bytes."""
 
 from pathlib import Path

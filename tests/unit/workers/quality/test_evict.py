@@ -1,6 +1,9 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.tolist untyped.
 """Each eviction policy against its paper's words, spelled out token by token."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,9 +15,6 @@ from triptych.workers.quality.evict import EVICTIONS, Seen
 
 LAYERS, HEADS, KV_HEADS, TOKENS = 4, 4, 2, 90
 GROUP = HEADS // KV_HEADS
-
-Weights = list[list[list[list[float]]]]
-Score = Callable[[Weights, int, int, int, int], float]
 
 
 def attention(seed: int = 0) -> torch.Tensor:
@@ -34,7 +34,7 @@ def seen_of(weights: torch.Tensor, seed: int = 0) -> Seen:
     )
 
 
-def best(scores: list[float], count: int) -> set[int]:
+def best(scores: Sequence[float], count: int) -> set[int]:
     return set(sorted(range(len(scores)), key=lambda t: (-scores[t], t))[:count])
 
 

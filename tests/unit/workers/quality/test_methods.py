@@ -56,6 +56,8 @@ def test_settings_of_the_selection_have_a_name_before_them() -> None:
         "uniform:k8v4+recent_window_tokens",
         "uniform:k8v4+window=3",
         "simulated:k9v4",
+        "simulated:k4v4:3:1",
+        "simulated:k4v4:2",
         "simulated:",
         "nonsense",
     ],
@@ -77,6 +79,9 @@ def test_simulated_formats_need_no_pages() -> None:
     form = simulated_format("k4v8")
     assert form.name not in FORMATS
     assert form.read_bytes(64) == FORMATS["k8v4"].read_bytes(64)
+    grouped = simulated_format("k4v2:2:4")
+    assert (grouped.key_groups, grouped.value_groups) == (2, 4)
+    assert grouped.read_bytes(64) == FORMATS["k4v2"].read_bytes(64) + 4 * (1 + 3)
 
 
 def test_a_handle_is_counted_page_by_page() -> None:

@@ -1,7 +1,7 @@
 """What each setting is worth: one changed at a time, over several draws of texts and tasks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from statistics import mean, stdev
 
@@ -91,11 +91,11 @@ class Ablation:
         return [study for seed in range(1, self.seeds + 1) for study in self._of(seed)]
 
     def _of(self, seed: int) -> Iterable[Study]:
-        common = {"model": self.model, "base": self.base, "greedy_tokens": 0, "seed": seed}
+        draw = Study(model=self.model, base=self.base, greedy_tokens=0, seed=seed)
         if self.axes:
             names = dict.fromkeys(name for axis in self.axes for name in AXES[axis].values())
-            yield Study(
-                **common,
+            yield replace(
+                draw,
                 methods=tuple(names),
                 contexts=(self.context,),
                 documents=self.documents,
@@ -103,8 +103,8 @@ class Ablation:
                 tasks=(),
             )
         if self.tasks:
-            yield Study(
-                **common,
+            yield replace(
+                draw,
                 methods=self.methods,
                 texts=False,
                 tasks=self.tasks,

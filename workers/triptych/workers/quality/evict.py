@@ -1,3 +1,6 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves norm, mean and others untyped in part.
 """Baselines that drop tokens of the prompt: who is kept, as their papers say, a few lines each.
 
 Every policy sees what the prompt's pass showed (``Seen``) and a budget, and answers which tokens

@@ -1,3 +1,6 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.flatten untyped in part.
 """A model whose attention after the prompt sees only what a baseline lets it see.
 
 transformers' own layers in float32 with an attention of our own in the middle: first over the

@@ -1,3 +1,6 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.unflatten, amax and others untyped in part.
 """Baselines that store everything and read the pages that a query needs.
 
 The rankings of ``decode.selection`` and three more, for pages of any size, on keys that are not

@@ -26,7 +26,7 @@ from triptych.workers.models.pretrained import read_config, read_weights
 from triptych.workers.quality.cases import Case, Footprint, Outcome
 from triptych.workers.quality.footprint import of_rows
 
-SIMULATED = re.compile(r"k([1-8]|16)v([1-8]|16)")
+SIMULATED = re.compile(r"k([1-8]|16)v([1-8]|16)(?::([1248]):([1248]))?")
 
 Alter = Callable[[DynamicCache], None]
 
@@ -90,12 +90,19 @@ class SimulatedFormat:
 def simulated_format(name: str) -> PageFormat:
     """A format by its bits, such as ``k4v8``, whether or not pages of it exist.
 
+    ``k4v2:2:4`` has a scale for each half of a key and for each quarter of a value.
+
     Raises: ConfigError if the name is no such format
     """
     found = SIMULATED.fullmatch(name.lower())
     if found is None:
-        raise ConfigError(f"simulated format {name!r}: expected key and value bits, as in k4v8")
-    return PageFormat(name.lower(), int(found[1]), int(found[2]))
+        raise ConfigError(
+            f"simulated format {name!r}: expected key and value bits, as in k4v8, and groups of "
+            "1, 2, 4 or 8 if there are more than one, as in k4v2:2:4"
+        )
+    key_bits, value_bits, *groups = found.groups(default="1")
+    key_groups, value_groups = (int(count) for count in groups)
+    return PageFormat(name.lower(), int(key_bits), int(value_bits), key_groups, value_groups)
 
 
 def _leave_as_is(_cache: DynamicCache) -> None:

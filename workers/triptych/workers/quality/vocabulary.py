@@ -5,11 +5,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from triptych.workers.models.pretrained import read_tokenizer
+
+LONG = 10_000
+"""Characters from which on a text is a source, and worth remembering."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,16 @@ class Vocabulary:
         return int(self._backend.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
+        return list(_read(self, text) if len(text) >= LONG else self._encode(text))
+
+    def _encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(tokens)))
+
+
+@lru_cache(maxsize=32)
+def _read(vocabulary: Vocabulary, text: str) -> list[int]:
+    """Each source is cut many times, with other seeds and context lengths."""
+    return vocabulary._encode(text)  # pyright: ignore[reportPrivateUsage]

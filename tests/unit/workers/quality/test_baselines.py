@@ -13,7 +13,14 @@ from transformers import DynamicCache, LlamaForCausalLM
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.kernels.select import Rule
-from triptych.workers.quality.baselines import BASELINES, PAGED, Baselines, Evicted
+from triptych.workers.quality.baselines import (
+    BASELINES,
+    PAGED,
+    Baselines,
+    Evicted,
+    Unmasked,
+    reference_of,
+)
 from triptych.workers.quality.cases import Case, EqualBytes, Method
 from triptych.workers.quality.methods import parse_methods
 from triptych.workers.quality.metrics import compare
@@ -52,6 +59,19 @@ def test_a_baseline_that_keeps_all_is_the_full_cache(tiny_model: Path, name: str
     assert ours.tokens == full.tokens
     assert ours.hit == pytest.approx(1.0, abs=1e-5)
     assert ours.footprint.data_bytes >= ours.footprint.full_bytes == full.footprint.full_bytes
+
+
+def test_the_full_cache_is_read_with_the_baselines_if_there_is_nothing_else(
+    tiny_model: Path,
+) -> None:
+    names = ["h2o+keep=0.5", "quest+keep=0.5"]
+    masked = reference_of(parse_methods(names, tiny_model, BASE, "float32"), tiny_model)
+    assert isinstance(masked, Unmasked)
+    (ours,), (full,) = masked.run([case()]), FullCache(tiny_model).run([case()])
+    torch.testing.assert_close(ours.logits, full.logits, atol=1e-3, rtol=1e-4)
+    assert (ours.tokens, ours.footprint) == (full.tokens, full.footprint)
+    served = parse_methods(["default", *names], tiny_model, BASE, "float32")
+    assert isinstance(reference_of(served, tiny_model), FullCache)
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "h2o", "snapkv", "knorm"])

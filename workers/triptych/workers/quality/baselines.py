@@ -14,6 +14,7 @@ from triptych.workers.quality.cases import Case, EqualBytes, Footprint, Method, 
 from triptych.workers.quality.evict import EVICTIONS, Evict
 from triptych.workers.quality.masked import MaskedModel
 from triptych.workers.quality.paging import Rank, Step, page_scores, visible_tokens
+from triptych.workers.quality.plain import FullCache
 
 PAGED: dict[str, Rank] = {
     "quest": "box",
@@ -105,6 +106,36 @@ class Paged:
         scores = page_scores(self.rank, step, self.page_tokens)
         tokens = step.keys.shape[1]
         return visible_tokens(scores, self.rule, step.first, tokens, self.page_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmasked:
+    """The full cache in the layers of the baselines, so that they need not read a prompt again."""
+
+    model: MaskedModel
+    name: str = "full"
+
+    def run(self, cases: Sequence[Case]) -> list[Outcome]:
+        return [self._outcome(case) for case in cases]
+
+    def _outcome(self, case: Case) -> Outcome:
+        logits, tokens, _ = self.model.follow(case, _every_token)
+        geometry = self.model.facts.geometry
+        full = len(case.prompt) * geometry.head_rows * geometry.head_dim * 4
+        footprint = Footprint(full_bytes=full, data_bytes=full, all_in_bytes=full)
+        return Outcome(logits=logits, tokens=tokens, footprint=footprint)
+
+
+def _every_token(layer: int, step: Step) -> None:
+    del layer, step
+
+
+def reference_of(methods: Sequence[Method | EqualBytes], model_path: Path) -> Method:
+    """The full cache: of transformers as it is, unless all methods are baselines with masks."""
+    masked = [one for one in methods if isinstance(one, Evicted | Paged)]
+    if len(masked) == len(methods):
+        return Unmasked(model=masked[0].model)
+    return FullCache(model_path)
 
 
 def is_baseline(name: str) -> bool:

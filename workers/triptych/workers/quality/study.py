@@ -6,9 +6,9 @@ from pathlib import Path
 
 from triptych.core.config import AppConfig, DType, require
 from triptych.workers.models import ModelFacts, describe, resolve
+from triptych.workers.quality.baselines import reference_of
 from triptych.workers.quality.cases import EqualBytes, Method
 from triptych.workers.quality.methods import COMPARED, FULL, parse_methods
-from triptych.workers.quality.plain import FullCache
 from triptych.workers.quality.report import (
     AnswerRow,
     Row,
@@ -145,7 +145,8 @@ def measure(
     cases = sum(len(group.cases) for group in prepared.groups)
     for name in (FULL, *(method.name for method in prepared.methods)):
         announce(name, cases)
-    return evaluate(FullCache(prepared.path), prepared.methods, prepared.groups, advance)
+    reference = reference_of(prepared.methods, prepared.path)
+    return evaluate(reference, prepared.methods, prepared.groups, advance)
 
 
 def report(prepared: Prepared, records: Mapping[str, Records]) -> Results:

@@ -1,5 +1,6 @@
 """What each setting is worth: one changed at a time, over several draws of texts and tasks."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
@@ -183,16 +184,17 @@ def ablate(plan: Ablation, begin: Begin, advance: Advance) -> Ablated:
 
     Raises: ConfigError for a wrong setting, before anything runs; ModelError if a request fails
     """
-    studies = plan.studies
-    prepared = [(name_of(study), prepare(study)) for study in studies]
-    for name, one in prepared:
+    waiting = deque((name_of(study), prepare(study)) for study in plan.studies)
+    for name, one in waiting:
         begin(name, cases_of(one))
 
     def run(name: str, one: Prepared) -> Results:
         records = measure(one, lambda _method, count: advance(name, count), lambda _n, _c: None)
         return report(one, records)
 
-    found = [run(name, one) for name, one in prepared]
+    found = list[Results]()
+    while waiting:  # what a study has read is let go of before the next one begins
+        found.append(run(*waiting.popleft()))
     told = {key: value for key, value in vars(plan).items() if key not in {"base", "model"}}
     known = ("model", "model_revision", "text_hash", "default_compressor")
     return Ablated(

@@ -118,8 +118,7 @@ def soft_prune(seen: Seen, budget: int) -> Tensor:
     The threshold is the one that keeps as much as the budget, so rows keep different numbers. The
     newest 64 stay.
 
-    Source: TinyServe's SoftPrune, of which the paper says that it drops tokens of low weight; how
-            it weighs them, it does not say
+    Source: TinyServe's SoftPrune, pruning of tokens by a threshold; of what, the paper does not say
     """
     scores = protect(seen.significance, min(WINDOW_TOKENS, budget))
     layers, kv_heads, tokens = scores.shape

@@ -399,9 +399,12 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
 )
 
 
-def processes_bytes(config: AppConfig) -> int:
-    """The least that Ray and all workers take beside their shared memory, when there are most."""
-    workers = sum(group.most for group in config.worker_groups().values())
+def processes_bytes(config: AppConfig, cells: int = 1) -> int:
+    """The least that Ray and all workers take beside their shared memory, when there are most.
+
+    ``config`` is that of one of ``cells`` cells.
+    """
+    workers = cells * sum(group.most for group in config.worker_groups().values())
     return RAY_BYTES + workers * STAGE_BYTES
 
 

@@ -74,7 +74,7 @@ def plan(
         "context_tokens": context,
         "parameters": shape.parameters,
         "weights_bytes": weights_bytes,
-        "pools": max(1, gpus),
+        "pools": max(1, gpus) * settings.router.cells,
         "load": asdict(load),
         "per_pool": asdict(needs),
         "fits": [asdict(fit) for fit in found],
@@ -90,7 +90,7 @@ def plan(
         for fit in found
     ]  # fmt: skip
     title = (
-        f"{settings.model.name}: {max(1, gpus)} x {_mib(needs.capacity_bytes)} of pages, requests "
+        f"{settings.model.name}: {data['pools']} x {_mib(needs.capacity_bytes)} of pages, requests "
         f"of {prompt_tokens} + {answer_tokens} tokens; the first line is what is configured"
     )
     show(data, make_table(columns, rows, title), as_json=as_json)

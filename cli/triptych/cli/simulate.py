@@ -9,14 +9,20 @@ from typing import Annotated, cast
 
 import typer
 
-from triptych.cli.commas import numbers, words
+from triptych.cli.commas import integers, numbers, words
 from triptych.cli.load_options import LoadOptions
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.load import Load
 from triptych.cli.loadgen.shapes import SHAPES
 from triptych.cli.loadgen.stats import Slo
 from triptych.cli.loadgen.turns import requests_of
-from triptych.cli.loadgen.virtual import decision_ms, figures_of, jobs_of, per_job
+from triptych.cli.loadgen.virtual import (
+    cell_figures,
+    decision_ms,
+    figures_of,
+    jobs_of,
+    per_job,
+)
 from triptych.cli.output import console, make_table, progress_bars, write_json
 from triptych.cli.simulate_fit import simulate_fit
 from triptych.cli.simulate_replay import simulate_replay
@@ -61,6 +67,7 @@ class Case:
     rate_per_s: float | None
     concurrency: int | None
     seed: int
+    cells: int = 1
 
     def __str__(self) -> str:
         pace = f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:.3g}/s"
@@ -69,9 +76,10 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What was compared, without the default placement."""
+        """What was compared, without defaults."""
         is_default = self.placement == RouterConfig().placement
-        return self.policy if is_default else f"{self.policy}+{self.placement}"
+        placed = self.policy if is_default else f"{self.policy}+{self.placement}"
+        return placed if self.cells == 1 else f"{placed}, {self.cells} cells"
 
 
 @app.callback()
@@ -104,6 +112,12 @@ def simulate(
     affinity_ttft_s: Annotated[
         float, typer.Option(help="router.affinity_ttft_s: from when on dualmap switches.")
     ] = RouterConfig().affinity_ttft_s,
+    cells: Annotated[
+        str, typer.Option(help="Routers that share the workers: one or more numbers, as in 1,2,4.")
+    ] = "1",
+    cell_overload: Annotated[
+        float, typer.Option(help="router.cell_overload: times the mean that a cell may hold.")
+    ] = RouterConfig().cell_overload,
     prefill_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens sent to a prefill worker at once.")
     ] = RouterConfig().prefill_batch_tokens,
@@ -152,6 +166,7 @@ def simulate(
         max_queued_requests=max_queued or UNLIMITED_QUEUE,
         affinity_ttft_s=affinity_ttft_s,
         prefill_batch_tokens=prefill_batch_tokens,
+        cell_overload=cell_overload,
     )
     cluster = replace(
         cluster_of(replicas, (prefill, compress, decode), workers_per_node, own_cores),
@@ -184,10 +199,11 @@ def simulate(
             rate_per_s=one,
             concurrency=concurrency,
             seed=seed + offset,
+            cells=count,
         )
         for one in rates
         for offset in range(seeds)
-        for name, where in product(policies, placements)
+        for name, where, count in product(policies, placements, integers(cells))
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
     require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
@@ -284,7 +300,12 @@ def run_cases(
         for case in cases:
             sessions = replace(load, seed=case.seed).sessions(requests, rate_per_s=case.rate_per_s)
             bar = bars.add_task(str(case), total=requests_of(sessions))
-            router = replace(cluster.router, batch_policy=case.policy, placement=case.placement)
+            router = replace(
+                cluster.router,
+                batch_policy=case.policy,
+                placement=case.placement,
+                cells=case.cells,
+            )
             simulation = Simulation(
                 replace(cluster, router=router),
                 costs,
@@ -318,6 +339,7 @@ def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
         "counters": trial.counters,
         "decision_ms": decision_ms(trial),
         "cpu_s": spent_s,
+        **cell_figures(case.cells, trial),
     }
 
 

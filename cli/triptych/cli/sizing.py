@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triptych.cli.diagnosis import processes_bytes
+from triptych.core.cells import cell_of
 from triptych.core.config import MIB, AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry
@@ -64,7 +65,7 @@ class Sizes:
     journal_bytes: int
     """Of all decode workers, beside the pages."""
     shared_memory_bytes: int
-    """Pages, journals and Ray's own store: the size of /dev/shm."""
+    """Pages and journals of all cells, and Ray's own store: the size of /dev/shm."""
     workers: int
     """Processes that compute, when there are most."""
     memory_bytes: int
@@ -106,17 +107,19 @@ def fits(
 def app_plan(
     config: AppConfig, geometry: Geometry, context_tokens: int, profile: Profile | None
 ) -> AppPlan:
-    """The plan that the builder would make, less what belongs to a start.
+    """The plan that the builder would make of the first cell, less what belongs to a start.
 
     Raises: ConfigError if the pool is too small
     """
+    one = cell_of(config, 0)
     plan = AppPlan(
-        config=config,
+        config=one,
         model_path=Path(),
-        pages=PagePlan.of(config, geometry, profile),
+        pages=PagePlan.of(one, geometry, profile),
         context_tokens=context_tokens,
         weights="",
         run_dir=Path(),
+        cells=config.router.cells,
     )
     plan.check_stock()
     return plan
@@ -127,9 +130,10 @@ def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
     capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
     journal = journal_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
     journals = journal * decode.autoscaling.most(decode.actor)
-    shared = capacity + journals + OBJECT_STORE_BYTES
+    shared = plan.cells * (capacity + journals) + OBJECT_STORE_BYTES
     groups = plan.config.worker_groups().items()
     readers = sum(group.most for name, group in groups if name != "compressor")
+    processes = processes_bytes(plan.config, plan.cells)
     return Sizes(
         capacity_bytes=capacity,
         prefix_bytes=plan.pages.prefix_bytes,
@@ -138,8 +142,8 @@ def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
         - plan.pages.prefix_bytes,
         journal_bytes=journals,
         shared_memory_bytes=shared,
-        workers=plan.workers,
-        memory_bytes=shared + processes_bytes(plan.config) + readers * weights_bytes,
+        workers=plan.cells * plan.workers,
+        memory_bytes=shared + processes + plan.cells * readers * weights_bytes,
     )
 
 

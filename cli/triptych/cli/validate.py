@@ -13,6 +13,7 @@ import typer
 from triptych.cli.manifests import find_problems, read_manifests
 from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.servefile import ServedApp, parse_serve_config, read_text
+from triptych.core.cells import cell_of
 from triptych.core.config import ActorConfig, AppConfig, WorkerGroup
 from triptych.core.errors import ConfigError
 from triptych.router import check_policies
@@ -123,13 +124,13 @@ def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
     """The actors that this configuration starts, and what each copy is given."""
-    small = WorkerGroup(ActorConfig(), 1)
-    groups = config.worker_groups()
+    groups, cells = config.worker_groups(), config.router.cells
     if config.topology == "colocated":
         groups = {"worker (all stages)": groups["decode"]}
     copies = config.ingress.num_replicas
     front = WorkerGroup(ActorConfig(num_replicas=copies), copies)
-    actors = {"ingress": front, "router": small, "pool": small, **groups}
+    each = WorkerGroup(ActorConfig(num_replicas=cells), cells)
+    actors = {"ingress": front, "router": each, "pool": each, **groups}
     return {
         name: {**asdict(group.actor), "max_replicas": group.most} for name, group in actors.items()
     }
@@ -158,10 +159,11 @@ def check_pages(config: AppConfig) -> dict[str, object] | None:
     except ModelError:
         return None
     facts = describe(path)
-    plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
+    cell = cell_of(config, 0)
+    plan = PagePlan.of(cell, facts.geometry, find_profile(config, facts))
     return {
         "page_bytes": plan.page_bytes,
-        "pages": config.pool.capacity_bytes // plan.page_bytes,
+        "pages": config.router.cells * (cell.pool.capacity_bytes // plan.page_bytes),
         "raw_tokens_per_page": plan.raw.tokens,
         "stored_tokens_per_page": plan.high.tokens,
         "policy": plan.policy.name,

@@ -431,6 +431,14 @@ class RouterConfig:
     """Prompt tokens that are sent to one prefill worker at once. A longer prompt is sent alone, and
     counts for half of it from then on: shorter ones may overtake it."""
 
+    cells: int = 1
+    """Routers behind one ingress, each with a pool and workers of its own: an equal part of all
+    replicas and bytes. A prompt goes to the cell that a hash of its beginning says."""
+
+    cell_overload: float = 1.25
+    """Times the mean of all cells that one of them may hold of an ingress's requests, in bytes of
+    pages, before the next one takes what would be its own. Above 1."""
+
     rebalance_requests: int = 2
     """Requests that a decode worker must have more than another one before one of them is moved
     there while it is being answered; 0: none ever is."""
@@ -450,6 +458,9 @@ class RouterConfig:
         url = self.trace_url
         fits = not url or _is_http(url)
         require(fits, "router.trace_url", url, "an http:// or https:// URL, or nothing")
+        require(self.cells >= 1, "router.cells", self.cells, ">= 1")
+        times = self.cell_overload  # at 1 a request might find no cell below the bound
+        require(times > 1, "router.cell_overload", times, "> 1")
         gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
         require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
         require(self.ageing_s > 0, "router.ageing_s", self.ageing_s, "> 0")
@@ -612,6 +623,29 @@ class AppConfig:
 
     def __post_init__(self) -> None:
         require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
+        for stage, (actor, scaling) in self._deployed.items():
+            self._check_cells(f"{stage}.actor.num_replicas", actor.num_replicas)
+            if scaling.is_on:
+                self._check_cells(f"{stage}.autoscaling.min_replicas", scaling.min_replicas)
+                self._check_cells(f"{stage}.autoscaling.max_replicas", scaling.max_replicas)
+
+    @property
+    def _deployed(self) -> dict[str, tuple[ActorConfig, AutoscalingConfig]]:
+        """Stages whose settings say how many workers there are."""
+        decode = {"decode": (self.decode.actor, self.decode.autoscaling)}
+        if self.topology == "colocated":
+            return decode
+        return {
+            "prefill": (self.prefill.actor, self.prefill.autoscaling),
+            "compressor": (self.compressor.actor, self.compressor.autoscaling),
+            **decode,
+        }
+
+    def _check_cells(self, name: str, count: int) -> None:
+        """Raise ConfigError unless each cell gets as many workers as every other one."""
+        cells = self.router.cells
+        expected = f"a multiple of router.cells ({cells}), since each cell has workers of its own"
+        require(count % cells == 0, name, count, expected)
 
     def worker_groups(self) -> dict[str, WorkerGroup]:
         """What Ray starts to compute: a group per stage, or one, sized by ``decode``."""

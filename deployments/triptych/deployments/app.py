@@ -4,6 +4,7 @@
 """``build_app``, which ``serve run config.yaml`` calls; it finds what is wrong before any actor."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
+from triptych.core.cells import cell_of
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
@@ -47,27 +49,28 @@ def build_app(args: dict[str, object]) -> Application:
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
     check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))
-    return wire(plan)
+    return wire([plan.of_cell(config, index) for index in range(plan.cells)])
 
 
 def make_plan(config: AppConfig) -> AppPlan:
-    """Resolve the model and check that pages, formats and budget fit it."""
+    """Resolve the model and check that pages, formats and budget fit it: the first cell's plan."""
     check_policies(config.router, config.decode.max_batch_requests)
     if config.ingress.api_keys:
         read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)
     facts = describe(path)
     open_tokenizer(path)  # kept from now on, so that an ingress need not make it
-    profile = find_profile(config, facts)
+    profile, one = find_profile(config, facts), cell_of(config, 0)
     plan = AppPlan(
-        config=config,
+        config=one,
         model_path=path,
-        pages=PagePlan.of(config, facts.geometry, profile),
+        pages=PagePlan.of(one, facts.geometry, profile),
         fidelity=profile.fidelity_of(config) if profile else (),
         context_tokens=context_tokens(config, facts.context_tokens),
         weights=facts.weights,
         run_dir=new_run_dir(),
         token=secrets.token_urlsafe(32),
+        cells=config.router.cells,
     )
     plan.check_stock()
     return plan
@@ -91,25 +94,35 @@ def groups(config: AppConfig) -> dict[Stage, tuple[Stage, ...]]:
     return {stage: (stage,) for stage in STAGES}
 
 
-def wire(plan: AppPlan) -> Application:
-    """Bind the deployments: workers know the router by its address, Serve by its graph."""
-    here = sliver(plan.config.node_resource)
-    router = serve.deployment(
-        RouterShell,
-        name="Router",
-        max_ongoing_requests=UNLIMITED,
-        ray_actor_options={"num_cpus": 0, "resources": here},
-        health_check_period_s=1,
-    ).bind(plan)
-    workers = [_stage(plan, stage, members) for stage, members in groups(plan.config).items()]
+def wire(plans: Sequence[AppPlan]) -> Application:
+    """Bind the deployments of all cells, whose plans these are, behind one ingress.
+
+    Workers know their router by its address, Serve by its graph. A cell's deployments have its
+    number in their names, so what Serve starts in the place of a dead worker is of the same cell.
+    """
+    plan = plans[0]
+    routers = [_router(one) for one in plans]
+    workers = [stage for one in plans for stage in _stages(one)]
+    pools = [_pools(one) for one in plans]
     return serve.deployment(
         IngressShell,
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
         max_ongoing_requests=UNLIMITED,
+        ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
+        health_check_period_s=1,
+    ).bind(plan, routers, workers, *pools)
+
+
+def _router(plan: AppPlan) -> Application:
+    here = sliver(plan.config.node_resource)
+    return serve.deployment(
+        RouterShell,
+        name=plan.named("Router"),
+        max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": here},
         health_check_period_s=1,
-    ).bind(plan, router, _pools(plan), *workers)
+    ).bind(plan)
 
 
 def _pools(plan: AppPlan) -> Application:
@@ -117,7 +130,7 @@ def _pools(plan: AppPlan) -> Application:
     where = plan.config.node_resource
     pools = serve.deployment(
         PoolShell,
-        name="Pool",
+        name=plan.named("Pool"),
         max_replicas_per_node=1,
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": sliver(where)},
@@ -128,12 +141,16 @@ def _pools(plan: AppPlan) -> Application:
     return pools.bind(plan)
 
 
+def _stages(plan: AppPlan) -> list[Application]:
+    return [_stage(plan, stage, members) for stage, members in groups(plan.config).items()]
+
+
 def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Application:
     actor = actor_config(plan.config, stage)
     names = {"prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
     return serve.deployment(
         WorkerShell,
-        name=names[stage] if len(members) == 1 else "Worker",
+        name=plan.named(names[stage] if len(members) == 1 else "Worker"),
         **_replicas(plan.config, stage),
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=1,

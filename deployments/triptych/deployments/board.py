@@ -1,8 +1,9 @@
 """What the dashboard shows of one moment: plain numbers, bounded in size whatever goes on."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from triptych.deployments.status import Status
 from triptych.kvpool import PREFIX_WORKER, Ledger, OwnerLine, PageMap, runs
 from triptych.router import Life, WorkerLoad
 
-SHOWN_CELLS = 16_384
+SHOWN_PAGES = 16_384
 """Pages that the map shows at most; of a larger pool it shows every n-th page."""
 
 KINDS = ("free", "stock", "prefix", "request")
@@ -38,17 +39,24 @@ class Board:
     """Seconds since the last report of each worker, by name."""
     now: float
     """On the clock of ``lives``."""
+    cells: int = 1
+    cell: int = 0
+    """Which of them this is the board of."""
 
     def json(self) -> Json:
         """The moment as JSON; requests go by number, so that no id leaves the server."""
-        pool, numbers = self._ledger(), {life.request: life.number for life in self.lives}
+        pool, numbers = self._ledger(), {life.request: self._number(life) for life in self.lives}
         return {
             "pool": _pool(pool) if pool else None,
             "map": _map(self.pages, self.handles, numbers) if self.pages else None,
             "router": self._router(),
             "workers": [self._worker(load) for load in self.status.router.workers],
-            "requests": [_life(life, self.now) for life in self.lives],
+            "requests": [_life(life, self._number(life), self.now) for life in self.lives],
         }
+
+    def _number(self, life: Life) -> int:
+        """One that no request of another cell has; of one cell, the router's own."""
+        return (life.number - 1) * self.cells + self.cell + 1
 
     def _ledger(self) -> Ledger | None:
         """The books of the pool whose map is shown."""
@@ -206,10 +214,10 @@ def _shown(packed: bytes, pages: PageMap) -> NDArray[np.int64]:
     return ids[ids % pages.stride == 0] // pages.stride
 
 
-def _life(life: Life, now: float) -> Json:
+def _life(life: Life, number: int, now: float) -> Json:
     report = life.report
     return {
-        "number": life.number,
+        "number": number,
         "attempt": life.attempt,
         "prompt_tokens": life.prompt_tokens,
         "max_tokens": life.max_tokens,
@@ -229,3 +237,84 @@ def _base64(cells: NDArray[np.generic]) -> str:
 
 def _seconds(value: float) -> float:
     return round(value, 3)
+
+
+# ------------------------------------------------------------------ several cells
+
+
+def joined(boards: Sequence[Json]) -> Json:
+    """The boards of all cells as one of the same form: sums, lists behind each other, one map."""
+    if len(boards) == 1:
+        return boards[0]
+    return {
+        "pool": _sums([board["pool"] for board in boards if board["pool"]]),
+        "map": _one_map([cast("Json", board["map"]) for board in boards if board["map"]]),
+        "router": _one_router([cast("Json", board["router"]) for board in boards]),
+        **{
+            name: [item for board in boards for item in cast("list[object]", board[name])]
+            for name in ("workers", "requests")
+        },
+    }
+
+
+def _sums(parts: Sequence[object]) -> Any:
+    """Numbers added up, key by key; ``page_bytes`` is the same in all, and all must work."""
+    if not parts:
+        return None
+    first = parts[0]
+    if isinstance(first, dict):
+        tables = cast("Sequence[Json]", parts)
+        keys = dict.fromkeys(key for table in tables for key in table)
+        return {
+            key: tables[0][key]
+            if key == "page_bytes"
+            else _sums([table[key] for table in tables if key in table])
+            for key in keys
+        }
+    if isinstance(first, bool):
+        return all(parts)
+    return sum(cast("Sequence[float]", parts))
+
+
+def _one_router(routers: Sequence[Json]) -> Json:
+    def each(name: str) -> list[Any]:
+        return [router[name] for router in routers]
+
+    # A request may be served as long as one cell has all stages.
+    return {
+        "states": _sums(each("states")),
+        "held_by": next((reason for reason in each("held_by") if reason), ""),
+        "oldest_waiting_s": max(each("oldest_waiting_s")),
+        "booked_bytes": sum(each("booked_bytes")),
+        "capacity_bytes": sum(each("capacity_bytes")),
+        "decisions": _sums(each("decisions")),
+        "missing_stages": min(each("missing_stages"), key=len),
+    }
+
+
+def _one_map(maps: Sequence[Any]) -> Json | None:
+    """Maps of several pools behind each other, with one list of kinds and one of workers."""
+    if not maps:
+        return None
+    kinds = list(dict.fromkeys(kind for one in maps for kind in one["kinds"]))
+    stocks, before = list[Cells](), 0
+    for one in maps:
+        kind_of = np.frombuffer(base64.b64decode(one["kind_of"]), np.uint8)
+        owners = np.frombuffer(base64.b64decode(one["owner_of"]), "<u2")
+        is_stock = kind_of == one["kinds"].index("stock")
+        stocks.append(np.where(is_stock, owners + before, owners))
+        before += len(one["workers"])
+    return {
+        "pages": sum(one["pages"] for one in maps),
+        "stride": maps[0]["stride"],  # cells are equal
+        "kinds": kinds,
+        "workers": [worker for one in maps for worker in one["workers"]],
+        "kind_of": _base64(np.concatenate([_renamed(one, kinds) for one in maps])),
+        "owner_of": _base64(np.concatenate(stocks).astype("<u2")),
+    }
+
+
+def _renamed(one: Any, kinds: list[str]) -> NDArray[np.uint8]:
+    """The kind of each page, counted in ``kinds``."""
+    places = np.array([kinds.index(kind) for kind in one["kinds"]], np.uint8)
+    return places[np.frombuffer(base64.b64decode(one["kind_of"]), np.uint8)]

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -25,21 +26,25 @@ from triptych.core.messages import (
     Tokens,
     failed,
 )
-from triptych.deployments.board import Board
+from triptych.deployments.board import Board, joined
 from triptych.deployments.http import Health, Intake, ModelCard, create_app
 from triptych.deployments.link import RouterLink
+from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.routes import LOCAL, Routes
 from triptych.deployments.rpc import RpcServer
 from triptych.deployments.site import Site
 from triptych.deployments.status import Status
-from triptych.router import Journey, Journeys
+from triptych.router import Cells, Journey, Journeys
+from triptych.router.cells import bytes_of, key_of, may_pass_on, names_of
 from triptych.workers.tokenizer import open_tokenizer
 
 logger = logging.getLogger(__name__)
 
 ROUTER_GRACE_S = 30.0
-"""How long requests wait for a router that is being started anew."""
+"""How long requests wait for a router that is being started anew, if there is no other one."""
+ROUTER_ANSWER_S = 2.0
+"""How long one of several routers is waited for; less than whoever asks this ingress waits."""
 
 Event = Tokens | Failed
 RouterHandle = DeploymentHandle[Any]
@@ -47,46 +52,59 @@ WorkerHandle = DeploymentHandle[Any]
 
 
 class RouterEngine:
-    """What the HTTP app talks to: requests go to the router, tokens come from the workers.
+    """What the HTTP app talks to: requests go to a router, tokens come from the workers.
 
-    A request whose worker or router dies is sent again, with what its client has so far; the
-    stream goes on where it stopped.
+    If there are several routers, a request goes to the cell that has what it begins with, and to
+    another one if that is down, full, or would not take it. A request whose worker or router dies
+    is sent again, with what its client has so far; the stream goes on where it stopped.
     """
 
     def __init__(
         self,
         plan: AppPlan,
-        router: RouterHandle,
+        routers: Sequence[RouterHandle] = (),
         workers: Sequence[WorkerHandle] = (),
         routes: Routes = LOCAL,
     ) -> None:
-        """``workers``: one handle for each deployment of workers."""
+        """``routers``: one of each cell; ``workers``: one for each deployment of workers."""
         name = new_name("ingress")
         self.address = plan.address(name)
-        self._router, self._workers = router, workers
-        self._journeys = Journeys()
+        self._workers, self._pages = workers, plan.pages
+        names = list(names_of(plan.cells))
+        self._routers = dict(zip(names, routers, strict=False))
+        self.journeys = Journeys()
+        """What is under way."""
         self._unsent = dict[str, Journey]()
         """Attempts that wait for a router, by the request's id."""
         self._giving_up: asyncio.TimerHandle | None = None
-        self._link = RouterLink(
-            Hello(name=name, address=self.address),
-            plan.router_address,
-            self._receive,
-            routes=routes,
-            on_router_found=self._on_router_found,
-            on_router_lost=self._on_router_lost,
-        )
+        self._mailbox = Mailbox(self.address, self._receive, self._on_lost, routes)
+        self.cells = Cells(names, plan.config.router.cell_overload, plan.readers)
+        hello = Hello(name=name, address=self.address)
+        self._links = {
+            cell: RouterLink(
+                self._mailbox,
+                hello,
+                address,
+                on_found=partial(self._on_router_found, cell),
+                on_lost=partial(self._on_router_lost, cell),
+            )
+            for cell, address in zip(names, plan.router_addresses, strict=True)
+        }
 
     async def start(self) -> None:
-        await self._link.start()
+        await self._mailbox.start()
+        for link in self._links.values():
+            link.start()
 
     async def stop(self) -> None:
-        await self._link.stop()
+        for link in self._links.values():
+            link.stop()
+        await self._mailbox.stop()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
         """Tokens of all the requests as they come; leaving early cancels the rest."""
         events = asyncio.Queue[Event]()
-        open_journeys = {r.id: self._journeys.start(r, events.put_nowait) for r in requests}
+        open_journeys = {r.id: self.journeys.start(r, events.put_nowait) for r in requests}
         for journey in open_journeys.values():
             self._submit(journey)
         try:
@@ -96,41 +114,42 @@ class RouterEngine:
                     del open_journeys[event.request]
                 yield event
         finally:
-            for journey in open_journeys.values():
-                self._end(journey)
-            if open_journeys and self._link.is_up:
-                ids = (journey.id for journey in open_journeys.values())
-                self._link.to_router(Cancel(requests=tuple(sorted(ids))))
+            self._cancel(list(open_journeys.values()))
 
     async def health(self) -> Health:
-        missing = (await self._status()).missing_stages
-        return Health(ok=not missing, reason=f"no {' and no '.join(missing)} worker is running")
+        """Whether any cell has a worker of each stage."""
+        missing = [status.missing_stages for status in await self._statuses()]
+        least = min(missing, key=len)
+        return Health(ok=not least, reason=f"no {' and no '.join(least)} worker is running")
 
     async def gauges(self) -> Mapping[str, float]:
-        """What router and pool know, for /metrics."""
-        return (await self._status()).gauges()
+        """What routers and pools know, for /metrics."""
+        return {**Status.of(await self._statuses()).gauges(), **self._cell_gauges()}
 
     async def board(self) -> Mapping[str, object]:
-        """What router and pool know, for the dashboard."""
-        try:
-            board = cast("Board", await self._router.board.remote())
-        except RayError as error:
-            raise Overloaded("the router does not answer") from error
-        return await asyncio.to_thread(board.json)
+        """What routers and pools know, for the dashboard."""
+        boards = cast("dict[str, Board]", await self._ask("board"))
+        return await asyncio.to_thread(lambda: joined([one.json() for one in boards.values()]))
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
-        """What the router decided about a client's request."""
-        try:
-            return await self._router.explain.remote(client_id)
-        except RayError as error:
-            raise Overloaded("the router does not answer") from error
+        """What the routers decided about a client's request, first come first."""
+        told = await self._ask("explain", client_id)
+        if len(self._links) == 1:
+            return told["0"]
+        lives: list[dict[str, Any]] = [
+            {"cell": cell, **life} for cell, found in told.items() for life in found
+        ]
+        return sorted(lives, key=lambda life: -float(life["came_s_ago"]))
 
     async def decision(self, client_id: str) -> str:
-        """The same in one line; empty if the router does not answer."""
+        """The same in one line; empty if no router answers."""
         try:
-            return await self._router.decision.remote(client_id)
-        except RayError:
+            told = await self._ask("decision", client_id)
+        except Overloaded:
             return ""
+        if len(self._links) == 1:
+            return str(told["0"])
+        return "; ".join(f"cell={cell}; {line}" for cell, line in told.items() if line)
 
     async def profile(
         self, steps: int, seconds: float, *, trace: bool
@@ -148,17 +167,52 @@ class RouterEngine:
             raise Overloaded("another profile is being taken; try again when it is done")
         return [one for one in told if one is not None]
 
-    async def _status(self) -> Status:
-        try:
-            return await self._router.status.remote()
-        except RayError as error:
-            raise Overloaded("the router does not answer") from error
+    async def _statuses(self) -> list[Status]:
+        return list((await self._ask("status")).values())
+
+    async def _ask(self, method: str, *arguments: str) -> dict[str, Any]:
+        """What the routers answer, by cell. Of several, those that are down are left out.
+
+        Raises: Overloaded if none answers
+        """
+        asked = self.cells.up if len(self._links) > 1 else list(self._links)
+        answers = await asyncio.gather(
+            *(self._ask_one(cell, method, arguments) for cell in asked), return_exceptions=True
+        )
+        told = dict[str, Any]()
+        for cell, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                told[cell] = answer
+            elif not isinstance(answer, RayError | TimeoutError):
+                raise answer
+        if not told:
+            raise Overloaded("the router does not answer")
+        return told
+
+    async def _ask_one(self, cell: str, method: str, arguments: Sequence[str]) -> object:
+        async with asyncio.timeout(ROUTER_ANSWER_S if len(self._links) > 1 else None):
+            return await getattr(self._routers[cell], method).remote(*arguments)
+
+    def _cell_gauges(self) -> dict[str, float]:
+        """How requests are spread over cells; nothing if there is one."""
+        if len(self._links) == 1:
+            return {}
+        held, chosen = self.cells.held_bytes, self.cells.counters
+        return {
+            "triptych_cells": float(len(held)),
+            "triptych_cells_up": float(len(self.cells.up)),
+            **{f'triptych_cell_bytes{{cell="{cell}"}}': float(held[cell]) for cell in held},
+            **{
+                f'triptych_cell_choices{{reason="{reason}"}}': float(count)
+                for reason, count in chosen.items()
+            },
+        }
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         for message in messages:
             if not isinstance(message, Tokens | Failed):
                 continue
-            journey = self._journeys.get(message.request)
+            journey = self.journeys.get(message.request)
             if journey is None:
                 continue  # of an attempt that was given up, or whose client is gone
             if isinstance(message, Failed):
@@ -167,41 +221,73 @@ class RouterEngine:
                 self._end(journey)
 
     def _failed(self, journey: Journey, failure: Failed) -> None:
-        if failure.resumable and self._journeys.again(journey):
+        if failure.resumable and self.journeys.again(journey):
             logger.info("request %s goes on: %s", journey.id, failure.message)
             self._submit_later(journey, journey.id)
+        elif journey.is_untouched and may_pass_on(failure):
+            self._refused(journey, failure)
         else:
             self._end(journey)
             journey.fail(failure)
 
+    def _refused(self, journey: Journey, refusal: Failed) -> None:
+        """Ask another cell; when none is left, tell the client what sounds soonest."""
+        told = journey.refused(refusal)
+        cell = self.cells.pass_on(journey.request.id)
+        if cell is None:
+            self._end(journey)
+            journey.fail(told)
+        else:
+            self._links[cell].post(Submit(request=journey.present()))
+
     def _submit_later(self, journey: Journey, attempt: str) -> None:
         def submit() -> None:
-            if self._journeys.get(attempt) is journey:  # its client still waits for it
+            if self.journeys.get(attempt) is journey:  # its client still waits for it
                 self._submit(journey)
 
         asyncio.get_running_loop().call_later(journey.delay_s, submit)
 
     def _submit(self, journey: Journey) -> None:
-        """Send the present attempt to the router, now or when there is one."""
-        if self._link.is_up:
-            self._link.to_router(Submit(request=journey.present()))
+        """Send the present attempt to a router, now or when there is one."""
+        request = journey.request
+        key, nbytes = key_of(request, self._pages), bytes_of(request, self._pages)
+        cell = self.cells.place(request.id, key, nbytes)
+        if cell is not None:
+            self._links[cell].post(Submit(request=journey.present()))
             return
-        self._unsent[journey.request.id] = journey
+        self._unsent[request.id] = journey
         if self._giving_up is None:
             later = asyncio.get_running_loop().call_later
             self._giving_up = later(ROUTER_GRACE_S, self._give_up_on_router)
 
+    def _cancel(self, journeys: Sequence[Journey]) -> None:
+        """Their clients are gone: tell the cells that have them."""
+        for cell, link in self._links.items():
+            there = [one for one in journeys if self.cells.where(one.request.id) == cell]
+            if there and link.is_up:
+                link.post(Cancel(requests=tuple(sorted(one.id for one in there))))
+        for journey in journeys:
+            self._end(journey)
+
     def _end(self, journey: Journey) -> None:
-        self._journeys.end(journey)
+        self.journeys.end(journey)
+        self.cells.remove(journey.request.id)
         self._unsent.pop(journey.request.id, None)
 
-    def _on_router_found(self) -> None:
+    def _on_lost(self, address: str) -> None:
+        for link in self._links.values():
+            link.lost(address)
+
+    def _on_router_found(self, cell: str) -> None:
+        self.cells.found(cell)
         for journey in self._take_unsent():
             self._submit(journey)
 
-    def _on_router_lost(self) -> None:
-        for journey in self._journeys:
-            self._failed(journey, failed(journey.id, StageLost("router")))
+    def _on_router_lost(self, cell: str) -> None:
+        self.cells.lost(cell)
+        for journey in self.journeys:
+            if self.cells.where(journey.request.id) == cell:
+                self._failed(journey, failed(journey.id, StageLost("router")))
 
     def _give_up_on_router(self) -> None:
         for journey in self._take_unsent():
@@ -221,12 +307,17 @@ class IngressShell:
     """One copy of the HTTP server's application."""
 
     async def __init__(
-        self, plan: AppPlan, router: RouterHandle, _pools: object, *workers: WorkerHandle
+        self,
+        plan: AppPlan,
+        routers: Sequence[RouterHandle],
+        workers: Sequence[WorkerHandle],
+        *_pools: object,
     ) -> None:
+        """``plan``: of the first cell; what an ingress looks at is the same in all of them."""
         self._site = await asyncio.to_thread(Site.arrive, plan)
         self._plan = self._site.plan
         tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
-        self._engine = RouterEngine(self._plan, router, workers, self._site.routes)
+        self._engine = RouterEngine(self._plan, routers, workers, self._site.routes)
         self._intake = Intake(
             engine=self._engine,
             tokenizer=tokenizer,

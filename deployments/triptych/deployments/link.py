@@ -1,12 +1,11 @@
-"""How workers and ingresses keep in touch with the router, and find it again after its death."""
+"""How workers and ingresses keep in touch with a router, and find it again after its death."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 
 from triptych.core.messages import Hello, Message
-from triptych.deployments.mailbox import Mailbox, Receive
-from triptych.deployments.routes import LOCAL, Routes
+from triptych.deployments.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -15,61 +14,61 @@ RETRY_S = 0.1
 
 
 class RouterLink:
-    """A mailbox that introduces itself to the router, and again whenever the router is new.
+    """Introduces a mailbox to a router, and again whenever the router is new.
 
-    ``on_router_lost`` is called each time the router dies: what it had decided is void, so
-    a worker drops its requests and an ingress sends its own again.
+    Whoever owns the mailbox passes on whom it lost. ``on_lost`` is called each time the router
+    dies: what it had decided is void, so a worker drops its requests and an ingress sends its own
+    again.
     """
 
     def __init__(
         self,
+        mailbox: Mailbox,
         hello: Hello,
         router: str,
-        receive: Receive,
         *,
-        routes: Routes = LOCAL,
-        on_router_found: Callable[[], None] = lambda: None,
-        on_router_lost: Callable[[], None],
+        on_found: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None],
     ) -> None:
-        self._router, self._hello = router, hello
-        self._on_router_found, self._on_router_lost = on_router_found, on_router_lost
+        self._mailbox, self._router, self._hello = mailbox, router, hello
+        self._on_found, self._on_lost = on_found, on_lost
         self.is_up = False
         """Whether the router is there, as far as one knows."""
-        self.mailbox = Mailbox(hello.address, receive, self._lost, routes)
         self._retry: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        await self.mailbox.start()
+    def start(self) -> None:
+        """Look for the router; the mailbox must have been started."""
         self._introduce()
 
     def introduce(self, hello: Hello) -> None:
         """Say hello under another name: who had the old one is no more."""
         self._hello = hello
-        self.to_router(hello)
+        self.post(hello)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
-        await self.mailbox.stop()
 
-    def to_router(self, message: Message) -> None:
-        self.mailbox.post(self._router, message)
+    def post(self, message: Message) -> None:
+        """Send the router a message."""
+        self._mailbox.post(self._router, message)
 
-    def _introduce(self) -> None:
-        self.mailbox.watch(self._router, found=self._found)
-        self.to_router(self._hello)
-
-    def _found(self) -> None:
-        self.is_up = True
-        self._on_router_found()
-
-    def _lost(self, address: str) -> None:
+    def lost(self, address: str) -> None:
+        """Somebody is gone; it need not be the router, which says itself what to do of others."""
         if address != self._router:
-            return  # an ingress that died: the router tells us what to cancel
+            return
         self._retry = asyncio.create_task(self._introduce_later())
         if self.is_up:
             self.is_up = False
-            self._on_router_lost()
+            self._on_lost()
+
+    def _introduce(self) -> None:
+        self._mailbox.watch(self._router, found=self._found)
+        self.post(self._hello)
+
+    def _found(self) -> None:
+        self.is_up = True
+        self._on_found()
 
     async def _introduce_later(self) -> None:
         await asyncio.sleep(RETRY_S)

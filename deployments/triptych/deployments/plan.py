@@ -1,14 +1,15 @@
 """What the builder decides once, and every actor of the application is given."""
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
+from triptych.core.cells import cell_of
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Fidelity
-from triptych.deployments.rundir import POOL_SOCKET
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class AppPlan:
     """Settings, resolved: which model, which pages, which addresses."""
 
     config: AppConfig
+    """That of one cell (``core.cells``)."""
     model_path: Path
     pages: PagePlan
     context_tokens: int
@@ -30,6 +32,18 @@ class AppPlan:
     """What calibration measured with these settings, by length of context."""
     token: str = field(default="", repr=False)
     """What processes of different nodes show each other if no file says it."""
+    cells: int = 1
+    """Routers of the application."""
+    cell: int = 0
+    """Which of their cells this is the plan of."""
+
+    def of_cell(self, config: AppConfig, index: int) -> Self:
+        """The plan of another cell; ``config`` is the whole application's."""
+        return replace(self, config=cell_of(config, index), cell=index)
+
+    def named(self, role: str) -> str:
+        """What a cell calls something that each cell has."""
+        return role if self.cells == 1 else f"{role}-{self.cell}"
 
     @property
     def pool_pages(self) -> int:
@@ -50,6 +64,13 @@ class AppPlan:
         """Processes that take pages, at the most."""
         return sum(group.most for group in self.config.worker_groups().values())
 
+    @property
+    def readers(self) -> int:
+        """Processes that read prompts, at first."""
+        config = self.config
+        stage = config.decode if config.topology == "colocated" else config.prefill
+        return stage.actor.num_replicas
+
     def check_stock(self) -> None:
         """Raise ConfigError if stocks and prefixes leave too little for requests."""
         capacity, page = self.config.pool.capacity_bytes, self.pages.page_bytes
@@ -57,22 +78,31 @@ class AppPlan:
             raise ConfigError(
                 f"pool.extent_pages={self.config.pool.extent_pages}: {self.workers} workers may "
                 f"keep twice as many pages of {page} bytes each, more than half of "
-                f"pool.capacity_bytes={capacity}: lower the one or raise the other"
+                f"pool.capacity_bytes={capacity}{self._each}: lower the one or raise the other"
             )
         if 4 * self.bookable_bytes < capacity:
             raise ConfigError(
                 f"pool.prefix_bytes={self.pages.prefix_bytes}: with what workers keep in stock it "
-                f"leaves {self.bookable_bytes} bytes of pool.capacity_bytes={capacity} for "
-                "requests, less than a quarter: lower it or raise the capacity"
+                f"leaves {self.bookable_bytes} bytes of pool.capacity_bytes={capacity}{self._each} "
+                "for requests, less than a quarter: lower it or raise the capacity"
             )
 
     @property
+    def _each(self) -> str:
+        return f" in each of {self.cells} cells" if self.cells > 1 else ""
+
+    @property
     def pool_address(self) -> str:
-        return f"unix:{self.run_dir / POOL_SOCKET}"
+        return f"unix:{self.run_dir / self.named('pool')}.sock"
 
     @property
     def router_address(self) -> str:
-        return self.address("router")
+        return self.address(self.named("router"))
+
+    @property
+    def router_addresses(self) -> tuple[str, ...]:
+        """Those of all cells, the first one's first."""
+        return tuple(replace(self, cell=cell).router_address for cell in range(self.cells))
 
     @property
     def turns(self) -> Path:

@@ -24,9 +24,9 @@ class PoolShell:
         self._site = Site.arrive(plan)
         # Serve begins a successor before one that it gave up has ended, which would then take
         # the successor's socket with it
-        self._alone = ExitStack()
-        self._alone.enter_context(self._site.run_dir.only_one("pool"))
         plan, network = self._site.plan, self._site.network
+        self._alone = ExitStack()
+        self._alone.enter_context(self._site.run_dir.only_one(plan.named("pool")))
         self._server = PoolServer(
             plan.config.pool,
             plan.pages.page_bytes,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from triptych.core.errors import PoolError
 from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send, Stage
-from triptych.deployments.board import SHOWN_CELLS, Board
+from triptych.deployments.board import SHOWN_PAGES, Board
 from triptych.deployments.explain import explained, summary
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 TRACE_S = 1.0
+SHOWN_LIVES = 256
+"""Requests that the dashboard gets, of all cells."""
 RECLAIM_S = 2.0
 """The pool notices a dead process of its node at its next sweep, long before a lease expires."""
 LEAVING_S = 5.0
@@ -65,14 +67,22 @@ class RouterShell:
         return Status(snapshot, ledgers, tuple(self._reports.values()))
 
     async def board(self) -> Board:
-        """What happens at this moment, for the dashboard."""
+        """What happens in this cell at this moment, for the dashboard."""
+        plan, router = self._site.plan, self._coordinator
         status, pages = await asyncio.gather(
-            self.status(), asyncio.to_thread(self._pools.map, SHOWN_CELLS)
+            self.status(), asyncio.to_thread(self._pools.map, SHOWN_PAGES // plan.cells)
         )
-        router = self._coordinator
         now = time.monotonic()
-        ages = router.report_ages_s(now)
-        return Board(status, pages, router.lives(), router.handles(), ages, now)
+        return Board(
+            status,
+            pages,
+            router.lives(SHOWN_LIVES // plan.cells),
+            router.handles(),
+            router.report_ages_s(now),
+            now,
+            plan.cells,
+            plan.cell,
+        )
 
     async def explain(self, client_id: str) -> list[dict[str, object]]:
         """What was decided about a client's request; empty if nobody knows it any more."""

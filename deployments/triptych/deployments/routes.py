@@ -125,6 +125,8 @@ class Network:
     """Holds the sockets for processes of this node."""
     directory: Directory
     access: Access
+    pool: str = "pool"
+    """What pools of this cell are called: those of another one are none of its business."""
 
     # ---------------------------------------------------------------- mailboxes
 
@@ -163,15 +165,15 @@ class Network:
         """Say where the pool of this node is; the one before it is gone."""
         ports = {"port": address.calls, "pages_port": address.pages}
         place = Place(node=self.node, host=address.host, arena=arena, **ports)
-        self._announce(f"pool/{self.node}", place)
+        self._announce(f"{self.pool}/{self.node}", place)
 
     def forget_pool(self) -> None:
-        self.directory.remove(f"pool/{self.node}")
+        self.directory.remove(f"{self.pool}/{self.node}")
 
     def pools(self) -> dict[str, PoolAddress]:
-        """Where the pools of all nodes are, by arena."""
+        """Where the pools of the cell are, one on each node, by arena."""
         alive = self.directory.nodes()
-        places = [self._place(key) for key in self.directory.keys("pool/")]
+        places = [self._place(key) for key in self.directory.keys(f"{self.pool}/")]
         return {
             place.arena: PoolAddress(place.host, place.port, place.pages_port)
             for place in places

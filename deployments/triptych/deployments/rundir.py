@@ -16,7 +16,8 @@ from triptych.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-POOL_SOCKET = "pool.sock"
+POOL_SOCKETS = "pool*.sock"
+"""One for each cell of an application (``AppPlan.named``)."""
 _LOCK = "lock"
 
 
@@ -35,7 +36,7 @@ def new_run_dir() -> Path:
 
 def pool_sockets() -> list[Path]:
     """Sockets of the pools of this user's applications, dead ones among them."""
-    return sorted(base_dir().glob(f"app-*/{POOL_SOCKET}"))
+    return sorted(base_dir().glob(f"app-*/{POOL_SOCKETS}"))
 
 
 class RunDir:

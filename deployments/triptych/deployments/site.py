@@ -87,6 +87,7 @@ class Site:
             run_dir=run_dir,
             directory=RayDirectory(plan.run_dir.name),
             access=Access.of(plan.config.network, plan.token),
+            pool=plan.named("pool"),
         )
         return cls(here, RunDir.enter(run_dir), network)
 

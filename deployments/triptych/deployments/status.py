@@ -1,11 +1,14 @@
 """What the router and the pool know at one moment, as /health and /metrics show it."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from triptych.core.messages import STAGES, Report
 from triptych.kvpool import DiskLine, Ledger
 from triptych.router import RouterSnapshot
+from triptych.router.snapshot import HeldBy
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,25 @@ class Status:
     """None for a pool that does not answer."""
     reports: tuple[Report, ...]
     """The last one of each worker."""
+
+    @classmethod
+    def of(cls, cells: "Sequence[Status]") -> Self:
+        """That of all cells together; of one, its own."""
+        routers = [status.router for status in cells]
+        held: list[HeldBy] = [one.held_by for one in routers if one.held_by]
+        return cls(
+            router=RouterSnapshot(
+                requests=_sum(one.requests for one in routers),
+                booked_bytes={arena: n for one in routers for arena, n in one.booked_bytes.items()},
+                capacity_bytes=sum(one.capacity_bytes for one in routers),
+                held_by=held[0] if held else "",
+                oldest_waiting_s=max(one.oldest_waiting_s for one in routers),
+                counters=_sum(one.counters for one in routers),
+                workers=tuple(worker for one in routers for worker in one.workers),
+            ),
+            pools=tuple(pool for status in cells for pool in status.pools),
+            reports=tuple(report for status in cells for report in status.reports),
+        )
 
     @property
     def missing_stages(self) -> list[str]:
@@ -81,6 +103,13 @@ class Status:
                 free = f'triptych_node_pool_pages_free{{arena="{ledger.arena}"}}'
                 gauges[free] = float(ledger.free_pages)
         return gauges
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for one in counts:
+        total.update(one)
+    return dict(total)
 
 
 def _gauges_of(pool: Ledger) -> dict[str, float]:

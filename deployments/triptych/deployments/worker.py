@@ -16,6 +16,7 @@ from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
 from triptych.deployments.autoscaling import WANTED
 from triptych.deployments.link import RouterLink
 from triptych.deployments.looking import Json, Onlooker
+from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.site import Site
 from triptych.kvpool import Fetcher, PoolClient
@@ -65,17 +66,18 @@ class WorkerShell:
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)
         self._inbound = self._make_inbound()
+        self._mailbox = Mailbox(self._address, self._receive, self._on_lost, self._site.routes)
         self._link = RouterLink(
+            self._mailbox,
             self._hello,
             plan.router_address,
-            self._receive,
-            routes=self._site.routes,
-            on_router_found=self._report,
-            on_router_lost=self._on_router_lost,
+            on_found=self._report,
+            on_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
         self._loop.start()
-        await self._link.start()
+        await self._mailbox.start()
+        self._link.start()
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     def check_health(self) -> None:
@@ -93,7 +95,7 @@ class WorkerShell:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve asks if this stage may grow: the router knows how much there is to do."""
         application = serve.get_replica_context().app_name
-        router: Any = serve.get_deployment_handle("Router", application)
+        router: Any = serve.get_deployment_handle(self._plan.named("Router"), application)
         return {WANTED: await router.wanted_replicas.remote(self._stages)}
 
     async def profile(self, steps: int, seconds: float, *, trace: bool) -> Json | None:
@@ -107,7 +109,8 @@ class WorkerShell:
             self._rejoining.cancel()
         await asyncio.to_thread(self._close_inbound)
         await asyncio.to_thread(self._loop.stop)
-        await self._link.stop()
+        self._link.stop()
+        await self._mailbox.stop()
         await asyncio.to_thread(self._pool.close)
         self._site.run_dir.leave()
 
@@ -192,9 +195,12 @@ class WorkerShell:
     def _post(self, sends: Sequence[Send]) -> None:
         for send in sends:
             if send.to == ROUTER:
-                self._link.to_router(send.message)
+                self._link.post(send.message)
             else:
-                self._link.mailbox.post(send.to, send.message)
+                self._mailbox.post(send.to, send.message)
+
+    def _on_lost(self, address: str) -> None:
+        self._link.lost(address)
 
     def _on_router_lost(self) -> None:
         logger.warning("%s: the router is gone; dropping every request", self._pool.worker)
@@ -208,7 +214,7 @@ class WorkerShell:
         report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
         if self._inbound:
             report = self._inbound.completed(report)
-        self._link.to_router(report)
+        self._link.post(report)
 
     async def _keep_reporting(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """What runs next, where, and whether at all: pure policies over snapshots, exact bookings."""
 
+from triptych.router.cells import Cells
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.estimate import ByteModel, RequestBytes
 from triptych.router.history import Decision, Life
@@ -18,6 +19,7 @@ __all__ = [
     "PLACEMENT_POLICIES",
     "Budget",
     "ByteModel",
+    "Cells",
     "Coordinator",
     "Decision",
     "Explanation",

@@ -65,7 +65,7 @@ class Patience:
 
 
 SHOWN = 256
-"""Lives that the dashboard gets."""
+"""Lives that whoever looks at them gets."""
 MISSED_TICK_S = 2.0
 """Time between two ticks after which the router itself must have stood still."""
 
@@ -436,9 +436,9 @@ class Coordinator:
         counts = {state.value: self._books.requests.count(state) for state in State}
         return counts, sum(self._books.ledger.arenas.values())
 
-    def lives(self) -> tuple[Life, ...]:
+    def lives(self, most: int = SHOWN) -> tuple[Life, ...]:
         """What became of the latest requests, first come first; times are those of ``now``."""
-        return tuple(self._books.requests.history.latest(SHOWN))
+        return tuple(self._books.requests.history.latest(most))
 
     def handles(self) -> dict[str, KVHandle]:
         """The pages of each request, as its last stage handed them over."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from triptych.core.messages import Failed, Request, Tokens
 
@@ -29,6 +30,9 @@ class Journey:
     """Tokens that the present attempt began behind."""
     _cached: int | None = None
     """Tokens of the prompt that were cached, as the first one behind ``_start`` told."""
+    _refusal: Failed | None = None
+    """What a cell said that would not take it: of several, the one that is to be asked again first.
+    """
     _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
     """Tokens that overtook those before them: two workers speak in turn, on two connections."""
 
@@ -80,9 +84,26 @@ class Journey:
             self._start, self._cached = tuple(self.said), None
         self._early.clear()
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the present attempt has said nothing yet."""
+        return len(self.said) == len(self._start) and not self._early
+
+    def refused(self, refusal: Failed) -> Failed:
+        """A router would not take it; returns what to tell the client if all others say so, too."""
+        before = self._refusal
+        if before is None or _again_in_s(refusal) < _again_in_s(before):
+            self._refusal = refusal
+        return self._refusal or refusal
+
     def fail(self, failure: Failed) -> None:
         """Tell the client that this is the end."""
         self.tell(replace(failure, request=self.request.id))
+
+
+def _again_in_s(refusal: Failed) -> float:
+    """In how many seconds whoever refused is to be asked again."""
+    return inf if refusal.retry_after_s is None else refusal.retry_after_s
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Consistent hashing: who is responsible for a key, and that a new member takes only its share."""
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -39,10 +39,16 @@ class Ring:
 
     def home(self, key: bytes, but: Collection[str] = ()) -> str | None:
         """The member that a key belongs to, or that it would belong to without those in ``but``."""
+        return next((member for member in self.walk(key) if member not in but), None)
+
+    def walk(self, key: bytes) -> Iterator[str]:
+        """Whoever a key belongs to, then whoever it would belong to without that one, and so on.
+
+        Each member once for each of its points.
+        """
         count = len(self._points)
         at = bisect_right(self._points, (point(self.salt, key), ""))
-        members = (self._points[(at + step) % count][1] for step in range(count))
-        return next((member for member in members if member not in but), None)
+        return (self._points[(at + step) % count][1] for step in range(count))
 
     def _points_of(self, member: str) -> list[tuple[int, str]]:
         return [(point(self.salt, f"{member}/{n}".encode()), member) for n in range(POINTS)]

@@ -63,35 +63,40 @@ class Answer:
 class Cluster:
     """Starts all processes, and starts anew whoever dies. Clients ask from this process."""
 
-    def __init__(self, model: Path, **pool: Any) -> None:
+    def __init__(self, model: Path, *, cells: int = 1, **pool: Any) -> None:
+        each = {"num_replicas": cells}
         settings: dict[str, Any] = {
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": 256},
             # Some answers drop tokens, others can be kept.
-            "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008},
-            "prefill": {"actor": {"threads": 1}},
-            "decode": {"actor": {"threads": 1, "num_replicas": 2}, "max_batch_requests": 4},
+            "compressor": {"actor": each, "profile": "none", **DIFFKV, "alpha_low": 0.008},
+            "prefill": {"actor": {"threads": 1, **each}},
+            "decode": {"actor": {"threads": 1, "num_replicas": 2 * cells}, "max_batch_requests": 4},
             "pool": {
-                "capacity_bytes": 16 << 20,
-                "prefix_bytes": 2 << 20,
+                "capacity_bytes": cells * 16 << 20,
+                "prefix_bytes": cells * 2 << 20,
                 "extent_pages": 4,
                 **pool,
             },
+            "router": {"cells": cells},
         }
-        self.plan = make_plan(AppConfig.from_mapping(settings))
+        config = AppConfig.from_mapping(settings)
+        self.plan = make_plan(config)
+        self._plans = [self.plan.of_cell(config, cell) for cell in range(cells)]
+        self._roles = [(role, cell) for cell in range(cells) for role in ROLES]
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))
         self.deaths = Counter[str]()
-        self._taken = RawArray("i", [ABSENT] * len(ROLES))
+        self._taken = RawArray("i", [ABSENT] * len(self._roles))
         self._processes = dict[int, BaseProcess]()
         self._ids = itertools.count()
         # Nobody asks for the status, so there need be no handle to ask through.
-        self._engine = RouterEngine(self.plan, cast(Any, None))
+        self.engine = RouterEngine(self.plan)
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        for index in range(len(ROLES)):
+        for index in range(len(self._roles)):
             self._start(index)
-        await self._engine.start()
+        await self.engine.start()
         self._watching = asyncio.create_task(self._watch())
         await self.until(self._is_whole, "all processes are there")
         return self
@@ -111,28 +116,29 @@ class Cluster:
                 faults = await asyncio.to_thread(self._faults, only_prefixes=True)
                 assert faults == [], faults
         finally:
-            await self._engine.stop()
+            await self.engine.stop()
             await asyncio.to_thread(self._stop, "router", "pool")
             rundir.remove_orphans()
 
-    async def answer(self, request: Request, salt: str = "") -> Answer:
+    async def answer(self, request: Request, salt: str = "", session: str = "") -> Answer:
         """One client's request, from submission to its end.
 
-        It shares its prefix with those of the same salt, and with nobody if there is none.
+        It shares its prefix with those of the same salt, and with nobody if there is none. Without
+        a ``session`` it is a conversation of its own.
         """
         name = f"r{next(self._ids)}"
         asked = Request(
             id=name,
             prompt=request.prompt,
             sampling=request.sampling,
-            reply_to=self._engine.address,
+            reply_to=self.engine.address,
             cache_salt=salt or name,  # each prompt is computed, and kept
-            session=name,  # and its answer is kept as well
+            session=session or name,  # and its answer is kept as well
         )
         answer = Answer([], f"no end within {PATIENCE_S:.0f} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                async for event in self._engine.generate([asked]):
+                async for event in self.engine.generate([asked]):
                     if isinstance(event, Failed):
                         answer.ending = f"{event.code}: {event.message}"
                     else:
@@ -160,7 +166,8 @@ class Cluster:
 
     def _start(self, index: int) -> None:
         self._taken[index] = ABSENT
-        args = (ROLES[index], self.plan, self.board, self._taken, index)
+        role, cell = self._roles[index]
+        args = (role, self._plans[cell], self.board, self._taken, index)
         process = FORKS.Process(target=run, args=args, daemon=True)
         process.start()
         self._processes[index] = process
@@ -172,11 +179,12 @@ class Cluster:
             for index, process in self._processes.items():
                 if process.exitcode is not None:
                     as_told = process.exitcode == EXIT_CODE
-                    self.deaths[ROLES[index] if as_told else f"{ROLES[index]}, untold"] += 1
+                    role, _ = self._roles[index]
+                    self.deaths[role if as_told else f"{role}, untold"] += 1
                     self._start(index)
 
     def _stop(self, *roles: str) -> None:
-        chosen = [self._processes[i] for i, role in enumerate(ROLES) if role in roles]
+        chosen = [self._processes[i] for i, (role, _) in enumerate(self._roles) if role in roles]
         for process in chosen:
             process.terminate()
         for process in chosen:
@@ -192,14 +200,18 @@ class Cluster:
         with pool_at(self.plan.pool_address) as pool:
             return pool.stat()
 
-    def kill(self, role: str) -> None:
-        """End the first process of a role without a word."""
-        self._processes[ROLES.index(role)].kill()
+    def kill(self, role: str, cell: int = 0) -> None:
+        """End the first process of a role in a cell without a word."""
+        self._processes[self._roles.index((role, cell))].kill()
 
     def _faults(self, *, only_prefixes: bool = False) -> list[str]:
-        """What is wrong in the pool's books while nothing runs."""
+        """What is wrong in the books of all pools while nothing runs."""
+        plans = self._plans
+        return [wrong for plan in plans for wrong in self._faults_in(plan, only_prefixes)]
+
+    def _faults_in(self, plan: AppPlan, only_prefixes: bool) -> list[str]:
         try:
-            with pool_at(self.plan.pool_address) as pool:
+            with pool_at(plan.pool_address) as pool:
                 wrong, ledger = pool.check(), pool.stat()
         except PoolError as error:
             return [str(error)]

@@ -10,7 +10,7 @@ import pytest
 
 from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
 from triptych.core.messages import CompressionReport, Report
-from triptych.deployments.board import SHOWN_CELLS, Board, page_kinds, page_owners
+from triptych.deployments.board import SHOWN_PAGES, Board, page_kinds, page_owners
 from triptych.deployments.status import Status
 from triptych.kvpool import PREFIX_WORKER, Ledger, OwnerLine, PageMap, WorkerLine, runs
 from triptych.router import Life, RouterSnapshot, WorkerLoad
@@ -189,8 +189,8 @@ def test_of_several_pools_the_one_with_the_map_is_shown() -> None:
 
 def test_a_full_snapshot_stays_below_a_quarter_of_a_mebibyte() -> None:
     """The most that can be: a cell each, a request for each cell, and as many lives as are kept."""
-    owners = [owner("request", "d", f"chatcmpl-{'0' * 32}-{n}") for n in range(SHOWN_CELLS)]
-    pages = page_map(list(range(1, SHOWN_CELLS + 1)), *owners, stride=1000)
+    owners = [owner("request", "d", f"chatcmpl-{'0' * 32}-{n}") for n in range(SHOWN_PAGES)]
+    pages = page_map(list(range(1, SHOWN_PAGES + 1)), *owners, stride=1000)
     steps = tuple(("compressing", 1234.567) for _ in range(8))
     lives = tuple(
         Life(request=str(n), number=n, attempt=5, prompt_tokens=8192, max_tokens=8192, steps=steps)

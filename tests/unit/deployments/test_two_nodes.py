@@ -158,7 +158,7 @@ async def cluster(plan: AppPlan, sites: None) -> AsyncIterator[Cluster]:
     await router.__init__(nodes["front"])
     network = Site.arrive(nodes["front"]).network
     assert network is not None
-    engine = RouterEngine(nodes["front"], None, network)  # type: ignore[arg-type]
+    engine = RouterEngine(nodes["front"], routes=network)
     await engine.start()
     yield Cluster(plan, router, engine, pools)
     await engine.stop()

@@ -131,7 +131,7 @@ def test_every_actor_goes_to_the_pod_that_has_the_resource(folder: str) -> None:
     wanted = sliver(app.config.node_resource)
     assert wanted
     assert set(wanted) <= set(group_resources(body))
-    options = list(actor_options(wire(plan_of(app.config))))
+    options = list(actor_options(wire([plan_of(app.config)])))
     assert len(options) == 6  # ingress, router, pool, three stages
     assert all(option["resources"] == wanted for option in options)
 
@@ -140,9 +140,10 @@ def actor_options(app: Any) -> Iterator[Body]:
     """What Serve passes to Ray for each deployment of a bound graph."""
     deployment = app._bound_deployment
     yield deployment.ray_actor_options
-    for below in deployment.init_args:
-        if hasattr(below, "_bound_deployment"):
-            yield from actor_options(below)
+    for given in deployment.init_args:
+        for below in given if isinstance(given, list) else [given]:
+            if hasattr(below, "_bound_deployment"):
+                yield from actor_options(below)
 
 
 def plan_of(config: AppConfig) -> AppPlan:

@@ -1,8 +1,10 @@
 """The server in virtual time: times by hand, promises of the router, and fitted costs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,10 +56,10 @@ class Watched(Simulation):
 
         worker.post = note  # type: ignore[method-assign]
 
-    def _decide(self, messages: Sequence[Message], sender: str) -> None:
-        super()._decide(messages, sender)
+    def _decide(self, messages: Sequence[Message], sender: str, cell: str) -> None:
+        super()._decide(messages, sender, cell)
         now = self.clock.now
-        snapshot = self._coordinator.snapshot(now)
+        snapshot = self._coordinators[cell].snapshot(now)
         assert all(0 <= booked <= self.capacity for booked in snapshot.booked_bytes.values())
         waiting = snapshot.requests["waiting"]
         assert bool(waiting) == bool(snapshot.held_by)
@@ -165,6 +167,49 @@ def test_what_cannot_fit_and_what_is_too_much_is_refused_and_the_run_ends() -> N
     assert errors["huge"] == "context_length_exceeded"
     assert "rate_limit_exceeded" in errors.values()
     assert len(errors) == 21
+
+
+def in_cells(count: int, **router: Any) -> Cluster:
+    return Cluster(
+        prefill=4, compress=2, decode=4, workers_per_node=router.pop("workers_per_node", 0),
+        shared_cores=False, capacity_bytes=80 << 20, max_batch_requests=4,
+        plan=replace(Cluster().plan, prefix_bytes=20 << 20),
+        router=RouterConfig(cells=count, **router),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [0, 5])
+def test_cells_share_the_work_and_each_keeps_its_books(nodes: int) -> None:
+    trial = Watched(in_cells(2, workers_per_node=nodes, max_queued_requests=999)).run(
+        poisson(60, 8.0)
+    )
+    assert [one.error for one in trial.outcomes] == [""] * 60
+    assert trial.counters["finished"] == 60
+    assert sorted(trial.cells) == ["0", "1"]
+    assert sum(cell.requests for cell in trial.cells.values()) == 60
+    assert all(cell.requests > 15 and cell.router_s > 0 for cell in trial.cells.values())
+    assert sum(cell.busy_s for cell in trial.cells.values()) == pytest.approx(
+        sum(trial.busy_s.values())
+    )
+
+
+def test_what_one_cell_refuses_the_other_takes_until_both_are_full() -> None:
+    """All begin alike, so one cell is home to all of them, and nothing but its line is short."""
+    jobs = [
+        (Job(f"r{n}", 600, 9, segments=(("common", 500), (f"own {n}", 100))),) for n in range(60)
+    ]
+    trial = Simulation(in_cells(2, cell_overload=1e9, max_queued_requests=8), COSTS).run(jobs)
+    errors = Counter(one.error for one in trial.outcomes)
+    assert set(errors) == {"", "rate_limit_exceeded"}
+    assert trial.cell_choices["home"] == 60
+    passed_on = trial.cell_choices["refused"]
+    assert passed_on > errors["rate_limit_exceeded"] > 0
+    assert sorted(cell.requests > 0 for cell in trial.cells.values()) == [True, True]
+
+
+def test_a_stage_that_cells_cannot_share_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"compress=2: expected a multiple of the cells \(4\)"):
+        in_cells(4)
 
 
 def test_a_closed_loop_keeps_so_many_under_way() -> None:

@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Submit,
 )
 from triptych.core.pages import PagePlan
+from triptych.router.cells import Cells, bytes_of, key_of, may_pass_on, names_of
 from triptych.router.coordinator import Coordinator, Patience
 from triptych.router.prefixmap import BlockCache
 from triptych.router.simulator.clock import Clock
@@ -76,7 +77,23 @@ class Trial:
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of work of each stage's workers."""
     counters: dict[str, int] = field(default_factory=dict[str, int])
-    """The coordinator's."""
+    """The coordinators'."""
+    cells: dict[str, "CellTrial"] = field(default_factory=dict[str, "CellTrial"])
+    """What was done in each cell."""
+    cell_choices: dict[str, int] = field(default_factory=dict[str, int])
+    """Requests by why they went to their cell."""
+
+
+@dataclass(slots=True)
+class CellTrial:
+    """What one cell did in a run."""
+
+    requests: int = 0
+    """That ended there."""
+    busy_s: float = 0.0
+    """Seconds of work of its workers."""
+    router_s: float = 0.0
+    """Real CPU time of its coordinator."""
 
 
 class Simulation:
@@ -93,7 +110,16 @@ class Simulation:
     ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
-        self._coordinator = make(cluster.router, cluster.plan, cluster.capacity_bytes, Patience())
+        names = list(names_of(cluster.router.cells))
+        self._parts = {name: cluster.cell(index) for index, name in enumerate(names)}
+        self._coordinators = {
+            name: make(part.router, part.plan, part.capacity_bytes, Patience())
+            for name, part in self._parts.items()
+        }
+        readers = (cluster.colocated or cluster.prefill) // len(names)
+        self._cells = Cells(names, cluster.router.cell_overload, readers)
+        self._cell_of = dict[str, str]()
+        """Of workers, by address."""
         self._outcomes = dict[str, Outcome]()
         self._rest = dict[str, Iterator[Job]]()
         """What follows a request that is under way, or to come, in its session."""
@@ -115,12 +141,16 @@ class Simulation:
 
         Raises: SimulationStuck if some of them would wait for ever
         """
-        for number, (address, arena, stages) in enumerate(self._cluster.workers):
+        for name in self._parts:
+            self._cells.found(name)
+            self.trial.cells[name] = CellTrial()
+        everybody = [one for part in self._parts.values() for one in part.workers]
+        for number, (address, arena, stages) in enumerate(everybody):
             slots = self._cluster.max_batch_requests if "decode" in stages else 0
             hello = Hello(
                 name=address, address=address, stages=stages, max_requests=slots, arena=arena
             )
-            self._coordinator.on(hello, address, 0.0)
+            self._coordinators[self._cell_of[address]].on(hello, address, 0.0)
             self._report(self._workers[address])
             # Real workers did not start at the same moment either.
             offset = REPORT_S * number / len(self._workers)
@@ -136,22 +166,23 @@ class Simulation:
     def _build_workers(self) -> dict[str, SimulatedWorker]:
         cores = dict[str, Turns | OwnCores]()
         workers = dict[str, SimulatedWorker]()
-        for address, arena, stages in self._cluster.workers:
-            shared = cores.get(arena)
-            if shared is None:
-                shared = cores[arena] = self._cores()
-            engines = engines_of(stages, self._cluster, self._costs, self._cache_of(arena))
-            workers[address] = SimulatedWorker(
-                address, self.clock, engines, shared, self._from_worker, self._began
-            )
+        for cell, part in self._parts.items():
+            for address, arena, stages in part.workers:
+                shared = cores.get(part.machine(arena))
+                if shared is None:
+                    shared = cores[part.machine(arena)] = self._cores()
+                engines = engines_of(stages, part, self._costs, self._cache_of(part, arena))
+                workers[address] = SimulatedWorker(
+                    address, self.clock, engines, shared, self._from_worker, self._began
+                )
+                self._cell_of[address] = cell
         return workers
 
-    def _cache_of(self, arena: str) -> NodeCache | None:
+    def _cache_of(self, part: Cluster, arena: str) -> NodeCache | None:
         """That of one machine; None if it keeps no prefixes."""
-        plan = self._cluster.plan
-        if arena not in self._caches and plan.prefix_bytes:
-            blocks = BlockCache(plan.prefix_blocks)
-            self._caches[arena] = NodeCache(plan.block_tokens, blocks)
+        if arena not in self._caches and part.plan.prefix_bytes:
+            blocks = BlockCache(part.plan.prefix_blocks)
+            self._caches[arena] = NodeCache(part.plan.block_tokens, blocks)
         return self._caches.get(arena)
 
     def _cores(self) -> Turns | OwnCores:
@@ -181,14 +212,33 @@ class Simulation:
             self._begin_session()
 
     def _arrive(self, job: Job) -> None:
-        request = Request(
+        request, plan = self._request(job), self._cluster.plan
+        if len(self._parts) == 1:  # whose hashes would be the same, and cost as much
+            self._cells.place(job.id, b"", 1)
+        else:
+            self._cells.place(job.id, key_of(request, plan), bytes_of(request, plan))
+        self._submit(request)
+
+    def _request(self, job: Job) -> Request:
+        return Request(
             id=job.id,
             prompt=self._prompt(job),
             sampling=_sampling(job.max_tokens),
             reply_to=INGRESS,
             slo=job.slo,
         )
-        self._decide([Submit(request=request)], INGRESS)
+
+    def _submit(self, request: Request) -> None:
+        self._decide([Submit(request=request)], INGRESS, self._cells.where(request.id))
+
+    def _failed(self, failure: Failed) -> None:
+        """The ingress hears that a cell would not take a request, or could not end it."""
+        name = failure.request
+        is_begun = self._outcomes[name].first_s >= 0
+        if may_pass_on(failure) and not is_begun and self._cells.pass_on(name) is not None:
+            self._submit(self._request(self._outcomes[name].job))
+        else:
+            self._end(name, failure.code or "failed")
 
     def _prompt(self, job: Job) -> tuple[int, ...]:
         """Tokens that are equal where, and only where, segments are; zeros if nobody looks."""
@@ -215,6 +265,9 @@ class Simulation:
     def _end(self, name: str, error: str = "") -> None:
         outcome = self._outcomes.pop(name)
         outcome.last_s, outcome.error = self.clock.now, error
+        if not error:
+            self.trial.cells[self._cells.where(name)].requests += 1
+        self._cells.remove(name)
         self._progress_s = self.clock.now
         self.trial.outcomes.append(outcome)
         jobs = self._rest.pop(name)
@@ -227,18 +280,19 @@ class Simulation:
 
     # ---------------------------------------------------------------- the router
 
-    def _decide(self, messages: Sequence[Message], sender: str) -> None:
+    def _decide(self, messages: Sequence[Message], sender: str, cell: str) -> None:
         started = thread_time()
-        sends = self._coordinator.receive(messages, sender, self.clock.now)
-        self.trial.decision_s.append(thread_time() - started)
+        sends = self._coordinators[cell].receive(messages, sender, self.clock.now)
+        spent = thread_time() - started
+        self.trial.decision_s.append(spent)
+        self.trial.cells[cell].router_s += spent
         self._post(sends)
 
     def _post(self, sends: Sequence[Send]) -> None:
         frames = dict[str, list[Message]]()
         for send in sends:
             if isinstance(send.message, Failed):
-                code = send.message.code or "failed"
-                self.clock.after(self._costs.reply_s, self._end, send.message.request, code)
+                self.clock.after(self._costs.reply_s, self._failed, send.message)
             elif send.to in self._workers:
                 frames.setdefault(send.to, []).append(send.message)
         for address, messages in frames.items():
@@ -248,23 +302,29 @@ class Simulation:
         now = self.clock.now
         if self._outcomes and now - self._progress_s > STUCK_S:
             raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
-        self._post(self._coordinator.tick(now))
+        for cell, coordinator in self._coordinators.items():
+            started = thread_time()
+            sends = coordinator.tick(now)
+            self.trial.cells[cell].router_s += thread_time() - started
+            self._post(sends)
         self._look()
         self._on_tick(self.trial)
         self.clock.after(TICK_S, self._tick)
 
     def _look(self) -> None:
-        counts, booked = self._coordinator.census()
-        trial, self._looks = self.trial, self._looks + 1
-        for state, count in counts.items():
-            trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
+        trial, self._looks, booked = self.trial, self._looks + 1, 0
+        for coordinator in self._coordinators.values():
+            counts, held = coordinator.census()
+            booked += held
+            for state, count in counts.items():
+                trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
         trial.mean_booked_bytes += (booked - trial.mean_booked_bytes) / self._looks
         trial.peak_booked_bytes = max(trial.peak_booked_bytes, booked)
 
     # ---------------------------------------------------------------- workers
 
     def _report(self, worker: SimulatedWorker) -> None:
-        self._decide([worker.report()], worker.address)
+        self._decide([worker.report()], worker.address, self._cell_of[worker.address])
 
     def _keep_reporting(self, worker: SimulatedWorker) -> None:
         self._report(worker)
@@ -278,7 +338,8 @@ class Simulation:
             for message in messages:
                 if isinstance(message, Prefilled):
                     self._outcomes[message.request].cached_tokens = message.cached_tokens
-            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address)
+            cell = self._cell_of[worker.address]
+            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, cell)
         if wrote is None:
             return
         if not wrote.first:
@@ -300,10 +361,15 @@ class Simulation:
     def _finished(self) -> Trial:
         trial = self.trial
         trial.duration_s = self.clock.now
-        for address, _, stages in self._cluster.workers:
-            stage = stages[0] if len(stages) == 1 else "all"
-            trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + self._workers[address].busy_s
-        trial.counters = dict(self._coordinator.snapshot(self.clock.now).counters)
+        counters = Counter[str]()
+        for cell, part in self._parts.items():
+            for address, _, stages in part.workers:
+                stage = stages[0] if len(stages) == 1 else "all"
+                busy_s = self._workers[address].busy_s
+                trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + busy_s
+                trial.cells[cell].busy_s += busy_s
+            counters.update(self._coordinators[cell].snapshot(self.clock.now).counters)
+        trial.counters, trial.cell_choices = dict(counters), {**self._cells.counters}
         return trial
 
 

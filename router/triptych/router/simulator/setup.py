@@ -1,7 +1,7 @@
 """What is simulated: how many workers of which kind, with what memory, and who asks for what."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from triptych.core.config import RouterConfig, require
@@ -61,6 +61,8 @@ class Cluster:
     """Workers that share a machine and its arena; 0: all of them."""
     shared_cores: bool = True
     """Whether the workers of a machine take turns on its cores, step by step."""
+    name: str = ""
+    """What the names of workers and machines begin with: of one of several cells."""
     cores: int = 2
     """Of each machine."""
     free_cores: float | None = None
@@ -81,12 +83,44 @@ class Cluster:
             count = getattr(self, name)
             least = 0 if self.colocated else 1
             require(count >= least, name, count, f"at least {least} worker")
+        for name in ("prefill", "compress", "decode", "colocated"):
+            count, cells = getattr(self, name), self.router.cells
+            require(count % cells == 0, name, count, f"a multiple of the cells ({cells})")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
         require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")
         free = self.free_cores
         require(free is None or 0 < free <= self.cores, "free_cores", free, f"0 to {self.cores}")
         require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
+
+    def cell(self, index: int) -> "Cluster":
+        """One of ``router.cells`` cells: an equal part of the workers, on machines of its own.
+
+        If all workers are on one machine, cells share its cores, and each has a part of its memory.
+        """
+        cells = self.router.cells
+        if cells == 1:
+            return self
+        parts = cells if not self.workers_per_node else 1
+        return replace(
+            self,
+            prefill=self.prefill // cells,
+            compress=self.compress // cells,
+            decode=self.decode // cells,
+            colocated=self.colocated // cells,
+            name=f"{index}.",
+            capacity_bytes=self.capacity_bytes // parts,
+            router=replace(
+                self.router,
+                cells=1,
+                max_queued_requests=-(-self.router.max_queued_requests // cells),
+            ),
+            plan=replace(self.plan, prefix_bytes=self.plan.prefix_bytes // parts),
+        )
+
+    def machine(self, arena: str) -> str:
+        """The machine that has an arena: it has one for each cell that shares it."""
+        return arena if self.workers_per_node else ""
 
     @cached_property
     def workers(self) -> list[Group]:
@@ -103,8 +137,8 @@ class Cluster:
         groups = list[Group]()
         for letter, stages, count in kinds:
             for index in range(count):
-                node = f"node{index * nodes // count}"
-                groups.append((f"{letter}{index}", node, stages))
+                node = f"{self.name}node{index * nodes // count}"
+                groups.append((f"{self.name}{letter}{index}", node, stages))
         return groups
 
     def stored_pages(self, tokens: int) -> int:

@@ -1,0 +1,82 @@
+"""What one cell of an application has: its part of everything that there is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from triptych.core.config import (
+    ActorConfig,
+    AppConfig,
+    Auto,
+    AutoscalingConfig,
+    PoolConfig,
+    RouterConfig,
+)
+
+
+def cell_of(config: AppConfig, index: int) -> AppConfig:
+    """The settings of one of ``router.cells`` cells: an application of one router.
+
+    Replicas, bytes and the length of the line are divided; what is said of one worker, and what
+    clients see, is the same everywhere. Of one cell that is the configuration itself.
+    """
+    cells = config.router.cells
+    if cells == 1:
+        return config
+    return replace(
+        config,
+        prefill=replace(
+            config.prefill,
+            actor=_actor(config.prefill.actor, cells),
+            autoscaling=_autoscaling(config.prefill.autoscaling, cells),
+        ),
+        compressor=replace(
+            config.compressor,
+            actor=_actor(config.compressor.actor, cells),
+            autoscaling=_autoscaling(config.compressor.autoscaling, cells),
+        ),
+        decode=replace(
+            config.decode,
+            actor=_actor(config.decode.actor, cells),
+            autoscaling=_autoscaling(config.decode.autoscaling, cells),
+        ),
+        pool=_pool(config.pool, cells, index),
+        router=_router(config.router, index),
+    )
+
+
+def _actor(actor: ActorConfig, cells: int) -> ActorConfig:
+    """At least one: of colocated workers the decode stage alone says how many there are."""
+    return replace(actor, num_replicas=max(1, actor.num_replicas // cells))
+
+
+def _autoscaling(scaling: AutoscalingConfig, cells: int) -> AutoscalingConfig:
+    if not scaling.is_on:
+        return scaling
+    least, most = scaling.min_replicas // cells, scaling.max_replicas // cells
+    return replace(scaling, min_replicas=max(1, least), max_replicas=max(1, most))
+
+
+def _pool(pool: PoolConfig, cells: int, index: int) -> PoolConfig:
+    def part(value: int | Auto) -> int | Auto:
+        return "auto" if value == "auto" else value // cells
+
+    return replace(
+        pool,
+        capacity_bytes=pool.capacity_bytes // cells,
+        prefix_bytes=part(pool.prefix_bytes),
+        prefix_tenant_bytes=part(pool.prefix_tenant_bytes),
+        session_tenant_bytes=part(pool.session_tenant_bytes),
+        disk_path=str(Path(pool.disk_path) / f"cell-{index}") if pool.disk_path else "",
+        disk_bytes=pool.disk_bytes // cells,
+        disk_tenant_bytes=part(pool.disk_tenant_bytes),
+        disk_write_bytes_s=pool.disk_write_bytes_s / cells,
+    )
+
+
+def _router(router: RouterConfig, index: int) -> RouterConfig:
+    return replace(
+        router,
+        cells=1,
+        max_queued_requests=-(-router.max_queued_requests // router.cells),
+        record=f"{router.record}.cell-{index}" if router.record else "",
+    )

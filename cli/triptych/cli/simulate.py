@@ -79,7 +79,7 @@ class Case:
         """What was compared, without defaults."""
         is_default = self.placement == RouterConfig().placement
         placed = self.policy if is_default else f"{self.policy}+{self.placement}"
-        return placed if self.cells == 1 else f"{placed}, {self.cells} cells"
+        return placed if self.cells == 1 else f"{placed}+{self.cells}cells"
 
 
 @app.callback()

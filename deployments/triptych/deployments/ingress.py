@@ -136,10 +136,8 @@ class RouterEngine:
         told = await self._ask("explain", client_id)
         if len(self._links) == 1:
             return told["0"]
-        lives: list[dict[str, Any]] = [
-            {"cell": cell, **life} for cell, found in told.items() for life in found
-        ]
-        return sorted(lives, key=lambda life: -float(life["came_s_ago"]))
+        lives = [{"cell": cell, **life} for cell, found in told.items() for life in found]
+        return sorted(lives, key=_came_s_ago, reverse=True)
 
     async def decision(self, client_id: str) -> str:
         """The same in one line; empty if no router answers."""
@@ -300,6 +298,10 @@ class RouterEngine:
             self._giving_up = None
         unsent, self._unsent = self._unsent, {}
         return list(unsent.values())
+
+
+def _came_s_ago(life: Mapping[str, Any]) -> float:
+    return float(life["came_s_ago"])
 
 
 @serve.ingress()

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 TRACE_S = 1.0
+REFUSE_S = 3.0
+"""How long a request waits for a stage that its cell lacks before it is to ask another cell."""
 SHOWN_LIVES = 256
 """Requests that the dashboard gets, of all cells."""
 RECLAIM_S = 2.0
@@ -43,7 +45,7 @@ class RouterShell:
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
-            Patience(reclaim_s=RECLAIM_S),
+            Patience(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.cells > 1 else None),
         )
         self._pools = Pools(plan.pool_address, self._site.network)
         self._names = dict[str, str]()

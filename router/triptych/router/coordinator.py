@@ -57,6 +57,9 @@ class Patience:
     grace_s: float = 30.0
     """Time that a request waits for a stage without any worker before it fails with 503."""
 
+    refuse_s: float | None = None
+    """The same for one that has not begun, if another router may take it; None: as long."""
+
     cancel_timeout_s: float = 1.0
     """Time after which a cancelled request's bytes count as free without the worker's word."""
 
@@ -239,7 +242,11 @@ class Coordinator:
             self._endings.leave_lost_arenas(now)
 
     def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
-        if now - max(absent, entry.since) >= self._patience.grace_s:
+        limit_s = self._patience.grace_s
+        has_begun = entry.state is not State.WAITING or entry.is_set_aside
+        if self._patience.refuse_s is not None and not has_begun:
+            limit_s = self._patience.refuse_s
+        if now - max(absent, entry.since) >= limit_s:
             error = Overloaded(f"no {stage} worker is running: try again later")
             self._endings.fail(entry, error, now)
 

@@ -255,6 +255,20 @@ def test_without_any_worker_a_request_waits_the_grace_time_and_fails() -> None:
     assert "no decode worker" in failure.message
 
 
+def test_what_another_router_may_take_waits_less_for_a_worker_if_it_has_not_begun() -> None:
+    driver = Driver("P", "C", "D", patience=replace(PATIENCE, refuse_s=3.0))
+    driver.bring_to("encoding")
+    driver.router.lost("P", driver.now)
+    driver.router.lost("D", driver.now)
+    driver.submit(request("new"))
+    driver.compressed("r")
+    driver.tick(2.9)
+    [failure] = failures(driver.tick(0.1))
+    assert (failure.request, failure.code) == ("new", "overloaded")
+    driver.tick(26.9)
+    assert [failure.request for failure in failures(driver.tick(0.1))] == ["r"]
+
+
 def test_the_grace_time_starts_anew_when_the_last_worker_dies() -> None:
     driver = Driver("P", "C", "D", slots=0)
     driver.submit(request())

@@ -190,6 +190,8 @@ def simulate(
     policies, placements = words(policy), words(placement)
     for name, where in product(policies, placements):
         check_policies(RouterConfig(batch_policy=name, placement=where), slots)
+    for count in integers(cells):
+        replace(cluster, router=replace(router, cells=count))  # says what cannot be divided
     saturation = saturation_of(cluster, costs, load)
     rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
     cases = [

@@ -36,6 +36,21 @@ def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decision
     assert json.loads(out)
 
 
+def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    options = ["--prefill", "2", "--compress", "2", "--decode", "2", "--prefix-mib", "50"]
+    code, _, _ = run(
+        "simulate", *options, "--requests", "40", "--cells", "1,2", "--json", str(path)
+    )
+    assert code == 0
+    one, two = json.loads(path.read_text())["rows"]
+    assert [row["label"] for row in (one, two)] == ["greedy_by_memory", "greedy_by_memory+2cells"]
+    assert (one["cell_requests"], one["cell_choices"]) == ([40], {})
+    assert sum(two["cell_requests"]) == sum(two["cell_choices"].values()) == 40
+    assert two["cell_balance"] > one["cell_balance"] == 1
+    assert two["router_cpu_s"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -50,6 +65,8 @@ def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decision
         (["--trace", "none.csv"], "none.csv"),
         (["--costs", "none.json"], "none.json"),
         (["--rate", "quick"], "numbers"),
+        (["--cells", "1,3", "--prefill", "2"], "prefill=2: expected a multiple of the cells (3)"),
+        (["--cell-overload", "1"], "router.cell_overload=1.0: expected > 1"),
     ],
 )
 def test_what_makes_no_sense_is_exit_code_2_before_anything_starts(

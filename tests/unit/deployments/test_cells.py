@@ -2,8 +2,9 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +17,23 @@ from ray.serve._private.build_app import build_app
 from tests.unit.deployments.test_board import board, handle, life, owner, page_map
 from triptych.cli.validate import actors_of
 from triptych.core.config import AppConfig
-from triptych.core.errors import Overloaded
+from triptych.core.errors import Overloaded, QueueFull
 from triptych.core.layout import Geometry
+from triptych.core.messages import (
+    Cancel,
+    Failed,
+    FinishReason,
+    Request,
+    Sampling,
+    Submit,
+    Tokens,
+    failed,
+)
 from triptych.core.pages import PagePlan
 from triptych.deployments.app import wire
 from triptych.deployments.board import joined
 from triptych.deployments.ingress import RouterEngine
+from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.status import Status
 from triptych.router import RouterSnapshot, WorkerLoad
@@ -30,7 +42,7 @@ TWO = {"actor": {"num_replicas": 2}}
 STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas": 4}}}
 
 
-def plans(cells: int) -> list[AppPlan]:
+def plans(cells: int, run_dir: Path = Path("/tmp/app")) -> list[AppPlan]:
     config = AppConfig.from_mapping({"router": {"cells": cells}, **STAGES})
     first = AppPlan(
         config=config,
@@ -38,7 +50,7 @@ def plans(cells: int) -> list[AppPlan]:
         pages=PagePlan.of(config, Geometry(layers=30, kv_heads=3, head_dim=64)),
         context_tokens=8192,
         weights="hash",
-        run_dir=Path("/tmp/app"),
+        run_dir=run_dir,
         cells=cells,
     )
     return [first.of_cell(config, index) for index in range(cells)]
@@ -198,3 +210,142 @@ async def test_a_single_router_is_asked_as_before() -> None:
     assert not [name for name in await asked.gauges() if "cell" in name]
     assert await asked.explain("r") == []
     assert await asked.decision("r") == "x"
+
+
+# ------------------------------------------------------------------ over real sockets
+
+
+class FakeCell:
+    """A router that answers with the tokens that a test tells it, and can die."""
+
+    def __init__(self, plan: AppPlan) -> None:
+        self.asked = dict[str, Request]()
+        self.cancelled = set[str]()
+        self.retry_after_s = 0.0
+        """Above 0: it refuses everything."""
+        self.mailbox = Mailbox(plan.router_address, self._receive, lambda _: None)
+
+    def _receive(self, messages: Sequence[Any], sender: str) -> None:
+        for message in messages:
+            if isinstance(message, Submit) and self.retry_after_s:
+                refusal = QueueFull(9, 9, self.retry_after_s)
+                self.mailbox.post(sender, failed(message.request.id, refusal))
+            elif isinstance(message, Submit):
+                self.asked[message.request.id] = message.request
+            elif isinstance(message, Cancel):
+                self.cancelled |= set(message.requests)
+
+    def say(self, name: str, *tokens: int, at: int = 0, finish: FinishReason | None = None) -> None:
+        said = Tokens(request=name, index=at, tokens=tokens, text="", finish=finish)
+        self.mailbox.post(self.asked[name].reply_to, said)
+
+
+@dataclass
+class Front:
+    """An ingress and its cells."""
+
+    engine: RouterEngine
+    cells: list[FakeCell]
+
+    def ask(self, name: str, session: str) -> "asyncio.Task[list[Tokens | Failed]]":
+        request = Request(
+            id=name, prompt=(1, 2), sampling=Sampling(), reply_to=self.engine.address,
+            session=session,
+        )  # fmt: skip
+
+        async def heard() -> list[Tokens | Failed]:
+            return [event async for event in self.engine.generate([request])]
+
+        return asyncio.create_task(heard())
+
+    def where(self, name: str) -> list[int]:
+        return [index for index, cell in enumerate(self.cells) if name in cell.asked]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110  # what is awaited happens on a socket
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """The path of a socket ends at 107 bytes, which pytest's directories may reach."""
+    with tempfile.TemporaryDirectory(prefix="t-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+async def front(short_dir: Path) -> AsyncIterator[Front]:
+    both = plans(2, short_dir)
+    cells = [FakeCell(plan) for plan in both]
+    for cell in cells:
+        await cell.mailbox.start()
+    engine = RouterEngine(both[0])
+    await engine.start()
+    await until(lambda: engine.cells.up == ["0", "1"])
+    yield Front(engine, cells)
+    await engine.stop()
+    for cell in cells:
+        await cell.mailbox.stop()
+
+
+SESSIONS = [f"s{number}" for number in range(8)]
+
+
+async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own(
+    front: Front,
+) -> None:
+    clients = {name: front.ask(name, session=name) for name in SESSIONS}
+    await until(lambda: sum(len(cell.asked) for cell in front.cells) == len(SESSIONS))
+    before = {name: front.where(name)[0] for name in SESSIONS}
+    assert set(before.values()) == {0, 1}
+    for name, cell in before.items():
+        front.cells[cell].say(name, 7, 8, 9)
+    journeys = {one.request.id: one for one in front.engine.journeys}
+    await until(lambda: all(len(one.said) == 3 for one in journeys.values()))
+
+    await front.cells[1].mailbox.stop()
+    orphans = [name for name, cell in before.items() if cell == 1]
+    again = [f"{name}~1" for name in orphans]
+    await until(lambda: set(again) <= set(front.cells[0].asked))
+    assert set(front.cells[0].asked) == {n for n, cell in before.items() if cell == 0} | {*again}
+    assert {front.cells[0].asked[name].said for name in again} == {(7, 8, 9)}
+    for name in SESSIONS:
+        front.cells[0].say(f"{name}~1" if name in orphans else name, 5, at=3, finish="length")
+    heard = {name: await client for name, client in clients.items()}
+    for events in heard.values():
+        tokens = [token for one in events if isinstance(one, Tokens) for token in one.tokens]
+        assert tokens == [7, 8, 9, 5]
+    assert set(front.engine.cells.held_bytes.values()) == {0}
+
+
+async def test_the_same_conversation_comes_back_to_its_cell(front: Front) -> None:
+    for session in SESSIONS:
+        homes = set[int]()
+        for turn in range(2):
+            name = f"{session}-{turn}"
+            client = front.ask(name, session)
+            await until(lambda name=name: bool(front.where(name)))
+            (cell,) = front.where(name)
+            homes.add(cell)
+            front.cells[cell].say(name, 1, finish="stop")
+            await client
+        assert len(homes) == 1
+
+
+async def test_what_one_cell_refuses_the_other_is_asked_for(front: Front) -> None:
+    first, second = front.cells
+    first.retry_after_s = 9.0
+    clients = [front.ask(name, session=name) for name in SESSIONS]
+    await until(lambda: len(second.asked) == len(SESSIONS))
+    second.retry_after_s = 4.0
+    refused = await front.ask("late", session="late")
+    assert [one.retry_after_s for one in refused if isinstance(one, Failed)] == [4.0]
+    clients[0].cancel()
+    await until(lambda: second.cancelled == {SESSIONS[0]})
+    assert not first.cancelled
+    for name in SESSIONS[1:]:
+        second.say(name, 1, finish="stop")
+    await asyncio.gather(*clients[1:])
+    assert front.engine.cells.counters["refused"] >= 1

@@ -17,12 +17,13 @@ from typing import Any, get_type_hints
 from triptych.cli import diagnosis
 from triptych.cli.config import Setting, all_settings
 from triptych.core import errors
-from triptych.core.config import AppConfig
+from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
 from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.deployments.rpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
+from triptych.workers.plugins import STEP_PLUGINS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -63,6 +64,9 @@ def configuration() -> str:
         rows = [_row(setting) for setting in settings]
         told.append(f"## {title}\n\n{meanings[section]}\n\n")
         told.append(table(("setting", "default", "unit", "type", "meaning"), rows) + "\n")
+    rows = [_row(setting) for setting in all_settings(StepPluginConfig)]
+    told.append(f"## An entry of `decode.plugins`\n\n{getdoc(StepPluginConfig)}\n\n")
+    told.append(table(("setting", "default", "unit", "type", "meaning"), rows) + "\n")
     return "".join(told)
 
 
@@ -117,6 +121,7 @@ def policies() -> str:
         ("compression", "compressor.policy", COMPRESSION_POLICIES),
         ("batching", "router.batch_policy", BATCH_POLICIES),
         ("placement", "router.placement", PLACEMENT_POLICIES),
+        ("decode step", "decode.plugins", STEP_PLUGINS),
         ("eviction of prefixes", "pool.prefix_eviction", EVICTION_POLICIES),
     )
     rows = [

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from triptych.cli.output import JsonFlag, console
 from triptych.core import config as settings
+from triptych.core.config import StepPluginConfig
 
 app = typer.Typer(help="Explain the configuration.", no_args_is_help=True)
 
@@ -98,4 +99,13 @@ def _type_name(hint: Any) -> str:
         return " or ".join(repr(option) for option in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_type_name(option) for option in get_args(hint))
+    if get_origin(hint) is tuple and get_args(hint)[-1] is Ellipsis:
+        return f"list of {_type_name(get_args(hint)[0])}"
+    if get_origin(hint) is tuple:
+        return f"[{', '.join(_type_name(option) for option in get_args(hint))}]"
+    if get_origin(hint) is dict:
+        key, value = (_type_name(option) for option in get_args(hint))
+        return f"{key} to {value}"
+    if hint is StepPluginConfig:
+        return "entry"
     return hint.__name__ if isinstance(hint, type) else str(hint)

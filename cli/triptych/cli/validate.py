@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from triptych.core.cells import cell_of
 from triptych.core.config import ActorConfig, AppConfig, WorkerGroup
 from triptych.core.errors import ConfigError
 from triptych.router import check_policies
+
+if TYPE_CHECKING:
+    from triptych.core.pages import PagePlan
 
 ConfigPath = Annotated[
     Path,
@@ -39,6 +42,8 @@ class Facts:
     """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
     disk: dict[str, object] | None
     """What the disk tier may take, and where; None without one."""
+    plugins: tuple[str, ...]
+    """Plug-ins of the decode step in their order, by the names that requests have for them."""
     network: str
     """How processes of different nodes believe each other."""
 
@@ -60,6 +65,8 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
         title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
         console.print(make_table(columns, rows, title))
         console.print(_in_words(fact.pages), markup=False)
+        if fact.plugins:
+            console.print(f"in a decode step: {', '.join(fact.plugins)}", markup=False)
         console.print(f"between nodes: {fact.network}", markup=False)
         if fact.disk:
             told = (
@@ -144,8 +151,8 @@ def check_keys(config: AppConfig) -> None:
         read_keys(Path(config.ingress.api_keys))
 
 
-def check_pages(config: AppConfig) -> dict[str, object] | None:
-    """Shape of the pages for the model that is served; none if it is not on this machine.
+def plan_of(config: AppConfig) -> "PagePlan | None":
+    """Pages for the model that is served; none if it is not on this machine.
 
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
@@ -159,8 +166,14 @@ def check_pages(config: AppConfig) -> dict[str, object] | None:
     except ModelError:
         return None
     facts = describe(path)
+    return PagePlan.of(cell_of(config, 0), facts.geometry, find_profile(config, facts))
+
+
+def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object] | None:
+    """Shape of the pages, if they are known."""
+    if plan is None:
+        return None
     cell = cell_of(config, 0)
-    plan = PagePlan.of(cell, facts.geometry, find_profile(config, facts))
     return {
         "page_bytes": plan.page_bytes,
         "pages": config.router.cells * (cell.pool.capacity_bytes // plan.page_bytes),
@@ -192,6 +205,18 @@ def check_disk(config: AppConfig) -> dict[str, object] | None:
     return {"path": str(settings.path), "bytes": settings.capacity_bytes, "free_bytes": free}
 
 
+def check_steps(config: AppConfig, plan: "PagePlan | None") -> tuple[str, ...]:
+    """Plug-ins of the decode step, in their order.
+
+    Raises: ConfigError if one cannot be loaded, or they do not fit together
+    """
+    if not config.decode.plugins and not config.decode.selection.request_bounds:
+        return ()  # without torch, which takes seconds
+    from triptych.workers.steps import offers_of
+
+    return tuple(offer.plugin for offer in offers_of(config.decode, plan.policy if plan else None))
+
+
 def _in_words(pages: dict[str, object] | None) -> str:
     if pages is None:
         return "pages: not checked, the model is not on this machine yet"
@@ -218,6 +243,7 @@ def check_network(config: AppConfig) -> str:
 
 
 def _facts(app: ServedApp) -> Facts:
+    plan = plan_of(app.config)
     check_keys(app.config)
     check_policies(app.config.router, app.config.decode.max_batch_requests)
     return Facts(
@@ -226,7 +252,8 @@ def _facts(app: ServedApp) -> Facts:
         model=app.config.model.public_name,
         topology=app.config.topology,
         actors=actors_of(app.config),
-        pages=check_pages(app.config),
+        pages=check_pages(app.config, plan),
         disk=check_disk(app.config),
+        plugins=check_steps(app.config, plan),
         network=check_network(app.config),
     )

@@ -1,6 +1,7 @@
 """Settings of every component: frozen dataclasses, one owner per value, units in names."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,6 +280,12 @@ class SelectionConfig:
     reselect_every: int = 1
     """Tokens of an answer from one choice of pages to the next."""
 
+    request_bounds: dict[str, tuple[float, float]] = field(
+        default_factory=dict[str, tuple[float, float]]
+    )
+    """What requests may set instead, from and to: ``keep_fraction``, ``budget_tokens`` and
+    ``omitted_mass``. They may always read every page."""
+
     def __post_init__(self) -> None:
         kept = self.keep_fraction
         require(0 <= kept <= 1, "decode.selection.keep_fraction", kept, "0 to 1")
@@ -291,6 +298,50 @@ class SelectionConfig:
         require(fits, "decode.selection.omitted_mass", mass, expected)
         every = self.reselect_every
         require(every >= 1, "decode.selection.reselect_every", every, ">= 1")
+        for name in self.request_bounds:
+            expected = f"one of {', '.join(SELECTION_BY_REQUEST)}"
+            fits = name in SELECTION_BY_REQUEST
+            require(fits, "decode.selection.request_bounds", name, expected)
+
+
+SELECTION_BY_REQUEST = ("keep_fraction", "budget_tokens", "omitted_mass")
+"""Settings of the selection that may differ from request to request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPluginConfig:
+    """One plug-in of the decode step."""
+
+    name: str = ""
+    """A built-in one, one of an entry point, or ``module:object`` (docs/extending.md)."""
+
+    label: str = ""
+    """What requests call it, and who is told as having ended an answer; empty: its name, without
+    the module."""
+
+    options: dict[str, int | float | bool | str] = field(
+        default_factory=dict[str, int | float | bool | str]
+    )
+    """Its settings; what is not named has the plug-in's own default."""
+
+    enabled: bool = True
+    """Whether requests that say nothing of it have it. They may switch it on and off."""
+
+    request_bounds: dict[str, tuple[float, float]] = field(
+        default_factory=dict[str, tuple[float, float]]
+    )
+    """Options that requests may set themselves, from and to."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "decode.plugins.name", self.name, "the name of a plug-in")
+        fits = re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.called) is not None
+        expected = "up to 64 letters, digits, dots, hyphens and underscores"
+        require(fits, "decode.plugins.label", self.called, expected)
+
+    @property
+    def called(self) -> str:
+        """What requests call it."""
+        return self.label or self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +357,9 @@ class DecodeConfig:
     max_batch_requests: int = 32
     """Requests that one copy decodes at once."""
 
+    plugins: tuple[StepPluginConfig | str, ...] = ()
+    """What looks at each step (docs/extending.md): names, or entries with a name and more."""
+
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     """Which pages a step reads."""
 
@@ -313,6 +367,13 @@ class DecodeConfig:
         self.autoscaling.check(self.actor, "decode")
         count = self.max_batch_requests
         require(count >= 1, "decode.max_batch_requests", count, ">= 1")
+
+    @property
+    def steps(self) -> tuple[StepPluginConfig, ...]:
+        """The plug-ins, each as an entry."""
+        return tuple(
+            StepPluginConfig(name=one) if isinstance(one, str) else one for one in self.plugins
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,17 @@ class ModelError(TriptychError):
     """A model cannot be found, fetched, read or run."""
 
 
+class PluginError(TriptychError):
+    """A plug-in of the operator's did not do what it says it does."""
+
+    def __init__(self, plugin: str, what: str) -> None:
+        super().__init__(plugin, what)
+        self.plugin, self.what = plugin, what
+
+    def __str__(self) -> str:
+        return f"plug-in {self.plugin!r}: {self.what}"
+
+
 class MessageError(TriptychError):
     """A frame from a peer is not a message that we know: it is refused, never guessed at."""
 

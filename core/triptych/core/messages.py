@@ -169,6 +169,17 @@ NO_SLO = Slo()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """What a request wants of one plug-in of the decode step."""
+
+    plugin: str
+    """Its label."""
+    on: bool = True
+    options: dict[str, float] = field(default_factory=dict[str, float])
+    """Options that it sets itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate. A client's request with ``n`` choices becomes ``n`` of these."""
 
@@ -201,6 +212,8 @@ class Request:
     """The client's name for the conversation: what is kept of it is evicted last for a while."""
     cached_at_most: int | None = None
     """Most tokens that may come from a cached prefix; None: all that are known."""
+    switches: tuple[Switch, ...] = ()
+    """Plug-ins of which it wants something else than the server's settings."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -285,6 +298,8 @@ class Tokens:
     finish: FinishReason | None = None
     stop: str | int | None = None
     """The stop text or token id that ended the answer."""
+    ended_by: str = ""
+    """The plug-in that ended it, if one did."""
     compression: CompressionReport | None = None
     cached_tokens: int = 0
     """With the first token: tokens of the prompt that were not computed again."""
@@ -460,6 +475,8 @@ class Join:
     they are here."""
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
+    memory: tuple[float, ...] = ()
+    """What plug-ins remember of the answer so far; empty: nothing yet."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.words) <= self.handle.tokens + 1:
@@ -483,6 +500,8 @@ class Suspended:
     words: tuple[int, ...]
     """As those of ``Join``."""
     handle: KVHandle
+    memory: tuple[float, ...] = ()
+    """As that of ``Join``."""
 
 
 @message

@@ -32,6 +32,7 @@ from triptych.router import check_policies
 from triptych.workers.build import actor_config, context_tokens
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
+from triptych.workers.steps import offers_of
 from triptych.workers.tokenizer import open_tokenizer
 
 UNLIMITED = 1_000_000
@@ -61,11 +62,13 @@ def make_plan(config: AppConfig) -> AppPlan:
     facts = describe(path)
     open_tokenizer(path)  # kept from now on, so that an ingress need not make it
     profile, one = find_profile(config, facts), cell_of(config, 0)
+    pages = PagePlan.of(one, facts.geometry, profile)
     plan = AppPlan(
         config=one,
         model_path=path,
-        pages=PagePlan.of(one, facts.geometry, profile),
+        pages=pages,
         fidelity=profile.fidelity_of(config) if profile else (),
+        offers=offers_of(config.decode, pages.policy),
         context_tokens=context_tokens(config, facts.context_tokens),
         weights=facts.weights,
         run_dir=new_run_dir(),

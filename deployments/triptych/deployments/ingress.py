@@ -328,6 +328,7 @@ class IngressShell:
                 context_tokens=self._plan.context_tokens,
                 created=int(time.time()),
                 fidelity=self._plan.fidelity,
+                plugins=self._plan.offers,
             ),
             config=self._plan.config.ingress,
         )

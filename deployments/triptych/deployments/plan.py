@@ -10,6 +10,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Fidelity
+from triptych.core.switches import Offer
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class AppPlan:
     """Nodes with a pool; if there are several, what passes between them goes over TCP."""
     fidelity: tuple[Fidelity, ...] = ()
     """What calibration measured with these settings, by length of context."""
+    offers: tuple[Offer, ...] = ()
+    """What requests may change of the decode step's plug-ins."""
     token: str = field(default="", repr=False)
     """What processes of different nodes show each other if no file says it."""
     cells: int = 1

@@ -309,6 +309,7 @@ class Coordinator:
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
             entry.words, entry.handle = (message.first_token,), message.handle
+            entry.memory = ()
             entry.token_s, entry.read_at = message.token_s, now
             self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
             self._books.requests.history.cached(entry.id, message.cached_tokens)
@@ -366,6 +367,7 @@ class Coordinator:
         if entry is not None:
             self._books.counters["suspended"] += 1
             entry.words, entry.handle = message.words, message.handle
+            entry.memory = message.memory
             entry.giver, entry.decode, entry.is_asked_back = "", "", False
             entry.former = self._books.fleet.name_of(sender)
             if entry.is_preempted:

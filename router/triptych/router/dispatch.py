@@ -409,4 +409,5 @@ def join_of(entry: Entry) -> Join:
         handle=entry.handle,
         report=entry.report,
         token_s=entry.token_s,
+        memory=entry.memory,
     )

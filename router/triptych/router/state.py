@@ -85,6 +85,8 @@ class Entry:
     """The decode worker's."""
     words: tuple[int, ...] = ()
     """Tokens of the answer that the next decode worker must know."""
+    memory: tuple[float, ...] = ()
+    """What plug-ins of the decode step remember of it."""
     is_asked_back: bool = False
     """Whether its decode worker was told to put it on offer."""
     is_preempted: bool = False

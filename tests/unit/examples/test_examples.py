@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.policy import Policy
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-TESTED = {"generate_offline", "evaluate_codec", "rare_is_precious", "newest_first"}
+TESTED = {"generate_offline", "evaluate_codec", "rare_is_precious", "newest_first", "loop_stop"}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,14 @@ def test_a_policy_of_ones_own_compresses_and_its_name_is_told(tiny_model: str) -
     plain, own = load("rare_is_precious").main(tiny_model).values()
     assert own.policy == "rare_is_precious:policy"
     assert own.stored_bytes < plain.stored_bytes < plain.raw_bytes
+
+
+def test_a_plugin_of_the_decode_step_ends_an_answer_that_goes_in_circles(tiny_model: str) -> None:
+    """With the last of so many equal tokens; the prefill draws the first one of an answer."""
+    plain, ended = load("loop_stop").main(tiny_model, times=2)
+    pairs = enumerate(pairwise(plain[1:]), 3)
+    length = next((i for i, (one, next_one) in pairs if one == next_one), 60)
+    assert ended == plain[:length]
 
 
 def test_a_batching_policy_of_ones_own_decides() -> None:

@@ -105,12 +105,15 @@ class Stages:
     """The last one of each request."""
 
     @classmethod
-    def of(cls, model: Path, policy: str) -> "Stages":
+    def of(cls, model: Path, policy: str, plugins: Iterable[object] = ()) -> "Stages":
         settings = {
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": CONTEXT},
             "compressor": {"profile": "none", **POLICIES[policy]},
             "pool": {"capacity_bytes": 8 << 20},
-            "decode": {"selection": SELECTION if policy == "selected" else {}},
+            "decode": {
+                "selection": SELECTION if policy == "selected" else {},
+                "plugins": list(plugins),
+            },
         }
         config = build(AppConfig, settings)
         plan = PagePlan.of(config, describe(model).geometry)
@@ -127,7 +130,13 @@ class Stages:
         pool = self.pool.join(name, journal_bytes(self.plan, SLOTS, CONTEXT))
         model = self.engines["decode"]
         engine = DecodeEngine(
-            model.runner, pool, self.plan, model.answers, SLOTS, selection=model.selection
+            model.runner,
+            pool,
+            self.plan,
+            model.answers,
+            SLOTS,
+            selection=model.selection,
+            plugins=model.plugins,
         )
         return name, engine
 

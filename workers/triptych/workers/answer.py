@@ -39,14 +39,21 @@ class Answer:
     """Tokens of the prompt that were not computed again; told once, too."""
     prompt_logprobs: PromptLogprobs | None = None
     """How likely the tokens of the prompt were; told once, too."""
+    ended_by: str = ""
+    """The plug-in that ended it, if one did."""
 
-    def push(self, drawn: Drawn) -> Send:
+    def push(self, drawn: Drawn, ended_by: str = "") -> Send:
         """Take a drawn token; what comes back goes to the ingress.
+
+        ``ended_by``: the plug-in that wants the answer to end with it, unless that ends it anyway.
+        It has no say before ``min_tokens``, nor in an answer that must keep to a grammar.
 
         Raises: ModelError if the row's logits were not numbers; GrammarError if no token may follow
         """
         index = len(self.tokens)
-        text, stop = self._advance(drawn.checked_token())
+        token, sampling = drawn.checked_token(), self.request.sampling
+        may_end = index + 1 >= sampling.min_tokens and not sampling.grammar
+        text, stop = self._advance(token, ended_by if may_end else "")
         report, self.report = self.report, None
         cached, self.cached_tokens = self.cached_tokens, 0
         of_prompt, self.prompt_logprobs = self.prompt_logprobs, None
@@ -58,20 +65,23 @@ class Answer:
             logprobs=self._logprobs(drawn),
             finish=self.finish,
             stop=stop,
+            ended_by=self.ended_by,
             compression=report,
             cached_tokens=cached,
             prompt_logprobs=of_prompt,
         )
         return Send(self.request.reply_to, message)
 
-    def replay(self, token: int) -> Send:
+    def replay(self, token: int, ended_by: str = "") -> Send:
         """Take a token that an earlier worker drew; what comes back repeats it to the ingress.
+
+        ``ended_by``: the plug-in that ended the answer with it.
 
         The worker may have died before it got the token through. Log probabilities are lost
         with it, which is why a request that asks for them repeats nothing.
         """
         index = len(self.tokens)
-        text, stop = self._advance(token)
+        text, stop = self._advance(token, ended_by)
         message = Tokens(
             request=self.request.id,
             index=index,
@@ -79,10 +89,11 @@ class Answer:
             text=text,
             finish=self.finish,
             stop=stop,
+            ended_by=self.ended_by,
         )
         return Send(self.request.reply_to, message)
 
-    def _advance(self, token: int) -> tuple[str, str | int | None]:
+    def _advance(self, token: int, ended_by: str) -> tuple[str, str | int | None]:
         self.tokens.append(token)
         self.sampler_row.append(token)
         if token in self.end_ids:
@@ -93,6 +104,9 @@ class Answer:
             self.finish = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
+            return piece.text + self.text.finish(), None
+        elif ended_by:
+            self.finish, self.ended_by = "stop", ended_by
             return piece.text + self.text.finish(), None
         return piece.text, piece.stop
 

@@ -77,6 +77,7 @@ def make_engines(
             config.decode.max_batch_requests,
             draw,
             config.decode.selection,
+            config.decode.steps,
             prefixes,
             config.pool.keep_answers,
         ),

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.config import SelectionConfig
+from triptych.core.config import SelectionConfig, StepPluginConfig
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim
 from triptych.core.messages import (
@@ -20,6 +20,7 @@ from triptych.core.messages import (
     Finished,
     Join,
     Message,
+    Request,
     Resume,
     Resumed,
     Send,
@@ -37,14 +38,27 @@ from triptych.workers.journal import Journal
 from triptych.workers.models import Runner
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import SectionTable
-from triptych.workers.sampling import Draw, sample
+from triptych.workers.sampling import Draw, Drawn, sample
 from triptych.workers.selection import Selector, StepChoice
 from triptych.workers.stage import refuse
+from triptych.workers.steps.pipeline import Chosen, Pipeline, Seen, Verdict, selection_for
+from triptych.workers.steps.plugin import ALPHA_LOW
 from triptych.workers.window import Window
 
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one request has of what a step can do."""
+
+    plugins: Chosen
+    selection: SelectionConfig | None
+    """Which pages it reads; None: all."""
+    alpha_low: float
+    """Tokens of its answer below this are dropped, if the policy has no higher limit."""
 
 
 @dataclass(eq=False)
@@ -54,6 +68,7 @@ class Running:
     slot: int
     claim: Claim
     answer: Answer
+    wanted: Wanted
     position: int
     """Position of the token that the next step reads."""
     spare: list[int] = field(default_factory=list[int])
@@ -89,6 +104,8 @@ class DecodeEngine:
     """How tokens are drawn from logits; the quality harness forces them."""
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     """Which pages a step reads."""
+    plugins: Sequence[StepPluginConfig] = ()
+    """What looks at each step when its tokens are drawn."""
     prefixes: PrefixStore | None = None
     """None: no answer is kept for the next turn."""
     keep_answers: KeepAnswers = "never"
@@ -108,6 +125,7 @@ class DecodeEngine:
         self._raw = self._tables[0]
         self._window = self._window_of(self._journal)
         self._selector = Selector.of(self.selection, self.plan, self._arena, self._tables)
+        self._pipeline = Pipeline.of(self.plugins, self.plan.policy)
         self._keeper = AnswerKeeper.of(self.prefixes, self._arena, self._tables, self.keep_answers)
 
     def _window_of(self, journal: Journal) -> Window | None:
@@ -174,20 +192,43 @@ class DecodeEngine:
             return refused
         logits = self._forward(batch)
         drawn = self.draw(logits, [one.answer.sampler_row for one in batch])
+        verdict = self._look(batch, logits, drawn)
         sends = refused
-        for one, draw in zip(batch, drawn, strict=True):
+        for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
             one.position += 1
             try:
-                sends.append(one.answer.push(draw))
+                sends.append(one.answer.push(draw, self._ender(verdict, row)))
             except TriptychError as error:
                 sends.append(self._give_up(one, error))
                 continue
+            if verdict:
+                is_end = bool(one.answer.ended_by)
+                self._journal.note(one.slot, verdict.memory[row], verdict.ended_by[row] * is_end)
             self._journal.say(one.slot, draw.token)
             if one.answer.finish is not None:
                 sends.extend(self._finish(one))
             elif one.is_asked_back:
                 sends.append(self._suspend(one))
         return sends
+
+    def _look(
+        self, batch: Sequence[Running], logits: Tensor, drawn: Sequence[Drawn]
+    ) -> Verdict | None:
+        """What plug-ins make of a step; None: nobody has one."""
+        if not self._pipeline.stages:
+            return None
+        seen = Seen(
+            logits,
+            tokens=[draw.token for draw in drawn],
+            lengths=[len(one.answer.tokens) + 1 for one in batch],
+            positions=[one.position for one in batch],
+        )
+        memory = np.stack([self._journal.remembered(one.slot) for one in batch])
+        return self._pipeline.look([one.wanted.plugins for one in batch], seen, memory)
+
+    def _ender(self, verdict: Verdict | None, row: int) -> str:
+        """The plug-in that wants an answer to end; empty: none does."""
+        return self._pipeline.label(verdict.ended_by[row]) if verdict else ""
 
     def _finish(self, one: Running) -> list[Send]:
         """End a request, now or when what was answered is kept."""
@@ -236,6 +277,7 @@ class DecodeEngine:
             table = tables[run.format]
             unpacked.append((table, *unpack_run(run, table.layout, rows, self.pool.capacity_pages)))
         answer = self._answer(message)
+        wanted = self._wanted(message.request)
         ids = np.concatenate([ids for _, _, ids in unpacked])
         self._journal.forget(message.request.id)
         claim = self._obtain(message, ids, former)
@@ -245,9 +287,9 @@ class DecodeEngine:
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
         name, stored = message.request.id, message.handle.tokens
-        self._journal.join(slot, name, claim.lease, message.words, stored)
+        self._journal.join(slot, name, claim.lease, message.words, stored, message.memory)
         resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
-        return [*resumed, *self._start(answer, slot, claim, message.token_s)]
+        return [*resumed, *self._start(answer, slot, claim, wanted, message.token_s)]
 
     def _obtain(self, message: Join, ids: Ids, former: str) -> Claim:
         try:
@@ -284,10 +326,10 @@ class DecodeEngine:
         about = About(formats=tuple((name, pages.size) for name, _, pages in runs))
         (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
         handle = make_handle(claim, runs, one.position)
-        words = tuple(journal.words(one.slot))
+        words, memory = tuple(journal.words(one.slot)), tuple(journal.remembered(one.slot).tolist())
         one.grown = np.setdiff1d(np.array(one.grown, np.int32), held).tolist()
         self._free(one)
-        return Send(ROUTER, Suspended(request=one.id, words=words, handle=handle))
+        return Send(ROUTER, Suspended(request=one.id, words=words, handle=handle, memory=memory))
 
     def _resume(self, message: Resume) -> list[Send]:
         """Go on from what a dead worker left in its journal and in the pool.
@@ -310,11 +352,12 @@ class DecodeEngine:
         """Go on from a slot of a dead worker's journal."""
         name, journal, answer = message.join.request.id, self._journal, self._answer(message.join)
         if left.is_ended(at):
-            words = self._repeat(answer, left.words(at))
+            words = self._repeat(answer, left, at)
             if answer.finish is None:
                 raise MessageError(f"what is written of {name!r} has no end")
             return [*words, finished(answer)]
         self._require_slot()
+        wanted = self._wanted(message.join.request)
         begun = left.begun_pages(at)
         held = np.concatenate([left.pages(at), begun])
         journal.forget(name)
@@ -328,7 +371,14 @@ class DecodeEngine:
         slot = self._free_slots.popleft()
         journal.copy(left, at, slot)
         journal.enter(slot, name, claim.lease)
-        return self._start(answer, slot, claim, message.join.token_s, spare)
+        return self._start(answer, slot, claim, wanted, message.join.token_s, spare)
+
+    def _wanted(self, request: Request) -> Wanted:
+        """Raises: RequestError if the request wants what is not here"""
+        switches = request.switches
+        plugins = self._pipeline.chosen(switches)
+        alpha_low = self._pipeline.settings(plugins).get(ALPHA_LOW, 0.0)
+        return Wanted(plugins, selection_for(self.selection, switches), alpha_low)
 
     def _answer(self, message: Join) -> Answer:
         answer = self.answers.start(message.request)
@@ -340,27 +390,29 @@ class DecodeEngine:
         answer: Answer,
         slot: int,
         claim: Claim,
+        wanted: Wanted,
         token_s: float,
         spare: Sequence[int] | Ids = (),
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
         if self._selector is not None:
-            self._selector.join(slot)
-        sends = self._repeat(answer, self._journal.words(slot))
-        position = self._journal.position(slot)
-        one = Running(slot, claim, answer, position, [int(page) for page in spare], token_s=token_s)
+            self._selector.join(slot, wanted.selection)
+        sends = self._repeat(answer, self._journal, slot)
+        position, pages = self._journal.position(slot), [int(page) for page in spare]
+        one = Running(slot, claim, answer, wanted, position, pages, token_s=token_s)
         self._running[one.id] = one
         if answer.finish is not None:
             sends.extend(self._finish(one))
         return sends
 
-    @staticmethod
-    def _repeat(answer: Answer, words: Sequence[int]) -> list[Send]:
-        """Say again what an earlier worker said, in case it did not get it through.
+    def _repeat(self, answer: Answer, journal: Journal, slot: int) -> list[Send]:
+        """Say again what is written of an answer, in case it did not get through.
 
         That has no log probabilities, so a request that asks for them says nothing twice.
         """
+        *words, last = journal.words(slot)
         sends = [answer.replay(token) for token in words]
+        sends.append(answer.replay(last, self._pipeline.label(journal.ended(slot))))
         return [] if answer.request.sampling.reports_logprobs else sends
 
     def _leave(self, one: Running) -> None:
@@ -404,12 +456,23 @@ class DecodeEngine:
 
     def _retire_old_pages(self) -> list[Send]:
         """Compress the raw page behind the sink, in each row, once it is older than the window."""
-        window = self._window
-        full = [one for one in self._running.values() if window and window.is_full(one.slot)]
-        if window is None or not full:
+        window, groups = self._window, dict[float, list[Running]]()
+        if window is None:
             return []
+        for one in self._running.values():
+            if window.is_full(one.slot):
+                groups.setdefault(one.wanted.alpha_low, []).append(one)
+        return [
+            send
+            for alpha_low, full in groups.items()
+            for send in self._retire(window, full, alpha_low)
+        ]
+
+    def _retire(self, window: Window, full: Sequence[Running], alpha_low: float) -> list[Send]:
+        """The same for requests whose tokens are judged alike."""
         refused, moving = list[Send](), list[int]()
-        leaving = window.leaving([one.slot for one in full], [one.position for one in full])
+        slots, seen = [one.slot for one in full], [one.position for one in full]
+        leaving = window.leaving(slots, seen, alpha_low)
         for index, one in enumerate(full):
             try:
                 for column, table in enumerate(self._tables[1:]):

@@ -26,9 +26,11 @@ from triptych.workers.rows import SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 1
+VERSION = 2
 ID_BYTES = 128
 """Longest request id that is written down; one that is longer begins anew if its worker dies."""
+MOST_MEMORY = 16
+"""Numbers that the plug-ins of the decode step may remember of an answer, all together."""
 _ALIGN = 64
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -90,6 +92,11 @@ class Journal:
         self.said: Ids = arrays["said"]
         """Tokens of the answer since then."""
         self.tokens: Ids = arrays["tokens"]
+        self.notes: NDArray[np.float64] = arrays["notes"]
+        """What plug-ins remember after an even number of tokens, and after an odd one: what is
+        written for the next token leaves that of this one as it is, until ``said`` has grown."""
+        self.ended_by: Ids = arrays["ended_by"]
+        """The plug-in that ended the answer, likewise; 0: none."""
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
@@ -121,13 +128,23 @@ class Journal:
     # ---------------------------------------------------------------- writing
 
     def join(
-        self, slot: int, request: str, lease: int, words: Sequence[int], stored_tokens: int
+        self,
+        slot: int,
+        request: str,
+        lease: int,
+        words: Sequence[int],
+        stored_tokens: int,
+        memory: Sequence[float] = (),
     ) -> None:
         """Write a request down, whose tables are filled.
 
-        ``stored_tokens`` counts the whole sequence, all but the last of the words.
+        ``stored_tokens`` counts the whole sequence, all but the last of the words. ``memory``:
+        what plug-ins remember; none: nothing yet.
         """
         self.said[slot] = len(words)
+        self.notes[slot] = 0.0
+        self.notes[slot, len(words) % 2, : len(memory)] = memory
+        self.ended_by[slot] = 0
         self.tokens[slot, : len(words)] = words
         self.read[slot] = stored_tokens + 1 - len(words)
         self.scored[slot] = self.retirements.phase[slot] = 0
@@ -143,6 +160,11 @@ class Journal:
     def forget(self, request: str) -> None:
         """Strike out what is still written of a request that was here before and left."""
         self.request[self.request == request.encode()] = b""
+
+    def note(self, slot: int, memory: NDArray[np.float64], ended_by: int) -> None:
+        """Write down what plug-ins made of the token that is said next."""
+        turn = (int(self.said[slot]) + 1) % 2
+        self.notes[slot, turn], self.ended_by[slot, turn] = memory, ended_by
 
     def say(self, slot: int, token: int) -> None:
         """Write down a token of the answer: with this the step that drew it is done."""
@@ -183,6 +205,14 @@ class Journal:
     def words(self, slot: int) -> list[int]:
         """Tokens of the answer so far."""
         return self.tokens[slot, : self.said[slot]].tolist()
+
+    def remembered(self, slot: int) -> NDArray[np.float64]:
+        """What plug-ins remember of the answer so far."""
+        return self.notes[slot, self.said[slot] % 2]
+
+    def ended(self, slot: int) -> int:
+        """The plug-in that ended the answer; 0: none did."""
+        return int(self.ended_by[slot, self.said[slot] % 2])
 
     def position(self, slot: int) -> int:
         """Position of the newest token, which no step has read yet."""
@@ -267,6 +297,7 @@ class Journal:
             mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
         self.read[slot], self.said[slot] = other.read[at], other.said[at]
         self.tokens[slot], self.scored[slot] = other.tokens[at], other.scored[at]
+        self.notes[slot], self.ended_by[slot] = other.notes[at], other.ended_by[at]
         self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = other.retirements.retired[at]
 
@@ -290,6 +321,8 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "read": ("<i4", each),
         "said": ("<i4", each),
         "tokens": ("<i4", (slots, context_tokens)),
+        "notes": ("<f8", (slots, 2, MOST_MEMORY)),
+        "ended_by": ("<i4", (slots, 2)),
         "scored": ("<i8", each),
         "raw_table": ("<i4", raw),
         "raw_tokens": ("<i4", rows),

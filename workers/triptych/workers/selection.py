@@ -9,7 +9,7 @@ are scored, and not beside the pages: then they need no place in handles, transp
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from triptych.workers.window import Leaving
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
+ALL_TOKENS = (1 << 31) - 1
 MAP_NORESERVE = 0x4000
 """Linux on x86 and Arm; Python names it from 3.13 on."""
 
@@ -90,11 +91,10 @@ class StepChoice:
     owner: "Selector"
     slots: Tensor
     positions: Tensor
-    due: Tensor
-    """The list that is to be chosen anew for each request, or -1; int32 [R]."""
+    due: Mapping[Rule, Tensor]
+    """By what they go: the list that is to be chosen anew for each request, or -1; int32 [R]."""
     read: Tensor
     """The list that each request reads, or -1: it reads all pages; int32 [R]."""
-    is_due: bool
 
     def lists(self, layer: int, query: Tensor, *, scale: float, window: int) -> PageLists | None:
         """Lists of pages for a layer's queries [R, H, d]; None: all requests read all pages.
@@ -105,15 +105,15 @@ class StepChoice:
         if layer < owner.config.dense_layers or window > 0:
             return None
         ordinals, counts = owner.ordinals[layer], owner.counts[layer]
-        if self.is_due:
+        for rule, due in self.due.items():
             select_pages(
                 query,
                 [table.section(layer) for table in owner.tables],
                 owner.summaries_of(layer),
                 self.slots,
                 self.positions,
-                owner.rule,
-                PageLists(ordinals, counts, self.due),
+                rule,
+                PageLists(ordinals, counts, due),
                 scale=scale,
             )
         return PageLists(ordinals, counts, self.read)
@@ -135,13 +135,6 @@ class Selector:
         Where tokens are compressed these are the sink and the window, read in any case.
         """
         self.config, self.tables = config, tables
-        self.rule = Rule.of(
-            config.keep_fraction,
-            config.budget_tokens,
-            config.sink_tokens,
-            config.window_tokens,
-            config.omitted_mass,
-        )
         known = tables[1:] if plan.compresses else tables
         self._summaries = [TableSummaries(kind, arena, table) for table in known]
         layers, slots, kv_heads, _ = tables[0].pages.shape
@@ -150,6 +143,8 @@ class Selector:
         self.counts = _zeros(layers, slots, kv_heads)
         self._is_chosen: Mask = np.zeros(slots, np.bool_)
         """Slots whose lists name the pages that their rows still have."""
+        self._rules: list[Rule | None] = [None] * slots
+        """By slot how many pages its request reads; None: all."""
 
     @classmethod
     def of(
@@ -171,11 +166,15 @@ class Selector:
 
     # ---------------------------------------------------------------- what changes in a slot
 
-    def join(self, slot: int) -> None:
-        """Get to know all pages of a request; its tables are filled."""
-        for part in self._summaries:
+    def join(self, slot: int, wanted: SelectionConfig | None) -> None:
+        """Get to know all pages of a request; its tables are filled.
+
+        ``wanted``: how many of them it reads; None: all. Requests differ in nothing else.
+        """
+        for part in self._summaries if wanted else ():
             part.add(slot)
         self._is_chosen[slot] = False
+        self._rules[slot] = None if wanted is None else _rule(wanted)
 
     def leave(self, slot: int) -> None:
         for part in self._summaries:
@@ -206,7 +205,9 @@ class Selector:
         score. So are those that the budget holds as a whole.
         """
         now = positions.numpy().astype(np.int32)
-        reads_all: Mask = is_dense | (now < self.config.budget_tokens)
+        rules = [self._rules[int(slot)] for slot in slots]
+        budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int32)
+        reads_all: Mask = is_dense | (now < budgets)
         if reads_all.all():
             return None
         every = self.config.reselect_every
@@ -216,10 +217,23 @@ class Selector:
             owner=self,
             slots=torch.from_numpy(slots),
             positions=torch.from_numpy(now),
-            due=torch.from_numpy(np.where(due, slots, np.int32(-1))),
+            due={
+                rule: torch.from_numpy(np.where(mine, slots, np.int32(-1)))
+                for rule in dict.fromkeys(rules)
+                if rule and (mine := due & np.array([other == rule for other in rules])).any()
+            },
             read=torch.from_numpy(np.where(reads_all, np.int32(-1), slots)),
-            is_due=bool(due.any()),
         )
+
+
+def _rule(config: SelectionConfig) -> Rule:
+    return Rule.of(
+        config.keep_fraction,
+        config.budget_tokens,
+        config.sink_tokens,
+        config.window_tokens,
+        config.omitted_mass,
+    )
 
 
 def _unused_memory(size: int) -> mmap.mmap:

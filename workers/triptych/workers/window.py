@@ -68,8 +68,12 @@ class Window:
         """
         return self.plan.leaving_pages(int(self.raw.tokens[0, slot, 0])) > 0
 
-    def leaving(self, slots: Sequence[int], seen: Sequence[int]) -> Leaving:
+    def leaving(
+        self, slots: Sequence[int], seen: Sequence[int], least_alpha_low: float = 0.0
+    ) -> Leaving:
         """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
+
+        ``least_alpha_low``: what the policy's ``alpha_low`` is raised to, if it is lower.
 
         Its tokens become high. As many older ones leave the window of tokens that are high in any
         case, and are judged: their positions are a fixed distance behind those of the page.
@@ -80,6 +84,7 @@ class Window:
         rows: Ids = (first[:, None] + at).ravel()
         now: Ids = np.array(seen, np.int32)
         alpha_high, alpha_low = self.plan.policy.answer_alphas
+        alpha_low = min(max(alpha_low, least_alpha_low), alpha_high)
         plan = plan_retirement(
             self.arena,
             self.high.every_layer,

@@ -42,18 +42,26 @@ class Choice:
     """Whether a stream has begun to tell of this choice."""
     finish: FinishReason | None = None
     stop: str | int | None = None
+    ended_by: str = ""
+    """The plug-in that ended it, if one did."""
     compression: CompressionReport | None = None
     cached_tokens: int = 0
     """Tokens of its prompt that were not computed again."""
     prompt_logprobs: PromptLogprobs | None = None
     """How likely the tokens of its prompt were, if it is the first choice of that prompt."""
 
+    @property
+    def ending(self) -> Json:
+        """What ended it, beside the reason: a stop, and only if one did, a plug-in."""
+        ended = {"ended_by": self.ended_by} if self.ended_by else {}
+        return {"stop_reason": self.stop} | ended
+
     def add(self, item: Tokens) -> None:
         """Take new tokens."""
         self.texts.append(item.text)
         self.logprobs += item.logprobs
         self.ids += item.tokens
-        self.finish, self.stop = item.finish, item.stop
+        self.finish, self.stop, self.ended_by = item.finish, item.stop, item.ended_by
         self.compression = item.compression or self.compression
         self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
         self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
@@ -239,7 +247,7 @@ class ChatAnswer(Answer):
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": self._finish(choice),
-            "stop_reason": choice.stop,
+            **choice.ending,
         }
 
     def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
@@ -254,7 +262,7 @@ class ChatAnswer(Answer):
             yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
         if item.finish:
             last = self._part(choice, {})
-            yield last | {"finish_reason": self._finish(choice), "stop_reason": item.stop}
+            yield last | {"finish_reason": self._finish(choice), **choice.ending}
 
     def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
         """What a text adds to the answer, and which calls."""
@@ -348,7 +356,7 @@ class CompletionAnswer(Answer):
             "text": text,
             "logprobs": self._logprobs(choice, told) if told else None,
             "finish_reason": choice.finish,
-            "stop_reason": choice.stop,
+            **choice.ending,
         }
 
     def _logprobs(self, choice: Choice, told: Sequence[TokenLogprob | int]) -> Json:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Tokens
+from triptych.core.switches import Offer
 from triptych.deployments.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
@@ -87,6 +88,7 @@ class Intake:
     def card(self) -> dict[str, object]:
         """The model, as OpenAI lists it."""
         model = self.model
+        plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
         return {
             "id": model.name,
             "object": "model",
@@ -96,7 +98,16 @@ class Intake:
             "parent": None,
             "max_model_len": model.context_tokens,
             "permission": [],
-        }
+        } | ({"plugins": plugins} if plugins else {})
+
+
+def _shown(offer: Offer) -> dict[str, object]:
+    """What clients may change of a plug-in: whether they have it, and options from and to."""
+    options = {
+        name: {"default": bound.default, "minimum": bound.least, "maximum": bound.most}
+        for name, bound in offer.bounds.items()
+    }
+    return {"enabled": offer.on, "options": options}
 
 
 def _traced(job: Job, traceparent: str) -> Job:

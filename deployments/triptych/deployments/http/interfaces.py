@@ -6,6 +6,7 @@ from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
 from triptych.core.profile import Fidelity
+from triptych.core.switches import Offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class ModelCard:
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()
     """What compression costs, as calibration measured it at some lengths of context."""
+    plugins: tuple[Offer, ...] = ()
+    """What requests may change of the decode step."""
     root: str = ""
     """Where the weights came from; empty: ``name``."""
 

@@ -11,6 +11,7 @@ from triptych.core.config import IngressConfig
 from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
 from triptych.core.messages import Request, Sampling, Slo
 from triptych.core.profile import Fidelity
+from triptych.core.switches import switches_of
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.protocol import (
     ChatBody,
@@ -161,9 +162,11 @@ class Planner:
 
     def _owned(self, job: Job, body: GenerationBody, tenant: str, weight: float) -> Job:
         """Say with whom the requests share cached prefixes, whose they are, in which conversation,
-        and how urgent.
+        how urgent, and with which plug-ins.
 
         ``tenant`` is "" or has a fixed length, so no two pairs look alike.
+
+        Raises: RequestError if plug-ins are asked for what is not offered
         """
         salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
         mine = {
@@ -173,6 +176,7 @@ class Planner:
             "weight": weight,
             "priority": body.priority,
             "slo": _slo(body),
+            "switches": switches_of(body.plugins, self._model.plugins),
         }
         owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))

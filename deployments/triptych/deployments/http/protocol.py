@@ -34,6 +34,8 @@ MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
 MAX_PRIORITY = 100
 MAX_SLO_MS = 86_400_000
+MAX_PLUGINS = 32
+MAX_OPTIONS = 32
 
 MAX_REPORTED_ERRORS = 10
 MAX_REPORTED_CHARS = 200
@@ -83,12 +85,33 @@ def _one_or_many(value: object) -> str:
     return "@many" if isinstance(value, list) else "@one"
 
 
+def _few_plugins(value: object) -> object:
+    """Refuse a large mapping before each of its entries is checked and reported."""
+    given = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+    if len(given) > MAX_PLUGINS:
+        raise ValueError(f"Mapping should have at most {MAX_PLUGINS} entries, not {len(given)}")
+    for options in given.values():
+        if isinstance(options, dict) and len(cast("dict[str, object]", options)) > MAX_OPTIONS:
+            raise ValueError(f"a plug-in should have at most {MAX_OPTIONS} options")
+    return cast("object", value)
+
+
+def _switch_kind(value: object) -> str:
+    return "@switch" if isinstance(value, bool) else "@options"
+
+
 Text = Annotated[str, AfterValidator(_well_formed)]
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Milliseconds = Annotated[Finite, Field(gt=0, le=MAX_SLO_MS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+PluginName = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+PluginWish = Annotated[
+    Annotated[bool, Tag("@switch")] | Annotated[dict[PluginName, Finite], Tag("@options")],
+    Discriminator(_switch_kind),
+]
+"""On or off, or on with these options."""
 Stop = Annotated[
     Annotated[StopText, Tag("@one")]
     | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("@many")],
@@ -206,6 +229,10 @@ class GenerationBody(Body):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    plugins: Annotated[dict[PluginName, PluginWish], BeforeValidator(_few_plugins)] = Field(
+        default_factory=dict[str, bool | dict[str, float]]
+    )
+    """Plug-ins of the decode step of which this request wants something else than the server."""
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,0 +1,247 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# transformers' tokenizers have no types.
+"""What the built-in plug-ins of a decode step save, cost and change.
+
+    python benchmarks/step_plugins.py --json benchmarks/results/step_plugins.json
+
+``entropy_stop``: answers to some questions, greedy, once without it; where it would have ended them
+follows from the entropies. ``soft_prune``: texts of the evaluation split, teacher-forced, next to
+the same without it. The share of a step is that of time in the plug-in, in the same step.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.output import console, make_table, write_json
+from triptych.core.config import AppConfig
+from triptych.core.messages import Sampling, Send, Switch
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.local import LocalServer
+from triptych.workers.loop import Work
+from triptych.workers.models import resolve
+from triptych.workers.models.pretrained import read_tokenizer
+from triptych.workers.quality.metrics import compare, summarize
+from triptych.workers.quality.texts import documents
+from triptych.workers.sampling import Drawn, SamplerRow, sample
+from triptych.workers.stage import Engine
+from triptych.workers.steps.entropy import entropy
+from triptych.workers.teacher import Script, Teacher
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "List the planets of the solar system.",
+    "Write a short poem about the sea.",
+    "Explain how a bicycle stays upright.",
+    "Count from one to twenty in words.",
+    "Give me a recipe for pancakes.",
+    "What is 17 times 23? Show your work.",
+    "Write a Python function that reverses a list.",
+    "Who wrote Hamlet, and what is it about?",
+    "Name three differences between cats and dogs.",
+    "Translate 'good morning' into Spanish, French and German.",
+    "Why is the sky blue?",
+)
+THRESHOLDS, PATIENCE = (0.05, 0.1, 0.3, 0.5), (8, 16, 32)
+PRUNE = (0.0, 0.05, 0.2, 0.5, 1.0)
+NGRAM = 8
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """One setting of ``entropy_stop``."""
+
+    threshold: float
+    patience_tokens: int
+    answers_ended: int
+    tokens_saved: float
+    """Share of all tokens."""
+    of_them_repeats: float
+    """Share of those whose last 8 tokens the answer had said before."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """One setting of ``soft_prune``."""
+
+    threshold: float
+    kl: float
+    """From the same without it, mean over tokens."""
+    top1_agreement: float
+    tokens_held: float
+    """At the end, as a share of those without it."""
+
+
+def is_repeat(tokens: Sequence[int], at: int) -> bool:
+    """Whether the tokens up to one stood together in the answer before."""
+    last = tuple(tokens[at - NGRAM + 1 : at + 1])
+    return any(tuple(tokens[i : i + NGRAM]) == last for i in range(at - NGRAM + 1))
+
+
+def stopped(answers: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Iterable[Stopped]:
+    """What each setting would have made of answers, given the entropy of each token."""
+    total = sum(len(tokens) for tokens, _ in answers)
+    for threshold in THRESHOLDS:
+        for patience in PATIENCE:
+            cut, ended = list[bool](), 0
+            for tokens, entropies in answers:
+                streak = 0
+                for index, one in enumerate(entropies[1:], 1):
+                    streak = streak + 1 if one < threshold else 0
+                    if streak >= patience:
+                        rest = range(index + 1, len(tokens))
+                        cut += [is_repeat(tokens, at) for at in rest]
+                        ended += bool(rest)
+                        break
+            share = mean(cut) if cut else 0.0
+            saved = round(len(cut) / total, 3)
+            yield Stopped(threshold, patience, ended, saved, round(share, 3))
+
+
+def ask(config: AppConfig, tokens: int) -> list[tuple[Sequence[int], Sequence[float]]]:
+    """Answers to the questions, and the entropy of each of their tokens."""
+    path = resolve(config.model.name)
+    tokenizer = read_tokenizer(path)
+    heard = dict[int, list[float]]()
+
+    def draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
+        for row, nats in zip(rows, entropy(logits).tolist(), strict=True):
+            heard.setdefault(row.sampling.seed, []).append(nats)
+        return sample(logits, rows)
+
+    with LocalServer(config, path, draw) as server:
+        requests = []
+        for number, question in enumerate(QUESTIONS):
+            turns = [{"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=False
+            )
+            sampling = Sampling(temperature=0.0, max_tokens=tokens, seed=number)
+            requests.append(server.request(prompt, sampling))
+        answers = server.complete(requests)
+    return [(answer.tokens, heard[number]) for number, answer in enumerate(answers)]
+
+
+def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
+    """Median share of a step's time that ``entropy_stop`` takes with its neutral threshold."""
+    shares, spent = list[float](), [0.0]
+    look = DecodeEngine._look  # pyright: ignore[reportPrivateUsage]
+
+    def timed(engine: DecodeEngine, *given: object) -> object:
+        begun = time.perf_counter()
+        try:
+            return look(engine, *given)  # pyright: ignore[reportArgumentType]
+        finally:
+            spent[0] = time.perf_counter() - begun
+
+    def around(engine: Engine, work: Work) -> Iterable[Send] | None:
+        spent[0], begun = 0.0, time.perf_counter()
+        done = work()
+        if spent[0]:
+            shares.append(spent[0] / (time.perf_counter() - begun))
+        return done
+
+    decode = replace(config.decode, plugins=("entropy_stop",))
+    with (
+        patch.object(DecodeEngine, "_look", timed),
+        LocalServer(replace(config, decode=decode)) as server,
+    ):
+        server.look_on(around)
+        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        server.complete([server.request(range(5, 100), sampling) for _ in range(requests)])
+    return round(median(shares[5:]), 4)
+
+
+def forced(
+    config: AppConfig, threshold: float | None, count: int, context: int, answer: int
+) -> tuple[list[Tensor], int]:
+    """Logits of each text, and the tokens that all head rows hold at the end."""
+    path = resolve(config.model.name)
+    tokenizer = read_tokenizer(path)
+    texts = documents(
+        tokenizer.encode, "evaluation", context=context, continuation=answer, count=count
+    )
+    teacher = Teacher([Script(text.continuation) for text in texts])
+    engines = set[DecodeEngine]()
+
+    def around(engine: Engine, work: Work) -> Iterable[Send] | None:
+        if isinstance(engine, DecodeEngine):
+            engines.add(engine)
+        return work()
+
+    plugins = () if threshold is None else ("soft_prune",)
+    wish = Switch(plugin="soft_prune", options={"threshold": threshold or 0.0})
+    decode = replace(config.decode, plugins=plugins)
+    with LocalServer(replace(config, decode=decode), path, teacher.draw) as server:
+        server.look_on(around)
+        requests = [
+            replace(
+                server.request(
+                    text.context, Sampling(max_tokens=answer, ignore_eos=True, seed=number)
+                ),
+                switches=(wish,) if plugins else (),
+            )
+            for number, text in enumerate(texts)
+        ]
+        server.complete(requests)
+        (engine,) = engines
+        # What a request that has left had in its rows is there until its slot is used again.
+        held = sum(int(table.tokens.sum()) for table in engine.tables)
+    return [torch.stack(teacher.logits[number]) for number in range(count)], held
+
+
+def pruned(config: AppConfig, count: int, context: int, answer: int) -> Iterable[Pruned]:
+    """Each threshold next to no pruning."""
+    plain, all_held = forced(config, None, count, context, answer)
+    for threshold in PRUNE:
+        found, held = forced(config, threshold, count, context, answer)
+        steps = [
+            compare(one[1:], other[1:], one[1:].argmax(dim=1).tolist())
+            for one, other in zip(plain, found, strict=True)
+        ]
+        told = summarize([[step] for step in steps])
+        share = round(held / all_held, 4)
+        yield Pruned(threshold, round(told.kl, 5), round(told.top1_agreement, 4), share)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    host = host_info()
+    config = AppConfig.from_mapping({"pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0}})
+    answers = ask(config, options.tokens)
+    shares = {str(count): share_of_step(config, count, 40) for count in (1, 8)}
+    told: dict[str, object] = {
+        "host": host,
+        "answers": len(answers),
+        "answer_tokens": sum(len(tokens) for tokens, _ in answers),
+        "step_share_by_requests": shares,
+    }
+    tables: dict[str, list[dict[str, object]]] = {
+        "entropy_stop": [asdict(row) for row in stopped(answers)],
+        "soft_prune": [
+            asdict(row) for row in pruned(config, options.texts, options.context, options.tokens)
+        ],
+    }
+    for name, rows in tables.items():
+        console.print(make_table(list(rows[0]), [list(row.values()) for row in rows], name))
+    console.print(told["step_share_by_requests"])
+    if options.json:
+        write_json(told | tables, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ the same without it. The share of a step is that of time in the plug-in, in the 
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +53,6 @@ QUESTIONS = (
     "Why is the sky blue?",
 )
 THRESHOLDS, PATIENCE = (0.05, 0.1, 0.3, 0.5), (8, 16, 32)
-PRUNE = (0.0, 0.05, 0.2, 0.5, 1.0)
 NGRAM = 8
 
 
@@ -171,11 +171,11 @@ def forced(
         tokenizer.encode, "evaluation", context=context, continuation=answer, count=count
     )
     teacher = Teacher([Script(text.continuation) for text in texts])
-    engines = set[DecodeEngine]()
+    engines = dict[int, DecodeEngine]()
 
     def around(engine: Engine, work: Work) -> Iterable[Send] | None:
         if isinstance(engine, DecodeEngine):
-            engines.add(engine)
+            engines[id(engine)] = engine
         return work()
 
     plugins = () if threshold is None else ("soft_prune",)
@@ -193,16 +193,18 @@ def forced(
             for number, text in enumerate(texts)
         ]
         server.complete(requests)
-        (engine,) = engines
+        (engine,) = engines.values()
         # What a request that has left had in its rows is there until its slot is used again.
         held = sum(int(table.tokens.sum()) for table in engine.tables)
     return [torch.stack(teacher.logits[number]) for number in range(count)], held
 
 
-def pruned(config: AppConfig, count: int, context: int, answer: int) -> Iterable[Pruned]:
+def pruned(
+    config: AppConfig, thresholds: Sequence[float], count: int, context: int, answer: int
+) -> Iterable[Pruned]:
     """Each threshold next to no pruning."""
     plain, all_held = forced(config, None, count, context, answer)
-    for threshold in PRUNE:
+    for threshold in thresholds:
         found, held = forced(config, threshold, count, context, answer)
         steps = [
             compare(one[1:], other[1:], one[1:].argmax(dim=1).tolist())
@@ -215,32 +217,34 @@ def pruned(config: AppConfig, count: int, context: int, answer: int) -> Iterable
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default="entropy_stop,step_share,soft_prune")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--prune", default="0,0.05,0.2,0.5,1")
+    parser.add_argument("--json", type=Path, help="what it has of other parts stays")
     options = parser.parse_args(arguments)
-    host = host_info()
+    told = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     config = AppConfig.from_mapping({"pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0}})
-    answers = ask(config, options.tokens)
-    shares = {str(count): share_of_step(config, count, 40) for count in (1, 8)}
-    told: dict[str, object] = {
-        "host": host,
-        "answers": len(answers),
-        "answer_tokens": sum(len(tokens) for tokens, _ in answers),
-        "step_share_by_requests": shares,
-    }
-    tables: dict[str, list[dict[str, object]]] = {
-        "entropy_stop": [asdict(row) for row in stopped(answers)],
-        "soft_prune": [
-            asdict(row) for row in pruned(config, options.texts, options.context, options.tokens)
-        ],
-    }
-    for name, rows in tables.items():
-        console.print(make_table(list(rows[0]), [list(row.values()) for row in rows], name))
-    console.print(told["step_share_by_requests"])
+    for part in options.parts.split(","):
+        setting = {"tokens": options.tokens, "host": host_info()}
+        if part == "entropy_stop":
+            answers = ask(config, options.tokens)
+            setting |= {"answers": len(answers), "of_tokens": sum(len(one) for one, _ in answers)}
+            rows = [asdict(row) for row in stopped(answers)]
+        elif part == "step_share":
+            rows = [
+                {"requests": count, "share": share_of_step(config, count, 40)} for count in (1, 8)
+            ]
+        else:
+            setting |= {"texts": options.texts, "context": options.context}
+            thresholds = [float(one) for one in options.prune.split(",")]
+            found = pruned(config, thresholds, options.texts, options.context, options.tokens)
+            rows = [asdict(row) for row in found]
+        console.print(make_table(list(rows[0]), [list(row.values()) for row in rows], part))
+        told[part] = setting | {"rows": rows}
     if options.json:
-        write_json(told | tables, options.json)
+        write_json(told, options.json)
 
 
 if __name__ == "__main__":

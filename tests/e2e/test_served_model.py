@@ -36,6 +36,12 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
+ENTROPY_STOP = {
+    "name": "entropy_stop",
+    "options": {"patience_tokens": 4},
+    "request_bounds": {"threshold": [0.0, 20.0]},
+}
+"""With a threshold that changes nothing, unless a request sets another one."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,7 @@ def server(start: Callable[..., Any], grpc_port: int) -> Any:
     return start(
         model={"name": MODEL, "dtype": "float32"},
         ingress={"grpc_port": grpc_port, "open_admin": True},
+        decode={"plugins": [ENTROPY_STOP]},
     )
 
 
@@ -107,6 +114,33 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(server: Any) 
     assert alone.choices[0].message.content
     assert server.metric("triptych_sessions") == 2
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
+
+
+def test_a_request_sets_a_plugin_of_the_decode_step(
+    server: Any, client: openai.OpenAI, grpc_port: int
+) -> None:
+    """Every token is sure enough for 20 nats: the prefill draws one, decode the next four."""
+    prompt, wanted = "The sea is", {"entropy_stop": {"threshold": 20.0}}
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    plain, off, ended = (
+        client.completions.create(**asked, extra_body={"ignore_eos": True, **more})
+        for more in ({}, {"plugins": {"entropy_stop": False}}, {"plugins": wanted})
+    )
+    assert plain.usage.completion_tokens == 12
+    assert off.choices[0].text == plain.choices[0].text
+    choice = ended.choices[0]
+    assert (choice.finish_reason, choice.model_extra["ended_by"]) == ("stop", "entropy_stop")
+    assert ended.usage.completion_tokens == 5
+    assert plain.choices[0].text.startswith(choice.text)
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        request = CompletionRequest(prompt=[prompt], max_tokens=12, temperature=0, ignore_eos=True)
+        request.extra.update({"plugins": wanted})
+        (told,) = TriptychStub(channel).Completion(request, timeout=60).choices
+    assert (told.text, told.extra["ended_by"]) == (choice.text, "entropy_stop")
+    with pytest.raises(openai.BadRequestError, match=r"expected a number from 0 to 20"):
+        client.completions.create(
+            **asked, extra_body={"plugins": {"entropy_stop": {"threshold": 21}}}
+        )
 
 
 # ------------------------------------------------------------------ the client

@@ -90,8 +90,8 @@ class Profile:
     def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
         """What was measured, if these settings are the ones that it was measured with."""
         given = replace(config.compressor, actor=ActorConfig(), profile="auto")
-        is_as_measured = given == CompressorConfig() and config.decode.selection.method == "none"
-        return self.measured if is_as_measured else ()
+        plain = config.decode.selection.method == "none" and not config.decode.plugins
+        return self.measured if plain and given == CompressorConfig() else ()
 
     def check_model(self, weights: str, geometry: Geometry, path: Path) -> None:
         """Raise ConfigError if this profile is of another model."""

@@ -330,3 +330,22 @@ def test_doctor_prints_findings_and_exits_with_1_for_a_fault(
     code, out, _ = run("doctor", path)
     assert code == 1
     assert "set num_gpus to 0" in " ".join(out.split())
+
+
+def test_validate_looks_at_the_plugins_of_the_decode_step(
+    run: Run, serve_file: Callable[[object], str], tmp_path: Path
+) -> None:
+    """Also beside the compression policy, if the model is on this machine."""
+    model = {"model": {"name": str(save_tiny_model(tmp_path))}}
+    counting = {"compressor": {"profile": "none", "policy": "diffkv"}}
+    both = {"decode": {"plugins": ["soft_prune", "entropy_stop"]}}
+    code, out, _ = run("validate", serve_file(model | counting | both))
+    assert code == 0
+    assert "in a decode step: soft_prune, entropy_stop" in out
+    for args, says in (
+        (model | both | {"compressor": {"policy": "uniform:k8v4"}}, "'soft_prune' needs 'scores'"),
+        ({"decode": {"plugins": ["entropystop"]}}, "did you mean 'entropy_stop'"),
+    ):
+        code, _, err = run("validate", serve_file(args))
+        assert code == 2
+        assert says in err.replace("\n", " ")

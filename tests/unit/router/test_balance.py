@@ -28,7 +28,7 @@ from triptych.core.messages import (
     failed,
 )
 
-WORDS = (7, 8, 9)
+WORDS, MEMORY = (7, 8, 9), (2.0, 0.5)
 
 
 def crowded(*requests: Request, **config: object) -> Driver:
@@ -41,7 +41,7 @@ def crowded(*requests: Request, **config: object) -> Driver:
 
 
 def suspended(name: str) -> Suspended:
-    return Suspended(request=name, words=WORDS, handle=on_offer(name))
+    return Suspended(request=name, words=WORDS, handle=on_offer(name), memory=MEMORY)
 
 
 def on_offer(name: str) -> KVHandle:
@@ -60,6 +60,7 @@ def test_the_newest_request_of_the_fullest_worker_goes_to_the_emptiest() -> None
     [send] = driver.on(suspended("two"), "D")
     assert isinstance(send.message, Join)
     assert (send.to, send.message.words, send.message.handle) == ("E", WORDS, on_offer("two"))
+    assert send.message.memory == MEMORY
     assert (driver.state("two"), driver.booked) == ("decoding", booked)
     assert driver.on(Resumed(request="two"), "E") == []
     assert driver.count("moved") == 1

@@ -34,7 +34,7 @@ from triptych.kvpool import About, WorkerPool
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
 from triptych.workers.handles import make_handle, unpack_run
-from triptych.workers.journal import Journal
+from triptych.workers.journal import MOST_MEMORY, Journal
 from triptych.workers.models import Runner
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import SectionTable
@@ -215,7 +215,7 @@ class DecodeEngine:
         self, batch: Sequence[Running], logits: Tensor, drawn: Sequence[Drawn]
     ) -> Verdict | None:
         """What plug-ins make of a step; None: nobody has one."""
-        if not self._pipeline.stages:
+        if not self._pipeline.places:
             return None
         seen = Seen(
             logits,
@@ -278,6 +278,8 @@ class DecodeEngine:
             unpacked.append((table, *unpack_run(run, table.layout, rows, self.pool.capacity_pages)))
         answer = self._answer(message)
         wanted = self._wanted(message.request)
+        if len(message.memory) > MOST_MEMORY:
+            raise MessageError(f"memory of {len(message.memory)} numbers: at most {MOST_MEMORY}")
         ids = np.concatenate([ids for _, _, ids in unpacked])
         self._journal.forget(message.request.id)
         claim = self._obtain(message, ids, former)

@@ -51,6 +51,7 @@ from triptych.workers.loop import Around, StageLoop
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
 from triptych.workers.sampling import Draw, sample
+from triptych.workers.steps import offers_of
 
 WORKER, CLIENT = "worker", "client"
 
@@ -106,6 +107,7 @@ class LocalServer:
         path = model_path or resolve(config.model.name)
         facts = describe(path)
         self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
+        offers_of(config.decode, self.plan.policy)  # what does not fit together ends here
         pages = config.pool.capacity_bytes // self.plan.page_bytes
         prefixes = PrefixSettings.of(config.pool, self.plan)
         disk = DiskSettings.of(config.pool)

@@ -53,8 +53,8 @@ class Choice:
     @property
     def ending(self) -> Json:
         """What ended it, beside the reason: a stop, and only if one did, a plug-in."""
-        ended = {"ended_by": self.ended_by} if self.ended_by else {}
-        return {"stop_reason": self.stop} | ended
+        ending: Json = {"stop_reason": self.stop}
+        return ending | {"ended_by": self.ended_by} if self.ended_by else ending
 
     def add(self, item: Tokens) -> None:
         """Take new tokens."""

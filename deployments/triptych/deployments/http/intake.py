@@ -88,8 +88,7 @@ class Intake:
     def card(self) -> dict[str, object]:
         """The model, as OpenAI lists it."""
         model = self.model
-        plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
-        return {
+        told: dict[str, object] = {
             "id": model.name,
             "object": "model",
             "created": model.created,
@@ -98,7 +97,9 @@ class Intake:
             "parent": None,
             "max_model_len": model.context_tokens,
             "permission": [],
-        } | ({"plugins": plugins} if plugins else {})
+        }
+        plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
+        return told | {"plugins": plugins} if plugins else told
 
 
 def _shown(offer: Offer) -> dict[str, object]:

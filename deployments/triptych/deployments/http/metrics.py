@@ -86,6 +86,12 @@ class IngressMetrics:
             ["finished_reason"],
             registry=own,
         )
+        self.ended_by = Counter(
+            "triptych_answers_ended_by_plugin",
+            "Those that a plug-in of the decode step ended.",
+            ["plugin"],
+            registry=own,
+        )
         self.failed = Counter(
             "triptych_request_failed", "Answers that ended in an error.", registry=own
         )
@@ -204,6 +210,8 @@ class Watch:
             self._reports[name] = item.compression
         if item.finish and name in self._running:
             self._running.remove(name)
+            if item.ended_by:
+                self._metrics.ended_by.labels(item.ended_by).inc()
             self._finish(name, item.finish, now)
 
     def _finish(self, name: str, reason: str, now: float) -> None:

@@ -136,6 +136,8 @@ async def test_the_client_is_told_which_plugin_ended_its_answer(http, path):
     events = [json.loads(line.removeprefix("data: ")) for line in lines if "{" in line]
     told = [choice for event in events for choice in event["choices"]]
     assert [choice.get("ended_by") for choice in told if choice["finish_reason"]] == ["calm_stop"]
+    metrics = (await http.get("/metrics")).text
+    assert 'triptych_answers_ended_by_plugin_total{plugin="calm_stop"} 2.0' in metrics
 
 
 async def test_the_model_card_says_what_may_be_changed(http):

@@ -109,8 +109,8 @@ def configured(*plugins: Any, **decode: Any) -> DecodeConfig:
 def test_who_provides_goes_before_who_needs_and_others_stay_in_order() -> None:
     config = configured(entry("CalmStop"), "entropy_stop", entry("Mean"))
     pipeline = Pipeline.of(config.steps)
-    assert [stage.label for stage in pipeline.stages] == ["entropy_stop", "Mean", "CalmStop"]
-    assert [stage.memory for stage in pipeline.stages] == [slice(0, 1), slice(1, 2), slice(2, 2)]
+    assert [placed.label for placed in pipeline.places] == ["entropy_stop", "Mean", "CalmStop"]
+    assert [placed.memory for placed in pipeline.places] == [slice(0, 1), slice(1, 2), slice(2, 2)]
     assert [pipeline.label(number) for number in (-1, 0, 1, 3, 4)] == [
         "",
         "",

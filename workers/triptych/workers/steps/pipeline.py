@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false
 """The plug-ins of a decode worker: their order, and which of its requests has which."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ SELECTION = "selection"
 
 
 @dataclass(frozen=True)
-class Stage:
+class Placed:
     """A plug-in in its place."""
 
     label: str
@@ -84,7 +84,7 @@ class Verdict:
 class Pipeline:
     """The plug-ins in their order."""
 
-    stages: tuple[Stage, ...]
+    places: tuple[Placed, ...]
 
     @classmethod
     def of(cls, plugins: Sequence[StepPluginConfig], policy: Policy | None = None) -> "Pipeline":
@@ -96,7 +96,7 @@ class Pipeline:
 
     def label(self, number: int) -> str:
         """Who that is in ``Verdict.ended_by``; empty: nobody."""
-        return self.stages[number - 1].label if 0 < number <= len(self.stages) else ""
+        return self.places[number - 1].label if 0 < number <= len(self.places) else ""
 
     def chosen(self, switches: Sequence[Switch]) -> Chosen:
         """The plug-ins that a request wants.
@@ -104,9 +104,9 @@ class Pipeline:
         Raises: RequestError if one of them is not here, or does not take these options
         """
         wanted = {switch.plugin: switch for switch in switches if switch.plugin != SELECTION}
-        for label in wanted.keys() - {stage.label for stage in self.stages}:
+        for label in wanted.keys() - {placed.label for placed in self.places}:
             raise RequestError(f"no plug-in {label!r} is configured here", f"plugins.{label}")
-        return tuple(_chosen(stage, wanted.get(stage.label)) for stage in self.stages)
+        return tuple(_chosen(placed, wanted.get(placed.label)) for placed in self.places)
 
     def settings(self, chosen: Chosen) -> dict[str, float]:
         """What the plug-ins of a request set for it."""
@@ -117,7 +117,7 @@ class Pipeline:
 
         Those with equal options look at their requests together. None: no request has any.
         """
-        looking = [index for index, stage in enumerate(self.stages) if stage.looks]
+        looking = [index for index, placed in enumerate(self.places) if placed.looks]
         if not any(plugins[index] for plugins in chosen for index in looking):
             return None
         facts: dict[str, Tensor] = {
@@ -127,17 +127,17 @@ class Pipeline:
             "position": torch.tensor(seen.positions),
         }
         ended_by, kept = [0] * len(chosen), torch.from_numpy(memory.copy())
-        for index, stage in enumerate(self.stages):
+        for index, placed in enumerate(self.places):
             groups = dict[StepPlugin, Rows]()
             for row, plugins in enumerate(chosen):
-                if (plugin := plugins[index]) and stage.looks:
+                if (plugin := plugins[index]) and placed.looks:
                     groups.setdefault(plugin, []).append(row)
             for plugin, rows in groups.items():
-                made = _step(stage, plugin, rows, facts, kept)
+                made = _step(placed, plugin, rows, facts, kept)
                 for row in _where(made.pop(END, None), rows):
                     ended_by[row] = ended_by[row] or index + 1
-                if stage.plugin.memory:
-                    kept[rows, stage.memory] = made.pop(MEMORY)
+                if placed.plugin.memory:
+                    kept[rows, placed.memory] = made.pop(MEMORY)
                 for name, value in made.items():
                     _spread(facts, name, value, rows, len(chosen))
         return Verdict(ended_by, kept.numpy())
@@ -171,9 +171,9 @@ def offers_of(config: DecodeConfig, policy: Policy | None = None) -> tuple[Offer
 
     Raises: ConfigError if the plug-ins do not fit together, or a bound does not fit its option
     """
-    stages = ordered(config.steps, policy)
+    places = ordered(config.steps, policy)
     offers = [
-        Offer(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after) for one in stages
+        Offer(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after) for one in places
     ]
     chosen = config.selection
     if chosen.method == "none":
@@ -182,47 +182,55 @@ def offers_of(config: DecodeConfig, policy: Policy | None = None) -> tuple[Offer
     return (Offer(plugin=SELECTION, on=True, bounds=bounds), *offers)
 
 
-def ordered(configs: Sequence[StepPluginConfig], policy: Policy | None) -> list[Stage]:
+def ordered(configs: Sequence[StepPluginConfig], policy: Policy | None) -> list[Placed]:
     """Load plug-ins, and put each behind those whose facts it needs, else as configured.
 
     Raises: ConfigError if one cannot be loaded, or they do not fit together
     """
-    loaded = {SELECTION: cast("StepPlugin | None", None)}
-    for config in configs:
-        label = config.called
-        if label in loaded:
-            what = f"decode.plugins: {label!r} is there twice, or is the name of decode.selection"
-            raise ConfigError(f"{what}; give one of them another label")
-        loaded[label] = _load(config)
-    plugins = {label: plugin for label, plugin in loaded.items() if plugin is not None}
+    plugins = _loaded(configs)
     makers = _makers(plugins)
     _check_conditions(plugins, policy)
     before = {label: _before(label, plugin, makers) for label, plugin in plugins.items()}
-    stages, column = list[Stage](), 0
-    waiting = list(configs)
+    places, column = list[Placed](), 0
+    for config in _sorted(configs, before):
+        label = config.called
+        plugin, end = plugins[label], column + plugins[label].memory
+        bounds = _bounds(f"decode.plugins.{label}", plugin, config.request_bounds)
+        place = slice(column, end)
+        places.append(Placed(label, plugin, config.enabled, bounds, before[label], place))
+        column = end
+    if column > MOST_MEMORY:
+        text = f"decode.plugins: together they remember {column} numbers of each answer"
+        raise ConfigError(f"{text}; there is room for {MOST_MEMORY}")
+    _check_switched_on(places)
+    return places
+
+
+def _loaded(configs: Sequence[StepPluginConfig]) -> dict[str, StepPlugin]:
+    """The plug-ins by label."""
+    plugins = dict[str, StepPlugin]()
+    for config in configs:
+        label = config.called
+        if label in plugins or label == SELECTION:
+            what = f"decode.plugins: {label!r} is there twice, or is the name of decode.selection"
+            raise ConfigError(f"{what}; give one of them another label")
+        plugins[label] = _load(config)
+    return plugins
+
+
+def _sorted(
+    configs: Sequence[StepPluginConfig], before: Mapping[str, Sequence[str]]
+) -> Iterator[StepPluginConfig]:
+    """Each behind those that are before it; of several the one that is configured first."""
+    waiting, done = list(configs), set[str]()
     while waiting:
-        placed = {stage.label for stage in stages}
-        ready = next((one for one in waiting if placed.issuperset(before[one.called])), None)
+        ready = next((one for one in waiting if done.issuperset(before[one.called])), None)
         if ready is None:
             names = " and ".join(repr(one.called) for one in waiting)
             raise ConfigError(f"decode.plugins: {names} wait for each other's facts")
         waiting.remove(ready)
-        label, plugin = ready.called, plugins[ready.called]
-        stage = Stage(
-            label=label,
-            plugin=plugin,
-            is_on=ready.enabled,
-            bounds=_bounds(f"decode.plugins.{label}", plugin, ready.request_bounds),
-            after=before[label],
-            memory=slice(column, column + plugin.memory),
-        )
-        stages.append(stage)
-        column += plugin.memory
-    if column > MOST_MEMORY:
-        text = f"decode.plugins: together they remember {column} numbers of each answer"
-        raise ConfigError(f"{text}; there is room for {MOST_MEMORY}")
-    _check_switched_on(stages)
-    return stages
+        done.add(ready.called)
+        yield ready
 
 
 def _load(config: StepPluginConfig) -> StepPlugin:
@@ -283,12 +291,12 @@ def _before(label: str, plugin: StepPlugin, makers: Mapping[str, str]) -> tuple[
     return tuple(dict.fromkeys(makers[fact] for fact in plugin.needs if fact in makers))
 
 
-def _check_switched_on(stages: Sequence[Stage]) -> None:
-    is_on = {stage.label: stage.is_on for stage in stages}
-    for stage in stages:
-        for label in stage.after:
-            if stage.is_on and not is_on[label]:
-                text = f"decode.plugins: {stage.label!r} is enabled and needs {label!r}"
+def _check_switched_on(places: Sequence[Placed]) -> None:
+    is_on = {placed.label: placed.is_on for placed in places}
+    for placed in places:
+        for label in placed.after:
+            if placed.is_on and not is_on[label]:
+                text = f"decode.plugins: {placed.label!r} is enabled and needs {label!r}"
                 raise ConfigError(f"{text}, which is not")
 
 
@@ -325,16 +333,16 @@ def _numbers(plugin: object) -> list[str]:
 # ---------------------------------------------------------------- a request, and a step
 
 
-def _chosen(stage: Stage, switch: Switch | None) -> StepPlugin | None:
+def _chosen(placed: Placed, switch: Switch | None) -> StepPlugin | None:
     """The plug-in as a request wants it; None: not at all."""
     if switch is None:
-        return stage.plugin if stage.is_on else None
+        return placed.plugin if placed.is_on else None
     if not switch.on:
         return None
     try:
-        return replace(stage.plugin, **_typed(type(stage.plugin), switch.options))
+        return replace(placed.plugin, **_typed(type(placed.plugin), switch.options))
     except (ConfigError, TypeError) as error:
-        raise RequestError(f"{stage.label}: {error}", f"plugins.{stage.label}") from error
+        raise RequestError(f"{placed.label}: {error}", f"plugins.{placed.label}") from error
 
 
 def _typed(kind: type, options: Mapping[str, float]) -> dict[str, Any]:
@@ -344,7 +352,7 @@ def _typed(kind: type, options: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _step(
-    stage: Stage, plugin: StepPlugin, rows: Rows, facts: dict[str, Tensor], memory: Tensor
+    placed: Placed, plugin: StepPlugin, rows: Rows, facts: dict[str, Tensor], memory: Tensor
 ) -> dict[str, Tensor]:
     """What a plug-in makes of some rows.
 
@@ -354,16 +362,16 @@ def _step(
         _add_entropy(facts, rows)
     given = {name: facts[name][rows] for name in plugin.needs if name not in CONDITIONS}
     if plugin.memory:
-        given[MEMORY] = memory[rows, stage.memory]
+        given[MEMORY] = memory[rows, placed.memory]
     made = dict(plugin.step(given))
     said = {*plugin.provides, *([MEMORY] if plugin.memory else [])} - SETTINGS_ALONE
     if made.keys() != said:
-        raise PluginError(stage.label, f"gave {sorted(made)}, expected {sorted(said)}")
+        raise PluginError(placed.label, f"gave {sorted(made)}, expected {sorted(said)}")
     for name, value in made.items():
         width = (plugin.memory,) if name == MEMORY else value.shape[1:]
         if value.shape != (len(rows), *width):
             shape = tuple(value.shape)
-            raise PluginError(stage.label, f"{name} is {shape}, expected {(len(rows), *width)}")
+            raise PluginError(placed.label, f"{name} is {shape}, expected {(len(rows), *width)}")
     return made
 
 

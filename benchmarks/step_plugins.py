@@ -155,9 +155,9 @@ def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
         patch.object(DecodeEngine, "_look", timed),
         LocalServer(replace(config, decode=decode)) as server,
     ):
-        server.look_on(around)
         sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        server.complete([server.request(range(5, 100), sampling) for _ in range(requests)])
+        with server.looked_on(around):
+            server.complete([server.request(range(5, 100), sampling) for _ in range(requests)])
     return round(median(shares[5:]), 4)
 
 
@@ -182,7 +182,6 @@ def forced(
     wish = Switch(plugin="soft_prune", options={"threshold": threshold or 0.0})
     decode = replace(config.decode, plugins=plugins)
     with LocalServer(replace(config, decode=decode), path, teacher.draw) as server:
-        server.look_on(around)
         requests = [
             replace(
                 server.request(
@@ -192,7 +191,8 @@ def forced(
             )
             for number, text in enumerate(texts)
         ]
-        server.complete(requests)
+        with server.looked_on(around):
+            server.complete(requests)
         (engine,) = engines.values()
         # What a request that has left had in its rows is there until its slot is used again.
         held = sum(int(table.tokens.sum()) for table in engine.tables)

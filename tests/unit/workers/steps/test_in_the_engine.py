@@ -12,9 +12,18 @@ from torch import Tensor
 from tests.unit.workers.test_resume import REPORT, Client, Crash, Stages
 from triptych.core.config import AppConfig
 from triptych.core.grammar import of_regex
-from triptych.core.messages import Join, Request, Sampling, Suspend, Suspended, Switch, Tokens
+from triptych.core.messages import (
+    Finished,
+    Join,
+    Request,
+    Sampling,
+    Suspend,
+    Suspended,
+    Switch,
+    Tokens,
+)
 from triptych.workers.decode import DecodeEngine
-from triptych.workers.journal import Journal
+from triptych.workers.journal import MOST_MEMORY, Journal
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.sampling import Drawn, SamplerRow, sample
 from triptych.workers.steps.entropy import entropy
@@ -290,6 +299,19 @@ def test_a_streak_outlives_its_worker(
         while heir.has_work():
             client.hear(heir.step())
         check(client, whole, stages, [former, heir_name])
+
+
+def test_a_memory_that_has_no_room_is_refused(stages: Stages) -> None:
+    name, engine = stages.decoder()
+    join = replace(stages.join(asked(0.0)[1]), memory=(0.0,) * (MOST_MEMORY + 1))
+    (refusal,) = engine.accept(join) or ()
+    assert isinstance(refusal.message, Finished)
+    assert refusal.message.error is not None
+    assert "at most 16" in refusal.message.error.message
+    assert not engine.has_work()
+    stages.pool.expel(name)
+    stages.pool.withdraw([join.request.id])  # what it was offered is its giver's still
+    assert stages.pool.stat().held_pages == 0
 
 
 # ---------------------------------------------------------------- tokens that are dropped

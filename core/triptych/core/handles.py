@@ -23,6 +23,10 @@ class Claim:
     generation: int
     """How often the lease had changed hands when this claim was made."""
 
+    shared: int = 0
+    """How many of its pages are not its own, but those of a cached prefix that other requests
+    read as well. They come last, wherever the pages of a claim are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageRun:

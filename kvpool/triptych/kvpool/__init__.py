@@ -1,7 +1,7 @@
 """Who owns which page, and until when: arenas, the pool's books, and access to both."""
 
 from triptych.kvpool.access import Access
-from triptych.kvpool.blocks import Namespace, Publication
+from triptych.kvpool.blocks import HoldId, Namespace, Publication
 from triptych.kvpool.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
 from triptych.kvpool.disklevel import DiskSettings
 from triptych.kvpool.fetch import Fetcher
@@ -20,6 +20,7 @@ __all__ = [
     "DiskSettings",
     "Fetcher",
     "FoundPrefix",
+    "HoldId",
     "Ledger",
     "LocalPool",
     "Namespace",

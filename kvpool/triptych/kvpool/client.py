@@ -166,6 +166,7 @@ class WorkerPool:
         *,
         keep: bool = False,
         about: Sequence[About] = (),
+        holds: Sequence[HoldId | None] = (),
     ) -> list[Claim]:
         """Put pages under leases of their own, for the next stage, and end other leases.
 
@@ -175,23 +176,30 @@ class WorkerPool:
         claim, ``release`` takes the commit back. ``about`` says of each commit, or of none, whose
         it is and what formats its pages have; that is for the pool's books alone.
 
-        Raises: NotHeld, StaleHandle: nothing changed; PoolUnavailable; NotRegistered
+        The last pages of a commit may be a cached prefix's: of one of ``holds``, which are this
+        worker's and say it of each commit or of none, or of a released lease of the same request.
+        The hold goes on with the request, and is not to be released here any more.
+
+        Raises: NotHeld, StaleHandle, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
         with self._lock:
             self._require_registered()
             for _, ids in commits:
                 self._stock.require_in_use(ids)
             with self._certain():
-                claims = self._calls.handoff(self._id, commits, releases, keep=keep, about=about)
+                claims = self._calls.handoff(
+                    self._id, commits, releases, keep=keep, about=about, holds=holds
+                )
             for claim, (_, ids) in zip(claims, commits, strict=True):
-                self._stock.committed(claim.lease, ids)
+                self._stock.committed(claim.lease, _own(claim, ids))
             self._stock.released(releases, keep=keep)
             return claims
 
     def attach(self, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
         """Become the holder of committed pages; returns the claims that now hold.
 
-        ``wanted`` are claims with all page ids of their handles, in any order.
+        ``wanted`` are claims with all page ids of their handles, in any order, but those that are
+        shared come last.
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
@@ -200,8 +208,8 @@ class WorkerPool:
             within = [(claim, self._transport.fetch(claim, ids)) for claim, ids in wanted]
             with self._certain():
                 claims = self._calls.attach(self._id, within)
-            for claim, ids in within:
-                self._stock.attached(claim.lease, ids)
+            for claim, (_, ids) in zip(claims, within, strict=True):
+                self._stock.attached(claim.lease, _own(claim, ids))
             return claims
 
     def release(self, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
@@ -250,7 +258,7 @@ class WorkerPool:
         return self._open_journal(left.journal, left.journal_bytes).data[0]
 
     def adopt(self, former: str, request: str, lease: LeaseId | None, ids: PageIds) -> Claim:
-        """Take over one request of a dead worker: exactly these of its pages.
+        """Take over one request of a dead worker: exactly these of its pages, shared ones last.
 
         None for ``lease``: whichever the pool has for it.
 
@@ -260,7 +268,7 @@ class WorkerPool:
             self._require_registered()
             with self._certain():
                 claim = self._calls.adopt(self._id, former, request, lease, ids)
-            self._stock.attached(claim.lease, ids)
+            self._stock.attached(claim.lease, _own(claim, ids))
             return claim
 
     # -------------------------------------------------------------- prefixes of prompts
@@ -276,6 +284,19 @@ class WorkerPool:
             self._require_registered()
             with self._certain():
                 return self._calls.find_prefix(self._id, namespace, tokens)
+
+    def hold_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Hold all whole blocks of these tokens; None if not all are known.
+
+        Its pages are read only, and stay as they are until ``release_prefix``, or until the
+        request ends that the hold was handed off with.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.hold_prefix(self._id, namespace, tokens)
 
     @property
     def restores(self) -> bool:
@@ -403,6 +424,11 @@ class WorkerPool:
         except (PoolUnavailable, NotRegistered) as error:
             self._lost = self._lost or error
             raise
+
+
+def _own(claim: Claim, ids: PageIds) -> PageIds:
+    """Those of the pages of a claim that are not shared."""
+    return ids[: ids.size - claim.shared]
 
 
 class PoolClient(WorkerPool):

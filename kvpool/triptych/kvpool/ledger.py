@@ -44,6 +44,10 @@ class PrefixLine:
     """Conversations whose blocks are evicted last, now."""
     session_bytes: int = 0
     """What these may be; blocks of two conversations count twice, evicted ones too."""
+    readers: int = 0
+    """Requests that read pages of it where they lie, now."""
+    shared_bytes: int = 0
+    """Those pages, counted for each of them: what they would hold themselves otherwise."""
 
 
 DISK_SKIPS: tuple[str, ...] = ("staging_full", "queue_full", "load_queue_full")

@@ -146,10 +146,15 @@ class LockedPool:
         *,
         keep: bool,
         about: Sequence[About] = (),
+        holds: Sequence[HoldId | None] = (),
     ) -> list[Claim]:
         with self._lock:
             pool = self._heard(worker)
-            return pool.handoff(worker, commits, releases, keep=keep, about=about)
+            if all(hold is None for hold in holds):
+                return pool.handoff(worker, commits, releases, keep=keep, about=about)
+            return self._require_prefixes().handoff(
+                worker, commits, releases, keep=keep, about=about, holds=holds
+            )
 
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
         with self._lock:
@@ -183,6 +188,13 @@ class LockedPool:
         with self._lock:
             self._heard(worker)
             return self._prefixes and self._prefixes.find(worker, namespace, tokens)
+
+    def hold_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None:
+        with self._lock:
+            self._heard(worker)
+            return self._prefixes and self._prefixes.hold_all(worker, namespace, tokens)
 
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
         with self._lock:
@@ -239,9 +251,12 @@ class LockedPool:
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         with self._lock:
             self._heard(worker)
-            if self._prefixes is None:
-                raise PoolError("this pool keeps no prefixes")
-            self._prefixes.release(worker, hold)
+            self._require_prefixes().release(worker, hold)
+
+    def _require_prefixes(self) -> PrefixCache:
+        if self._prefixes is None:
+            raise PoolError("this pool keeps no prefixes")
+        return self._prefixes
 
     def stat(self) -> Ledger:
         with self._lock:

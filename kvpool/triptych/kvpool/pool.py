@@ -8,9 +8,9 @@ from typing import Literal, NewType
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
+from triptych.core.errors import NotHeld, NotRegistered, PoolError, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
-from triptych.kvpool.blocks import FormatPages
+from triptych.kvpool.blocks import FormatPages, HoldId
 from triptych.kvpool.freelist import FreeList, PageIds, count_outside, count_repeated
 from triptych.kvpool.ledger import Ledger, WorkerLine
 from triptych.kvpool.pagemap import FREE, OwnerLine, PageMap
@@ -20,7 +20,7 @@ WorkerId = NewType("WorkerId", str)
 """One registration of a worker; never used again, so a worker that came back is another one."""
 
 Commit = tuple[str, PageIds]
-"""A request's label, and the pages that become its own."""
+"""A request's label, and the pages that become its own; behind them those that it shares."""
 
 UNSTATED = ""
 """The format of pages of which nobody has said it."""
@@ -43,6 +43,16 @@ class About:
 
 NOTHING_TOLD = About()
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """Pages of somebody else that a request reads, and what keeps them as they are meanwhile."""
+
+    hold: HoldId
+    pages: PageIds
+    """In ascending order."""
+
+
 KEEP_S = 60.0
 """How long what a dead worker held waits for another one: longer than one takes to start."""
 
@@ -63,6 +73,12 @@ class _Lease:
     about: About = NOTHING_TOLD
     committed: PageIds = field(default_factory=_NO_PAGES.copy)
     """Pages at the time of the commit; those that moved on since have another owner."""
+    share: Share | None = None
+    """What it reads beside its own pages."""
+
+    @property
+    def shared(self) -> PageIds:
+        return self.share.pages if self.share else _NO_PAGES
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +110,11 @@ class Pool:
     What a worker that ``keeps`` held when it died is *left*: nobody can use it, until another
     worker adopts it request by request, or ``keep_s`` has passed, or the dead one is expelled.
 
+    A request may read pages of others beside its own: those of a *share*, which come last wherever
+    its pages are named. A share is never owned by its lease, so it is never written, freed or taken
+    into stock with it. It belongs to one lease at a time, goes on with the request from lease to
+    lease, and ends with the last one, however that ends; then ``let_go`` hears of its hold.
+
     Units: ``now`` in seconds of any clock that never goes back
     """
 
@@ -115,6 +136,8 @@ class Pool:
         self._names = dict[str, _Worker]()
         self._dead = dict[str, _Worker]()
         """Workers that left pages, by name."""
+        self.let_go: Callable[[HoldId], None] = _nobody_asks
+        """Told of the hold of each share that ends."""
         self._last_lease = 0
         self._last_worker = 0
         self._reclaimed_pages = 0
@@ -202,9 +225,9 @@ class Pool:
         """Give one request of a dead worker to another one: ``ids`` under a lease of its own.
 
         The ids may come from that request's lease and from the dead worker's extent, on which
-        a growing request draws. What else is in the lease becomes free. None for ``lease`` is the
-        last one with that label: a worker that died while it put the request on offer cannot have
-        noted which one that was.
+        a growing request draws; behind them those that the lease shares, all of them. What else is
+        in the lease becomes free. None for ``lease`` is the last one with that label: a worker that
+        died while it put the request on offer cannot have noted which one that was.
 
         Raises: StaleHandle if nothing of it is left; NotHeld, NotRegistered
         """
@@ -213,15 +236,16 @@ class Pool:
         left = _left_by(dead, lease, label) if dead else None
         if dead is None or left is None:
             raise StaleHandle(lease or 0, f"worker {former!r} left nothing of {label!r}")
-        self._require_distinct(mine, ids)
+        own = self._own_pages(mine, left, ids)
         held = {left.id: left, dead.extent.id: dead.extent}
-        counts = _count_each(self._owner[ids])
+        counts = _count_each(self._owner[own])
         wrong = sum(count for owner, count in counts if owner not in held)
         if wrong:
             raise NotHeld(former, wrong)
         for owner, count in counts:
             held[LeaseId(owner)].pages -= count
-        claim = self._commit(mine, label, ids, About(left.about.tenant))
+        share, left.share = left.share, None
+        claim = self._commit(mine, label, own, About(left.about.tenant), share)
         self._end([left], None)
         return claim
 
@@ -276,10 +300,13 @@ class Pool:
         *,
         keep: bool = False,
         about: Sequence[About] = (),
+        shares: Sequence[Share | None] = (),
     ) -> list[Claim]:
         """Put pages under new request leases and end old ones, in one step.
 
-        ``about`` says something of each commit, in the same order, or of none.
+        ``about`` and ``shares`` say something of each commit, in the same order, or of none. The
+        last pages of a commit may be some of its share; without one, of the share of an ending
+        lease with the same label, if it names any. The new lease has that share from then on.
 
         The committed pages may come from the worker's extent and from request leases that it
         holds, in any mix. What then is left in the released leases becomes free, or with
@@ -291,25 +318,31 @@ class Pool:
         Source: LeanKV (zombie reclaim)
         """
         mine = self._worker(worker)
-        moved = np.concatenate([ids for _, ids in commits]) if commits else _NO_PAGES
-        sources = self._sources(mine, moved)
         ending = self._held_leases(mine, releases)
+        reading = self._shares_of(mine, commits, ending, shares)
+        moved = [_without(ids, share) for (_, ids), share in zip(commits, reading, strict=True)]
+        sources = self._sources(mine, np.concatenate(moved) if moved else _NO_PAGES)
         for lease, count in sources:
             lease.pages -= count
+        passed = {share.hold for share in reading if share}
+        for lease in ending:
+            if lease.share and lease.share.hold in passed:
+                lease.share = None
         tenants = {lease.label: lease.about.tenant for lease, _ in sources} if sources else {}
         claims = list[Claim]()
-        for index, (label, ids) in enumerate(commits):
+        for index, (label, _) in enumerate(commits):
             told = about[index] if about else NOTHING_TOLD
             if not told.tenant and tenants.get(label):
                 told = replace(told, tenant=tenants[label])
-            claims.append(self._commit(mine, label, ids, told))
+            claims.append(self._commit(mine, label, moved[index], told, reading[index]))
         self._end(ending, mine.extent if keep else None)
         return claims
 
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
         """Make the worker the holder of leases that others committed; old claims become stale.
 
-        The ids are those that the handle names: they must be exactly the pages of the lease.
+        The ids are those that the handle names: they must be exactly the pages of the lease, and
+        behind them those that it shares.
 
         Raises: StaleHandle, NotHeld, NotRegistered
         """
@@ -361,9 +394,10 @@ class Pool:
         mine = self._worker(worker)
         held = self._held_lease(mine, lease)
         self._require_distinct(mine, ids)
-        foreign = int(np.count_nonzero(self._owner[ids] != held.id))
-        if foreign:
-            raise NotHeld(mine.name, foreign)
+        foreign = ids[self._owner[ids] != held.id]
+        wrong = int(np.count_nonzero(np.isin(foreign, held.shared, invert=True)))
+        if wrong:
+            raise NotHeld(mine.name, wrong)
 
     # -------------------------------------------------------------- reports
 
@@ -397,6 +431,11 @@ class Pool:
             reclaimed_pages_total=self._reclaimed_pages,
             reclaimed_workers_total=self._reclaimed_workers,
         )
+
+    @property
+    def shares(self) -> list[Share]:
+        """What requests read of others' pages."""
+        return [lease.share for lease in self._leases.values() if lease.share]
 
     def pages_by_tenant(self, label: str) -> dict[str, int]:
         """Pages of the leases with a label, by whose they are."""
@@ -443,6 +482,8 @@ class Pool:
                 wrong.append(f"lease {lease.id} does not count its pages right")
             if lease.worker not in everybody:
                 wrong.append(f"lease {lease.id} belongs to a worker that is gone")
+            if np.any(self._owner[lease.shared] == _FREE):
+                wrong.append(f"lease {lease.id} reads a page that nobody holds")
         wrong += [f"{count} pages belong to no lease ({lease})" for lease, count in pages.items()]
         known = {worker.extent.id for worker in everybody}
         known.update(lease for worker in everybody for lease in worker.requests)
@@ -502,12 +543,54 @@ class Pool:
         if claim.generation != lease.generation:
             reason = f"claim of generation {claim.generation}, it is at {lease.generation}"
             raise StaleHandle(claim.lease, reason)
-        self._require_distinct(worker, ids)
-        named = int(np.count_nonzero(self._owner[ids] == lease.id))
-        wrong = max(ids.size, lease.pages) - named
+        own = self._own_pages(worker, lease, ids)
+        named = int(np.count_nonzero(self._owner[own] == lease.id))
+        wrong = max(own.size, lease.pages) - named
         if wrong:
             raise NotHeld(worker.name, wrong)
         return lease
+
+    def _own_pages(self, worker: _Worker, lease: _Lease, ids: PageIds) -> PageIds:
+        """Those before the ones that a lease shares, which must all be there, and last."""
+        size = max(0, ids.size - lease.shared.size)
+        own, rest = ids[:size], ids[size:]
+        self._require_distinct(worker, own)
+        if lease.share and not np.array_equal(np.sort(rest), lease.shared):
+            raise NotHeld(worker.name, rest.size)
+        return own
+
+    def _shares_of(
+        self,
+        worker: _Worker,
+        commits: Sequence[Commit],
+        ending: Sequence[_Lease],
+        given: Sequence[Share | None],
+    ) -> list[Share | None]:
+        """What each commit reads from now on; no share goes to two of them."""
+        left = {lease.label: lease.share for lease in ending if lease.share}
+        if not left and not any(given):
+            return [None] * len(commits)
+        taken = list[Share | None]()
+        for index, (label, ids) in enumerate(commits):
+            own = given[index] if given else None
+            share = own or left.pop(label, None)
+            part = self._part_of(worker, ids, share) if share else None
+            taken.append(part if part and (own or part.pages.size) else None)
+        holds = [share.hold for share in taken if share]
+        if len(set(holds)) < len(holds):
+            raise PoolError(f"holds {holds} of commits: one was named twice")
+        return taken
+
+    def _part_of(self, worker: _Worker, ids: PageIds, share: Share) -> Share:
+        """What some ids name of a share, last of all: what is not behind the others counts as own,
+        and is refused as such."""
+        count = int(np.count_nonzero(np.isin(ids, share.pages)))
+        named = np.sort(ids[ids.size - count :])
+        wrong = int(np.count_nonzero(np.isin(named, share.pages, invert=True)))
+        wrong += int(np.count_nonzero(named[1:] == named[:-1]))
+        if wrong:
+            raise NotHeld(worker.name, wrong)
+        return Share(share.hold, named)
 
     # -------------------------------------------------------------- changes, all checked before
 
@@ -525,9 +608,11 @@ class Pool:
         self._owner[ids] = _FREE
         self._free.give(ids)
 
-    def _commit(self, worker: _Worker, label: str, ids: PageIds, about: About) -> Claim:
+    def _commit(
+        self, worker: _Worker, label: str, ids: PageIds, about: About, share: Share | None
+    ) -> Claim:
         lease = self._open("request", label, worker)
-        lease.about = about
+        lease.about, lease.share = about, share
         lease.committed = ids.copy()
         worker.requests[lease.id] = lease
         self._own(ids, lease)
@@ -542,6 +627,11 @@ class Pool:
                 self._set_free(left)
             del self._leases[lease.id]
             del lease.worker.requests[lease.id]
+            self._end_share(lease)
+
+    def _end_share(self, lease: _Lease) -> None:
+        if lease.share:
+            self.let_go(lease.share.hold)
 
     def _drop(self, workers: Sequence[_Worker]) -> int:
         """Forget workers and free all that they hold; returns how many pages that were."""
@@ -550,7 +640,7 @@ class Pool:
         ids = np.flatnonzero(np.isin(self._owner, leases)).astype(np.int32)
         self._set_free(ids)
         for lease in leases:
-            del self._leases[lease]
+            self._end_share(self._leases.pop(lease))
         for worker in workers:
             self._forget(worker)
         return ids.size
@@ -579,7 +669,16 @@ class Pool:
         return max(0, unmet - len(self._free))
 
     def _claim(self, lease: _Lease) -> Claim:
-        return Claim(self.arena_id, lease.id, lease.generation)
+        return Claim(self.arena_id, lease.id, lease.generation, lease.shared.size)
+
+
+def _nobody_asks(_: HoldId) -> None:
+    return
+
+
+def _without(ids: PageIds, share: Share | None) -> PageIds:
+    """The pages of a commit that are to be its own."""
+    return ids[: ids.size - share.pages.size] if share else ids
 
 
 def _count_each(owners: NDArray[np.int64]) -> list[tuple[int, int]]:

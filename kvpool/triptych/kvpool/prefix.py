@@ -144,6 +144,20 @@ class PrefixIndex:
         node = self._nodes.get(key)
         return self._hold(node) if node else None
 
+    def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
+        """Hold the chain of all whole blocks of these tokens; nothing is counted, and None if one
+        of them is not resident, or there is none."""
+        pieces = cut(encode(tokens), self.block_tokens)
+        chain = self._walk(namespace, pieces)
+        return self._hold(chain[-1]) if chain and len(chain) == len(pieces) else None
+
+    def held(self, hold: HoldId) -> tuple[Block, ...]:
+        """The chain that a hold keeps.
+
+        Raises: KeyError if it ended before
+        """
+        return tuple(node.block for node in self._holds[hold].chain())[::-1]
+
     def acquire(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
         """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
         self._tick += 1

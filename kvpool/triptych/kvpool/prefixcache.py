@@ -9,7 +9,7 @@ import numpy as np
 
 from triptych.core.config import PoolConfig
 from triptych.core.errors import NotRegistered, PoolError
-from triptych.core.handles import LeaseId
+from triptych.core.handles import Claim, LeaseId
 from triptych.core.pages import PagePlan
 from triptych.kvpool.blocks import (
     Block,
@@ -29,7 +29,7 @@ from triptych.kvpool.blocks import (
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.ledger import PrefixLine
 from triptych.kvpool.plugins import EVICTION_POLICIES
-from triptych.kvpool.pool import About, Pool, WorkerId
+from triptych.kvpool.pool import About, Commit, Pool, Share, WorkerId
 from triptych.kvpool.prefix import PrefixIndex
 from triptych.kvpool.processes import this_process
 from triptych.kvpool.sessions import SessionBook, SessionKey
@@ -89,7 +89,8 @@ class PrefixCache:
 
     Resident blocks belong to a worker of the pool's own, which never dies: one request lease
     each. So the pool's books account for every page, and a publisher's death cannot take a
-    block away. A hold belongs to the worker that asked, and ends with its registration.
+    block away. A hold belongs to the worker that asked, and ends with its registration; or it is
+    handed off with a request that reads some of its pages, and ends with the request's last lease.
 
     Every operation does all that it says or, if it refuses or raises, nothing.
     """
@@ -104,6 +105,9 @@ class PrefixCache:
         self._holds = dict[HoldId, WorkerId]()
         self._pins = set[HoldId]()
         """Holds of the level below."""
+        self._shared = set[HoldId]()
+        """Holds of requests."""
+        pool.let_go = self._let_go
         self._sessions = SessionBook(
             ttl_s=settings.session_ttl_s,
             tenant_bytes=settings.session_tenant_bytes,
@@ -118,7 +122,19 @@ class PrefixCache:
         Raises: NotRegistered
         """
         self._require_registered(worker)
-        hold = self._index.acquire(namespace, tokens)
+        return self._found(worker, self._index.acquire(namespace, tokens))
+
+    def hold_all(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None:
+        """Hold all whole blocks of these tokens, or none if one is not known; not counted as a use.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        return self._found(worker, self._index.pin_all(namespace, tokens))
+
+    def _found(self, worker: WorkerId, hold: Hold | None) -> FoundPrefix | None:
         if hold is None:
             return None
         self._holds[hold.id] = worker
@@ -138,9 +154,47 @@ class PrefixCache:
 
         Raises: PoolError if the worker does not have it
         """
+        self._require_hold(worker, hold)
+        del self._holds[hold]
+        self._index.release(hold)
+
+    def handoff(
+        self,
+        worker: WorkerId,
+        commits: Sequence[Commit],
+        releases: Sequence[LeaseId],
+        *,
+        keep: bool,
+        about: Sequence[About],
+        holds: Sequence[HoldId | None],
+    ) -> list[Claim]:
+        """Hand requests on as ``Pool.handoff`` does; each may read pages of a hold of the worker.
+
+        From then on the hold is the request's.
+
+        Raises: PoolError if the worker does not have a hold; NotHeld, StaleHandle, NotRegistered
+        """
+        shares = [None if hold is None else self._share_of(worker, hold) for hold in holds]
+        claims = self._pool.handoff(
+            worker, commits, releases, keep=keep, about=about, shares=shares
+        )
+        for hold in holds:
+            if hold is not None:
+                del self._holds[hold]
+                self._shared.add(hold)
+        return claims
+
+    def _share_of(self, worker: WorkerId, hold: HoldId) -> Share:
+        self._require_hold(worker, hold)
+        return Share(hold, np.concatenate([block.pages for block in self._index.held(hold)]))
+
+    def _require_hold(self, worker: WorkerId, hold: HoldId) -> None:
         if self._holds.get(hold) != worker:
             raise PoolError(f"hold {hold} of a prefix: {worker!r} does not have it")
-        del self._holds[hold]
+
+    def _let_go(self, hold: HoldId) -> None:
+        """End the hold of a request whose last lease has ended."""
+        self._shared.remove(hold)
         self._index.release(hold)
 
     def publish(self, worker: WorkerId, new: Publication) -> Published:
@@ -215,7 +269,7 @@ class PrefixCache:
     @property
     def holds(self) -> int:
         """Chains that somebody holds now."""
-        return len(self._holds) + len(self._pins)
+        return len(self._holds) + len(self._pins) + len(self._shared)
 
     def cut(self, tokens: TokenIds) -> list[bytes]:
         """The whole blocks of tokens, encoded."""
@@ -337,6 +391,8 @@ class PrefixCache:
             refused=sum(stat.refused.values()),
             sessions=len(self._sessions),
             session_bytes=self._sessions.nbytes,
+            readers=len(self._shared),
+            shared_bytes=self._bytes_of([share.pages for share in self._pool.shares]),
         )
 
     def check(self) -> list[str]:
@@ -365,6 +421,17 @@ class PrefixCache:
             wrong.append(f"the index has {stat.holds} holds, workers and the disk {self.holds}")
         if self._index.guards != self._sessions.guards():
             wrong.append("guards and sessions do not name each other")
+        return wrong + self._check_shares()
+
+    def _check_shares(self) -> list[str]:
+        shares = self._pool.shares
+        if sorted(share.hold for share in shares) != sorted(self._shared):
+            return ["leases and holds of requests do not name each other"]
+        wrong = list[str]()
+        for share in shares:
+            held = np.concatenate([block.pages for block in self._index.held(share.hold)])
+            if not np.isin(share.pages, held).all():
+                wrong.append(f"hold {share.hold} does not keep the pages that are read with it")
         return wrong
 
     def _require_registered(self, worker: WorkerId) -> None:

@@ -54,6 +54,7 @@ class PoolCalls(Protocol):
         *,
         keep: bool,
         about: Sequence[About] = (),
+        holds: Sequence[HoldId | None] = (),
     ) -> list[Claim]: ...
     def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]: ...
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
@@ -64,6 +65,9 @@ class PoolCalls(Protocol):
         self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
     ) -> Claim: ...
     def find_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None: ...
+    def hold_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None: ...
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int: ...
@@ -144,6 +148,8 @@ class CommitPages:
     label: str
     pages: bytes
     about: About = NOTHING_TOLD
+    hold: HoldId | None = None
+    """A hold of the worker, whose pages the last ones are."""
 
     def __post_init__(self) -> None:
         _require_short(self.label)
@@ -224,6 +230,19 @@ class FindPrefix:
     namespace: Namespace
     tokens: bytes
     """Packed by ``triptych.kvpool.blocks.encode``, as everywhere below."""
+
+    def __post_init__(self) -> None:
+        _require_prefix(self.namespace, self.tokens)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldPrefix:
+    """Hold all whole blocks of these tokens; the answer is a ``PrefixFound``."""
+
+    worker: WorkerId
+    namespace: Namespace
+    tokens: bytes
 
     def __post_init__(self) -> None:
         _require_prefix(self.namespace, self.tokens)

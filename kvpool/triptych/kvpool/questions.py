@@ -45,9 +45,9 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             calls.give_back(asked.worker, runs.unpack(asked.pages, calls.pages))
         case protocol.HandOff():
             commits = [(c.label, runs.unpack(c.pages, calls.pages)) for c in asked.commits]
-            about = [c.about for c in asked.commits]
+            about, holds = [c.about for c in asked.commits], [c.hold for c in asked.commits]
             made = calls.handoff(
-                asked.worker, commits, asked.releases, keep=asked.keep, about=about
+                asked.worker, commits, asked.releases, keep=asked.keep, about=about, holds=holds
             )
             return protocol.Claims(claims=tuple(made))
         case protocol.AttachLeases():
@@ -72,6 +72,7 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             return protocol.Claims(claims=(claim,))
         case (
             protocol.FindPrefix()
+            | protocol.HoldPrefix()
             | protocol.KnowPrefix()
             | protocol.PublishPrefix()
             | protocol.RestorePrefix()
@@ -96,6 +97,7 @@ def ask(calls: LockedPool, asked: Message) -> Message:
 def _answer_prefix(
     calls: LockedPool,
     asked: protocol.FindPrefix
+    | protocol.HoldPrefix
     | protocol.KnowPrefix
     | protocol.PublishPrefix
     | protocol.RestorePrefix
@@ -105,6 +107,9 @@ def _answer_prefix(
     match asked:
         case protocol.FindPrefix():
             found = calls.find_prefix(asked.worker, asked.namespace, tokens)
+            return protocol.PrefixFound.of(found)
+        case protocol.HoldPrefix():
+            found = calls.hold_prefix(asked.worker, asked.namespace, tokens)
             return protocol.PrefixFound.of(found)
         case protocol.KnowPrefix():
             blocks = calls.known_prefix(asked.worker, asked.namespace, tokens)

@@ -69,13 +69,15 @@ class RemotePool:
         *,
         keep: bool,
         about: Sequence[About] = (),
+        holds: Sequence[HoldId | None] = (),
     ) -> list[Claim]:
         told = about or [NOTHING_TOLD] * len(commits)
+        held = holds or [None] * len(commits)
         asked = protocol.HandOff(
             worker=worker,
             commits=tuple(
-                protocol.CommitPages(label, runs.pack(ids), each)
-                for (label, ids), each in zip(commits, told, strict=True)
+                protocol.CommitPages(label, runs.pack(ids), each, hold)
+                for (label, ids), each, hold in zip(commits, told, held, strict=True)
             ),
             releases=tuple(releases),
             keep=keep,
@@ -114,6 +116,12 @@ class RemotePool:
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
         asked = protocol.FindPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
+        return self._ask(asked, protocol.PrefixFound).found(self._pages)
+
+    def hold_prefix(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None:
+        asked = protocol.HoldPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
         return self._ask(asked, protocol.PrefixFound).found(self._pages)
 
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:

@@ -25,7 +25,10 @@ def _server(directory: Path, mode: str, *outside: str) -> PoolServer:
     if mode == "outside":
         host, token, lease_s = outside
         config = PoolConfig(capacity_bytes=CAPACITY_BYTES, lease_ttl_s=float(lease_s))
-        return PoolServer(config, 4096, directory=directory, outside=(host, Access(token)))
+        access = Access(token)
+        return PoolServer(
+            config, 4096, directory=directory, prefixes=PREFIXES, outside=(host, access)
+        )
     disk = {"disk_path": str(directory / "tier"), "disk_bytes": 1 << 20} if mode else {}
     config = PoolConfig(capacity_bytes=1 << 20, **disk)  # type: ignore[arg-type]
     return PoolServer(config, 256, directory=directory, prefixes=PREFIXES if mode else None)

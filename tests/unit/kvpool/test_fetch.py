@@ -21,6 +21,7 @@ from triptych.core.errors import (
     Cancelled,
     ConfigError,
     MessageError,
+    NotHeld,
     PoolError,
     PoolExhausted,
     PoolUnavailable,
@@ -28,7 +29,16 @@ from triptych.core.errors import (
 )
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import pack, unpack
-from triptych.kvpool import Access, Fetcher, PoolClient, PoolServer, protocol, runs
+from triptych.kvpool import (
+    Access,
+    Fetcher,
+    Namespace,
+    PoolClient,
+    PoolServer,
+    Publication,
+    protocol,
+    runs,
+)
 from triptych.kvpool.arena import Arena
 from triptych.kvpool.freelist import PageIds
 from triptych.kvpool.locked import LockedPool
@@ -182,6 +192,36 @@ def test_pages_come_over_and_are_free_where_they_came_from(pair: Pair) -> None:
     assert pair.nothing_is_held()
     with pytest.raises(StaleHandle):
         pair.fetcher.fetch("r", claim, ids)
+
+
+def test_what_a_request_shares_comes_over_as_its_own(
+    make_node: Callable[..., Node],
+    nodes: tuple[Node, Node],
+    make_pair: Callable[[Node, Node], Pair],
+) -> None:
+    pair = make_pair(make_node(), nodes[1])
+    space, tokens = Namespace(salt=b"", model="m", revision="", profile="p"), list(range(8))
+    own, shared = pair.producer.take(3), pair.producer.take(4)
+    for number, page in enumerate([*own, *shared]):
+        pair.producer.arena.data[page] = number
+    new = Publication(
+        namespace=space, tokens=tokens, blocks=np.split(shared, 2), seconds=1.0, tenant=""
+    )
+    assert pair.producer.publish_prefix(new) == 2
+    found = pair.producer.hold_prefix(space, tokens)
+    assert found is not None
+    ids = np.concatenate([own, *found.blocks])
+    [claim] = pair.producer.handoff([("r", ids)], holds=[found.hold])
+    assert (claim.shared, pair.producer.stat().prefix.readers) == (4, 1)
+    with pytest.raises(NotHeld):
+        pair.fetcher.fetch("r", claim, ids[::-1].copy())
+    made, mine = pair.fetcher.fetch("r", claim, ids)
+    assert made.shared == 0
+    assert pair.is_whole(ids, mine)
+    assert pair.worker.stat().by_request == {"r": 7}
+    assert pair.held_there() == {"prefix": 4}
+    assert pair.producer.stat().prefix.readers == 0
+    pair.worker.withdraw(["r"])
 
 
 def test_a_transfer_that_breaks_goes_on_from_the_last_good_page(pair: Pair) -> None:

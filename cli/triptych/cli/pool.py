@@ -162,6 +162,11 @@ def _kept(ledger: Ledger) -> Iterator[str]:
             f"{prefix.hit_tokens} of {prefix.asked_tokens} tokens known, "
             f"{prefix.evictions} evicted"
         )
+    if prefix.readers:
+        yield (
+            f"{prefix.readers} requests read pages of prefixes where they lie, and hold "
+            f"{prefix.shared_bytes / MIB:.1f} MiB less for it"
+        )
     if prefix.sessions:
         yield (
             f"{prefix.sessions} conversations may go on: {prefix.session_bytes / MIB:.1f} MiB of "

@@ -403,6 +403,11 @@ class PoolConfig:
     """Which prefix goes first when it is full: the one that saves least time per byte, or the one
     that was not used for longest."""
 
+    share_pages: bool = True
+    """Whether requests whose prompts begin with a cached prefix read its pages where they lie while
+    they decode, so that it is stored once for all of them; else each has a copy, compressed by its
+    own attention."""
+
     keep_answers: Literal["always", "sessions", "never"] = "sessions"
     """Whether answers are kept as prompts are, so that the next turn of a conversation does not
     compute them again: all, those of requests with a ``session_id``, or none."""

@@ -44,6 +44,10 @@ class PageRun:
     pages: bytes
     """Page ids, packed by ``triptych.kvpool.runs.pack``."""
 
+    fixed: bool = False
+    """Whether nobody ever writes these pages, all of which are full: the beginning of a prompt as
+    it was cached. Such a run comes last. Whose the pages are is between the claim and the pool."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
@@ -53,7 +57,7 @@ class KVHandle:
     """The right to use the pages."""
 
     runs: tuple[PageRun, ...]
-    """The pages by format, oldest tokens first; the last run holds the recent window."""
+    """The pages by format; one that is fixed comes last."""
 
     tokens: int
     """Tokens of the sequence that were read so far, dropped ones included."""

@@ -277,7 +277,10 @@ class CompressionReport:
     raw_bytes: int
     """Bytes of the raw 16-bit keys and values."""
     stored_bytes: int
-    """Bytes of the pages that hold them now."""
+    """Bytes of the pages that hold them now, for this request alone."""
+    shared_bytes: int = 0
+    """Bytes of the pages that hold the rest of them, and are there once for all requests that begin
+    alike."""
 
 
 # ------------------------------------------------------------------ tokens to the ingress
@@ -409,6 +412,8 @@ class Prefix:
     """Seconds that a token took to compute."""
     session: str = ""
     """Name of the conversation that goes on behind it; empty: none."""
+    cached_tokens: int = 0
+    """How many of the first tokens came from what earlier requests left: these may be shared."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -439,6 +444,9 @@ class Planned:
 
     request: str
     pages: int
+    """Of its own."""
+    shared: int = 0
+    """Beside them, those of a cached prefix that it reads where they lie."""
 
 
 @message

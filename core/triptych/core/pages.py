@@ -30,6 +30,8 @@ class PagePlan:
     policy: Policy
     prefix_bytes: int = 0
     """Page memory that keeps prefixes of prompts; 0: none is kept."""
+    share_pages: bool = False
+    """Whether requests read the pages of cached prefixes where they lie, if they can."""
 
     @classmethod
     def of(
@@ -41,6 +43,7 @@ class PagePlan:
             geometry,
             default_page_bytes(geometry.head_dim) if page == "auto" else page,
             Policy.of(config.compressor, profile),
+            share_pages=config.pool.share_pages,
         )
         plan.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
@@ -128,6 +131,24 @@ class PagePlan:
     def block_tokens(self) -> int:
         """Tokens of a block, the unit in which prefixes are kept: two high pages of a head row."""
         return BLOCK_PAGES * self.high.tokens
+
+    @property
+    def shares(self) -> bool:
+        """Whether a request may read pages of a cached prefix. Raw pages are copied instead: they
+        hold the newest tokens of a request as well, so none of them is ever only read."""
+        return self.share_pages and self.compresses and self.prefix_bytes > 0
+
+    def shared_span(self, cached_tokens: int, raw_tokens: int) -> range:
+        """The cached tokens of a prompt of ``raw_tokens`` that need no pages of its own.
+
+        These are whole blocks, but none with tokens of the sink or of the window, which lie in raw
+        pages.
+        """
+        size = self.block_tokens
+        first = -(-self.sink_tokens // size)
+        behind = self.sink_tokens + self.leaving_pages(raw_tokens) * self.raw.tokens
+        last = min(cached_tokens, behind) // size
+        return range(first * size, last * size) if self.shares and first < last else range(0)
 
     @property
     def prefix_blocks(self) -> int:

@@ -128,6 +128,8 @@ def _gauges_of(pool: Ledger) -> dict[str, float]:
         "triptych_prefix_refused": float(prefix.refused),
         "triptych_sessions": float(prefix.sessions),
         "triptych_session_bytes": float(prefix.session_bytes),
+        "triptych_prefix_readers": float(prefix.readers),
+        "triptych_prefix_shared_bytes": float(prefix.shared_bytes),
         "triptych_pool_pages": float(pool.pages),
         "triptych_pool_pages_free": float(pool.free_pages),
         "triptych_pool_pages_in_stock": float(pool.extent_pages),

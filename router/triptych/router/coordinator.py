@@ -311,6 +311,7 @@ class Coordinator:
             entry.words, entry.handle = (message.first_token,), message.handle
             entry.memory = ()
             entry.token_s, entry.read_at = message.token_s, now
+            entry.hit_tokens = message.cached_tokens
             self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
             self._books.requests.history.cached(entry.id, message.cached_tokens)
             self._books.requests.move(entry, State.PREFILLED, now)
@@ -321,7 +322,8 @@ class Coordinator:
             return
         entry.giver = ""
         page_bytes, ledger = self._model.plan.page_bytes, self._books.ledger
-        entry.sizes = entry.sizes.corrected(max(0, message.pages) * page_bytes)
+        own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
+        entry.sizes = entry.sizes.corrected(own, shared)
         entry.raw_arena = entry.work_arena  # if it was another one, the pages were fetched
         lines = lines_before_encoding(
             entry.sizes, entry.raw_arena, entry.work_arena, entry.final_arena
@@ -350,6 +352,7 @@ class Coordinator:
         self._books.counters["fetched"] += 1
         if entry.state is State.DECODING:
             entry.giver, entry.work_arena = "", entry.final_arena
+            entry.sizes = entry.sizes.moved()
             lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
             self._books.ledger.book(entry.id, lines)
 

@@ -254,6 +254,7 @@ class Dispatch:
             tenant=request.tenant,
             token_s=entry.token_s,
             session=request.session,
+            cached_tokens=entry.hit_tokens,
         )
 
     # ---------------------------------------------------------------- waiting -> prefilling

@@ -25,16 +25,30 @@ class RequestBytes:
     grown: int
     """The most that the request holds in the decode stage, before its last token."""
 
+    shared: int = 0
+    """Pages of a cached prefix that it reads in the compressor's arena beside all of these; taken
+    to another arena they are its own."""
+
     @property
     def peak(self) -> int:
         """The most that it holds at any time if all stages share one arena."""
         return max(self.raw + self.encoded, self.grown)
 
-    def corrected(self, compressed: int) -> Self:
+    def corrected(self, compressed: int, shared: int = 0) -> Self:
         """The same request once the compressor has counted its pages."""
         total = compressed + self.growth
-        grown = total if compressed > self.compressed else min(self.grown, total)
-        return replace(self, compressed=compressed, grown=grown)
+        is_bound = compressed + shared <= self.compressed
+        grown = min(self.grown - shared, total) if is_bound else total
+        return replace(self, compressed=compressed, grown=grown, shared=shared)
+
+    def moved(self) -> Self:
+        """The same request in another arena than the prefix that it shared."""
+        return replace(
+            self,
+            compressed=self.compressed + self.shared,
+            grown=self.grown + self.shared,
+            shared=0,
+        )
 
 
 @dataclass(frozen=True)

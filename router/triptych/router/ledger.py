@@ -25,7 +25,7 @@ def lines_before_encoding(
     if work_arena == final_arena:
         lines[work_arena] = sizes.peak
     else:
-        lines[final_arena] += sizes.grown
+        lines[final_arena] += sizes.moved().grown
     if raw_arena != work_arena:
         lines[raw_arena] += sizes.raw
     return lines
@@ -38,7 +38,7 @@ def lines_after_encoding(sizes: RequestBytes, work_arena: str, final_arena: str)
     """
     if work_arena == final_arena:
         return {final_arena: sizes.grown}
-    return {work_arena: sizes.compressed, final_arena: sizes.grown}
+    return {work_arena: sizes.compressed, final_arena: sizes.moved().grown}
 
 
 def _nothing(_arena: str, _change: int) -> None:

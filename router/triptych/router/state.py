@@ -95,6 +95,8 @@ class Entry:
     """Pages that it keeps while it is set aside."""
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
+    hit_tokens: int = 0
+    """Tokens of the prompt that were not computed, as its prefill worker said."""
     handle: KVHandle | None = None
     """The pages that the next stage will attach."""
     report: CompressionReport | None = None

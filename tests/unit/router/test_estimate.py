@@ -10,6 +10,7 @@ from triptych.core.layout import FORMATS, Geometry
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.router import ByteModel
+from triptych.router.ledger import lines_after_encoding, lines_before_encoding
 
 PAGE = 3584
 FEWER_BITS = {"k8v8": "k8v4", "k8v4": "k4v2", "k4v4": "k4v2"}
@@ -144,6 +145,23 @@ def test_a_plan_above_the_estimate_raises_the_bound() -> None:
     higher = sizes.corrected(sizes.compressed + PAGE)
     assert higher.compressed == sizes.compressed + PAGE
     assert higher.grown == sizes.compressed + PAGE + sizes.growth
+
+
+@pytest.mark.parametrize("shared_pages", [0, 12, 28])
+def test_what_is_shared_is_booked_once_and_where_it_is_copied(shared_pages: int) -> None:
+    """The bound on the whole holds for both parts together."""
+    model = ByteModel(PagePlan(Geometry(2, 2, 64), PAGE, policy("k8v4")))
+    alone = model.estimate(1056, 10)
+    shared = 4 * PAGE * shared_pages
+    sizes = alone.corrected(alone.compressed - shared - PAGE, shared)
+    assert sizes.grown == alone.grown - shared
+    assert (sizes.moved().grown, sizes.moved().shared) == (alone.grown, 0)
+    assert lines_after_encoding(sizes, "here", "here") == {"here": sizes.grown}
+    there = {"here": sizes.compressed, "there": alone.grown}
+    assert lines_after_encoding(sizes, "here", "there") == there
+    before = lines_before_encoding(sizes, "here", "here", "there")
+    assert before["there"] == alone.grown
+    assert lines_after_encoding(sizes.moved(), "there", "there") == {"there": alone.grown}
 
 
 def test_smollm2_at_512_tokens_takes_what_the_arithmetic_says() -> None:

@@ -188,7 +188,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     arena = torch.from_numpy(pool.arena.data)
     torch.manual_seed(seed)
     keys, values, scores = (*torch.randn(2, stored, rows, 32).unbind(), torch.rand(stored, rows))
-    tables = Journal.begin(plan, None, 2, 600).tables
+    tables = Journal.begin(plan, None, 2, 600).sections
     chance = np.random.default_rng(seed)
     # Sink and window are raw and in order; the rest is in any class and any order.
     raw_end = plan.sink_tokens + 2 * plan.raw.tokens if plan.compresses else stored

@@ -40,6 +40,8 @@ class StoredTokens:
     """Which table has it."""
     page: Ids
     row: Ids
+    fixed: int
+    """The place of the table of cached prefixes; negative: there is none."""
 
     @classmethod
     def of(
@@ -78,7 +80,8 @@ class StoredTokens:
         if np.any(found < 0):
             return None
         sink = tables[0].pages[:, slot].reshape(rows, -1)[:, : plan.sink_pages]
-        return cls(arena, plan, tables, sink.copy(), stored, first, *found)
+        fixed = len(tables) - 1 if plan.shares else -1
+        return cls(arena, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
 
     def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
         """Write tokens into cells of high pages; what ``Source`` says."""
@@ -95,10 +98,12 @@ class StoredTokens:
                 transcode(self.arena, one.layout, self.plan.high, *source, *into)
         if not self.plan.policy.needs_significance:
             return None
-        # A score is the attention that a token received from all that came since, itself included.
+        # A score is the attention that a token received from all that came since, itself included;
+        # in a cached prefix it is the mean.
         scores = segments(self.arena, self.plan.high).scores[target[0].long(), target[1].long()]
         seen_by = self.stored - torch.arange(start, start + count, dtype=torch.float32)
-        return scores.view(-1, count) / seen_by
+        is_mean = torch.from_numpy(self.table[:, part] == self.fixed)
+        return scores.view(-1, count) / torch.where(is_mean, 1.0, seen_by)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
-from triptych.workers.prefixes import PrefixStore, RawPages
+from triptych.workers.prefixes import PrefixStore, RawPages, SharedPrefix
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
@@ -80,6 +80,8 @@ class Job:
     """High, and low if the policy has it; none if the policy keeps 16 bits."""
     prefix: Prefix | None = None
     """What is to be kept for later requests."""
+    shared: SharedPrefix | None = None
+    """What is there already, and read where it is."""
 
     @property
     def kept(self) -> Ids:
@@ -92,8 +94,12 @@ class Job:
 
     @property
     def total_pages(self) -> int:
-        """Pages of all head rows after encoding."""
+        """Pages of all head rows after encoding that are its own."""
         return self.new_pages + self.kept.size
+
+    @property
+    def shared_pages(self) -> int:
+        return self.shared.pages.size if self.shared else 0
 
 
 @dataclass
@@ -133,10 +139,19 @@ class CompressEngine:
 
     def cancel(self, requests: Sequence[str]) -> None:
         gone = set(requests)
+        for job in [*self._planned.values(), *self._ready]:
+            if job.request in gone:
+                self._let_go(job)
         for name in gone:
             self._planned.pop(name, None)
         self._ready = [job for job in self._ready if job.request not in gone]
         self.pool.withdraw(requests)
+
+    def _let_go(self, job: Job) -> None:
+        """End the hold of a job that was not handed over."""
+        if job.shared is not None:
+            self.pool.release_prefix(job.shared.hold)
+            job.shared = None
 
     def abandon(self) -> None:
         self.cancel(self.requests())
@@ -181,7 +196,8 @@ class CompressEngine:
             self.pool.withdraw([item.request])
             return refuse(item.request, error)
         self._planned[item.request] = job
-        return Send(ROUTER, Planned(request=item.request, pages=job.total_pages))
+        planned = Planned(request=job.request, pages=job.total_pages, shared=job.shared_pages)
+        return Send(ROUTER, planned)
 
     def _plan(self, item: CompressItem) -> Job:
         """Attach the raw pages and count what the request will take."""
@@ -192,33 +208,52 @@ class CompressEngine:
         raw = ids.reshape(rows, -1)
         sink = self.plan.sink_pages
         leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
-        return Job(
+        shared = None
+        if self.prefixes is not None and item.prefix is not None:
+            shared = self.prefixes.share(item.prefix, handle.tokens)
+        job = Job(
             request=item.request,
             claim=claim,
             tokens=int(tokens[0]),
             raw=raw,
             leaving=leaving,
-            classes=self._classes(raw, leaving, handle.tokens) if self.plan.compresses else [],
+            classes=[],
             prefix=item.prefix,
+            shared=shared,
         )
+        span = shared.span if shared else range(0)
+        try:
+            if self.plan.compresses:
+                job.classes = self._classes(raw, leaving, handle.tokens, span)
+        except TriptychError:
+            self._let_go(job)
+            raise
+        return job
 
-    def _classes(self, raw: Ids, leaving: slice, tokens: int) -> list[ClassPlan]:
-        """Class the tokens of the leaving pages; they are counted exactly, page by page."""
+    def _classes(self, raw: Ids, leaving: slice, tokens: int, shared: range) -> list[ClassPlan]:
+        """Class the tokens of the leaving pages but those that are shared; they are counted
+        exactly, page by page.
+
+        What is shared is judged as well, as it has a part in what the others are judged by; it is
+        high, whatever comes of it.
+        """
         policy, rows = self.plan.policy, len(raw)
         high, low = torch.zeros(2, rows)
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
+        every = np.arange(first, end, dtype=np.int32)
+        own = every[(every < shared.start) | (every >= shared.stop)]
         if policy.needs_significance and first < end:
             significance = self._significance(raw, tokens)
-            scores = significance[:, first:end]
-            high, low = self._limits(scores, significance.sum(1), tokens)
+            high, low = self._limits(significance[:, first:end], significance.sum(1), tokens)
+            scores = significance[:, torch.from_numpy(own).long()]
         else:
-            scores = torch.zeros(rows, end - first)
+            scores = torch.zeros(rows, own.size)
         classes, ranks, counts = plan_tokens(
             scores,
-            torch.full((rows,), end - first, dtype=torch.int32),
+            torch.full((rows,), own.size, dtype=torch.int32),
             high,
             low,
-            window=max(0, policy.high_window_tokens - (tokens - end)),
+            window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
         wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
         plans = list[ClassPlan]()
@@ -229,7 +264,7 @@ class CompressEngine:
                     ClassPlan(
                         layout=layout,
                         rows=row.int().numpy(),
-                        tokens=(token + first).int().numpy(),
+                        tokens=own[token.numpy()],
                         ranks=ranks[row, token].numpy(),
                         counts=counts[:, column].contiguous().numpy(),
                     )
@@ -285,11 +320,12 @@ class CompressEngine:
         """Commit new and kept pages, and free the raw ones, in one call."""
         claims = self.pool.handoff(
             [
-                (job.request, np.concatenate([*ids, job.kept.ravel()]))
+                (job.request, np.concatenate([*ids, job.kept.ravel(), *_fixed_pages(job)]))
                 for job, ids in zip(jobs, encoded, strict=True)
             ],
             releases=[job.claim.lease for job in jobs],
             about=[About(formats=self._formats(job)) for job in jobs],
+            holds=[job.shared.hold if job.shared else None for job in jobs],
         )
         return [
             self._compressed(job, ids, claim)
@@ -302,6 +338,7 @@ class CompressEngine:
         return ((self.plan.raw.format.name, job.kept.size), *new)
 
     def _compressed(self, job: Job, encoded: list[Ids], claim: Claim) -> Send:
+        shared, job.shared = job.shared, None  # its hold is the request's now
         left = (job.leaving.stop - job.leaving.start) * self.plan.raw.tokens
         raw_tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
         runs: list[Run] = [(self.plan.raw.format.name, raw_tokens, job.kept.ravel())]
@@ -311,9 +348,17 @@ class CompressEngine:
             policy=self.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
+            shared_bytes=claim.shared * self.plan.page_bytes,
         )
-        handle = make_handle(claim, runs, job.tokens)
+        name = self.plan.high.format.name
+        fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
+        handle = make_handle(claim, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
+
+
+def _fixed_pages(job: Job) -> list[Ids]:
+    """Behind a request's own pages come those that it shares."""
+    return [job.shared.pages.ravel()] if job.shared else []
 
 
 def split_by_class(ids: Ids, jobs: Sequence[Job]) -> list[list[Ids]]:

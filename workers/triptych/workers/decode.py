@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.core.config import SelectionConfig, StepPluginConfig
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim
+from triptych.core.handles import Claim, PageRun
 from triptych.core.messages import (
     ROUTER,
     Finished,
@@ -124,9 +124,12 @@ class DecodeEngine:
         self._tables = self._journal.tables
         self._raw = self._tables[0]
         self._window = self._window_of(self._journal)
-        self._selector = Selector.of(self.selection, self.plan, self._arena, self._tables)
+        self._sections = self._journal.sections
+        self._selector = Selector.of(self.selection, self.plan, self._arena, self._sections)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy)
-        self._keeper = AnswerKeeper.of(self.prefixes, self._arena, self._tables, self.keep_answers)
+        self._keeper = AnswerKeeper.of(
+            self.prefixes, self._arena, self._sections, self.keep_answers
+        )
 
     def _window_of(self, journal: Journal) -> Window | None:
         """None if raw pages are the final ones."""
@@ -252,7 +255,7 @@ class DecodeEngine:
     @property
     def tables(self) -> Sequence[SectionTable]:
         """Pages of all slots; those of raw pages first."""
-        return self._tables
+        return self._sections
 
     @property
     def selector(self) -> Selector | None:
@@ -269,12 +272,9 @@ class DecodeEngine:
         """Go on from the pages of a handle; ``former`` may have them, and did nothing with them."""
         self._require_slot()
         rows = self.plan.geometry.head_rows
-        tables = {table.layout.format.name: table for table in self._tables}
         unpacked = list[tuple[SectionTable, Ids, Ids]]()
         for run in message.handle.runs:
-            if run.format not in tables:
-                raise MessageError(f"run of format {run.format}: expected one of {sorted(tables)}")
-            table = tables[run.format]
+            table = self._table_of(run)
             unpacked.append((table, *unpack_run(run, table.layout, rows, self.pool.capacity_pages)))
         answer = self._answer(message)
         wanted = self._wanted(message.request)
@@ -284,7 +284,7 @@ class DecodeEngine:
         self._journal.forget(message.request.id)
         claim = self._obtain(message, ids, former)
         slot = self._free_slots.popleft()
-        for table in self._tables:
+        for table in self._sections:
             table.clear(slot)
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
@@ -292,6 +292,16 @@ class DecodeEngine:
         self._journal.join(slot, name, claim.lease, message.words, stored, message.memory)
         resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
         return [*resumed, *self._start(answer, slot, claim, wanted, message.token_s)]
+
+    def _table_of(self, run: PageRun) -> SectionTable:
+        """Where a run goes; two of one format are told apart by whether they are ever written."""
+        fixed = self._journal.fixed
+        tables = [fixed] if fixed is not None and run.fixed else [] if run.fixed else self._tables
+        found = {table.layout.format.name: table for table in tables}
+        if run.format not in found:
+            kind = "fixed run" if run.fixed else "run"
+            raise MessageError(f"{kind} of format {run.format}: expected one of {sorted(found)}")
+        return found[run.format]
 
     def _obtain(self, message: Join, ids: Ids, former: str) -> Claim:
         try:
@@ -322,12 +332,15 @@ class DecodeEngine:
         has heard of it, its heir goes by the journal, as ever.
         """
         journal = self._journal
-        runs = [(table.layout.format.name, *table.read(one.slot)) for table in self._tables]
-        held = np.concatenate([pages for _, _, pages in runs])
+        runs = [table.run(one.slot) for table in self._tables]
+        fixed = journal.fixed_run(one.slot)
+        parts = runs if fixed is None else [*runs, fixed]
+        held = np.concatenate([pages for _, _, pages in parts])
         journal.offer(one.slot)
-        about = About(formats=tuple((name, pages.size) for name, _, pages in runs))
+        owned = runs if one.claim.shared else parts
+        about = About(formats=tuple((name, pages.size) for name, _, pages in owned))
         (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
-        handle = make_handle(claim, runs, one.position)
+        handle = make_handle(claim, runs, one.position, fixed)
         words, memory = tuple(journal.words(one.slot)), tuple(journal.remembered(one.slot).tolist())
         one.grown = np.setdiff1d(np.array(one.grown, np.int32), held).tolist()
         self._free(one)
@@ -361,7 +374,7 @@ class DecodeEngine:
         self._require_slot()
         wanted = self._wanted(message.join.request)
         begun = left.begun_pages(at)
-        held = np.concatenate([left.pages(at), begun])
+        held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
         journal.forget(name)
         claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
         window = self._window_of(left)
@@ -523,6 +536,7 @@ class DecodeEngine:
             self.plan.policy.score_every,
             self._journal.scored,
             self._selector,
+            self._journal.fixed,
         )
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every)
@@ -551,13 +565,18 @@ class PageAttention:
         score_every: int,
         progress: NDArray[np.int64],
         selector: Selector | None = None,
+        fixed: SectionTable | None = None,
     ) -> None:
         """Choose the cell of each new token in the first table, and count it as stored.
+
+        ``fixed`` is read as well, but what its tokens receive is added to no score: other requests
+        read the same pages.
 
         ``progress`` has, for each slot, the layers whose scores are added, over all positions. A
         step that is done again, as its worker died, leaves those layers as they are.
         """
         self._arena, self._tables = arena, tables
+        self._sections = [*tables, fixed] if fixed is not None else tables
         self._slots, self._positions = torch.from_numpy(slots), positions.int()
         self._score_every, self._progress = score_every, torch.from_numpy(progress)
         every = torch.arange(len(slots))
@@ -586,7 +605,7 @@ class PageAttention:
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
-        sections = [table.section(layer) for table in self._tables]
+        sections = [table.section(layer) for table in self._sections]
         scored = self._left(self._scored, layer)
         lse = torch.empty(query.shape[:2]) if len(scored) else None
         choice = self._choice

@@ -1,6 +1,7 @@
 """Page tables in and out of the handles that stages pass to each other."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,22 @@ Run = tuple[str, Ids, Ids]
 """Format name, tokens per head row, page ids of all head rows one after another."""
 
 
-def make_handle(claim: Claim, runs: Sequence[Run], tokens: int) -> KVHandle:
-    """Describe a request's pages; ``tokens`` counts the whole sequence, dropped ones included."""
-    packed = tuple(
-        PageRun(form, np.ascontiguousarray(counts, "<i4").tobytes(), page_runs.pack(pages))
-        for form, counts, pages in runs
-    )
-    return KVHandle(claim, packed, tokens)
+def make_handle(
+    claim: Claim, runs: Sequence[Run], tokens: int, fixed: Run | None = None
+) -> KVHandle:
+    """Describe a request's pages; ``tokens`` counts the whole sequence, dropped ones included.
+
+    ``fixed`` are pages that are only read, if it has such.
+    """
+    packed = [_packed(*run) for run in runs]
+    if fixed is not None:
+        packed.append(replace(_packed(*fixed), fixed=True))
+    return KVHandle(claim, tuple(packed), tokens)
+
+
+def _packed(form: str, counts: Ids, pages: Ids) -> PageRun:
+    tokens = np.ascontiguousarray(counts, "<i4").tobytes()
+    return PageRun(form, tokens, page_runs.pack(pages))
 
 
 def unpack_run(

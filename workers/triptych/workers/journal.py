@@ -79,6 +79,8 @@ class Journal:
     context_tokens: int
     tables: list[SectionTable] = field(init=False)
     """Raw pages, then those of the policy's classes."""
+    fixed: SectionTable | None = field(init=False)
+    """Pages that nobody writes: the cached beginnings of prompts. None if they are never shared."""
 
     def __post_init__(self) -> None:
         fields = _fields(self.plan, self.slots, self.context_tokens)
@@ -101,6 +103,16 @@ class Journal:
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
         self.tables = _tables(self.plan, arrays)
+        self.fixed = (
+            SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
+            if self.plan.shares
+            else None
+        )
+
+    @property
+    def sections(self) -> list[SectionTable]:
+        """All that attention reads: the tables, and fixed pages last."""
+        return self.tables if self.fixed is None else [*self.tables, self.fixed]
 
     @classmethod
     def begin(
@@ -239,7 +251,7 @@ class Journal:
             and 0 <= self.raw_tokens(slot) <= self.position(slot)
             and all(
                 counts.min() >= 0 and table.layout.pages(int(counts.max())) <= table.width
-                for table, counts in zip(self.tables, self.counts(slot), strict=True)
+                for table, counts in zip(self.sections, self.counts(slot), strict=True)
             )
         )
         if not sound:
@@ -253,27 +265,34 @@ class Journal:
         return self.position(slot) - int(retired[slot])
 
     def counts(self, slot: int) -> list[Ids]:
-        """Tokens of each row by table, [layers, kv_heads], once what is under way is done."""
+        """Tokens of each row by section, [layers, kv_heads], once what is under way is done."""
         raw = np.full_like(self.tables[0].tokens[:, slot], self.raw_tokens(slot))
+        counts = [raw, *(table.tokens[:, slot] for table in self.sections[1:])]
         if self.retirements.phase[slot]:
             then = self.retirements.counts[:, slot]
-            return [raw, *(then[..., i] for i in range(len(self.tables) - 1))]
-        return [raw, *(table.tokens[:, slot] for table in self.tables[1:])]
+            counts[1 : len(self.tables)] = (then[..., i] for i in range(len(self.tables) - 1))
+        return counts
 
     def pages(self, slot: int) -> Ids:
-        """All pages that hold something of a slot's request, or do so until it has retired."""
+        """All pages that hold something of a slot's request, or do so until it has retired; fixed
+        ones last."""
         raw = self.tables[0].pages[:, slot]
         if self.retirements.phase[slot]:
             raw = self.retirements.raw_pages[:, slot]
-        tables = [raw, *(table.pages[:, slot] for table in self.tables[1:])]
+        tables = [raw, *(table.pages[:, slot] for table in self.sections[1:])]
         held = self.counts(slot)
         if self.retirements.phase[slot]:
             held[0] = held[0] + np.int32(self.plan.raw.tokens)
         used = [
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
-            for table, tokens, section in zip(tables, held, self.tables, strict=True)
+            for table, tokens, section in zip(tables, held, self.sections, strict=True)
         ]
         return np.concatenate(used, dtype=np.int32)
+
+    def fixed_run(self, slot: int) -> tuple[str, Ids, Ids] | None:
+        """Format, tokens and pages of the cached prefix that a slot's request reads, if it does."""
+        run = None if self.fixed is None else self.fixed.run(slot)
+        return run if run and run[2].size else None
 
     def is_begun(self, slot: int) -> bool:
         """Whether the next step of a slot has come to its scores already, and was cut short."""
@@ -293,7 +312,7 @@ class Journal:
 
     def copy(self, other: "Journal", at: int, slot: int) -> None:
         """Take over the tables and the answer of another journal's slot, but not its lease."""
-        for mine, theirs in zip(self.tables, other.tables, strict=True):
+        for mine, theirs in zip(self.sections, other.sections, strict=True):
             mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
         self.read[slot], self.said[slot] = other.read[at], other.said[at]
         self.tokens[slot], self.scored[slot] = other.tokens[at], other.scored[at]
@@ -314,6 +333,8 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     cells = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
     per_page = (*rows, plan.raw.tokens if plan.compresses else 0)
     each = (slots,)
+    fixed = (*rows, plan.high.pages(context_tokens)) if plan.shares else ()
+    shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
     return {
         "seal": ("S64", (1,)),
         "request": (f"S{ID_BYTES}", each),
@@ -337,6 +358,7 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "counts": ("<i4", (*rows, 2)),
         "retired": ("<i4", each),
         "retired_then": ("<i4", each),
+        **shared,
     }
 
 

@@ -162,6 +162,12 @@ class LocalServer:
         with self._lock:
             return self._coordinator.snapshot(time.monotonic()).counters
 
+    @property
+    def booked_bytes(self) -> Mapping[str, int]:
+        """What the router has promised to requests, by arena."""
+        with self._lock:
+            return self._coordinator.snapshot(time.monotonic()).booked_bytes
+
     def looked_on(self, around: Around) -> AbstractContextManager[None]:
         """Have ``around`` do the engines' work meanwhile."""
         return self._loop.looked_on(around)

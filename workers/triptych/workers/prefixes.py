@@ -21,7 +21,7 @@ from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
-from triptych.kvpool import FoundPrefix, Namespace, Publication, WorkerPool
+from triptych.kvpool import FoundPrefix, HoldId, Namespace, Publication, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,22 @@ class BlockPages:
         rows = plan.geometry.head_rows
         high = [ids[: rows * BLOCK_PAGES].reshape(rows, -1) for ids in blocks]
         return cls(np.concatenate(high, axis=1), blocks[0][rows * BLOCK_PAGES :].reshape(rows, -1))
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Pages of a cached prefix that a request reads, and the hold that keeps them."""
+
+    hold: HoldId
+    span: range
+    """Positions of their tokens."""
+    pages: Ids
+    """[head rows, pages of a head row], all full, in the order of the tokens."""
+
+    @property
+    def counts(self) -> Ids:
+        """Tokens of each head row."""
+        return np.full(len(self.pages), len(self.span), np.int32)
 
 
 class Source(Protocol):
@@ -171,6 +187,28 @@ class PrefixStore:
         finally:
             self.pool.release_prefix(found.hold)
         return found.tokens
+
+    def share(self, prefix: Prefix, prompt_tokens: int) -> "SharedPrefix | None":
+        """Hold what a prompt needs no pages of its own for; None if that is nothing.
+
+        What the pool has lost since the prompt was read is not shared.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        span = self.plan.shared_span(prefix.cached_tokens, prompt_tokens)
+        if not span:
+            return None
+        tokens = np.frombuffer(prefix.tokens, "<i4")[: span.stop]
+        found = self.pool.hold_prefix(self.namespace(prefix.cache_salt), tokens)
+        if found is None:
+            return None
+        try:
+            high = BlockPages.of(self.plan, 0, list(found.blocks)).high
+        except PoolError:
+            self.pool.release_prefix(found.hold)
+            raise
+        each = self.plan.high.tokens
+        return SharedPrefix(found.hold, span, high[:, span.start // each : span.stop // each])
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens

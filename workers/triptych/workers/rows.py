@@ -80,6 +80,10 @@ class SectionTable:
         used: Mask = np.arange(self.width) < counts[..., None]
         return tokens.ravel(), self.pages[:, slot][used]
 
+    def run(self, slot: int) -> tuple[str, Ids, Ids]:
+        """What ``read`` gives, behind the name of the format."""
+        return (self.layout.format.name, *self.read(slot))
+
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
 

@@ -130,13 +130,16 @@ class Selector:
         arena: Tensor,
         tables: Sequence[SectionTable],
     ) -> None:
-        """The first of the tables is that of raw pages.
+        """The first of the tables is that of raw pages, the last, if pages are shared, that of
+        fixed ones.
 
-        Where tokens are compressed these are the sink and the window, read in any case.
+        Where tokens are compressed raw pages are the sink and the window, read in any case.
         """
         self.config, self.tables = config, tables
         known = tables[1:] if plan.compresses else tables
         self._summaries = [TableSummaries(kind, arena, table) for table in known]
+        self._fixed = int(plan.shares)
+        """How many of them are of pages that never change."""
         layers, slots, kv_heads, _ = tables[0].pages.shape
         most = sum(table.width for table in tables)
         self.ordinals = _zeros(layers, slots, kv_heads, most)
@@ -189,10 +192,9 @@ class Selector:
 
     def retire(self, leaving: Leaving) -> None:
         """Tokens came to places in high, and some went from there to low."""
+        written = self._summaries[: len(self._summaries) - self._fixed]
         for index, slot in enumerate(leaving.slots.tolist()):
-            for part, places in zip(
-                self._summaries, (leaving.places, leaving.mover_places), strict=False
-            ):
+            for part, places in zip(written, (leaving.places, leaving.mover_places), strict=False):
                 part.renew(slot, places[:, index])
             self._is_chosen[slot] = False
 

@@ -95,18 +95,24 @@ def usage(
 
 
 def _compression(choices: Sequence[Choice]) -> Json:
-    """What compression did to all choices together; empty if no stage reported it."""
+    """What compression did to all choices together; empty if no stage reported it.
+
+    The ratio counts what is shared as if each choice had it alone: it is compression's, and what
+    sharing saves beyond it stands beside it.
+    """
     reports = [choice.compression for choice in choices if choice.compression]
     if not reports:
         return {}
     raw = sum(report.raw_bytes for report in reports)
     stored = sum(report.stored_bytes for report in reports)
-    return {
+    shared = sum(report.shared_bytes for report in reports)
+    told: Json = {
         "policy": reports[0].policy,
-        "ratio": round(raw / max(stored, 1), 3),
+        "ratio": round(raw / max(stored + shared, 1), 3),
         "raw_bytes": raw,
         "stored_bytes": stored,
     }
+    return told | {"shared_bytes": shared} if shared else told
 
 
 def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:

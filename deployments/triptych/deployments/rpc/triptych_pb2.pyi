@@ -292,18 +292,20 @@ class PromptTokensDetails(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Compression(_message.Message):
-    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error")
+    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     policy: str
     ratio: float
     raw_bytes: int
     stored_bytes: int
     estimated_error: EstimatedError
-    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ...) -> None: ...
+    shared_bytes: int
+    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
 
 class EstimatedError(_message.Message):
     __slots__ = ("kl", "top1_agreement", "measured_at_tokens")

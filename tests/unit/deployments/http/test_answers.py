@@ -80,3 +80,16 @@ def test_compression_is_summed_over_choices():
         },
     }
     assert "compression" not in usage(7, choices[1:2])
+
+
+def test_what_is_shared_stands_beside_what_is_stored():
+    """The ratio is compression's alone."""
+    report = CompressionReport(policy="p", raw_bytes=300, stored_bytes=30, shared_bytes=70)
+    compression = usage(7, [Choice(index=0, ids=[1], compression=report)])["compression"]
+    assert compression == {
+        "policy": "p",
+        "ratio": 3.0,
+        "raw_bytes": 300,
+        "stored_bytes": 30,
+        "shared_bytes": 70,
+    }

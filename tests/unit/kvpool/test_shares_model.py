@@ -309,5 +309,5 @@ class ShareMachine(RuleBasedStateMachine):
         assert self.pool.stat(self.now).request_pages == requests + line.bytes // PAGE_BYTES
 
 
-ShareMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+ShareMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestShares = ShareMachine.TestCase

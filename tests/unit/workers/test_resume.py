@@ -613,7 +613,7 @@ def test_page_ids_and_counts_of_a_journal_are_checked(stages: Stages) -> None:
         former, engine = stages.decoder()
         engine.accept(stages.join(request))
         heir_name, heir = stages.decoder()
-        table = rng.choice(engine._journal.tables)
+        table = rng.choice(engine._journal.sections)
         target = table.pages if rng.random() < 0.5 else table.tokens
         target[...] = rng.integers(-(2**31), 2**31, target.shape, dtype=np.int32)
         refused = refusals(heir.accept(stages.resume(request, former)))

@@ -38,8 +38,8 @@ def _find(name: str) -> str | None:
 class Prometheus:
     """A running server, asked as Grafana asks it."""
 
-    def __init__(self, url: str) -> None:
-        self._api = httpx.Client(base_url=f"{url}/api/v1", timeout=30)
+    def __init__(self, api: httpx.Client) -> None:
+        self._api = api
 
     def ask(self, path: str, **parameters: str) -> dict[str, Any]:
         """What the API says to a question."""
@@ -81,7 +81,8 @@ def prometheus(folder: Path, target: str, rules: object, port: int) -> Iterator[
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
         try:
             _wait_until_ready(f"http://{at}", folder / "prometheus.log")
-            yield Prometheus(f"http://{at}")
+            with httpx.Client(base_url=f"http://{at}/api/v1", timeout=30) as api:
+                yield Prometheus(api)
         finally:
             process.terminate()
             process.wait(timeout=30)

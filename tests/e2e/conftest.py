@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 180
+TITLE_LOOKS = 3
 PORTS = range(20_000, 32_768)
 """Above the ports of Ray's workers, below those that Linux gives to who asks for any."""
 
@@ -41,13 +42,19 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """The processes of one actor class, or of one deployment's replicas."""
-        found = list[psutil.Process]()
-        for process in self.process.children(recursive=True):
-            with suppress(psutil.Error):
-                if process.cmdline()[:1] == [f"ray::{title}"]:
-                    found.append(process)
-        return found
+        """The processes of one actor class, or of one deployment's replicas.
+
+        Ray writes a process's title anew at each task, and who looks meanwhile may see none. So this
+        looks several times.
+        """
+        found = dict[int, psutil.Process]()
+        for _ in range(TITLE_LOOKS):
+            for process in self.process.children(recursive=True):
+                with suppress(psutil.Error):
+                    if process.cmdline()[:1] == [f"ray::{title}"]:
+                        found[process.pid] = process
+            time.sleep(0.01)
+        return list(found.values())
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
         return self.processes(f"ServeReplica:triptych:{deployment}")

@@ -1,21 +1,22 @@
-"""The dashboard in a real browser, over a real server that works."""
+"""What operators look at, over a real server that works: panels and rules in a real Prometheus, and
+the dashboard in a real browser."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.e2e import chromium
 from tests.e2e.conftest import free_port
+from tests.prometheus import Prometheus, program, prometheus
+from tests.unit.k8s.test_monitoring import COMPONENT, panels
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not chromium.is_here(),
-        reason="needs a Chromium: Debian's chromium, or pip's PyQt6-WebEngine",
-    ),
-]
+pytestmark = pytest.mark.e2e
+
+SPEC = yaml.safe_load((COMPONENT / "rules.yaml").read_text())["spec"]
+GRAFANA = {"$__rate_interval": "5m", "$namespace": "triptych", "$pod": ".+"}
 
 STEPS = "waiting prefilling prefilled compressing planned encoding compressed decoding"
 
@@ -27,12 +28,53 @@ def legend(kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(start: Callable[..., Any]) -> Any:
-    return start()
+def server(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    disk = str(tmp_path_factory.mktemp("disk"))
+    return start(pool={"disk_path": disk, "disk_bytes": 64 << 20})
+
+
+@pytest.fixture(scope="module")
+def watched(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has seen a server before, while and after it answered."""
+    program("prometheus")
+    for group in SPEC["groups"]:
+        group["interval"] = "1s"
+    folder = tmp_path_factory.mktemp("prometheus")
+    with prometheus(folder, server.url, SPEC, free_port()) as found:
+        found.wait_for_scrapes(2)
+        for question in ("Who?", "When?"):
+            prompt = "The harbour wall was built in 1903 and repaired twice. " * 20 + question
+            server.crowd([prompt], max_tokens=12).join()
+        found.wait_for_scrapes(3)
+        yield found
+
+
+def test_every_panel_of_the_dashboard_shows_a_figure(watched: Prometheus) -> None:
+    empty = list[str]()
+    for title, query in panels():
+        for name, value in GRAFANA.items():
+            query = query.replace(name, value)
+        if not any(value == value for value in watched.values(query)):  # NaN is no figure
+            empty.append(f"{title}: {query}")
+    assert not empty
+
+
+def test_every_rule_is_evaluated_and_no_alert_fires(watched: Prometheus) -> None:
+    groups = watched.ask("/rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == sum(len(group["rules"]) for group in SPEC["groups"])
+    assert {rule["health"] for rule in rules} == {"ok"}, rules
+    recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
+    assert recorded
+    assert [name for name in recorded if not watched.values(name)] == []
+    firing = [alert for alert in watched.ask("/alerts")["alerts"] if alert["state"] == "firing"]
+    assert firing == []
 
 
 @pytest.fixture(scope="module")
 def page(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    if not chromium.is_here():
+        pytest.skip("needs a Chromium: Debian's chromium, or pip's PyQt6-WebEngine")
     with chromium.browse(free_port(), tmp_path_factory.mktemp("browser")) as page:
         page.go(f"{server.url}/dashboard")
         page.wait_for("document.body?.dataset.drawn >= 2")

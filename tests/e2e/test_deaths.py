@@ -16,7 +16,7 @@ BACK_WITHIN_S = 120
 
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Any]) -> Any:
-    return start()
+    return start(topology="colocated")
 
 
 def ask(server: Any) -> int:

@@ -38,10 +38,11 @@ MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 ENTROPY_STOP = {
     "name": "entropy_stop",
+    "enabled": False,
     "options": {"patience_tokens": 4},
     "request_bounds": {"threshold": [0.0, 20.0]},
 }
-"""With a threshold that changes nothing, unless a request sets another one."""
+"""Off, unless a request sets it a threshold."""
 
 
 @pytest.fixture(scope="module")
@@ -347,24 +348,22 @@ async def test_sixteen_at_once(server: Any) -> None:
 
 def test_a_profile_of_the_server_at_work(server: Any, tmp_path: Path) -> None:
     """What the three workers tell is laid side by side."""
-    crowd = server.crowd(["Once upon a time"] * 2, max_tokens=200)
-    crowd.wait_for_chunks(2)
     files = ["--json", str(tmp_path / "p.json"), "--trace", str(tmp_path / "t.json")]
     command = [Path(sys.executable).with_name("triptych"), "profile", "--url", server.url]
-    with subprocess.Popen([*command, *files, "--steps", "20", "--seconds", "5"]) as process:
+    with subprocess.Popen([*command, *files, "--steps", "10", "--seconds", "3"]) as process:
         with server.client() as client:
-            client.completions.create(model=MODEL, prompt="Hello", max_tokens=4)
-        assert process.wait(timeout=60) == 0
+            while process.poll() is None:
+                client.completions.create(model=MODEL, prompt="Hello", max_tokens=16)
+        assert process.returncode == 0
     figures, trace = (json.loads((tmp_path / name).read_text()) for name in ("p.json", "t.json"))
     decode = [row for row in figures["steps"] if row["stage"] == "decode"]
     assert len(figures["workers"]) == 3
-    assert 0 < len(decode) <= 20
+    assert 0 < len(decode) <= 10
     assert [row["layer"] for row in figures["layers"]] == list(range(30))
     assert all(row["page_bytes"] > 0 for row in decode if row["tokens"])
     seconds = sum(row["seconds"] for row in figures["parts"] if row["stage"] == "decode")
     assert seconds == pytest.approx(sum(row["seconds"] for row in decode))
     assert min(event.get("ts", 0.0) for event in trace["traceEvents"]) == 0.0
-    assert crowd.join() == {"length": 2}
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
@@ -396,14 +395,11 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(server: Any) -> No
     assert server.wait_until(lambda: server.pages_held() == 0, timeout_s=5) < 2
 
 
-@pytest.mark.parametrize("deployment", ["Compressor", "Decode"])
-def test_a_killed_worker_costs_its_requests_an_error_and_nothing_else(
-    server: Any, deployment: str
-) -> None:
+def test_the_only_decode_worker_is_killed_and_its_requests_wait_for_the_next(server: Any) -> None:
     prompts = [f"{index}: " + "word " * (50 * index) for index in range(16)]
     crowd = server.crowd(prompts, max_tokens=150)
     time.sleep(3)
-    (replica,) = server.replicas(deployment)
+    (replica,) = server.replicas("Decode")
     os.kill(replica.pid, signal.SIGKILL)
     assert set(crowd.join()) <= {"length", "worker_lost"}
     server.wait_until(server.is_healthy, timeout_s=60)

@@ -90,7 +90,8 @@ class Profile:
     def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
         """What was measured, if these settings are the ones that it was measured with."""
         given = replace(config.compressor, actor=ActorConfig(), profile="auto")
-        plain = config.decode.selection.method == "none" and not config.decode.plugins
+        steps = [plugin for plugin in config.decode.plugins if plugin.enabled]
+        plain = config.decode.selection.method == "none" and not steps
         return self.measured if plain and given == CompressorConfig() else ()
 
     def check_model(self, weights: str, geometry: Geometry, path: Path) -> None:

@@ -58,6 +58,8 @@ class Answer:
 
     tokens: list[int]
     ending: str
+    shared_bytes: int = 0
+    """Of pages that it read where the cache has them."""
 
 
 class Cluster:
@@ -144,6 +146,8 @@ class Cluster:
                     else:
                         answer.tokens += event.tokens
                         answer.ending = event.finish or answer.ending
+                        if event.compression:
+                            answer.shared_bytes = event.compression.shared_bytes
         return answer
 
     async def settled(self) -> None:

@@ -31,6 +31,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "compress": {
         "attach": (RemotePool, "attach"),
+        "hold what is shared": (RemotePool, "hold_prefix"),
         "plan": (compress.CompressEngine, "_classes"),
         "get pages": (RemotePool, "grant"),
         "publish the prefix": (RemotePool, "publish_prefix"),

@@ -1,6 +1,7 @@
 """One trial: clients ask, a process dies at a point, and then everything is counted."""
 
 import asyncio
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from tests.integration.faults.points import FIRST_DEATH, POINTS, Point
 from triptych.core.messages import Request, Sampling
 
 CLIENTS, ANSWER_TOKENS = 6, 32
+BEGINNING = tuple(random.Random("beginning").choices(range(2, 250), k=128))
+"""Two blocks with which the prompts of every second client begin; of these they read the second
+where the cache has it."""
 TRIES = 8
 """How often a trial may be begun: requests move at random, so a place may not be passed at all."""
 SAME_TOKENS = ("prefill", "compress", "decode")
@@ -26,7 +30,7 @@ def requests() -> list[Request]:
     return [
         Request(
             id="",
-            prompt=tuple(random.Random(i).choices(range(2, 250), k=24 + 17 * i)),
+            prompt=prompt(i),
             sampling=sampling[i],
             reply_to="",
         )
@@ -34,15 +38,37 @@ def requests() -> list[Request]:
     ]
 
 
-async def crowd(cluster: Cluster, seed: int = 0) -> list[Answer]:
+def prompt(client: int) -> tuple[int, ...]:
+    own = tuple(random.Random(client).choices(range(2, 250), k=24 + 10 * client))
+    return BEGINNING + own if is_sharing(client) else own
+
+
+def is_sharing(client: int) -> bool:
+    return client % 2 == 0
+
+
+async def prepare(cluster: Cluster) -> str:
+    """Have the beginning cached that clients share, for clients with this salt."""
+    salt = f"crowd {next(CROWDS)}"
+    sampling = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
+    first = Request(id="", prompt=(*BEGINNING, 2, 3), sampling=sampling, reply_to="")
+    await cluster.answer(first, salt)
+    await cluster.settled()
+    return salt
+
+
+CROWDS = itertools.count()
+
+
+async def crowd(cluster: Cluster, salt: str, seed: int = 0) -> list[Answer]:
     """The answers to all requests, which come one after the other within moments."""
     luck = random.Random(seed)
 
-    async def ask(request: Request) -> Answer:
+    async def ask(client: int, request: Request) -> Answer:
         await asyncio.sleep(luck.uniform(0, 0.05))
-        return await cluster.answer(request)
+        return await cluster.answer(request, salt if is_sharing(client) else "")
 
-    return await asyncio.gather(*map(ask, requests()))
+    return await asyncio.gather(*itertools.starmap(ask, enumerate(requests())))
 
 
 @dataclass
@@ -74,14 +100,18 @@ class Trials:
 
     @classmethod
     async def of(cls, cluster: Cluster) -> "Trials":
-        await crowd(cluster)
+        await crowd(cluster, await prepare(cluster))
         await cluster.settled()
+        salt = await prepare(cluster)
         before = {point: cluster.board.passes(point) for point in POINTS}
-        whole = await crowd(cluster)
+        whole = await crowd(cluster, salt)
         await cluster.settled()
         passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
         assert [answer.ending for answer in whole] == ["length"] * CLIENTS
         assert len({tuple(answer.tokens) for answer in whole}) == CLIENTS
+        assert [answer.shared_bytes > 0 for answer in whole] == [
+            is_sharing(client) for client in range(CLIENTS)
+        ]
         return cls(cluster, whole, passes)
 
     async def run(self, point: Point, seed: int) -> Trial:
@@ -94,11 +124,12 @@ class Trials:
 
     async def _try(self, point: Point, seed: int) -> Trial:
         board, luck = self.cluster.board, random.Random(f"{point.name} {seed}")
+        salt = await prepare(self.cluster)
         number = luck.randint(1, max(1, self._usual_passes(point) // 2))
         board.arm(point, number)
         if point.role == "heir":
             board.arm(FIRST_DEATH, luck.randint(2, ANSWER_TOKENS))
-        answers, faults = await crowd(self.cluster, seed), list[str]()
+        answers, faults = await crowd(self.cluster, salt, seed), list[str]()
         try:  # what is done for a request goes on when its client has everything
             await self.cluster.settled()
         except TimeoutError as error:

@@ -143,7 +143,10 @@ def test_thresholds_and_formats_out_of_order_are_refused(
 def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() -> None:
     for same in ({}, {"compressor": {"profile": "/some/file", "actor": {"num_replicas": 2}}}):
         assert PROFILE.fidelity_of(AppConfig.from_mapping(same)) == PROFILE.measured
+    spare = {"decode": {"plugins": [{"name": "entropy_stop", "enabled": False}]}}
+    assert PROFILE.fidelity_of(AppConfig.from_mapping(spare)) == PROFILE.measured
     for other in (
+        {"decode": {"plugins": [{"name": "entropy_stop"}]}},
         {"compressor": {"policy": "uniform:k4v2"}},
         {"compressor": {"alpha_high": 1.0}},
         {"compressor": {"sink_tokens": 0}},

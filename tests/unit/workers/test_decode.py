@@ -5,7 +5,7 @@ import torch
 
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.kernels.pages import segments
-from triptych.workers.decode import PageAttention
+from triptych.workers.attention import PageAttention
 from triptych.workers.rows import SectionTable
 
 RAW = PageLayout(FORMATS["fp16"], head_dim=32, page_bytes=1792)

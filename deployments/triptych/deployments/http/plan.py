@@ -282,9 +282,16 @@ class Planner:
             continuous_usage=options is not None and options.continuous_usage_stats,
             token_ids=body.return_token_ids,
             choices_each=body.n,
-            fidelity=_nearest(self._model.fidelity, max(map(len, prompts))),
+            fidelity=self._fidelity(requests),
             echo=tuple(text for text in texts for _ in range(body.n)),
         )
+
+    def _fidelity(self, requests: Sequence[Request]) -> Fidelity | None:
+        """What compression costs them; None: nobody measured that, or they switch something on."""
+        if any(switch.on for request in requests for switch in request.switches):
+            return None
+        longest = max(len(request.prompt) for request in requests)
+        return _nearest(self._model.fidelity, longest)
 
     def _answer_tokens(self, body: GenerationBody, prompt_tokens: int, param: str) -> int:
         """Say how long the answer may become.

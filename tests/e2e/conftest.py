@@ -44,8 +44,8 @@ class Server:
     def processes(self, title: str) -> list[psutil.Process]:
         """The processes of one actor class, or of one deployment's replicas.
 
-        Ray writes a process's title anew at each task, and who looks meanwhile may see none. So this
-        looks several times.
+        Ray writes a process's title anew at each task, and who looks meanwhile may see none. So
+        this looks several times.
         """
         found = dict[int, psutil.Process]()
         for _ in range(TITLE_LOOKS):

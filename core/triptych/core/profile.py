@@ -90,7 +90,7 @@ class Profile:
     def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
         """What was measured, if these settings are the ones that it was measured with."""
         given = replace(config.compressor, actor=ActorConfig(), profile="auto")
-        steps = [plugin for plugin in config.decode.plugins if plugin.enabled]
+        steps = [plugin for plugin in config.decode.steps if plugin.enabled]
         plain = config.decode.selection.method == "none" and not steps
         return self.measured if plain and given == CompressorConfig() else ()
 

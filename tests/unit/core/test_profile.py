@@ -146,6 +146,7 @@ def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() ->
     spare = {"decode": {"plugins": [{"name": "entropy_stop", "enabled": False}]}}
     assert PROFILE.fidelity_of(AppConfig.from_mapping(spare)) == PROFILE.measured
     for other in (
+        {"decode": {"plugins": ["entropy_stop"]}},
         {"decode": {"plugins": [{"name": "entropy_stop"}]}},
         {"compressor": {"policy": "uniform:k4v2"}},
         {"compressor": {"alpha_high": 1.0}},

@@ -68,6 +68,7 @@ class Case:
     concurrency: int | None
     seed: int
     cells: int = 1
+    roles: str = "both"
 
     def __str__(self) -> str:
         pace = f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:.3g}/s"
@@ -79,7 +80,8 @@ class Case:
         """What was compared, without defaults."""
         is_default = self.placement == RouterConfig().placement
         placed = self.policy if is_default else f"{self.policy}+{self.placement}"
-        return placed if self.cells == 1 else f"{placed}+{self.cells}cells"
+        divided = placed if self.cells == 1 else f"{placed}+{self.cells}cells"
+        return divided if self.roles == "both" else f"{divided}+{self.roles}"
 
 
 @app.callback()
@@ -91,6 +93,12 @@ def simulate(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     compress: Annotated[int, typer.Option(min=1, help="Compressors.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    colocated: Annotated[
+        int, typer.Option(min=0, help="Workers of all stages instead of those.")
+    ] = 0,
+    roles: Annotated[
+        str, typer.Option(help="router.roles of colocated workers: one or more, as in both,switch.")
+    ] = "both",
     workers_per_node: Annotated[
         int | None, typer.Option(min=0, help="0: all on one machine; with --replicas 10.")
     ] = None,
@@ -169,7 +177,7 @@ def simulate(
         cell_overload=cell_overload,
     )
     cluster = replace(
-        cluster_of(replicas, (prefill, compress, decode), workers_per_node, own_cores),
+        cluster_of(replicas, (prefill, compress, decode), colocated, workers_per_node, own_cores),
         capacity_bytes=capacity_mib << 20,
         max_batch_requests=slots,
         router=router,
@@ -190,6 +198,9 @@ def simulate(
     policies, placements = words(policy), words(placement)
     for name, where in product(policies, placements):
         check_policies(RouterConfig(batch_policy=name, placement=where), slots)
+    for one in words(roles):
+        require(one in ("both", "switch"), "--roles", one, "both, switch or both,switch")
+        require(one == "both" or bool(colocated), "--roles", one, "--colocated workers")
     for count in integers(cells):
         replace(cluster, router=replace(router, cells=count))  # says what cannot be divided
     saturation = saturation_of(cluster, costs, load)
@@ -202,10 +213,11 @@ def simulate(
             concurrency=concurrency,
             seed=seed + offset,
             cells=count,
+            roles=role,
         )
         for one in rates
         for offset in range(seeds)
-        for name, where, count in product(policies, placements, integers(cells))
+        for name, where, count, role in product(policies, placements, integers(cells), words(roles))
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
     require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
@@ -221,6 +233,7 @@ def simulate(
 def cluster_of(
     replicas: int | None,
     stages: tuple[int, int, int],
+    colocated: int,
     workers_per_node: int | None,
     own_cores: bool | None,
 ) -> Cluster:
@@ -232,11 +245,15 @@ def cluster_of(
     if replicas is not None:
         require(stages == (1, 1, 1), "--replicas", replicas, "no other counts")
         stages = split_of(replicas)
+    if colocated:
+        require(stages == (1, 1, 1), "--colocated", colocated, "no other counts")
+        stages = (0, 0, 0)
     prefill, compress, decode = stages
     return Cluster(
         prefill=prefill,
         compress=compress,
         decode=decode,
+        colocated=colocated,
         workers_per_node=NODE_WORKERS * is_large if workers_per_node is None else workers_per_node,
         shared_cores=not (is_large if own_cores is None else own_cores),
     )
@@ -307,6 +324,7 @@ def run_cases(
                 batch_policy=case.policy,
                 placement=case.placement,
                 cells=case.cells,
+                roles=case.roles,
             )
             simulation = Simulation(
                 replace(cluster, router=router),

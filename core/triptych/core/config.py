@@ -509,6 +509,11 @@ class RouterConfig:
     """Requests that a decode worker must have more than another one before one of them is moved
     there while it is being answered; 0: none ever is."""
 
+    roles: Literal["both", "switch"] = "both"
+    """What workers of all stages do (``topology: colocated``): ``both`` read prompts and write
+    answers, all of them; ``switch``: as many as it takes at the moment only read, and the others
+    write, so that answers do not wait for the prompts of others."""
+
     record: str = ""
     """File to which every message to the router is written, prompts included, with what it
     decided, for ``triptych simulate replay``; empty: none."""
@@ -689,6 +694,9 @@ class AppConfig:
 
     def __post_init__(self) -> None:
         require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
+        fits = self.router.roles == "both" or self.topology == "colocated"
+        expected = "'both', or topology: colocated (other workers have the role of their stage)"
+        require(fits, "router.roles", self.router.roles, expected)
         for stage, (actor, scaling) in self._deployed.items():
             self._check_cells(f"{stage}.actor.num_replicas", actor.num_replicas)
             if scaling.is_on:

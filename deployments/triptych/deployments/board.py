@@ -84,6 +84,7 @@ class Board:
         return {
             "name": load.name,
             "stages": list(load.stages),
+            "role": load.role,
             "full": load.is_full,
             "report_age_s": None if age_s is None else _seconds(age_s),
             "prefill_tokens": load.prefill_tokens,

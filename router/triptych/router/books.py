@@ -67,7 +67,8 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
         if not peer.hello.stages:
             continue
         address, is_full = peer.address, books.fleet.is_full(peer, now)
-        takes_joins = "decode" in peer.hello.stages and not is_full
+        role = books.roster.role_of(address)
+        takes_joins = "decode" in peer.hello.stages and not is_full and role != "read"
         loads[address] = WorkerLoad(
             name=peer.name,
             address=address,
@@ -80,5 +81,7 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
             free_slots=max(0, books.roster.slots_of(peer.hello.max_requests) - slots[address])
             if takes_joins
             else 0,
+            running=slots[address],
+            role=role,
         )
     return loads

@@ -39,6 +39,7 @@ from triptych.router.preemption import Preemption
 from triptych.router.prefixmap import PrefixMap
 from triptych.router.promises import Promises
 from triptych.router.readers import Placer
+from triptych.router.roles import Roles
 from triptych.router.scaling import Demand, Scaling
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state import Entry, Requests, State
@@ -119,6 +120,7 @@ class Coordinator:
         self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
         is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
         self._balance = Balance(self._books, 0 if is_fixed else config.rebalance_requests)
+        self._roles = Roles(self._books, config.roles == "switch" and not is_fixed)
         self._promises = Promises(self._books, self._endings)
         self._preemption = None if is_fixed else Preemption(self._books)
         self._loans = Loans(self._books, plan.prefix_bytes)
@@ -156,6 +158,7 @@ class Coordinator:
         self._endings.expel_formers()
         self._give_up(now)
         self._dispatch.adjust()
+        self._roles.run(self._dispatch.held_by, now)
         self._balance.run()
         return self._advance(now)
 
@@ -313,6 +316,7 @@ class Coordinator:
             entry.token_s, entry.read_at = message.token_s, now
             entry.hit_tokens = message.cached_tokens
             self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
+            self._roles.read(entry, now)
             self._books.requests.history.cached(entry.id, message.cached_tokens)
             self._books.requests.move(entry, State.PREFILLED, now)
 
@@ -432,7 +436,8 @@ class Coordinator:
         return RouterSnapshot(
             requests={state.value: requests.count(state) for state in State},
             booked_bytes=self._books.ledger.arenas,
-            capacity_bytes=self._books.ledger.capacity_bytes,
+            capacity_bytes=max(1, len(self._books.roster.arenas))
+            * self._books.ledger.capacity_bytes,
             held_by=self._dispatch.held_by,
             oldest_waiting_s=0.0 if oldest is None else now - oldest,
             counters=dict(self._books.counters),

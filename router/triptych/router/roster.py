@@ -5,14 +5,14 @@ tests compare. Here each change costs O(log n), and so does each choice.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
 from triptych.core.messages import Hello
 from triptych.router.ranking import Ranking
-from triptych.router.snapshot import WorkerLoad
+from triptych.router.snapshot import Role, WorkerLoad
 from triptych.router.state import Entry, State, is_being_compressed, is_being_read
 
 Fits = Callable[[str], bool]
@@ -52,6 +52,8 @@ class Roster:
     """Requests that were let in and have no decode worker yet."""
     open_slots: int = 0
     """Free slots of all decode workers that take requests."""
+    queued_tokens: int = 0
+    """Prompt tokens that were sent to workers and are not read yet, without what is cached."""
     used_bytes: int = 0
     """What is used in the arenas of workers."""
     arenas: Counter[str] = field(default_factory=Counter[str])
@@ -62,6 +64,8 @@ class Roster:
     """Counts the changes of which arenas have prefill workers."""
 
     _workers: dict[str, Hello] = field(default_factory=dict[str, Hello])
+    _roles: dict[str, Role] = field(default_factory=dict[str, Role])
+    """Of workers that were given one; all others do both."""
     _fresh: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
     """When those that are not full reported last, oldest first."""
     _read: Counter[str] = field(default_factory=Counter[str])
@@ -113,6 +117,7 @@ class Roster:
     def leave(self, address: str) -> None:
         """A worker died."""
         hello = self._workers.pop(address, None)
+        self._roles.pop(address, None)
         self._fresh.pop(address, None)
         if hello is not None:
             self._withdraw(hello)
@@ -128,6 +133,14 @@ class Roster:
         if was_full:
             self._place(address)
         return was_full
+
+    def assign(self, roles: Mapping[str, Role]) -> int:
+        """Give workers other roles; how many it changed."""
+        changed = [address for address, role in roles.items() if role != self.role_of(address)]
+        for address in changed:
+            self._roles[address] = roles[address]
+            self._place(address)
+        return len(changed)
 
     def refresh(self, now: float) -> None:
         """Let time pass: who has not reported for long counts as full."""
@@ -207,7 +220,7 @@ class Roster:
         at = defaultdict[str, list[tuple[int, str, str]]](list)
         for address in self._fresh:
             hello = self._workers[address]
-            if "decode" in hello.stages:
+            if "decode" in hello.stages and self.role_of(address) != "read":
                 at[hello.arena].append((self._slots[address], hello.name, address))
         ends = [(min(workers), max(workers)) for workers in at.values()]
         return [fullest[2] for emptiest, fullest in ends if fullest[0] - emptiest[0] >= more]
@@ -258,6 +271,16 @@ class Roster:
     def arena_of(self, address: str) -> str:
         return self._workers[address].arena
 
+    def role_of(self, address: str) -> Role:
+        return self._roles.get(address, "both")
+
+    def free_slots(self) -> Counter[str]:
+        """Free slots of the decode workers of each arena."""
+        free = Counter[str]()
+        for address, slots in self._free.items():
+            free[self.arena_of(address)] += slots
+        return free
+
     def queue_tokens(self, address: str) -> int:
         """Tokens that a prefill worker reads before a prompt that comes now, at the most."""
         return self._queue[address]
@@ -275,6 +298,8 @@ class Roster:
                 queue_tokens=self._queue[address],
                 compress_tokens=self._compressed[address],
                 free_slots=self._free.get(address, 0),
+                running=self._slots[address],
+                role=self.role_of(address),
             )
 
     # ---------------------------------------------------------------- counting
@@ -289,6 +314,7 @@ class Roster:
             self._add(self._queue, one.read_at, sign * min(one.to_read, self.long_tokens))
             self._add(self._compressed, one.compressed_at, sign * one.tokens)
             self._add(self._slots, one.slot_at, sign)
+            self.queued_tokens += sign * one.to_read * bool(one.read_at)
             self.needs_slot += sign * one.needs_slot
         touched = {before.read_at, before.compressed_at, before.slot_at}
         for address in touched | {share.read_at, share.compressed_at, share.slot_at}:
@@ -306,16 +332,18 @@ class Roster:
         """Rank a worker where it belongs now; one that is full is ranked nowhere."""
         if address not in self._fresh:
             return
-        hello = self._workers[address]
-        if "prefill" in hello.stages:
-            for arena in (None, hello.arena):
+        hello, role = self._workers[address], self.role_of(address)
+        for arena in (None, hello.arena):
+            if "prefill" in hello.stages and (role != "write" or not self._slots[address]):
                 self._prefill[arena].put(address, (self._queue[address], hello.name))
+            else:
+                self._prefill[arena].discard(address)
         if "compress" in hello.stages:
             for arena in (None, hello.arena):
                 self._compress[arena].put(address, (self._compressed[address], hello.name))
         if "decode" in hello.stages:
             free = self.slots_of(hello.max_requests) - self._slots[address]
-            self._set_free(hello, max(0, free))
+            self._set_free(hello, 0 if role == "read" else max(0, free))
 
     def _withdraw(self, hello: Hello) -> None:
         for arena in (None, hello.arena):

@@ -34,6 +34,10 @@ class Budget:
     """Requests that may start, because a decode slot will be free for each."""
 
 
+Role = Literal["both", "read", "write"]
+"""What a worker of all stages is used for. One that writes reads too while it writes nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """A worker as placement sees it."""
@@ -54,6 +58,9 @@ class WorkerLoad:
     """Prompt tokens that it is compressing."""
     free_slots: int = 0
     """Requests that may still join its decode batch."""
+    running: int = 0
+    """Requests that it decodes, or was chosen to."""
+    role: Role = "both"
 
 
 HeldBy = Literal["", "no_prefill_worker", "prefill_busy", "no_decode_slot", "no_bytes", "gathering"]
@@ -90,7 +97,7 @@ class RouterSnapshot:
     booked_bytes: Mapping[str, int]
     """By arena."""
     capacity_bytes: int
-    """Of each arena."""
+    """Of all arenas together; of one while no worker is there."""
     held_by: HeldBy
     oldest_waiting_s: float
     counters: Mapping[str, int]

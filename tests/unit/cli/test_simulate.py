@@ -51,6 +51,20 @@ def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     assert two["router_cpu_s"] > 0
 
 
+def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    options = ["--colocated", "3", "--own-cores", "--roles", "both,switch", "--load-factor", "0.4"]
+    code, _, _ = run("simulate", *options, "--requests", "60", "--json", str(path))
+    assert code == 0
+    both, switch = json.loads(path.read_text())["rows"]
+    assert [row["label"] for row in (both, switch)] == [
+        "greedy_by_memory",
+        "greedy_by_memory+switch",
+    ]
+    assert "role_changes" not in both["counters"]
+    assert switch["counters"]["role_changes"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -66,6 +80,9 @@ def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
         (["--costs", "none.json"], "none.json"),
         (["--rate", "quick"], "numbers"),
         (["--cells", "1,3", "--prefill", "2"], "prefill=2: expected a multiple of the cells (3)"),
+        (["--roles", "switch"], "--roles='switch': expected --colocated workers"),
+        (["--colocated", "2", "--roles", "turns"], "both, switch or both,switch"),
+        (["--colocated", "2", "--decode", "3"], "no other counts"),
         (["--cell-overload", "1"], "router.cell_overload=1.0: expected > 1"),
     ],
 )

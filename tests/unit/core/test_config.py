@@ -52,6 +52,7 @@ def test_the_defaults_are_a_whole_configuration() -> None:
         ({"router": {"trace_url": "http://h:99999/"}}, "an http:// or https:// URL"),
         ({"router": {"trace_url": "http:///v1"}}, "an http:// or https:// URL"),
         ({"model": None}, "model=None: expected a mapping"),
+        ({"router": {"roles": "switch"}}, "router.roles='switch': expected 'both', or topology"),
         ({"network": {"tls_cert_file": "c.pem"}}, "all three files, or none of them"),
         ({"network": {"tls_server_name": "x"}}, "expected tls_cert_file beside it"),
         ({"decode": {"actor": {"resources": {"back": 0}}}}, "expected amounts > 0"),

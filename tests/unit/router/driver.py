@@ -40,6 +40,8 @@ WORKERS: dict[str, tuple[Stage, ...]] = {
     "D": ("decode",),
     "E": ("decode",),
 }
+ALL_STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
+"""Of any other worker."""
 Step = Literal[
     "waiting", "prefilling", "prefilled", "compressing", "planned", "encoding", "decoding"
 ]
@@ -84,7 +86,7 @@ class Driver:
         return self.router.on(message, sender, self.now)
 
     def hello(self, address: str, start: int = 1) -> list[Send]:
-        stages = WORKERS[address]
+        stages = WORKERS.get(address, ALL_STAGES)
         hello = Hello(
             name=f"{address}#{start}",
             address=address,

@@ -458,6 +458,11 @@ def test_the_snapshot_shows_states_bytes_and_workers() -> None:
     assert snapshot.capacity_bytes == 10**9
 
 
+def test_what_is_booked_on_all_nodes_is_told_beside_what_all_nodes_have() -> None:
+    driver = Driver("P", "C", "D", "E", arenas={"E": "another"})
+    assert driver.router.snapshot(driver.now).capacity_bytes == 2 * 10**9
+
+
 def test_a_waiting_request_knows_what_it_waits_for() -> None:
     driver = Driver("C", "D")
     driver.bring_to("waiting")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -67,7 +67,9 @@ WORKERS: dict[str, tuple[Stage, ...]] = {
     "c1": ("compress",),
     "d0": ("decode",),
     "d1": ("decode",),
-    "all": ("prefill", "compress", "decode"),
+    "all0": ("prefill", "compress", "decode"),
+    "all1": ("prefill", "compress", "decode"),
+    "all2": ("prefill", "compress", "decode"),
 }
 INGRESSES = ("in0", "in1")
 
@@ -276,7 +278,9 @@ class FakeWorld:
             handle = KVHandle(self.offer(held), (), prompt)
         else:
             self.end(request.id, "finished")
-        worker.outbox.append(Prefilled(request=request.id, first_token=7, handle=handle))
+        worker.outbox.append(
+            Prefilled(request=request.id, first_token=7, handle=handle, token_s=0.01)
+        )
 
     def plan(self, worker: FakeWorker, name: str, handle: KVHandle) -> None:
         try:
@@ -404,7 +408,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     policy: ClassVar[str] = "greedy_by_memory"
     answers_cancel: ClassVar[bool] = True
-    colocated: ClassVar[bool] = False
+    addresses: ClassVar[tuple[str, ...]] = ("p0", "p1", "c0", "c1", "d0", "d1")
+    roles: ClassVar[Literal["both", "switch"]] = "both"
     priorities: ClassVar[tuple[int, ...]] = (0, 0, 0)
 
     @initialize()
@@ -414,6 +419,7 @@ class RouterMachine(RuleBasedStateMachine):
             patience_s=GreedyWorld.patience_s,
             max_queued_requests=8,
             prefill_batch_tokens=300,
+            roles=self.roles,
         )
         patience = Patience(
             report_bound_s=1000.0,
@@ -426,7 +432,6 @@ class RouterMachine(RuleBasedStateMachine):
         kind = UrgentWorld if any(self.priorities) else kind
         router = Coordinator(config, MODEL.plan, CAPACITY, patience)
         self.world = kind(router, answers_cancel=self.answers_cancel)
-        self.addresses = ["all"] if self.colocated else [name for name in WORKERS if name != "all"]
         for address in self.addresses:
             self.world.start(address)
         for address in INGRESSES:
@@ -679,7 +684,14 @@ class SilentMachine(RouterMachine):
 class ColocatedMachine(RouterMachine):
     """One process has all three stages."""
 
-    colocated = True
+    addresses = ("all0",)
+
+
+class RolesMachine(RouterMachine):
+    """Three processes with all three stages; who reads and who writes follows the load."""
+
+    addresses = ("all0", "all1", "all2")
+    roles = "switch"
 
 
 LIMITS = settings(
@@ -702,3 +714,5 @@ TestSilentWorkers = SilentMachine.TestCase
 TestSilentWorkers.settings = LIMITS
 TestColocated = ColocatedMachine.TestCase
 TestColocated.settings = LIMITS
+TestRoles = RolesMachine.TestCase
+TestRoles.settings = LIMITS

@@ -14,7 +14,7 @@ from triptych.router.prefixmap import PrefixMap
 from triptych.router.ranking import Ranking
 from triptych.router.readers import Placer
 from triptych.router.roster import Roster
-from triptych.router.snapshot import WorkerLoad
+from triptych.router.snapshot import Role, WorkerLoad
 from triptych.router.state import Entry, State
 
 ARENAS = ("a", "b", "c")
@@ -40,6 +40,7 @@ def build(
     requests: list[tuple[int, State, int, int, int]],
     booked: dict[str, int],
     silent: set[int],
+    roles: dict[int, Role],
 ) -> Roster:
     roster = Roster(10.0, lambda arena: booked[arena], long_tokens=25)
     for number, (stages, arena, slots) in enumerate(workers):
@@ -52,6 +53,8 @@ def build(
     numbers = range(len(workers))
     for number in sorted(numbers, key=lambda number: number not in silent):
         roster.heard(f"w{number}", 0.0 if number in silent else 5.0)
+    able = {f"w{number}" for number, (stages, _, _) in enumerate(workers) if len(stages) > 1}
+    named = {f"w{number}": role for number, role in roles.items()}
     entries = dict[int, Entry]()
     for name, state, at, decode, tokens in requests:
         request = Request(id=f"r{name}", prompt=(0,) * tokens, sampling=Sampling(), reply_to="x")
@@ -60,6 +63,7 @@ def build(
         entry.decode = f"w{decode}" if decode >= 0 else ""
         entry.stage = STAGES[at % 3][0]
         roster.count(entry)
+    roster.assign({name: role for name, role in named.items() if name in able})
     roster.refresh(11.0)
     return roster
 
@@ -73,6 +77,7 @@ def address(load: WorkerLoad | None) -> str | None:
     requests=st.lists(moves, max_size=12),
     booked=bookings,
     silent=st.sets(st.integers(0, 7)),
+    roles=st.dictionaries(st.integers(0, 7), st.sampled_from(["both", "read", "write"])),
     tokens=st.integers(1, 60),
     needs=st.integers(0, CAPACITY),
 )
@@ -81,10 +86,11 @@ def test_whoever_is_next_is_whom_the_rules_choose(
     requests: list[tuple[int, State, int, int, int]],
     booked: dict[str, int],
     silent: set[int],
+    roles: dict[int, Role],
     tokens: int,
     needs: int,
 ) -> None:
-    roster = build(workers, requests, booked, silent)
+    roster = build(workers, requests, booked, silent, roles)
     loads = list(roster.loads())
 
     def free(arena: str) -> int:

@@ -170,7 +170,8 @@ class PrefillSimulation:
         self._chunks.note(tokens, seconds)
         names = tuple(prompt.request.id for prompt in done)
         last = tuple(one.request.id for one in done if one.request.sampling.max_tokens <= 1)
-        sends = [Send(ROUTER, self._prefilled(prompt)) for prompt in done]
+        token_s = seconds / max(1, tokens)
+        sends = [Send(ROUTER, self._prefilled(prompt, token_s)) for prompt in done]
         wrote = Wrote(len(done), names, last) if done else None
         return Work(seconds, sends, wrote, tuple(began))
 
@@ -182,7 +183,7 @@ class PrefillSimulation:
         return prompt.cached
 
     @staticmethod
-    def _prefilled(prompt: Prompt) -> Prefilled:
+    def _prefilled(prompt: Prompt, token_s: float) -> Prefilled:
         request = prompt.request
         goes_on = request.sampling.max_tokens > 1
         handle = claim(request.id, prompt.tokens) if goes_on else None
@@ -191,6 +192,7 @@ class PrefillSimulation:
             first_token=FIRST_TOKEN,
             handle=handle,
             cached_tokens=prompt.cached,
+            token_s=token_s,
         )
 
 
@@ -295,6 +297,7 @@ class DecodeSimulation:
 
     def _suspend(self, names: tuple[str, ...]) -> list[Send]:
         """Put those of the requests that still run on offer."""
+        self._joined = [name for name in self._joined if name not in names]
         found = [
             (step, request, stored)
             for step, ending in self._ends.items()

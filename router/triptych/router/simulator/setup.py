@@ -31,9 +31,9 @@ class Job:
     prompt_tokens: int
     max_tokens: int
     at_s: float = 0.0
+    """When it is due; behind the first of a session: how long after the end of the one before."""
     segments: Segments = ()
     """What the prompt consists of; empty: of tokens that no other prompt has."""
-    """When it is due; behind the first of a session: how long after the end of the one before."""
     slo: Slo = NO_SLO
     """What it asks of the router. Simulated workers cancel nothing, so it has no deadline."""
 

@@ -6,8 +6,9 @@
     python benchmarks/step_plugins.py --json benchmarks/results/step_plugins.json
 
 ``entropy_stop``: answers to some questions, greedy, once without it; where it would have ended them
-follows from the entropies. ``soft_prune``: texts of the evaluation split, teacher-forced, next to
-the same without it. The share of a step is that of time in the plug-in, in the same step.
+follows from the entropies. ``soft_prune`` and ``layer_exit``: texts of the evaluation split,
+teacher-forced, next to the same without them. The share of a step is that of time in the plug-in,
+in the same step.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from unittest.mock import patch
@@ -30,6 +32,7 @@ from triptych.workers.decode import DecodeEngine
 from triptych.workers.local import LocalServer
 from triptych.workers.loop import Work
 from triptych.workers.models import resolve
+from triptych.workers.models.exits import Leaving
 from triptych.workers.models.pretrained import read_tokenizer
 from triptych.workers.quality.metrics import compare, summarize
 from triptych.workers.quality.texts import documents
@@ -54,6 +57,7 @@ QUESTIONS = (
 )
 THRESHOLDS, PATIENCE = (0.05, 0.1, 0.3, 0.5), (8, 16, 32)
 NGRAM = 8
+DEPTHS, EXIT_THRESHOLDS = (0.5, 0.7, 0.9), (0.0, 0.1, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,20 @@ class Pruned:
     top1_agreement: float
     tokens_held: float
     """At the end, as a share of those without it."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """One setting of ``layer_exit``."""
+
+    threshold: float
+    depth: float
+    tokens_left: float
+    """Share of tokens that skipped the layers behind ``depth``."""
+    kl: float
+    top1_agreement: float
+    step: float
+    """Median time of a step, as a share of that without it."""
 
 
 def is_repeat(tokens: Sequence[int], at: int) -> bool:
@@ -161,25 +179,37 @@ def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
     return round(median(shares[5:]), 4)
 
 
-def forced(
-    config: AppConfig, threshold: float | None, count: int, context: int, answer: int
-) -> tuple[list[Tensor], int]:
-    """Logits of each text, and the tokens that all head rows hold at the end."""
+@dataclass(frozen=True)
+class Forced:
+    """What teacher-forced texts gave."""
+
+    logits: list[Tensor]
+    """Of each text."""
+    held: int
+    """Tokens that all head rows hold at the end."""
+    step_s: float
+    """Median time of a decode step."""
+
+
+def forced(config: AppConfig, wish: Switch | None, count: int, context: int, answer: int) -> Forced:
+    """The same texts with a plug-in, or without any."""
     path = resolve(config.model.name)
     tokenizer = read_tokenizer(path)
     texts = documents(
         tokenizer.encode, "evaluation", context=context, continuation=answer, count=count
     )
     teacher = Teacher([Script(text.continuation) for text in texts])
-    engines = dict[int, DecodeEngine]()
+    engines, steps = dict[int, DecodeEngine](), list[float]()
 
     def around(engine: Engine, work: Work) -> Iterable[Send] | None:
+        begun = time.perf_counter()
+        done = work()
         if isinstance(engine, DecodeEngine):
             engines[id(engine)] = engine
-        return work()
+            steps.append(time.perf_counter() - begun)
+        return done
 
-    plugins = () if threshold is None else ("soft_prune",)
-    wish = Switch(plugin="soft_prune", options={"threshold": threshold or 0.0})
+    plugins = () if wish is None else (wish.plugin,)
     decode = replace(config.decode, plugins=plugins)
     with LocalServer(replace(config, decode=decode), path, teacher.draw) as server:
         requests = [
@@ -187,7 +217,7 @@ def forced(
                 server.request(
                     text.context, Sampling(max_tokens=answer, ignore_eos=True, seed=number)
                 ),
-                switches=(wish,) if plugins else (),
+                switches=() if wish is None else (wish,),
             )
             for number, text in enumerate(texts)
         ]
@@ -196,28 +226,56 @@ def forced(
         (engine,) = engines.values()
         # What a request that has left had in its rows is there until its slot is used again.
         held = sum(int(table.tokens.sum()) for table in engine.tables)
-    return [torch.stack(teacher.logits[number]) for number in range(count)], held
+    logits = [torch.stack(teacher.logits[number]) for number in range(count)]
+    return Forced(logits, held, median(steps))
+
+
+def apart(plain: Forced, found: Forced) -> tuple[float, float]:
+    """KL and top-1 agreement, means over tokens."""
+    steps = [
+        compare(one[1:], other[1:], one[1:].argmax(dim=1).tolist())
+        for one, other in zip(plain.logits, found.logits, strict=True)
+    ]
+    told = summarize([[step] for step in steps])
+    return round(told.kl, 5), round(told.top1_agreement, 4)
 
 
 def pruned(
     config: AppConfig, thresholds: Sequence[float], count: int, context: int, answer: int
 ) -> Iterable[Pruned]:
     """Each threshold next to no pruning."""
-    plain, all_held = forced(config, None, count, context, answer)
+    plain = forced(config, None, count, context, answer)
     for threshold in thresholds:
-        found, held = forced(config, threshold, count, context, answer)
-        steps = [
-            compare(one[1:], other[1:], one[1:].argmax(dim=1).tolist())
-            for one, other in zip(plain, found, strict=True)
-        ]
-        told = summarize([[step] for step in steps])
-        share = round(held / all_held, 4)
-        yield Pruned(threshold, round(told.kl, 5), round(told.top1_agreement, 4), share)
+        wish = Switch(plugin="soft_prune", options={"threshold": threshold})
+        found = forced(config, wish, count, context, answer)
+        yield Pruned(threshold, *apart(plain, found), round(found.held / plain.held, 4))
+
+
+def left(config: AppConfig, count: int, context: int, answer: int) -> Iterable[Left]:
+    """Each depth and threshold next to all layers."""
+    plain = forced(config, None, count, context, answer)
+    look, seen = Leaving.staying, [0, 0]
+
+    def counted(leaving: Leaving, layers: int, hidden: Tensor) -> Tensor | None:
+        staying = look(leaving, layers, hidden)
+        if layers == int(leaving.exits.layers[0]):
+            gone = 0 if staying is None else len(hidden) - len(staying)
+            seen[0], seen[1] = seen[0] + gone, seen[1] + len(hidden)
+        return staying
+
+    for depth, threshold in product(DEPTHS, EXIT_THRESHOLDS):
+        seen[:] = [0, 0]
+        wish = Switch(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
+        with patch.object(Leaving, "staying", counted):
+            found = forced(config, wish, count, context, answer)
+        share = seen[0] / max(1, seen[1])
+        times = round(found.step_s / plain.step_s, 3)
+        yield Left(threshold, depth, round(share, 4), *apart(plain, found), times)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default="entropy_stop,step_share,soft_prune")
+    parser.add_argument("--parts", default="entropy_stop,step_share,soft_prune,layer_exit")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
@@ -238,8 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
         else:
             setting |= {"texts": options.texts, "context": options.context}
+            sizes = options.texts, options.context, options.tokens
             thresholds = [float(one) for one in options.prune.split(",")]
-            found = pruned(config, thresholds, options.texts, options.context, options.tokens)
+            is_pruned = part == "soft_prune"
+            found = pruned(config, thresholds, *sizes) if is_pruned else left(config, *sizes)
             rows = [asdict(row) for row in found]
         console.print(make_table(list(rows[0]), [list(row.values()) for row in rows], part))
         told[part] = setting | {"rows": rows}

@@ -20,6 +20,7 @@ from triptych.router import check_policies
 
 if TYPE_CHECKING:
     from triptych.core.pages import PagePlan
+    from triptych.workers.models.load import ModelFacts
 
 ConfigPath = Annotated[
     Path,
@@ -151,8 +152,8 @@ def check_keys(config: AppConfig) -> None:
         read_keys(Path(config.ingress.api_keys))
 
 
-def plan_of(config: AppConfig) -> "PagePlan | None":
-    """Pages for the model that is served; none if it is not on this machine.
+def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, None]":
+    """The model that is served, and pages for it; none if it is not on this machine.
 
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
@@ -164,9 +165,9 @@ def plan_of(config: AppConfig) -> "PagePlan | None":
     try:
         path = resolve(config.model.name, allow_download=False)
     except ModelError:
-        return None
+        return None, None
     facts = describe(path)
-    return PagePlan.of(cell_of(config, 0), facts.geometry, find_profile(config, facts))
+    return facts, PagePlan.of(cell_of(config, 0), facts.geometry, find_profile(config, facts))
 
 
 def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object] | None:
@@ -205,7 +206,9 @@ def check_disk(config: AppConfig) -> dict[str, object] | None:
     return {"path": str(settings.path), "bytes": settings.capacity_bytes, "free_bytes": free}
 
 
-def check_steps(config: AppConfig, plan: "PagePlan | None") -> tuple[str, ...]:
+def check_steps(
+    config: AppConfig, facts: "ModelFacts | None", plan: "PagePlan | None"
+) -> tuple[str, ...]:
     """Plug-ins of the decode step, in their order.
 
     Raises: ConfigError if one cannot be loaded, or they do not fit together
@@ -214,7 +217,8 @@ def check_steps(config: AppConfig, plan: "PagePlan | None") -> tuple[str, ...]:
         return ()  # without torch, which takes seconds
     from triptych.workers.steps import offers_of
 
-    return tuple(offer.plugin for offer in offers_of(config.decode, plan.policy if plan else None))
+    policy, can_exit = plan.policy if plan else None, facts is None or facts.is_plain
+    return tuple(offer.plugin for offer in offers_of(config.decode, policy, can_exit=can_exit))
 
 
 def _in_words(pages: dict[str, object] | None) -> str:
@@ -243,7 +247,7 @@ def check_network(config: AppConfig) -> str:
 
 
 def _facts(app: ServedApp) -> Facts:
-    plan = plan_of(app.config)
+    facts, plan = known_of(app.config)
     check_keys(app.config)
     check_policies(app.config.router, app.config.decode.max_batch_requests)
     return Facts(
@@ -254,6 +258,6 @@ def _facts(app: ServedApp) -> Facts:
         actors=actors_of(app.config),
         pages=check_pages(app.config, plan),
         disk=check_disk(app.config),
-        plugins=check_steps(app.config, plan),
+        plugins=check_steps(app.config, facts, plan),
         network=check_network(app.config),
     )

@@ -68,7 +68,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         model_path=path,
         pages=pages,
         fidelity=profile.fidelity_of(config) if profile else (),
-        offers=offers_of(config.decode, pages.policy),
+        offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=context_tokens(config, facts.context_tokens),
         weights=facts.weights,
         run_dir=new_run_dir(),

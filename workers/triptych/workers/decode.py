@@ -36,13 +36,14 @@ from triptych.workers.attention import PageAttention
 from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import MOST_MEMORY, Journal
 from triptych.workers.models import Runner
+from triptych.workers.models.exits import Exits
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, Drawn, sample
 from triptych.workers.selection import Selector
 from triptych.workers.stage import refuse
 from triptych.workers.steps.pipeline import Chosen, Pipeline, Seen, Verdict, selection_for
-from triptych.workers.steps.plugin import ALPHA_LOW
+from triptych.workers.steps.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_ENTROPY
 from triptych.workers.window import Window
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class Wanted:
     """Which pages it reads; None: all."""
     alpha_low: float
     """Tokens of its answer below this are dropped, if the policy has no higher limit."""
+    exit_entropy: float
+    """Nats below which its tokens skip the last layers; 0: they never do."""
+    exit_layers: int
+    """Layers that they all go through."""
 
 
 @dataclass(eq=False)
@@ -126,7 +131,7 @@ class DecodeEngine:
         self._window = self._window_of(self._journal)
         self._sections = self._journal.sections
         self._selector = Selector.of(self.selection, self.plan, self._arena, self._sections)
-        self._pipeline = Pipeline.of(self.plugins, self.plan.policy)
+        self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._keeper = AnswerKeeper.of(
             self.prefixes, self._arena, self._sections, self.keep_answers
         )
@@ -236,7 +241,9 @@ class DecodeEngine:
     def _finish(self, one: Running) -> list[Send]:
         """End a request, now or when what was answered is kept."""
         self._journal.end(one.slot)
-        if self._keeper and self._keeper.wants(one.answer.request):
+        # What has skipped layers is nobody's prefix: its keys and values are not the model's.
+        is_exact = not one.wanted.exit_entropy
+        if is_exact and self._keeper and self._keeper.wants(one.answer.request):
             self._kept[one.id] = self._running.pop(one.id)
             return []
         self._leave(one)
@@ -392,8 +399,14 @@ class DecodeEngine:
         """Raises: RequestError if the request wants what is not here"""
         switches = request.switches
         plugins = self._pipeline.chosen(switches)
-        alpha_low = self._pipeline.settings(plugins).get(ALPHA_LOW, 0.0)
-        return Wanted(plugins, selection_for(self.selection, switches), alpha_low)
+        set_to = self._pipeline.settings(plugins)
+        return Wanted(
+            plugins,
+            selection_for(self.selection, switches),
+            alpha_low=set_to.get(ALPHA_LOW, 0.0),
+            exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
+            exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * self.plan.geometry.layers)),
+        )
 
     def _answer(self, message: Join) -> Answer:
         answer = self.answers.start(message.request)
@@ -539,7 +552,16 @@ class DecodeEngine:
             self._journal.fixed,
         )
         every = torch.arange(len(batch))
-        return self.runner.forward(tokens, positions, attend, every)
+        return self.runner.forward(tokens, positions, attend, every, exits_of(batch))
+
+
+def exits_of(batch: Sequence[Running]) -> Exits | None:
+    """When the tokens of a step may skip the last layers; None: no request wants that."""
+    wanted = [one.wanted for one in batch]
+    if not any(one.exit_entropy for one in wanted):
+        return None
+    layers = torch.tensor([one.exit_layers for one in wanted])
+    return Exits(torch.tensor([one.exit_entropy for one in wanted]), layers)
 
 
 def finished(answer: Answer) -> Send:

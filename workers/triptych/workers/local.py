@@ -107,7 +107,8 @@ class LocalServer:
         path = model_path or resolve(config.model.name)
         facts = describe(path)
         self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
-        offers_of(config.decode, self.plan.policy)  # what does not fit together ends here
+        # What does not fit together ends here.
+        offers_of(config.decode, self.plan.policy, can_exit=facts.is_plain)
         pages = config.pool.capacity_bytes // self.plan.page_bytes
         prefixes = PrefixSettings.of(config.pool, self.plan)
         disk = DiskSettings.of(config.pool)

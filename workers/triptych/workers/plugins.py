@@ -11,6 +11,7 @@ STEP_PLUGINS: "Registry[type[StepPlugin]]" = Registry(
     kind="step_plugins",
     builtin={
         "entropy_stop": "triptych.workers.steps.entropy:EntropyStop",
+        "layer_exit": "triptych.workers.steps.layers:LayerExit",
         "soft_prune": "triptych.workers.steps.prune:SoftPrune",
     },
 )

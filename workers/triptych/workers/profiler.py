@@ -21,6 +21,7 @@ from triptych.core.messages import Send, Stage
 from triptych.kernels import PageLists, hearing
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.models import Attend, Runner
+from triptych.workers.models.exits import Exits
 from triptych.workers.prefill import PrefillEngine
 from triptych.workers.reading import Lists, Reading, reading_of
 from triptych.workers.sampling import Draw, Drawn, SamplerRow
@@ -199,8 +200,17 @@ class _WatchedRunner:
     def num_heads(self) -> int:
         return self._inner.num_heads
 
+    @property
+    def can_exit(self) -> bool:
+        return self._inner.can_exit
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logits_at: Tensor,
+        exits: Exits | None = None,
     ) -> Tensor:
         profiler, step = self._profiler, self._step
 
@@ -220,6 +230,6 @@ class _WatchedRunner:
             return mixed
 
         profiler.begin_forward(step, len(tokens))
-        logits = self._inner.forward(tokens, positions, watched, logits_at)
+        logits = self._inner.forward(tokens, positions, watched, logits_at, exits)
         profiler.end_forward(step, self._engine)
         return logits

@@ -110,12 +110,26 @@ def test_off_and_neutral_are_the_plain_step_token_for_token(
         "label": "eager",
         "options": {"threshold": 99.0, "patience_tokens": 1},
     }
-    neutral = Answers(settings(tiny_model, NEUTRAL, {**eager, "enabled": False}))
+    neutral = Answers(settings(tiny_model, NEUTRAL, "layer_exit", {**eager, "enabled": False}))
     assert told(neutral.ask()) == plain
     switched = Answers(settings(tiny_model, eager))
     by_request, by_option = (off,), (replace(off, on=True, options={"threshold": 0.0}),)
     assert told(switched.ask(by_request, by_option)) == plain * 2
     assert [len(one.tokens) for one in switched.ask()] == [2, 2, 2]
+
+
+def test_tokens_skip_layers_for_those_who_want_it_alone(
+    tiny_model: Path, plain: list[list[float]]
+) -> None:
+    early = (Switch(plugin="layer_exit", options={"threshold": 99.0, "depth": 0.5}),)
+    with LocalServer(settings(tiny_model, "layer_exit")) as server:
+        asked = [server.request(prompt, GREEDY) for prompt in PROMPTS]
+        changed, *others = server.complete([replace(asked[0], switches=early), *asked[1:]])
+        assert server.pool.stat().held_pages == 0
+    assert [one.tokens for one in others] == [[*map(int, one[:30])] for one in plain[1:]]
+    assert changed.error is None
+    assert len(changed.tokens) == 30
+    assert changed.tokens != plain[0][:30]
 
 
 def test_an_answer_ends_with_the_last_of_so_many_tokens_that_were_sure(

@@ -98,7 +98,7 @@ NO_PLUGIN = 3
 
 
 def entry(name: str, **more: Any) -> dict[str, Any]:
-    known = name in {"entropy_stop", "soft_prune"}
+    known = name in {"entropy_stop", "soft_prune", "layer_exit"}
     return {"name": name if known else f"{HERE}:{name}", **more}
 
 
@@ -389,3 +389,15 @@ def test_pruning_is_refused_where_nobody_counts_attention() -> None:
     twice = configured("soft_prune", entry("soft_prune", label="again"))
     with pytest.raises(ConfigError, match="both provide 'alpha_low'"):
         offers_of(twice)
+
+
+def test_skipping_layers_is_a_setting_and_refused_where_they_cannot_be_skipped() -> None:
+    config = configured(entry("layer_exit", options={"threshold": 0.2, "depth": 0.5}))
+    with pytest.raises(ConfigError, match=r"'layer_exit' needs 'exits', which this model does not"):
+        offers_of(config, can_exit=False)
+    assert [offer.plugin for offer in offers_of(config)] == ["layer_exit"]
+    pipeline = Pipeline.of(config.steps)
+    assert pipeline.settings(pipeline.chosen(())) == {"exit_entropy": 0.2, "exit_depth": 0.5}
+    for options in ({"depth": 1.0}, {"depth": 0.0}, {"threshold": -0.1}):
+        with pytest.raises(ConfigError, match=r"layer_exit\.options"):
+            offers_of(configured(entry("layer_exit", options=options)))

@@ -12,16 +12,11 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from triptych.workers.models.attention import Attend, LayerTraits
+from triptych.workers.models.exits import Exits, Leaving
 from triptych.workers.models.load import LoadedModel
 from triptych.workers.models.packed import Linear, pack
-
-PLAIN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 EXACT_LOGITS = 64
 """Logits of a row that are computed in float32 whatever the model's type."""
@@ -69,7 +64,7 @@ class _InnerModule(Protocol):
 
 
 class _PlainModule(Protocol):
-    """What the classes in ``PLAIN`` have in common."""
+    """What models of plain layers have in common."""
 
     model: _InnerModule
     lm_head: nn.Linear
@@ -113,16 +108,31 @@ class FusedModel:
         self._head_dim = loaded.geometry.head_dim
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logits_at: Tensor,
+        exits: Exits | None = None,
     ) -> Tensor:
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
         embedded = self._embed(tokens)
         cos, sin = self._rotation(embedded, positions)
         hidden = embedded.float()
+        leaving = Leaving(exits, self._logits) if exits is not None else None
         for layer, block in enumerate(self._blocks):
-            hidden = hidden + self._attention(layer, block, hidden, cos, sin, attend)
-            hidden = hidden + _mlp(block, hidden)
-        return self._head(self._norm(hidden[logits_at]))
+            staying = leaving.staying(layer, hidden) if leaving is not None else None
+            # Whoever has left still gives the layer a key and a value.
+            mixed = self._attention(layer, block, hidden, cos, sin, attend)
+            if staying is None:
+                hidden = _behind_attention(block, hidden, mixed)
+            elif len(staying):
+                rest = _behind_attention(block, hidden[staying], mixed[staying])
+                hidden = hidden.index_copy(0, staying, rest)
+        return self._logits(hidden[logits_at])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head(self._norm(hidden))
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine, and sine with the sign that ``rotate_half`` would give: both (T, 1, D)."""
@@ -153,7 +163,7 @@ class FusedModel:
             window=traits.window,
             softcap=traits.softcap,
         )
-        return block.out(mixed.reshape(hidden.shape[0], -1))
+        return mixed.reshape(hidden.shape[0], -1)
 
 
 class _Head:
@@ -182,8 +192,13 @@ class _Head:
 
 def fuse(loaded: LoadedModel) -> FusedModel | None:
     """The fused pass of this model, or none if it is not of the plain kind."""
-    plain = type(loaded.model) in PLAIN and loaded.model.config.hidden_act == "silu"
-    return FusedModel(loaded) if plain else None
+    return FusedModel(loaded) if loaded.is_plain else None
+
+
+def _behind_attention(block: _Block, hidden: Tensor, mixed: Tensor) -> Tensor:
+    """The rest of a layer, where tokens do not see each other."""
+    hidden = hidden + block.out(mixed)
+    return hidden + _mlp(block, hidden)
 
 
 def _mlp(block: _Block, hidden: Tensor) -> Tensor:

@@ -7,7 +7,15 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from triptych.core.config import DType
 from triptych.core.errors import ModelError
@@ -23,6 +31,8 @@ from triptych.workers.models.pretrained import (
     without_weights,
 )
 
+PLAIN = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
+"""Of models whose layers are the plain pre-norm block."""
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 _BATCH_ROPE = ("dynamic", "longrope")
 
@@ -45,6 +55,8 @@ class ModelFacts:
     """Changes with config, tokenizer or weights: part of the key of anything cached."""
     weights: str
     """Changes with the weights alone: what a profile belongs to."""
+    is_plain: bool
+    """Whether its layers are the plain pre-norm block, which runs fused, and can be left early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,7 @@ def describe(path: Path) -> ModelFacts:
         vocab_size=int(config.vocab_size),
         revision=revision_of(path),
         weights=weights_of(path),
+        is_plain=type(config) in PLAIN and config.hidden_act == "silu",
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triptych.workers.models.attention import Attend, run_stock
 from triptych.workers.models.basis import Coordinates
+from triptych.workers.models.exits import Exits
 from triptych.workers.models.fused import fuse
 from triptych.workers.models.load import LoadedModel
 
@@ -20,8 +21,18 @@ class Runner(Protocol):
         """Query heads of each layer."""
         ...
 
+    @property
+    def can_exit(self) -> bool:
+        """Whether ``forward`` takes exits."""
+        ...
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logits_at: Tensor,
+        exits: Exits | None = None,
     ) -> Tensor:
         """As ``ModelRunner.forward``."""
         ...
@@ -39,16 +50,28 @@ class ModelRunner:
     ) -> None:
         """``coordinates``: in which attention is to see keys and values; None: the model's own."""
         with torch.inference_mode():
-            run = fuse(loaded) if fused else None
-        self._run = run or partial(run_stock, loaded.model)
+            self._fused = fuse(loaded) if fused else None
+        self._run = self._fused or partial(run_stock, loaded.model)
         self._coordinates = coordinates
         self.num_heads = loaded.num_heads
         """Query heads of each layer."""
 
+    @property
+    def can_exit(self) -> bool:
+        """Whether tokens can leave before the last layer: not in transformers' own layers."""
+        return self._fused is not None
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logits_at: Tensor,
+        exits: Exits | None = None,
     ) -> Tensor:
         """Run T tokens and return the logits of those that ``logits_at`` names.
+
+        ``exits``: which of them may skip the last layers; only if ``can_exit``.
 
         Shapes:  tokens, positions (T,); logits_at (N,), indices into the T -> (N, vocab)
         Dtypes:  int64 in; float32 out
@@ -56,4 +79,6 @@ class ModelRunner:
         if self._coordinates is not None:
             attend = self._coordinates.around(attend)
         with torch.inference_mode():
-            return self._run(tokens, positions, attend, logits_at)
+            if exits is None or self._fused is None:
+                return self._run(tokens, positions, attend, logits_at)
+            return self._fused(tokens, positions, attend, logits_at, exits)

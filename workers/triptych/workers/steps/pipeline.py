@@ -23,6 +23,7 @@ from triptych.workers.steps.entropy import entropy
 from triptych.workers.steps.plugin import (
     CONDITIONS,
     END,
+    EXITS,
     GIVEN,
     MEMORY,
     SCORES,
@@ -87,12 +88,18 @@ class Pipeline:
     places: tuple[Placed, ...]
 
     @classmethod
-    def of(cls, plugins: Sequence[StepPluginConfig], policy: Policy | None = None) -> "Pipeline":
-        """Plug-ins beside a compression policy; None: it is not known.
+    def of(
+        cls,
+        plugins: Sequence[StepPluginConfig],
+        policy: Policy | None = None,
+        *,
+        can_exit: bool = True,
+    ) -> "Pipeline":
+        """Plug-ins beside a compression policy and a model, as ``ordered`` takes them.
 
         Raises: ConfigError if they do not fit together
         """
-        return cls(tuple(ordered(plugins, policy)))
+        return cls(tuple(ordered(plugins, policy, can_exit=can_exit)))
 
     def label(self, number: int) -> str:
         """Who that is in ``Verdict.ended_by``; empty: nobody."""
@@ -164,14 +171,17 @@ def selection_for(config: SelectionConfig, switches: Sequence[Switch]) -> Select
 # ---------------------------------------------------------------- what the configuration says
 
 
-def offers_of(config: DecodeConfig, policy: Policy | None = None) -> tuple[Offer, ...]:
+def offers_of(
+    config: DecodeConfig, policy: Policy | None = None, *, can_exit: bool = True
+) -> tuple[Offer, ...]:
     """What requests may change of the plug-ins, selection included.
 
-    ``policy``: how pages are compressed; None: that is not known.
+    ``policy``: how pages are compressed; None: that is not known. ``can_exit``: whether tokens can
+    skip layers of the model.
 
     Raises: ConfigError if the plug-ins do not fit together, or a bound does not fit its option
     """
-    places = ordered(config.steps, policy)
+    places = ordered(config.steps, policy, can_exit=can_exit)
     offers = [
         Offer(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after) for one in places
     ]
@@ -182,14 +192,16 @@ def offers_of(config: DecodeConfig, policy: Policy | None = None) -> tuple[Offer
     return (Offer(plugin=SELECTION, on=True, bounds=bounds), *offers)
 
 
-def ordered(configs: Sequence[StepPluginConfig], policy: Policy | None) -> list[Placed]:
+def ordered(
+    configs: Sequence[StepPluginConfig], policy: Policy | None, *, can_exit: bool = True
+) -> list[Placed]:
     """Load plug-ins, and put each behind those whose facts it needs, else as configured.
 
     Raises: ConfigError if one cannot be loaded, or they do not fit together
     """
     plugins = _loaded(configs)
     makers = _makers(plugins)
-    _check_conditions(plugins, policy)
+    _check_conditions(plugins, _lacking(policy, can_exit=can_exit))
     before = {label: _before(label, plugin, makers) for label, plugin in plugins.items()}
     places, column = list[Placed](), 0
     for config in _sorted(configs, before):
@@ -271,14 +283,24 @@ def _makers(plugins: Mapping[str, StepPlugin]) -> dict[str, str]:
     return {fact: label for fact, label in makers.items() if fact not in (END, *SETTINGS)}
 
 
-def _check_conditions(plugins: Mapping[str, StepPlugin], policy: Policy | None) -> None:
-    counts_attention = policy is None or (policy.score_every > 0 and policy.low_format is not None)
+def _lacking(policy: Policy | None, *, can_exit: bool) -> dict[str, str]:
+    """Conditions that do not hold, and what is in their way."""
+    lacking = dict[str, str]()
+    if policy is not None and not (policy.score_every > 0 and policy.low_format is not None):
+        lacking[SCORES] = f"compressor.policy: {policy.name}"
+    if not can_exit:
+        lacking[EXITS] = "this model"
+    return lacking
+
+
+def _check_conditions(plugins: Mapping[str, StepPlugin], lacking: Mapping[str, str]) -> None:
     for label, plugin in plugins.items():
-        if SCORES in plugin.needs and not counts_attention:
-            raise ConfigError(
-                f"decode.plugins: {label!r} needs {SCORES!r}, which compressor.policy: "
-                f"{policy.name if policy else ''} does not provide; choose {CONDITIONS[SCORES]}"
-            )
+        for condition, cause in lacking.items():
+            if condition in plugin.needs:
+                raise ConfigError(
+                    f"decode.plugins: {label!r} needs {condition!r}, which {cause} does not "
+                    f"provide; choose {CONDITIONS[condition]}"
+                )
 
 
 def _before(label: str, plugin: StepPlugin, makers: Mapping[str, str]) -> tuple[str, ...]:

@@ -23,19 +23,22 @@ END, MEMORY = "end", "memory"
 """What the engine takes from plug-ins: ``end``, bool [B], says whose answer ends with this token;
 ``memory``, float64 [B, n], is given back with the next step."""
 
-SCORES = "scores"
+SCORES, EXITS = "scores", "exits"
 CONDITIONS = {
     SCORES: "compressor.policy: diffkv, or another that tells tokens of answers apart by their "
     "attention, with score_every_tokens above 0",
+    EXITS: "a model of the Llama, Mistral, Qwen2 or Qwen3 kind",
 }
-"""What a plug-in may need of the configuration, and what it takes. ``scores``: the attention that
-tokens of answers receive is counted."""
+"""What a plug-in may need of the server, and what it takes. ``scores``: the attention that tokens
+of answers receive is counted. ``exits``: tokens can leave a step before the last layer, which the
+worker knows once it has its model."""
 
-ALPHA_LOW = "alpha_low"
-SETTINGS = (ALPHA_LOW,)
+ALPHA_LOW, EXIT_ENTROPY, EXIT_DEPTH = "alpha_low", "exit_entropy", "exit_depth"
+SETTINGS = (ALPHA_LOW, EXIT_ENTROPY, EXIT_DEPTH)
 """What a plug-in may set for a request instead of looking at its steps. ``alpha_low``: tokens of
 the answer with less mean attention, times the tokens so far, are dropped, if that is more than
-``compressor.alpha_low``."""
+``compressor.alpha_low``. ``exit_entropy``, ``exit_depth``: tokens skip the layers behind that share
+of them if their next one is clear by then, to less than so many nats."""
 
 
 @dataclass(frozen=True)

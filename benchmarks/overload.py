@@ -4,7 +4,7 @@
     python benchmarks/overload.py --live --json benchmarks/results/overload_live.json
 
 A quiet minute at 0.6 of saturation, two minutes at 3 times, a quiet minute. Without ``--live`` the
-real router in virtual time; with it a server that is started for this, in phases a quarter as long.
+real router in virtual time; with it a server that is started for this (eight minutes).
 Goodput counts answers inside both limits, by the second in which they ended. Its peak is the best
 of steady runs; the server is back when of the requests that come within ``WINDOW_S`` as many are
 good as before (less 5 %).
@@ -25,12 +25,14 @@ from server import serving  # beside this file
 
 from triptych.cli.loadgen.arrivals import arrivals_s
 from triptych.cli.loadgen.client import open_client, send
+from triptych.cli.loadgen.gauges import watch_gauges
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.load import Load
 from triptych.cli.loadgen.sample import Sample
 from triptych.cli.loadgen.stats import percentile
 from triptych.cli.loadgen.virtual import tpot_s
 from triptych.cli.output import console, make_table, write_json
+from triptych.cli.scrape import read_metrics
 from triptych.core.config import RouterConfig
 from triptych.core.messages import NO_SLO, Slo
 from triptych.router.simulator import Cluster, Costs, Job, Simulation
@@ -38,8 +40,6 @@ from triptych.router.simulator.capacity import saturation_rate
 
 QUIET, OVERLOAD = 0.6, 3.0
 PHASES_S = (60.0, 120.0, 60.0)
-LIVE_SHARE = 0.25
-"""Of these times, in a live run."""
 STEADY = (0.6, 0.8, 1.0, 1.25)
 WINDOW_S = 10.0
 SLO = Slo(ttft_s=2.0, tpot_s=0.2)
@@ -60,14 +60,28 @@ class Seen:
 
     due_s: float
     end_s: float
-    is_good: bool
+    ttft_s: float
+    tpot_s: float
     error: str
 
+    @property
+    def fate(self) -> str:
+        """What became of it: an error, the limit that was missed, or ``good``."""
+        if self.error:
+            return self.error
+        if self.ttft_s > SLO.ttft_s:
+            return "late first token"
+        return "slow tokens" if self.tpot_s > SLO.tpot_s else "good"
 
-def rates_s(saturation: float, share: float = 1.0) -> list[tuple[float, float]]:
+    @property
+    def is_good(self) -> bool:
+        return self.fate == "good"
+
+
+def rates_s(saturation: float) -> list[tuple[float, float]]:
     """Rate and length of each phase."""
     factors = (QUIET, OVERLOAD, QUIET)
-    return [(f * saturation, s * share) for f, s in zip(factors, PHASES_S, strict=True)]
+    return [(f * saturation, s) for f, s in zip(factors, PHASES_S, strict=True)]
 
 
 def due_times(phases: Sequence[tuple[float, float]], seed: int) -> list[float]:
@@ -105,7 +119,7 @@ def judge(
         "good_share_before": before,
         "back_after_s": back,
         "requests": len(seen),
-        "errors": dict(Counter(one.error for one in seen if one.error)),
+        "fates": [dict(Counter(one.fate for one in _came(seen, *span))) for span in spans],
     }
 
 
@@ -115,8 +129,12 @@ def goodput_of(seen: Sequence[Seen], begin: float, end: float) -> float:
 
 def good_share(seen: Sequence[Seen], begin: float, end: float) -> float:
     """Of those that came in a span."""
-    came = [one.is_good for one in seen if begin <= one.due_s < end]
-    return sum(came) / len(came) if came else 1.0
+    came = _came(seen, begin, end)
+    return sum(one.is_good for one in came) / len(came) if came else 1.0
+
+
+def _came(seen: Sequence[Seen], begin: float, end: float) -> list[Seen]:
+    return [one for one in seen if begin <= one.due_s < end]
 
 
 # ---------------------------------------------------------------- in virtual time
@@ -134,14 +152,7 @@ def simulate(
     ]
     trial = Simulation(cluster, Costs(), keep_gaps=False).run(jobs)
     seen = [
-        Seen(
-            one.due_s,
-            one.last_s,
-            one.is_done
-            and one.first_s - one.due_s <= SLO.ttft_s
-            and (tpot_s(one) or 0.0) <= SLO.tpot_s,
-            one.error,
-        )
+        Seen(one.due_s, one.last_s, one.first_s - one.due_s, tpot_s(one) or 0.0, one.error)
         for one in trial.outcomes
     ]
     decisions = percentile([seconds * 1e3 for seconds in trial.decision_s], 99)
@@ -211,15 +222,14 @@ async def opened(url: str, times: Sequence[float], draw: Random) -> list[Seen]:
             await asyncio.sleep(begin + at - perf_counter())
             sample = await send(client, "completions", asked, begin + at)
             error = "" if sample.error is None else sample.error[:8]
-            good = not error and sample.ttft_s <= SLO.ttft_s
-            good = good and (sample.tpot_s or 0.0) <= SLO.tpot_s
-            return Seen(at, perf_counter() - begin, good, error)
+            end_s = perf_counter() - begin
+            return Seen(at, end_s, sample.ttft_s, sample.tpot_s or 0.0, error)
 
         return list(await asyncio.gather(*map(one, times, bodies)))
 
 
 async def live_row(url: str, seed: int) -> dict[str, object]:
-    draw, seconds = Random(seed), PHASES_S[0] * LIVE_SHARE
+    draw, seconds = Random(seed), PHASES_S[0]
     await closed(url, seconds / 3, draw)  # warms up
     samples = await closed(url, seconds, draw)
     done = [one for one in samples if one.error is None]
@@ -229,9 +239,15 @@ async def live_row(url: str, seed: int) -> dict[str, object]:
         phase = [(factor * saturation, seconds)]
         seen = await opened(url, due_times(phase, seed), draw)
         peak = max(peak, goodput_of(seen, 0.0, seconds))
-    phases = rates_s(saturation, LIVE_SHARE)
-    seen = await opened(url, due_times(phases, seed), draw)
-    return {"saturation_per_s": saturation, **judge(seen, phases, peak)}
+    phases = rates_s(saturation)
+    async with watch_gauges(url, None) as series:
+        seen = await opened(url, due_times(phases, seed), draw)
+    metrics = read_metrics(url)
+    memory = {
+        "peak_booked": max(series.booked_bytes) / metrics.total("triptych_router_capacity_bytes"),
+        "workers_lost": metrics.total("triptych_router_decisions", reason="peers_lost"),
+    }
+    return {"saturation_per_s": saturation, **judge(seen, phases, peak), **memory}
 
 
 def live_rows(seed: int) -> list[dict[str, object]]:
@@ -253,7 +269,7 @@ def main() -> None:
         rows = simulated_rows(asked.policy.split(","), asked.seed)
     limits = {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
     write_json({"simulated": not asked.live, "host": host, "slo": limits, "rows": rows}, asked.json)
-    shown = [name for name in rows[0] if name not in ("errors", "requests")]
+    shown = [name for name in rows[0] if name not in ("fates", "requests")]
     console.print(make_table(shown, [[row[name] for name in shown] for row in rows], "overload"))
 
 

@@ -149,7 +149,7 @@ class Sampling:
 
     @property
     def reports_logprobs(self) -> bool:
-        """Whether log probabilities are told, which no worker can tell again for another."""
+        """Whether log probabilities are told: of older tokens no worker can tell them again."""
         return self.logprobs >= 0 or self.prompt_logprobs >= 0
 
 

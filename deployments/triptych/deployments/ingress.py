@@ -217,6 +217,10 @@ class RouterEngine:
                 self._failed(journey, message)
             elif journey.hear(message):
                 self._end(journey)
+            elif journey.is_torn:
+                cell = self.cells.where(journey.request.id)
+                self._links[cell].post(Cancel(requests=(journey.id,)))
+                self._failed(journey, failed(journey.id, StageLost("decode")))
 
     def _failed(self, journey: Journey, failure: Failed) -> None:
         if failure.resumable and self.journeys.again(journey):

@@ -43,17 +43,17 @@ class Balance:
 
 
 def can_move(entry: Entry) -> bool:
-    """Whether its worker may be asked for it: not before that has said that it took it over."""
-    return can_go_on(entry) and not entry.former
+    """Whether its worker may be asked for it: not before that has said that it took it over.
+
+    Nor if it tells log probabilities: a handle has no room for those that are on their way.
+    """
+    tells = entry.request.sampling.reports_logprobs
+    return can_go_on(entry) and not entry.former and not tells
 
 
 def can_go_on(entry: Entry) -> bool:
     """Whether another decode worker can go on with a request just where this one is.
 
-    What was said last may be lost on its way; it can be said again, but for log probabilities.
+    What was said last may be lost on its way; the journal has it, to be said again.
     """
-    return (
-        entry.state is State.DECODING
-        and entry.report is not None
-        and not entry.request.sampling.reports_logprobs
-    )
+    return entry.state is State.DECODING and entry.report is not None

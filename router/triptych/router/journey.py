@@ -6,6 +6,8 @@ from math import inf
 
 from triptych.core.messages import Failed, Request, Tokens
 
+MOST_EARLY = 64
+"""Tokens ahead of one that is missing: so many do not overtake it."""
 MAX_ATTEMPTS = 6
 """Attempts after which a request fails: it may be what kills its workers."""
 FIRST_DELAY_S = 0.5
@@ -71,6 +73,16 @@ class Journey:
             if item.finish is not None:
                 return True
         return False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a token is missing that will not come: what is there ends the answer, or is far
+        ahead.
+
+        A worker that takes over says the newest log probabilities again, and no older ones.
+        """
+        early = self._early.values()
+        return len(early) > MOST_EARLY or any(item.finish is not None for item in early)
 
     def begin_again(self) -> None:
         """Give up the present attempt for another one.

@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -60,6 +60,8 @@ class Answer:
     ending: str
     shared_bytes: int = 0
     """Of pages that it read where the cache has them."""
+    rated: list[int] = field(default_factory=list[int])
+    """Tokens that came with a log probability."""
 
 
 class Cluster:
@@ -145,6 +147,7 @@ class Cluster:
                         answer.ending = f"{event.code}: {event.message}"
                     else:
                         answer.tokens += event.tokens
+                        answer.rated += [one.token for one in event.logprobs]
                         answer.ending = event.finish or answer.ending
                         if event.compression:
                             answer.shared_bytes = event.compression.shared_bytes

@@ -24,7 +24,13 @@ were compressed as they came."""
 def requests() -> list[Request]:
     """Prompts of different lengths, so that no two answers are alike."""
     sampling = [
-        Sampling(max_tokens=ANSWER_TOKENS, temperature=0.7, seed=i, ignore_eos=True)
+        Sampling(
+            max_tokens=ANSWER_TOKENS,
+            temperature=0.7,
+            seed=i,
+            ignore_eos=True,
+            logprobs=1 if is_asking(i) else -1,
+        )
         for i in range(CLIENTS)
     ]
     return [
@@ -45,6 +51,19 @@ def prompt(client: int) -> tuple[int, ...]:
 
 def is_sharing(client: int) -> bool:
     return client % 2 == 0
+
+
+def is_asking(client: int) -> bool:
+    """Whether it wants to know how likely each token was."""
+    return client % 3 == 1
+
+
+def fate(client: int, answer: Answer) -> str:
+    """How an answer ended that did not come to its end as it should; empty if it did."""
+    if answer.ending != "length":
+        return answer.ending
+    wanted = answer.tokens if is_asking(client) else []
+    return "" if answer.rated == wanted else "log probabilities of other tokens"
 
 
 async def prepare(cluster: Cluster) -> str:
@@ -107,7 +126,7 @@ class Trials:
         whole = await crowd(cluster, salt)
         await cluster.settled()
         passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
-        assert [answer.ending for answer in whole] == ["length"] * CLIENTS
+        assert [fate(client, answer) for client, answer in enumerate(whole)] == [""] * CLIENTS
         assert len({tuple(answer.tokens) for answer in whole}) == CLIENTS
         assert [answer.shared_bytes > 0 for answer in whole] == [
             is_sharing(client) for client in range(CLIENTS)
@@ -139,7 +158,7 @@ class Trials:
             seed=seed,
             pass_number=number,
             died=not board.disarm(),
-            lost=[answer.ending for answer in answers if answer.ending != "length"],
+            lost=[lost for client, answer in enumerate(answers) if (lost := fate(client, answer))],
             wrong=sum(
                 answer.ending == "length" and answer.tokens != other.tokens
                 for answer, other in zip(answers, self.whole, strict=True)

@@ -145,13 +145,13 @@ def test_a_take_over_that_fails_leaves_nothing(how: str) -> None:
     assert driver.booked == 0
 
 
-def test_log_probabilities_cannot_be_told_again_so_the_request_begins_anew() -> None:
+def test_who_asks_for_log_probabilities_is_taken_over_like_everybody() -> None:
     driver = whole()
     asked = replace(request(), sampling=Sampling(max_tokens=50, logprobs=2))
     driver.bring_to("decoding", asked)
-    [failure] = failures(driver.router.lost("D", driver.now))
-    assert failure == failed("r", StageLost("decode"))
-    assert failure.resumable
+    [send] = driver.router.lost("D", driver.now)
+    assert isinstance(send.message, Resume)
+    assert (send.to, send.message.join.request) == ("E", asked)
 
 
 def stall_driver() -> Driver:

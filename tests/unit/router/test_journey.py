@@ -9,7 +9,7 @@ import pytest
 from triptych.core.errors import StageLost
 from triptych.core.messages import Failed, Request, Sampling, Tokens, failed
 from triptych.router import Journey, Journeys
-from triptych.router.journey import MAX_ATTEMPTS
+from triptych.router.journey import MAX_ATTEMPTS, MOST_EARLY
 
 REQUEST = Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=9), reply_to="ingress")
 
@@ -43,6 +43,29 @@ def test_the_client_hears_each_token_once_and_in_order(
         journey.hear(tokens(index))
     assert heard == [tokens(index) for index in range(4)]
     assert journey.said == [10, 11, 12, 13]
+
+
+def test_a_token_that_will_not_come_any_more_tears_the_answer(journey: Journey) -> None:
+    """One that is merely overtaken does not."""
+    for index in (0, 2, 3):
+        journey.hear(tokens(index))
+    assert not journey.is_torn
+    journey.hear(tokens(1))
+    assert journey.said == [10, 11, 12, 13]
+    journey.hear(tokens(5, last=True))
+    assert journey.is_torn
+    assert journey.hear(tokens(4))  # it comes after all, and that is the end
+    assert not journey.is_torn
+
+
+def test_what_is_too_far_ahead_tears_the_answer(journey: Journey) -> None:
+    for index in range(1, MOST_EARLY + 1):
+        journey.hear(tokens(index))
+        assert not journey.is_torn
+    journey.hear(tokens(MOST_EARLY + 1))
+    assert journey.is_torn
+    journey.begin_again()
+    assert not journey.is_torn
 
 
 def test_another_attempt_begins_behind_what_the_client_has() -> None:

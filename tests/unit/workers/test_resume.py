@@ -171,6 +171,8 @@ class Client:
 
     tokens: dict[str, dict[int, int]] = field(default_factory=dict)
     texts: dict[str, dict[int, str]] = field(default_factory=dict)
+    likely: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    """Log probabilities, of those who ask for them."""
     finished: set[str] = field(default_factory=set)
     resumed: set[str] = field(default_factory=set)
     suspended: list[Suspended] = field(default_factory=list)
@@ -178,9 +180,14 @@ class Client:
     def hear(self, sends: Iterable[Send]) -> None:
         for send in sends:
             match send.message:
-                case Tokens(request=name, index=index, tokens=(token,), text=text):
+                case Tokens(request=name, index=index, tokens=(token,), text=text, logprobs=told):
                     assert self.tokens.setdefault(name, {}).setdefault(index, token) == token
                     assert self.texts.setdefault(name, {}).setdefault(index, text) == text
+                    for one in told:
+                        assert one.token == token
+                        each = [one.logprob, *(value for _, value in one.top)]
+                        likely = self.likely.setdefault(name, {}).setdefault(index, each)
+                        assert likely == pytest.approx(each, abs=1e-4)
                 case Finished(request=name, error=None):
                     self.finished.add(name)
                 case Resumed(request=name):
@@ -191,8 +198,10 @@ class Client:
                     raise AssertionError(other)
 
     def answer(self, name: str) -> list[int]:
-        tokens = self.tokens[name]
-        return [tokens[index] for index in range(len(tokens))]
+        """Without the first token, if only the prefill may tell it."""
+        first, *others = sorted(self.tokens[name].items())
+        assert [index for index, _ in others] == [*range(first[0] + 1, first[0] + 1 + len(others))]
+        return [token for _, token in (first, *others)]
 
 
 def test_a_fault_of_the_compressor_ends_the_requests_that_it_was_encoding(
@@ -245,6 +254,7 @@ def requests(count: int = 2) -> list[Request]:
                 ignore_eos=True,
                 stop=("~~",),
                 grammar=of_regex(r"[ -~\n]*") if index else "",
+                logprobs=-1 if index else 2,
             ),
             reply_to="client",
         )
@@ -319,6 +329,8 @@ def go_on(
     run(third, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole, how
+    assert client.likely.keys() == {"r0"}
+    assert [*sorted(client.likely["r0"])] == [*range(1, ANSWER)], how
     for name in (former, heir_name, next_name):
         assert stages.pool.expel(name)
     assert stages.pool.check() == []

@@ -62,7 +62,7 @@ class Answer:
             index=index,
             tokens=(drawn.token,),
             text=text,
-            logprobs=self._logprobs(drawn),
+            logprobs=self.logprobs(drawn),
             finish=self.finish,
             stop=stop,
             ended_by=self.ended_by,
@@ -72,13 +72,13 @@ class Answer:
         )
         return Send(self.request.reply_to, message)
 
-    def replay(self, token: int, ended_by: str = "") -> Send:
+    def replay(
+        self, token: int, ended_by: str = "", logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> Send:
         """Take a token that an earlier worker drew; what comes back repeats it to the ingress.
 
-        ``ended_by``: the plug-in that ended the answer with it.
-
-        The worker may have died before it got the token through. Log probabilities are lost
-        with it, which is why a request that asks for them repeats nothing.
+        The worker may have died before it got the token through. ``ended_by``: the plug-in that
+        ended the answer with it; ``logprobs``: how likely it was, if that is known.
         """
         index = len(self.tokens)
         text, stop = self._advance(token, ended_by)
@@ -87,6 +87,7 @@ class Answer:
             index=index,
             tokens=(token,),
             text=text,
+            logprobs=logprobs,
             finish=self.finish,
             stop=stop,
             ended_by=self.ended_by,
@@ -110,7 +111,8 @@ class Answer:
             return piece.text + self.text.finish(), None
         return piece.text, piece.stop
 
-    def _logprobs(self, drawn: Drawn) -> tuple[TokenLogprob, ...]:
+    def logprobs(self, drawn: Drawn) -> tuple[TokenLogprob, ...]:
+        """How likely a drawn token is, as the client is told; nothing if it did not ask."""
         if self.request.sampling.logprobs < 0 or drawn.logprob is None:
             return ()
         return (TokenLogprob(token=drawn.token, logprob=drawn.logprob, top=drawn.top),)

@@ -204,6 +204,8 @@ class DecodeEngine:
         sends = refused
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
             one.position += 1
+            for likely in one.answer.logprobs(draw):
+                self._journal.rate(one.slot, likely)
             try:
                 sends.append(one.answer.push(draw, self._ender(verdict, row)))
             except TriptychError as error:
@@ -436,12 +438,20 @@ class DecodeEngine:
     def _repeat(self, answer: Answer, journal: Journal, slot: int) -> list[Send]:
         """Say again what is written of an answer, in case it did not get through.
 
-        That has no log probabilities, so a request that asks for them says nothing twice.
+        Of one that tells how likely its tokens are, the newest alone: of older ones that is not
+        written any more, nor what was told of the prompt with the first. If such are lost, the
+        ingress begins again.
         """
-        *words, last = journal.words(slot)
-        sends = [answer.replay(token) for token in words]
-        sends.append(answer.replay(last, self._pipeline.label(journal.ended(slot))))
-        return [] if answer.request.sampling.reports_logprobs else sends
+        sends, words, asked = list[Send](), journal.words(slot), answer.request.sampling
+        for index, token in enumerate(words):
+            rating = journal.rating(slot, index)
+            is_last = index == len(words) - 1
+            ender = self._pipeline.label(journal.ended(slot)) if is_last else ""
+            send = answer.replay(token, ender, () if rating is None else (rating,))
+            tells_of_prompt = index == 0 and asked.prompt_logprobs >= 0
+            if rating is not None or not (asked.logprobs >= 0 or tells_of_prompt):
+                sends.append(send)
+        return sends
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""

@@ -21,16 +21,21 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseId
+from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
 from triptych.workers.rows import SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 2
+VERSION = 3
 ID_BYTES = 128
 """Longest request id that is written down; one that is longer begins anew if its worker dies."""
 MOST_MEMORY = 16
 """Numbers that the plug-ins of the decode step may remember of an answer, all together."""
+MOST_TOP = 20
+"""Alternatives of a token whose log probabilities are written down, as many as one may ask for."""
+RATED = 8
+"""The newest tokens of an answer of which they are: those that may not have got through."""
 _ALIGN = 64
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -99,6 +104,12 @@ class Journal:
         written for the next token leaves that of this one as it is, until ``said`` has grown."""
         self.ended_by: Ids = arrays["ended_by"]
         """The plug-in that ended the answer, likewise; 0: none."""
+        self.rated_ids: Ids = arrays["rated_ids"]
+        """The newest tokens in a ring, each before its alternatives."""
+        self.rated: NDArray[np.float64] = arrays["rated"]
+        """Their log probabilities."""
+        self.rated_count: Ids = arrays["rated_count"]
+        """How many there are of each; 0: nobody asked."""
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
@@ -156,7 +167,7 @@ class Journal:
         self.said[slot] = len(words)
         self.notes[slot] = 0.0
         self.notes[slot, len(words) % 2, : len(memory)] = memory
-        self.ended_by[slot] = 0
+        self.ended_by[slot] = self.rated_count[slot] = 0
         self.tokens[slot, : len(words)] = words
         self.read[slot] = stored_tokens + 1 - len(words)
         self.scored[slot] = self.retirements.phase[slot] = 0
@@ -177,6 +188,14 @@ class Journal:
         """Write down what plug-ins made of the token that is said next."""
         turn = (int(self.said[slot]) + 1) % 2
         self.notes[slot, turn], self.ended_by[slot, turn] = memory, ended_by
+
+    def rate(self, slot: int, one: TokenLogprob) -> None:
+        """Write down how likely the token is that is said next, unless it has too many others."""
+        place, count = int(self.said[slot]) % RATED, 1 + len(one.top)
+        if count <= 1 + MOST_TOP:
+            self.rated_ids[slot, place, :count] = [one.token, *(token for token, _ in one.top)]
+            self.rated[slot, place, :count] = [one.logprob, *(value for _, value in one.top)]
+        self.rated_count[slot, place] = count
 
     def say(self, slot: int, token: int) -> None:
         """Write down a token of the answer: with this the step that drew it is done."""
@@ -217,6 +236,19 @@ class Journal:
     def words(self, slot: int) -> list[int]:
         """Tokens of the answer so far."""
         return self.tokens[slot, : self.said[slot]].tolist()
+
+    def rating(self, slot: int, index: int) -> TokenLogprob | None:
+        """How likely a token of the answer was; None: that is not written, or not any more.
+
+        The oldest of the ring may be overwritten by a step that was cut short.
+        """
+        place = index % RATED
+        count = int(self.rated_count[slot, place])
+        if not 0 < count <= 1 + MOST_TOP or not 0 < int(self.said[slot]) - index < RATED:
+            return None
+        ids, values = self.rated_ids[slot, place].tolist(), self.rated[slot, place].tolist()
+        top = tuple(zip(ids[1:count], values[1:count], strict=True))
+        return TokenLogprob(token=ids[0], logprob=values[0], top=top)
 
     def remembered(self, slot: int) -> NDArray[np.float64]:
         """What plug-ins remember of the answer so far."""
@@ -317,6 +349,8 @@ class Journal:
         self.read[slot], self.said[slot] = other.read[at], other.said[at]
         self.tokens[slot], self.scored[slot] = other.tokens[at], other.scored[at]
         self.notes[slot], self.ended_by[slot] = other.notes[at], other.ended_by[at]
+        self.rated_ids[slot], self.rated[slot] = other.rated_ids[at], other.rated[at]
+        self.rated_count[slot] = other.rated_count[at]
         self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = other.retirements.retired[at]
 
@@ -344,6 +378,9 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "tokens": ("<i4", (slots, context_tokens)),
         "notes": ("<f8", (slots, 2, MOST_MEMORY)),
         "ended_by": ("<i4", (slots, 2)),
+        "rated_ids": ("<i4", (slots, RATED, 1 + MOST_TOP)),
+        "rated": ("<f8", (slots, RATED, 1 + MOST_TOP)),
+        "rated_count": ("<i4", (slots, RATED)),
         "scored": ("<i8", each),
         "raw_table": ("<i4", raw),
         "raw_tokens": ("<i4", rows),

@@ -223,7 +223,9 @@ async def opened(url: str, times: Sequence[float], draw: Random) -> list[Seen]:
             sample = await send(client, "completions", asked, begin + at)
             error = "" if sample.error is None else sample.error[:8]
             end_s = perf_counter() - begin
-            return Seen(at, end_s, sample.ttft_s, sample.tpot_s or 0.0, error)
+            if error:
+                return Seen(at, end_s, 0.0, 0.0, error)
+            return Seen(at, end_s, sample.ttft_s, sample.tpot_s or 0.0, "")
 
         return list(await asyncio.gather(*map(one, times, bodies)))
 

@@ -79,8 +79,11 @@ class Journey:
         """Whether a token is missing that will not come: what is there ends the answer, or is far
         ahead.
 
-        A worker that takes over says the newest log probabilities again, and no older ones.
+        A worker that takes over says the newest log probabilities again, and no older ones. Who
+        did not ask for any hears all tokens again, however many have overtaken them.
         """
+        if not self.request.sampling.reports_logprobs:
+            return False
         early = self._early.values()
         return len(early) > MOST_EARLY or any(item.finish is not None for item in early)
 

@@ -45,8 +45,16 @@ def test_the_client_hears_each_token_once_and_in_order(
     assert journey.said == [10, 11, 12, 13]
 
 
-def test_a_token_that_will_not_come_any_more_tears_the_answer(journey: Journey) -> None:
+@pytest.fixture
+def asking() -> Journey:
+    """It wants log probabilities."""
+    sampling = Sampling(max_tokens=9, logprobs=0)
+    return Journey(replace(REQUEST, sampling=sampling), lambda _: None)
+
+
+def test_a_token_that_will_not_come_any_more_tears_the_answer(asking: Journey) -> None:
     """One that is merely overtaken does not."""
+    journey = asking
     for index in (0, 2, 3):
         journey.hear(tokens(index))
     assert not journey.is_torn
@@ -58,14 +66,18 @@ def test_a_token_that_will_not_come_any_more_tears_the_answer(journey: Journey) 
     assert not journey.is_torn
 
 
-def test_what_is_too_far_ahead_tears_the_answer(journey: Journey) -> None:
+def test_what_is_too_far_ahead_tears_the_answer(asking: Journey, journey: Journey) -> None:
+    """Not that of who hears all tokens again: there it was a worker that moved a request."""
     for index in range(1, MOST_EARLY + 1):
-        journey.hear(tokens(index))
-        assert not journey.is_torn
-    journey.hear(tokens(MOST_EARLY + 1))
-    assert journey.is_torn
-    journey.begin_again()
+        asking.hear(tokens(index))
+        assert not asking.is_torn
+    for one in (asking, journey):
+        for index in range(1, MOST_EARLY + 2):
+            one.hear(tokens(index))
+    assert asking.is_torn
     assert not journey.is_torn
+    asking.begin_again()
+    assert not asking.is_torn
 
 
 def test_another_attempt_begins_behind_what_the_client_has() -> None:

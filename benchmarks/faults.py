@@ -3,10 +3,9 @@
     python benchmarks/faults.py --rounds 10
 
 Each round starts 16 streams, kills one process (``kill -9``) at a random moment, and compares
-what every client gets with what it gets when nobody dies. ``decode+logprobs`` asks for log
-probabilities, so that requests are computed again instead of taken over. ``clients`` kills nobody:
-of 200 clients at once half go away at random. Prints a row for each
-kind of process and writes ``benchmarks/results/faults.json``.
+what every client gets with what it gets when nobody dies. With ``decode+logprobs`` all clients ask
+for log probabilities as well. ``clients`` kills nobody: of 200 clients at once half go away at
+random. Prints a row for each kind of process and writes ``benchmarks/results/faults.json``.
 
 A round also says what became of the streams (taken over with their pages, or sent again), how long
 a newcomer waited who came right after the death, and when the successor's process was there, when

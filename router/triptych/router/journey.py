@@ -7,7 +7,8 @@ from math import inf
 from triptych.core.messages import Failed, Request, Tokens
 
 MOST_EARLY = 64
-"""Tokens ahead of one that is missing: so many do not overtake it."""
+"""Tokens ahead of one that is missing, of an answer with log probabilities: more do not overtake
+it."""
 MAX_ATTEMPTS = 6
 """Attempts after which a request fails: it may be what kills its workers."""
 FIRST_DELAY_S = 0.5

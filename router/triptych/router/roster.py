@@ -333,11 +333,13 @@ class Roster:
         if address not in self._fresh:
             return
         hello, role = self._workers[address], self.role_of(address)
-        for arena in (None, hello.arena):
-            if "prefill" in hello.stages and (role != "write" or not self._slots[address]):
-                self._prefill[arena].put(address, (self._queue[address], hello.name))
-            else:
-                self._prefill[arena].discard(address)
+        if "prefill" in hello.stages:
+            reads = role != "write" or not self._slots[address]
+            for arena in (None, hello.arena):
+                if reads:
+                    self._prefill[arena].put(address, (self._queue[address], hello.name))
+                else:
+                    self._prefill[arena].discard(address)
         if "compress" in hello.stages:
             for arena in (None, hello.arena):
                 self._compress[arena].put(address, (self._compressed[address], hello.name))

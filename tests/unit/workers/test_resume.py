@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -577,8 +577,9 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
     former, engine = stages.decoder()
     heir_name, heir = stages.decoder()
     engine.accept(stages.join(request))
+    never_here = replace(stages.joins[request.id], request=other)
     assert refusals(heir.accept(stages.resume(request, "nobody"))) == NO_MORE
-    assert refusals(heir.accept(stages.resume(other, former))) == NO_MORE
+    assert refusals(heir.accept(Resume(former=former, join=never_here))) == NO_MORE
     assert refusals(heir.accept(stages.resume(request, former))) == []
     assert refusals(heir.accept(stages.resume(request, former))) == []  # it is here already
     _, late = stages.decoder()

@@ -483,6 +483,8 @@ class Join:
     they are here."""
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
+    age_s: float = 0.0
+    """Seconds since the first of ``words`` was drawn."""
     memory: tuple[float, ...] = ()
     """What plug-ins remember of the answer so far; empty: nothing yet."""
 

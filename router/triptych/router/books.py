@@ -46,6 +46,17 @@ class Books:
         requests = Requests(on_change=roster.count, on_removal=roster.forget)
         return cls(Fleet(report_bound_s), ledger, roster, requests)
 
+    def crowd_with(self, more: int) -> float:
+        """Requests in work for each decode worker, if so many more come as slots and bytes allow.
+
+        The first of them is counted even if there is no room: it will have taken another's place.
+        """
+        in_work, roster = self.requests.in_work, self.roster
+        free = max(0, len(roster.arenas) * self.ledger.capacity_bytes - roster.used_bytes)
+        slots = max(0, roster.open_slots - roster.needs_slot)
+        fit = free * in_work // roster.used_bytes if in_work and roster.used_bytes > 0 else more
+        return (in_work + min(more, max(1, min(slots, fit)))) / max(1, roster.writers)
+
 
 def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
     """Every worker as placement sees it, by address, counted anew from all requests.

@@ -135,6 +135,7 @@ class Coordinator:
 
     def receive(self, messages: Sequence[Message], sender: str, now: float) -> list[Send]:
         """Take the messages of one frame; what they allow is then sent on as one batch."""
+        self._let_pass(now)
         is_news = False
         for message in messages:
             if isinstance(message, Report):
@@ -148,11 +149,13 @@ class Coordinator:
 
     def lost(self, address: str, now: float) -> list[Send]:
         """The peer at ``address`` died."""
+        self._let_pass(now)
         self._lose(address, now)
         return self._advance(now)
 
     def tick(self, now: float) -> list[Send]:
         """Let time pass: call it about twice a second."""
+        self._let_pass(now)
         self._endings.expire(now)
         self._lose_stalled(now)
         self._endings.expel_formers()
@@ -161,6 +164,10 @@ class Coordinator:
         self._roles.run(self._dispatch.held_by, now)
         self._balance.run()
         return self._advance(now)
+
+    def _let_pass(self, now: float) -> None:
+        """Until now all was as it is."""
+        self._books.pace.passed(self._books.crowd_with(0), now)
 
     def _advance(self, now: float) -> list[Send]:
         self._promises.give_up(now)
@@ -267,11 +274,17 @@ class Coordinator:
             books.pace.begin_line()
         patience_s, ageing_s = self._config.patience_s, self._config.ageing_s
         due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
-        due, latest = self._promises.due(request, due, now)
-        refusal = self._refusal(request, sizes, now) or self._promises.refusal(request, due, now)
+        promise = self._promises.make(request, due, now)
+        refusal = self._refusal(request, sizes, now) or promise.refusal
         if refusal is None:
             entry = Entry(
-                request=request, sizes=sizes, arrived=now, since=now, due=due, latest=latest
+                request=request,
+                sizes=sizes,
+                arrived=now,
+                since=now,
+                due=promise.due,
+                latest=promise.latest,
+                forecast=promise.forecast,
             )
             books.requests.add(entry)
             self._promises.watch(entry)
@@ -314,8 +327,10 @@ class Coordinator:
             entry.words, entry.handle = (message.first_token,), message.handle
             entry.memory = ()
             entry.token_s, entry.read_at = message.token_s, now
+            entry.crowd_s = self._books.pace.crowd_s
             entry.hit_tokens = message.cached_tokens
             self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
+            self._books.pace.came(now - entry.arrived, entry.forecast, now)
             self._roles.read(entry, now)
             self._books.requests.history.cached(entry.id, message.cached_tokens)
             self._books.requests.move(entry, State.PREFILLED, now)

@@ -74,7 +74,7 @@ class Dispatch:
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
         entry.worker, entry.decode, entry.stage = address, address, "decode"
-        self.books.outbox.post(address, Resume(former=entry.former, join=join_of(entry)))
+        self.books.outbox.post(address, Resume(former=entry.former, join=join_of(entry, now)))
         self.reasons.chosen(entry, "resume", "worker_lost", address, now)
         self.books.requests.move(entry, State.DECODING, now)
 
@@ -118,7 +118,7 @@ class Dispatch:
 
     def _join(self, entry: Entry, now: float) -> None:
         entry.giver, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
-        self.books.outbox.post(entry.worker, replace(join_of(entry), former=entry.former))
+        self.books.outbox.post(entry.worker, replace(join_of(entry, now), former=entry.former))
         self.books.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- planned -> encoding
@@ -400,7 +400,7 @@ class Dispatch:
         return self.books.roster.final_arena({raw_arena, work_arena}, fits)
 
 
-def join_of(entry: Entry) -> Join:
+def join_of(entry: Entry, now: float) -> Join:
     """What a decode worker must know to go on with a request whose pages are finished."""
     assert entry.handle is not None
     assert entry.report is not None
@@ -410,5 +410,6 @@ def join_of(entry: Entry) -> Join:
         handle=entry.handle,
         report=entry.report,
         token_s=entry.token_s,
+        age_s=max(0.0, now - entry.read_at),
         memory=entry.memory,
     )

@@ -42,7 +42,7 @@ class Endings:
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
         self.books.requests.accrue(entry, now)
         if entry.read_at:
-            self.books.pace.wrote(now - entry.read_at, tokens, now)
+            self.books.pace.wrote(now - entry.read_at, tokens, entry.crowd_s, now)
         self._remove(entry)
 
     def refuse(self, request: Request, error: TriptychError) -> None:

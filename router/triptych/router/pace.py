@@ -1,7 +1,8 @@
 """How fast the server is at present, and what that means for a request that has a deadline."""
 
-from dataclasses import dataclass, field
-from math import inf
+from collections import deque
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
 
 from triptych.core.messages import Slo
 
@@ -10,9 +11,17 @@ WEIGHT = 0.1
 BELIEVED_S = 10.0
 """Age up to which a mean counts. Whoever is refused is not measured: without an end to what is
 believed, one slow moment would refuse everybody for ever."""
-TOKEN_MARGIN = 1.1
-"""Times the mean that the tokens of an answer are taken to need: where the mean just keeps a limit,
-half of them miss it. In the simulator 1.0 and 1.25 gave less goodput at 3 times saturation."""
+LATEST = 40
+"""Forecasts that are compared with what became of them."""
+SURE = 0.9
+"""Share of them that would have come true with what is added to them now."""
+TOKEN_MARGIN = 1.15
+"""Times the trend that the tokens of an answer are taken to need: where it just keeps a limit, half
+of them miss it. What was learned instead, as for first tokens, refused too many after a burst."""
+FEW = 10
+"""Of which some must have come later for it to count."""
+CAUTION = 1.0
+"""Squared requests of spread that it takes until a slope is believed as much as the guess."""
 HEADROOM = 0.5
 """Share of the time before the latest start after which a request loses patience."""
 
@@ -25,13 +34,73 @@ class Mean:
     _at: float = -inf
 
     def note(self, sample: float, now: float) -> None:
-        is_old = now - self._at > BELIEVED_S
-        self._value = sample if is_old else self._value + WEIGHT * (sample - self._value)
+        before = self._value if self.is_believed(now) else sample
+        self._value = before + WEIGHT * (sample - before)
         self._at = now
+
+    def is_believed(self, now: float) -> bool:
+        return now - self._at <= BELIEVED_S
 
     def at(self, now: float) -> float:
         """0 if nothing was measured for long: then nothing is known, and nobody is refused."""
-        return self._value if now - self._at <= BELIEVED_S else 0.0
+        return self._value if self.is_believed(now) else 0.0
+
+
+@dataclass
+class Trend:
+    """A straight line that forgets, through what was measured a moment ago: y at x.
+
+    As long as all was measured near one x, y is taken to grow in proportion: whoever asks for more
+    than was ever seen is told too much rather than too little. From 0 x on y never falls.
+    """
+
+    _x: Mean = field(default_factory=Mean)
+    _y: Mean = field(default_factory=Mean)
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def note(self, x: float, y: float, now: float) -> None:
+        if not self._y.is_believed(now):
+            self._xx = self._xy = 0.0
+        else:
+            off_x, off_y = x - self._x.at(now), y - self._y.at(now)
+            self._xx = (1 - WEIGHT) * (self._xx + WEIGHT * off_x * off_x)
+            self._xy = (1 - WEIGHT) * (self._xy + WEIGHT * off_x * off_y)
+        self._x.note(x, now)
+        self._y.note(y, now)
+
+    def mean(self, now: float) -> float:
+        """What was measured on the mean; 0 as `Mean.at`."""
+        return self._y.at(now)
+
+    def at(self, x: float, now: float) -> float:
+        """0 if nothing was measured for long."""
+        if not self._y.is_believed(now):
+            return 0.0
+        mean_x, mean_y = self._x.at(now), self._y.at(now)
+        steepest = mean_y / mean_x if mean_x > 0 else 0.0
+        slope = (self._xy + CAUTION * steepest) / (self._xx + CAUTION)
+        return mean_y + min(steepest, max(0.0, slope)) * (x - mean_x)
+
+
+@dataclass
+class Lateness:
+    """By how much what happened came later than it was forecast, of the latest few."""
+
+    _latest: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque[tuple[float, float]](maxlen=LATEST)
+    )
+
+    def note(self, late: float, now: float) -> None:
+        self._latest.append((now, late))
+
+    def at(self, now: float) -> float:
+        """What ``SURE`` of them did not exceed; never less than 0, which few say little against."""
+        while self._latest and now - self._latest[0][0] > BELIEVED_S:
+            self._latest.popleft()
+        ordered = sorted(late for _, late in self._latest)
+        place = ceil(SURE * max(FEW, len(ordered))) - 1 - max(0, FEW - len(ordered))
+        return max(0.0, ordered[place]) if place >= 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +123,10 @@ class Forecast:
     @property
     def total_s(self) -> float:
         return self.ttft_s + self.write_s
+
+
+NO_FORECAST = Forecast(wait_s=0.0, read_s=0.0, token_s=0.0, write_s=0.0)
+"""Of a request that asks for nothing in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +175,25 @@ class Pace:
 
     read_token_s: Mean = field(default_factory=Mean)
     """Seconds for each prompt token that is before a prefill worker."""
-    token_s: Mean = field(default_factory=Mean)
-    """Seconds for each token of an answer behind the first, compression included."""
+    token_s: Trend = field(default_factory=Trend)
+    """Seconds for each token of an answer behind the first, compression included, at the number of
+    requests in work for each decode worker."""
     answer_tokens: Mean = field(default_factory=Mean)
     gap_s: Mean = field(default_factory=Mean)
     """Between two that leave the line while others wait."""
+    late_first: Lateness = field(default_factory=Lateness)
+    """First tokens, in seconds: a pause takes as long whether little or much was to be done."""
+    crowd_s: float = 0.0
+    """Requests in work for each decode worker, summed over the seconds until ``_passed``."""
+    _passed: float | None = None
     _left: float | None = None
     """When the last one left a line in which others went on waiting."""
+
+    def passed(self, crowd: float, now: float) -> None:
+        """Until now, since this was called last, ``crowd`` requests were in work."""
+        if self._passed is not None:
+            self.crowd_s += crowd * (now - self._passed)
+        self._passed = now
 
     def begin_line(self) -> None:
         """Nobody waits: what happens until somebody does says nothing of how fast a line moves."""
@@ -124,23 +209,38 @@ class Pace:
         """A prompt was read; so many tokens were before its worker when it was sent there."""
         self.read_token_s.note(seconds / max(1, tokens), now)
 
-    def wrote(self, seconds: float, tokens: int, now: float) -> None:
-        """An answer is complete, so many seconds behind its first token."""
-        self.answer_tokens.note(tokens, now)
-        if tokens > 1:
-            self.token_s.note(seconds / (tokens - 1), now)
+    def came(self, seconds: float, forecast: Forecast, now: float) -> None:
+        """A first token came, or would now, so many seconds after its request."""
+        if forecast.ttft_s:
+            self.late_first.note(seconds - forecast.ttft_s, now)
 
-    def forecast(self, *, ahead: int, read_tokens: int, max_tokens: int, now: float) -> Forecast:
-        """What to expect with ``ahead`` requests before it in the line.
+    def wrote(self, seconds: float, tokens: int, crowd_s: float, now: float) -> None:
+        """An answer is complete, so many seconds behind its first token.
+
+        ``crowd_s``: what ``self.crowd_s`` was then.
+        """
+        self.answer_tokens.note(tokens, now)
+        if tokens > 1 and seconds > 0:
+            token_s = seconds / (tokens - 1)
+            self.token_s.note((self.crowd_s - crowd_s) / seconds, token_s, now)
+
+    def forecast(
+        self, *, ahead: int, crowd: float, read_tokens: int, max_tokens: int, now: float
+    ) -> Forecast:
+        """What to expect with ``ahead`` requests before it in the line, and ``crowd`` in work.
 
         ``read_tokens``: those of its prompt, and before them at the worker that would read it. An
         answer is taken to be as long as others were, and no longer than it may be.
         """
         answer = min(float(max_tokens), self.answer_tokens.at(now) or 1.0)
-        token_s = self.token_s.at(now)
+        token_s = self.token_s.at(crowd, now)
         return Forecast(
             wait_s=ahead * self.gap_s.at(now),
             read_s=read_tokens * self.read_token_s.at(now),
             token_s=token_s,
             write_s=token_s * (answer - 1),
         )
+
+    def cautious(self, forecast: Forecast, now: float) -> Forecast:
+        """The same, with first tokens as late as they have lately been."""
+        return replace(forecast, read_s=forecast.read_s + self.late_first.at(now))

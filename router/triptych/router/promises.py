@@ -1,6 +1,6 @@
 """What was asked of requests in seconds: who is refused at once, and who is given up later."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -9,8 +9,22 @@ from triptych.core.messages import NO_SLO, Request
 from triptych.router.books import Books
 from triptych.router.drain import MAX_RETRY_S, MIN_RETRY_S
 from triptych.router.endings import Endings
-from triptych.router.pace import HEADROOM, Forecast, latest_start_s, miss
+from triptych.router.pace import HEADROOM, NO_FORECAST, Forecast, latest_start_s, miss
 from triptych.router.state import Entry, State
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a request that comes may expect."""
+
+    due: float
+    """When it loses patience."""
+    latest: float = inf
+    """When it must have started."""
+    forecast: Forecast = NO_FORECAST
+    """Without caution, to be compared with what comes."""
+    refusal: SloUnmeetable | None = None
+    """Why it is not taken in, if it would come too late."""
 
 
 @dataclass
@@ -25,33 +39,33 @@ class Promises:
     _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     """When a request must have started, or ended: a heap."""
 
-    def forecast(self, request: Request, due: float, now: float) -> Forecast:
-        """What a request that comes now may expect, if it loses patience at ``due``."""
+    def make(self, request: Request, due: float, now: float) -> Promise:
+        """For a request that would lose patience at ``due``, SLOs aside."""
+        slo, pace = request.slo, self.books.pace
+        if slo == NO_SLO or request.attempt:
+            return Promise(due)
+        forecast = self._forecast(request, due, now)
+        cautious = pace.cautious(forecast, now)
+        wait_s = latest_start_s(slo, cautious)
+        promise = Promise(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
+        missed = miss(slo, cautious)
+        if missed is None or not self.books.requests.in_work:  # who else would say how it is now?
+            return promise
+        retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
+        error = SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
+        return replace(promise, refusal=error)
+
+    def _forecast(self, request: Request, due: float, now: float) -> Forecast:
         roster, line = self.books.roster, self.books.requests.line
         busy = sum(roster.queue_tokens(address) for address in roster.best("prefill", 1))
+        ahead = line.ahead_of(request.tenant, due)
         return self.books.pace.forecast(
-            ahead=line.ahead_of(request.tenant, due),
+            ahead=ahead,
+            crowd=self.books.crowd_with(ahead + 1),
             read_tokens=busy + len(request.known),
             max_tokens=request.sampling.max_tokens,
             now=now,
         )
-
-    def due(self, request: Request, due: float, now: float) -> tuple[float, float]:
-        """When the request loses patience, ``due`` or sooner, and when it must have started."""
-        if request.slo == NO_SLO or request.attempt:
-            return due, inf
-        wait_s = latest_start_s(request.slo, self.forecast(request, due, now))
-        return min(due, now + HEADROOM * wait_s), now + wait_s
-
-    def refusal(self, request: Request, due: float, now: float) -> SloUnmeetable | None:
-        """Why the request is not taken in, if it would come too late."""
-        if request.slo == NO_SLO or request.attempt:
-            return None
-        missed = miss(request.slo, self.forecast(request, due, now))
-        if missed is None:
-            return None
-        retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
-        return SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
 
     def watch(self, entry: Entry) -> None:
         """Remember when to give up a request that was taken in."""
@@ -74,6 +88,8 @@ class Promises:
                 self.endings.fail(entry, late, now)
             elif entry.state is State.WAITING and not entry.is_set_aside:
                 self.books.counters["slo:waited_too_long"] += 1
+                would_be_s = now - entry.arrived + entry.forecast.read_s
+                self.books.pace.came(would_be_s, entry.forecast, now)
                 waiting = len(self.books.requests.line)
                 retry_s = self.books.drain.retry_after_s(waiting, now)
                 what, asked_s = _nearest(entry)

@@ -52,6 +52,8 @@ class Roster:
     """Requests that were let in and have no decode worker yet."""
     open_slots: int = 0
     """Free slots of all decode workers that take requests."""
+    writers: int = 0
+    """Decode workers, full ones too."""
     queued_tokens: int = 0
     """Prompt tokens that were sent to workers and are not read yet, without what is cached."""
     used_bytes: int = 0
@@ -374,6 +376,7 @@ class Roster:
 
     def _count_arena(self, hello: Hello, change: int) -> None:
         arena = hello.arena
+        self.writers += change * ("decode" in hello.stages)
         if "compress" in hello.stages:
             self._compressors[arena] += change
         if "prefill" in hello.stages:

@@ -147,5 +147,5 @@ class Scaling:
             slots_used=taken + books.roster.needs_slot,
             worker_slots=max(1, min(slots.values(), default=1)),
             fitting=min(1.0, max(0, free) / needed) if needed else 1.0,
-            tpot_ratio=books.pace.token_s.at(now) / min(tpots) if tpots else 0.0,
+            tpot_ratio=books.pace.token_s.mean(now) / min(tpots) if tpots else 0.0,
         )

@@ -11,6 +11,7 @@ from triptych.core.messages import CompressionReport, Request, Stage
 from triptych.router.estimate import RequestBytes
 from triptych.router.history import History
 from triptych.router.line import WaitingLine
+from triptych.router.pace import NO_FORECAST, Forecast
 from triptych.router.placement import Ask
 
 
@@ -65,6 +66,10 @@ class Entry:
     """Prompt tokens before its prefill worker when it was sent there, its own included."""
     read_at: float = 0.0
     """When its first token was drawn."""
+    crowd_s: float = 0.0
+    """What ``Pace.crowd_s`` was then."""
+    forecast: Forecast = NO_FORECAST
+    """What it was told when it came."""
     state: State = State.WAITING
     worker: str = ""
     """The last worker that was told of it."""
@@ -290,3 +295,8 @@ class Requests:
 
     def count(self, state: State) -> int:
         return len(self._by_state[state])
+
+    @property
+    def in_work(self) -> int:
+        """Requests that were begun and are not over."""
+        return len(self._by_id) - self.count(State.WAITING) - self.count(State.LEAVING)

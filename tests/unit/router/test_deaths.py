@@ -63,8 +63,10 @@ def test_the_death_of_a_worker_may_overtake_the_end_of_an_answer() -> None:
     assert failures(driver.router.lost("D", driver.now)) == []
 
 
-def resume(former: str = "D#1") -> Resume:
-    join = Join(request=request(), words=(7,), handle=handle("r", "final"), report=REPORT)
+def resume(former: str = "D#1", age_s: float = 0.0) -> Resume:
+    join = Join(
+        request=request(), words=(7,), handle=handle("r", "final"), report=REPORT, age_s=age_s
+    )
     return Resume(former=former, join=join)
 
 
@@ -87,7 +89,7 @@ def test_orphans_wait_for_a_decode_worker() -> None:
     assert driver.router.lost("D", driver.now) == []
     assert driver.state() == "orphaned"
     assert driver.tick(20.0) == []
-    assert driver.hello("D", start=2) == [Send("D", resume())]
+    assert driver.hello("D", start=2) == [Send("D", resume(age_s=20.0))]
 
 
 def test_an_orphan_waits_for_a_place_in_a_batch_of_fixed_size() -> None:
@@ -179,7 +181,7 @@ def test_a_worker_that_falls_silent_is_succeeded_and_ended() -> None:
     driver = stall_driver()
     beat(driver, "D", longest_step_s=0.1)
     assert pass_time(driver, 5.0, silent="D") == []
-    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume())]
+    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume(age_s=5.5))]
     driver.on(Resumed(request="r"), "E")
     assert pass_time(driver, 0.5, silent="D") == [expel()]
     assert driver.count("stalled") == 1
@@ -193,7 +195,7 @@ def test_how_long_a_step_may_take_goes_by_those_that_were_measured(
     beat(driver, "D", longest_step_s=longest, step_age_s=limit)
     assert pass_time(driver, 0.5, silent="D") == []
     beat(driver, "D", longest_step_s=longest, step_age_s=limit + 0.5)
-    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume())]
+    assert pass_time(driver, 0.5, silent="D") == [Send("E", resume(age_s=1.0))]
 
 
 def test_a_silent_prefill_worker_is_ended_too() -> None:

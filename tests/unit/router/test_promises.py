@@ -9,10 +9,15 @@ from tests.unit.router.driver import Driver, failures, request, started
 from triptych.core.messages import Cancel, Finished, Request, Slo
 from triptych.router.pace import (
     BELIEVED_S,
+    FEW,
+    LATEST,
+    SURE,
     TOKEN_MARGIN,
     Forecast,
+    Lateness,
     Mean,
     Pace,
+    Trend,
     latest_start_s,
     miss,
 )
@@ -64,6 +69,68 @@ def test_a_mean_lies_between_its_samples_and_is_not_believed_for_long(
         assert mean.at(at) == 0.0
 
 
+@given(
+    slope=st.floats(0, 5),
+    base=st.floats(0, 5),
+    seen=st.lists(st.integers(1, 30), min_size=2, max_size=60),
+    asked=st.integers(1, 60),
+)
+def test_a_trend_lies_between_what_was_measured_and_what_grows_in_proportion(
+    slope: float, base: float, seen: list[int], asked: int
+) -> None:
+    trend = Trend()
+    for number, x in enumerate(seen):
+        trend.note(x, base + slope * x, 0.1 * number)
+    now = 0.1 * len(seen)
+    found, mean_y = trend.at(asked, now), trend.mean(now)
+    mean_x = (mean_y - base) / slope if slope > 1e-3 else asked
+    if slope > 1e-3:
+        low, high = sorted((base + slope * asked, mean_y * asked / mean_x))
+        assert low - 1e-6 <= found <= high + 1e-6
+    assert trend.at(asked + 1, now) >= found - 1e-9
+    assert trend.at(asked, now + BELIEVED_S + 1) == 0.0
+
+
+def test_a_trend_finds_the_fixed_part_once_it_has_seen_both_ends() -> None:
+    trend = Trend()
+    for number in range(60):
+        x = (2, 20)[number % 2]
+        trend.note(x, 0.05 + 0.005 * x, 0.1 * number)
+    assert abs(trend.at(30, 6.0) - 0.2) < 0.01
+    assert abs(trend.at(1, 6.0) - 0.055) < 0.01
+
+
+@given(late=st.lists(st.floats(-5, 5), max_size=60))
+def test_what_is_added_to_forecasts_would_have_made_most_of_them_true(late: list[float]) -> None:
+    lateness = Lateness()
+    for number, seconds in enumerate(late):
+        lateness.note(seconds, 0.01 * number)
+    found, kept = lateness.at(1.0), late[-LATEST:]
+    assert found >= 0
+    assert found == 0 or found in kept
+    if len(kept) >= FEW:
+        assert sum(one <= found for one in kept) >= SURE * len(kept)
+    assert lateness.at(2.0 + BELIEVED_S) == 0.0
+
+
+def test_requests_in_work_are_counted_for_each_decode_worker() -> None:
+    driver = Driver("P", "C", "D", "D2")
+    books = driver.router._books
+    driver.submit(request("first"))
+    assert books.crowd_with(0) == 0.5
+    assert books.crowd_with(1) == 1.0
+    driver.tick(2.0)
+    driver.submit(request("second"))
+    assert books.pace.crowd_s == 1.0  # half of one for two seconds
+
+
+def test_an_idle_server_refuses_nobody() -> None:
+    driver = slow_reader()
+    driver.on(Cancel(requests=("first",)), "in")
+    driver.router._books.pace.late_first.note(99.0, driver.now)
+    assert not failures(driver.submit(asking("r", ttft_s=2.0)))
+
+
 def test_a_line_that_was_empty_says_nothing_of_its_pace() -> None:
     pace = Pace()
     for now in (0.0, 1.0, 2.0):
@@ -72,7 +139,7 @@ def test_a_line_that_was_empty_says_nothing_of_its_pace() -> None:
     pace.left_line(1, 9.0)
     pace.begin_line()
     pace.left_line(1, 9.5)
-    found = pace.forecast(ahead=4, read_tokens=1, max_tokens=1, now=9.5)
+    found = pace.forecast(ahead=4, crowd=1.0, read_tokens=1, max_tokens=1, now=9.5)
     assert found.wait_s == 4.0
 
 

@@ -22,7 +22,7 @@ turns = Turns(Path(sys.argv[1]), cores=1)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[2])):
-    with turns.step():
+    with turns.step(lambda: True):
         print(time.monotonic(), flush=True)
         time.sleep(float(sys.argv[3]))
         print(time.monotonic(), flush=True)
@@ -79,13 +79,13 @@ def test_a_worker_that_is_killed_in_its_step_does_not_keep_the_turn(tmp_path: Pa
     stuck.send_signal(signal.SIGKILL)
     stuck.communicate()
     started = time.monotonic()
-    with Turns(tmp_path, cores=1).step():
+    with Turns(tmp_path, cores=1).step(lambda: True):
         pass
     assert time.monotonic() - started < 5
 
 
 def test_own_cores_sets_the_threads_once() -> None:
-    with OwnCores(1).step():
+    with OwnCores(1).step(lambda: True):
         assert torch.get_num_threads() == 1
 
 
@@ -110,3 +110,34 @@ def test_a_container_uses_the_cores_that_it_has_time_for(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert usable_cores(tmp_path) == cores
+
+
+READER = """
+import sys, time
+from pathlib import Path
+from triptych.workers.cores import Turns
+
+turns = Turns(Path(sys.argv[1]), cores=1)
+turns.read(True)
+print("reads", flush=True)
+time.sleep(600)
+"""
+
+
+def test_who_can_wait_lets_others_read_and_goes_on_if_the_reader_dies(tmp_path: Path) -> None:
+    turns, looks = Turns(tmp_path, cores=1), 0
+
+    def is_urgent() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 5
+
+    command = [sys.executable, "-c", READER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        with turns.step(is_urgent):
+            assert looks == 5  # it waited until it was
+        reader.send_signal(signal.SIGKILL)
+        with turns.step(lambda: False):
+            assert reader.wait(60) == -signal.SIGKILL

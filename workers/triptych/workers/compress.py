@@ -134,6 +134,9 @@ class CompressEngine:
     def wait_s(self) -> float | None:
         return None
 
+    def is_late(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         return [*self._planned, *(job.request for job in self._ready)]
 

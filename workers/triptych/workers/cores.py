@@ -8,13 +8,16 @@ they take turns: a step has all cores, and whoever waited longest has the next s
 
 import fcntl
 import os
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+LOOK_S = 0.004
+"""Time after which who can wait looks again whether it still has to."""
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
@@ -48,8 +51,11 @@ class OwnCores:
         torch.set_num_threads(threads)
 
     @contextmanager
-    def step(self) -> Generator[None]:
+    def step(self, _is_urgent: Callable[[], bool]) -> Generator[None]:
         yield
+
+    def read(self, has_more: bool) -> None:
+        """Nobody waits for what is read here."""
 
 
 class Turns:
@@ -62,15 +68,32 @@ class Turns:
 
     def __init__(self, directory: Path, cores: int | None = None) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._next, self._turn = (
+        self._next, self._turn, self._reading = (
             os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for name in ("next", "turn")
+            for name in ("next", "turn", "reading")
         )
         torch.set_num_threads(cores or usable_cores())
 
+    def read(self, has_more: bool) -> None:
+        """Say whether there are prompts to be read here: whoever can wait then does."""
+        fcntl.flock(self._reading, fcntl.LOCK_SH if has_more else fcntl.LOCK_UN)
+
+    def _others_read(self) -> bool:
+        try:
+            fcntl.flock(self._reading, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._reading, fcntl.LOCK_UN)
+        return False
+
     @contextmanager
-    def step(self) -> Generator[None]:
-        """Wait for the turn, and keep it for the length of a step."""
+    def step(self, is_urgent: Callable[[], bool]) -> Generator[None]:
+        """Wait for the turn, and keep it for the length of a step.
+
+        Whoever is not urgent waits until it is, or until no prompt is to be read.
+        """
+        while not is_urgent() and self._others_read():
+            time.sleep(LOOK_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         fcntl.flock(self._next, fcntl.LOCK_UN)

@@ -3,6 +3,7 @@
 """The decode stage: continuous batching over compressed pages, one token a step for each."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import About, WorkerPool
+from triptych.router.tempo import Tempo
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
 from triptych.workers.attention import PageAttention
@@ -116,6 +118,7 @@ class DecodeEngine:
     keep_answers: KeepAnswers = "never"
     """Which answers are."""
     stage: Stage = "decode"
+    _tempo: Tempo = field(default_factory=Tempo)
     _running: dict[str, Running] = field(default_factory=dict[str, Running])
     _kept: dict[str, Running] = field(default_factory=dict[str, Running])
     """Answers that are complete and told; their pages stay until the pool has what it lacks."""
@@ -180,6 +183,9 @@ class DecodeEngine:
     def wait_s(self) -> float | None:
         return None
 
+    def is_late(self) -> bool:
+        return self._tempo.due < time.monotonic()
+
     def requests(self) -> list[str]:
         return [*self._running, *self._kept]
 
@@ -200,6 +206,7 @@ class DecodeEngine:
             return refused
         logits = self._forward(batch)
         drawn = self.draw(logits, [one.answer.sampler_row for one in batch])
+        self._tempo.step()
         verdict = self._look(batch, logits, drawn)
         sends = refused
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
@@ -243,6 +250,7 @@ class DecodeEngine:
     def _finish(self, one: Running) -> list[Send]:
         """End a request, now or when what was answered is kept."""
         self._journal.end(one.slot)
+        self._tempo.leave(one.id)
         # What has skipped layers is nobody's prefix: its keys and values are not the model's.
         is_exact = not one.wanted.exit_entropy
         if is_exact and self._keeper and self._keeper.wants(one.answer.request):
@@ -300,7 +308,7 @@ class DecodeEngine:
         name, stored = message.request.id, message.handle.tokens
         self._journal.join(slot, name, claim.lease, message.words, stored, message.memory)
         resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
-        return [*resumed, *self._start(answer, slot, claim, wanted, message.token_s)]
+        return [*resumed, *self._start(message, answer, slot, claim, wanted)]
 
     def _table_of(self, run: PageRun) -> SectionTable:
         """Where a run goes; two of one format are told apart by whether they are ever written."""
@@ -395,7 +403,7 @@ class DecodeEngine:
         slot = self._free_slots.popleft()
         journal.copy(left, at, slot)
         journal.enter(slot, name, claim.lease)
-        return self._start(answer, slot, claim, wanted, message.join.token_s, spare)
+        return self._start(message.join, answer, slot, claim, wanted, spare)
 
     def _wanted(self, request: Request) -> Wanted:
         """Raises: RequestError if the request wants what is not here"""
@@ -417,11 +425,11 @@ class DecodeEngine:
 
     def _start(
         self,
+        join: Join,
         answer: Answer,
         slot: int,
         claim: Claim,
         wanted: Wanted,
-        token_s: float,
         spare: Sequence[int] | Ids = (),
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
@@ -429,8 +437,10 @@ class DecodeEngine:
             self._selector.join(slot, wanted.selection)
         sends = self._repeat(answer, self._journal, slot)
         position, pages = self._journal.position(slot), [int(page) for page in spare]
-        one = Running(slot, claim, answer, wanted, position, pages, token_s=token_s)
+        one = Running(slot, claim, answer, wanted, position, pages, token_s=join.token_s)
         self._running[one.id] = one
+        written, asked = int(self._journal.said[slot]), join.request.slo.tpot_s
+        self._tempo.join(one.id, asked, written, join.age_s, time.monotonic())
         if answer.finish is not None:
             sends.extend(self._finish(one))
         return sends
@@ -469,6 +479,7 @@ class DecodeEngine:
 
     def _free(self, one: Running) -> None:
         self._running.pop(one.id, None)
+        self._tempo.leave(one.id)
         if self._kept.pop(one.id, None) and self._keeper:
             self._keeper.forget(one.id)
         self.pool.give(np.array(one.grown, np.int32))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 from triptych.core.errors import PoolError, TriptychError
@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Report,
     Resume,
     Send,
+    Stage,
     Suspend,
 )
 from triptych.workers.cores import Cores
@@ -70,11 +71,18 @@ class StageLoop:
     ) -> None:
         self.name, self._engines, self._deliver, self._cores = name, engines, deliver, cores
         self._inbox = queue.SimpleQueue[Message | None]()
+        self._news = deque[Message | None]()
+        """What was taken from the inbox, and not looked at yet."""
+        self._is_over = False
+        stages = [engine.stage for engine in engines]
+        self._only_reads, self._only_writes = stages == ["prefill"], stages == ["decode"]
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: float | None = None
         self._running = 0
+        self._waits_since = dict[Stage, float]()
+        """Since when those stages have waited for a turn."""
         self._around: Around = _plainly
 
     def start(self) -> None:
@@ -140,31 +148,67 @@ class StageLoop:
             logger.warning("%s: the compute loop ends: %s", self.name, error)
 
     def _serve(self) -> None:
-        while self._take_messages():
+        while self._wait():
             for engine in self._engines:
-                if engine.has_work():
-                    self._send(self._guarded(engine, lambda engine=engine: engine.step()))
+                self._take_turn(engine)
             self._running = sum(len(engine.requests()) for engine in self._engines)
         for engine in self._engines:
             engine.cancel(engine.requests())
 
-    def _take_messages(self) -> bool:
-        """Take all that has come; wait only if there is nothing else to do. False: stop.
+    def _wait(self) -> bool:
+        """Sleep until there is something to do. False: stop.
 
         What an engine waits for may come without a message, so it is then asked again.
         """
-        wait = not any(engine.has_work() for engine in self._engines)
-        dues = (engine.wait_s() for engine in self._engines)
-        due_s = min((due for due in dues if due is not None), default=None)
-        while True:
-            try:
-                message = self._inbox.get(block=wait, timeout=due_s)
-            except queue.Empty:
-                return True
+        if self._is_over:
+            return False
+        if not self._news and not any(engine.has_work() for engine in self._engines):
+            dues = (engine.wait_s() for engine in self._engines)
+            due_s = min((due for due in dues if due is not None), default=None)
+            with suppress(queue.Empty):
+                self._news.append(self._inbox.get(timeout=due_s))
+        return True
+
+    def _take_turn(self, engine: Engine) -> None:
+        """Hear what came, and step once; who is late goes on for as long as others just computed.
+
+        Messages do not take turns of their own: with one more after each, it would never step.
+        """
+        if not (engine.has_work() or self._news or self._inbox.qsize()):
+            self._waits_since.pop(engine.stage, None)
+            return
+        waits_since = self._waits_since.setdefault(engine.stage, time.monotonic())
+        with self._cores.step(lambda: self._is_urgent(engine)):
+            until = 2 * time.monotonic() - waits_since
+            self._take_messages()
+            while engine.has_work() and not self._is_over:
+                self._send(self._guarded(engine, engine.step))
+                if not engine.is_late() or time.monotonic() > until:
+                    break
+        if self._only_reads:
+            self._cores.read(engine.has_work())
+        self._waits_since[engine.stage] = time.monotonic()
+        if not engine.has_work():
+            del self._waits_since[engine.stage]
+
+    def _is_urgent(self, engine: Engine) -> bool:
+        """Answers can wait while prompts are read: more of them are then written in one step."""
+        if not self._only_writes:
+            return True
+        self._take_messages()
+        return self._is_over or engine.is_late()
+
+    def _take_messages(self) -> None:
+        """Take all that has come by now."""
+        with suppress(queue.Empty):
+            while True:
+                self._news.append(self._inbox.get_nowait())
+        while self._news and not self._is_over:
+            message = self._news.popleft()
             if message is None:
-                return False
-            self._accept(message)
-            wait = False
+                self._is_over = True
+            else:
+                self._accept(message)
 
     def _accept(self, message: Message) -> None:
         if isinstance(message, Cancel):
@@ -195,7 +239,7 @@ class StageLoop:
     ) -> Iterable[Send] | None:
         """Run one piece of work; a fault in it ends the requests of that engine, not the worker."""
         try:
-            with self._cores.step(), self._clocked():
+            with self._clocked():
                 return self._around(engine, work)
         except Exception as error:
             logger.exception("%s: %s failed", self.name, engine.stage)

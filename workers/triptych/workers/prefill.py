@@ -138,6 +138,9 @@ class PrefillEngine:
     def wait_s(self) -> float | None:
         return None if self._awaited is None else self._awaited.wait_s
 
+    def is_late(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         return [one.request.id for one in self._waiting] + [p.request.id for p in self._prompts]
 

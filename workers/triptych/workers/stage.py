@@ -28,6 +28,10 @@ class Engine(Protocol):
         """Do one unit of compute, short enough that other stages may wait for it."""
         ...
 
+    def is_late(self) -> bool:
+        """Whether it is behind what was promised, so that it may step again in the same turn."""
+        ...
+
     def requests(self) -> list[str]:
         """Ids of the requests that this stage holds."""
         ...

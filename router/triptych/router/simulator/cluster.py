@@ -190,7 +190,9 @@ class Simulation:
         cluster = self._cluster
         if not cluster.shared_cores:
             return OwnCores(cluster.free_cores)
-        return Turns(1.0 if cluster.free_cores is None else cluster.cores / cluster.free_cores)
+        return Turns(
+            self.clock, 1.0 if cluster.free_cores is None else cluster.cores / cluster.free_cores
+        )
 
     # ---------------------------------------------------------------- clients
 

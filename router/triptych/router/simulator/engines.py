@@ -7,6 +7,7 @@ the compressor encodes all that waits, decode writes a token for each running re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from triptych.core.handles import Claim, KVHandle, LeaseId
@@ -34,6 +35,7 @@ from triptych.router.chunks import Chunks
 from triptych.router.prefixmap import BlockCache, block_keys
 from triptych.router.simulator.costs import Costs
 from triptych.router.simulator.setup import Cluster
+from triptych.router.tempo import Tempo
 
 FIRST_TOKEN = 1
 
@@ -69,11 +71,16 @@ class SimulatedEngine(Protocol):
 
     stage: Stage
 
-    def accept(self, message: Message) -> Work | None:
+    def accept(self, message: Message, now: float) -> Work | None:
         """Take a message; None if it is not for this stage."""
         ...
 
     def has_work(self) -> bool: ...
+
+    @property
+    def due(self) -> float:
+        """When it is late, so that it may step again in the same turn."""
+        ...
 
     def step(self) -> Work:
         """Do one unit of work."""
@@ -135,7 +142,7 @@ class PrefillSimulation:
         self._chunk, self._costs, self._cache = cluster.chunk_tokens, costs, cache
         self._chunks, self._prompts = Chunks(), list[Prompt]()
 
-    def accept(self, message: Message) -> Work | None:
+    def accept(self, message: Message, _now: float) -> Work | None:
         if not isinstance(message, Prefill):
             return None
         for one in message.requests:
@@ -145,6 +152,10 @@ class PrefillSimulation:
 
     def has_work(self) -> bool:
         return bool(self._prompts)
+
+    @property
+    def due(self) -> float:
+        return inf
 
     def step(self) -> Work:
         costs = self._costs
@@ -206,7 +217,7 @@ class CompressSimulation:
         self._planned = dict[str, int]()
         self._ready = list[str]()
 
-    def accept(self, message: Message) -> Work | None:
+    def accept(self, message: Message, _now: float) -> Work | None:
         if isinstance(message, Compress):
             planned = list[Send]()
             for item in message.items:
@@ -224,6 +235,10 @@ class CompressSimulation:
 
     def has_work(self) -> bool:
         return bool(self._ready)
+
+    @property
+    def due(self) -> float:
+        return inf
 
     def step(self) -> Work:
         names, self._ready = self._ready, []
@@ -257,8 +272,9 @@ class DecodeSimulation:
         self._joined = list[str]()
         self._ends = defaultdict[int, list[tuple[Request, int]]](list)
         """Requests, and tokens stored by then, that end with a step."""
+        self._tempo = Tempo()
 
-    def accept(self, message: Message) -> Work | None:
+    def accept(self, message: Message, now: float) -> Work | None:
         if isinstance(message, Suspend):
             return Work(0.0, self._suspend(message.requests))
         if not isinstance(message, Join):
@@ -268,6 +284,8 @@ class DecodeSimulation:
         self._ends[self._steps + left].append((request, tokens + left))
         self._running += 1
         self._stored += tokens
+        tpot_s = request.slo.tpot_s
+        self._tempo.join(request.id, tpot_s, len(message.words), message.age_s, now)
         if len(message.words) == 1:
             self._joined.append(request.id)
         if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
@@ -277,17 +295,23 @@ class DecodeSimulation:
     def has_work(self) -> bool:
         return self._running > 0
 
+    @property
+    def due(self) -> float:
+        return self._tempo.due
+
     def step(self) -> Work:
         costs, count = self._costs, self._running
         seconds = costs.decode_step_s + count * costs.decode_request_s
         seconds += self._stored * costs.decode_token_s
         self._steps += 1
+        self._tempo.step()
         self._stored += count
         ended = self._ends.pop(self._steps, ())
         sends = list[Send]()
         for request, stored in ended:
             self._running -= 1
             self._stored -= stored
+            self._tempo.leave(request.id)
             sends.append(
                 Send(ROUTER, Finished(request=request.id, tokens=request.sampling.max_tokens))
             )
@@ -309,6 +333,7 @@ class DecodeSimulation:
             self._ends[step].remove((request, stored_then))
             left = step - self._steps
             stored = stored_then - left
+            self._tempo.leave(request.id)
             self._running -= 1
             self._stored -= stored
             words = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)

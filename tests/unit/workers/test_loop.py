@@ -1,0 +1,113 @@
+"""The loop of a worker: whose turn it is, and what it does in it."""
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from threading import Event
+
+from triptych.core.messages import Compress, Message, Send, Stage
+from triptych.workers.loop import StageLoop
+
+OTHERS_S = 0.05
+
+
+class BusyCores:
+    """Others compute for a while before each turn."""
+
+    def __init__(self, others_s: float) -> None:
+        self.others_s, self.turns = others_s, 0
+
+    @contextmanager
+    def step(self, is_urgent: Callable[[], bool]) -> Generator[None]:
+        is_urgent()
+        time.sleep(self.others_s)
+        self.turns += 1
+        yield
+
+    def read(self, has_more: bool) -> None:
+        pass
+
+
+class Recorder:
+    """An engine that does nothing, and remembers when."""
+
+    def __init__(self, stage: Stage, steps: int, *, is_late: bool) -> None:
+        self.stage, self.left, self._is_late = stage, 0, is_late
+        self._steps, self.steps, self.done = steps, 0, Event()
+        self.heard = 0
+        self.on_message: Callable[[Message], None] = lambda _: None
+
+    def accept(self, message: Message) -> Iterable[Send]:
+        self.heard += 1
+        self.left = self.left or self._steps
+        self.on_message(message)
+        return ()
+
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def wait_s(self) -> float | None:
+        return None
+
+    def is_late(self) -> bool:
+        return self._is_late
+
+    def step(self) -> Iterable[Send]:
+        time.sleep(0.001)
+        self.left -= 1
+        self.steps += 1
+        if not self.left:
+            self.done.set()
+        return ()
+
+    def requests(self) -> list[str]:
+        return []
+
+    def cancel(self, requests: Sequence[str]) -> None:
+        self.left = 0
+
+    def abandon(self) -> None:
+        self.left = 0
+
+
+def run(engine: Recorder, cores: BusyCores) -> StageLoop:
+    loop = StageLoop("worker", [engine], lambda _: None, cores)  # type: ignore[arg-type]
+    engine.on_message = lambda _: None
+    loop.start()
+    return loop
+
+
+def test_messages_that_never_end_do_not_keep_an_engine_from_stepping() -> None:
+    engine, cores = Recorder("compress", steps=5, is_late=False), BusyCores(0.0)
+    loop = run(engine, cores)
+    engine.on_message = loop.post  # for each one that is taken there is another one
+    loop.post(Compress(items=()))
+    assert engine.done.wait(10)
+    engine.on_message = lambda _: None
+    loop.stop()
+    assert engine.steps >= 5
+
+
+def test_who_is_late_steps_again_but_not_longer_than_others_did() -> None:
+    turns = dict[bool, int]()
+    for is_late in (False, True):
+        engine, cores = Recorder("decode", steps=40, is_late=is_late), BusyCores(OTHERS_S)
+        loop = run(engine, cores)
+        loop.post(Compress(items=()))
+        assert engine.done.wait(20)
+        loop.stop()
+        assert engine.steps == 40
+        turns[is_late] = cores.turns
+    assert turns[False] >= 40
+    assert 2 <= turns[True] <= 30
+
+
+def test_what_came_is_heard_before_the_step_of_the_same_turn() -> None:
+    engine, cores = Recorder("prefill", steps=3, is_late=False), BusyCores(OTHERS_S)
+    loop = run(engine, cores)
+    for _ in range(20):
+        loop.post(Compress(items=()))
+    assert engine.done.wait(10)
+    loop.stop()
+    assert engine.heard == 20
+    assert cores.turns <= 6

@@ -115,7 +115,7 @@ def test_what_is_added_to_forecasts_would_have_made_most_of_them_true(late: list
 
 def test_requests_in_work_are_counted_for_each_decode_worker() -> None:
     driver = Driver("P", "C", "D", "D2")
-    books = driver.router._books
+    books = driver.router._books  # pyright: ignore[reportPrivateUsage]
     driver.submit(request("first"))
     assert books.crowd_with(0) == 0.5
     assert books.crowd_with(1) == 1.0
@@ -127,7 +127,8 @@ def test_requests_in_work_are_counted_for_each_decode_worker() -> None:
 def test_an_idle_server_refuses_nobody() -> None:
     driver = slow_reader()
     driver.on(Cancel(requests=("first",)), "in")
-    driver.router._books.pace.late_first.note(99.0, driver.now)
+    pace = driver.router._books.pace  # pyright: ignore[reportPrivateUsage]
+    pace.late_first.note(99.0, driver.now)
     assert not failures(driver.submit(asking("r", ttft_s=2.0)))
 
 

@@ -71,7 +71,7 @@ class SimulatedEngine(Protocol):
 
     stage: Stage
 
-    def accept(self, message: Message, now: float) -> Work | None:
+    def accept(self, message: Message, now: float, /) -> Work | None:
         """Take a message; None if it is not for this stage."""
         ...
 

@@ -5,8 +5,6 @@ from math import inf
 
 AHEAD = 0.8
 """Share of a TPOT in which each token is to be there: the rest is for what may come between."""
-
-
 PATIENT_S = 0.5
 """TPOT of who asks for none, while others want the cores."""
 

@@ -250,7 +250,6 @@ class DecodeEngine:
     def _finish(self, one: Running) -> list[Send]:
         """End a request, now or when what was answered is kept."""
         self._journal.end(one.slot)
-        self._tempo.leave(one.id)
         # What has skipped layers is nobody's prefix: its keys and values are not the model's.
         is_exact = not one.wanted.exit_entropy
         if is_exact and self._keeper and self._keeper.wants(one.answer.request):

@@ -146,6 +146,8 @@ class StageLoop:
             self._serve()
         except PoolError as error:  # nothing that is held here means anything any more
             logger.warning("%s: the compute loop ends: %s", self.name, error)
+        finally:
+            self._cores.read(has_more=False)  # whoever writes need not wait for this one any more
 
     def _serve(self) -> None:
         while self._wait():

@@ -456,6 +456,25 @@ def test_a_request_moves_between_living_workers_and_no_token_changes(
     assert stages.pool.stat().held_pages == 0
 
 
+def test_an_answer_that_is_computed_again_goes_on_with_the_token_that_was_drawn(
+    stages: Stages,
+) -> None:
+    """Behind what the client has, as after a router's death; decode took the answer's first one."""
+    request = replace(requests(1)[0], sampling=Sampling(temperature=0.0, max_tokens=ANSWER))
+    said = (7, 9, 11)
+    handed = dict[str, tuple[int, ...]]()
+    for name, one in {
+        "again": replace(request, id="again", said=said),
+        "prompt": replace(request, id="prompt", prompt=request.prompt + said),
+    }.items():
+        join = stages.join(one)
+        handed[name] = join.words
+        _, engine = stages.decoder()
+        engine.accept(join)
+        engine.cancel([name])
+    assert handed["again"] == handed["prompt"] != (said[0],)
+
+
 def joining(offer: Suspended, former: str = "") -> Join:
     [request] = [one for one in requests() if one.id == offer.request]
     return Join(

@@ -339,7 +339,7 @@ def _score(pieces: list[Piece], logits: Tensor) -> Tensor:
 def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
     message = Prefilled(
         request=prompt.request.id,
-        first_token=answer.tokens[0],
+        first_token=answer.tokens[-1],
         handle=handle,
         token_s=prompt.token_s,
         cached_tokens=prompt.cached,

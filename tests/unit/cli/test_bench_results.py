@@ -107,6 +107,23 @@ def test_a_mean_over_time_counts_each_look_for_as_long_as_it_was_the_latest() ->
     }
 
 
+def test_the_share_of_time_in_steps_is_a_mean_over_workers_of_a_kind() -> None:
+    series = Series()
+    for at_s, seconds in (
+        (10.0, (5.0, 0.0, 1.0)),
+        (11.0, (5.5, 0.0, 1.0)),
+        (14.0, (7.0, 2.0, 2.0)),
+    ):
+        lines = [
+            f'triptych_workers_busy_seconds{{worker="{worker}"}} {value}\n'
+            for worker, value in zip(("decode-1a", "decode-2b", "prefill-3c"), seconds, strict=True)
+        ]
+        text = "# TYPE triptych_workers_busy_seconds gauge\n" + "".join(lines)
+        series.add(at_s, read_gauges(text))
+    assert series.busy_share() == {"decode": pytest.approx(0.5), "prefill": pytest.approx(0.25)}
+    assert Series().busy_share() == {}
+
+
 def test_a_server_without_our_gauges_has_no_series() -> None:
     assert read_gauges("# TYPE vllm:x gauge\nvllm:x 1\n") == {}
     assert Series().figures() == {}

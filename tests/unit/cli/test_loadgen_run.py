@@ -111,6 +111,7 @@ async def test_watching_sees_the_memory_and_time_of_a_process_tree() -> None:
     assert usage.peak_rss_bytes > 32 << 20
     assert usage.peak_pss_bytes > 0
     assert usage.cpu_s > 0
+    assert sum(usage.cpu_s_by_kind().values()) == pytest.approx(usage.cpu_s, abs=0.02)
 
 
 def test_a_name_never_finds_the_client_itself() -> None:

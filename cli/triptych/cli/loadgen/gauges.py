@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from time import perf_counter
 
 import httpx
@@ -32,6 +33,8 @@ class Series:
     """What the router has promised them."""
     requests: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Requests in each state of the router."""
+    busy_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Seconds that each worker has spent in steps since it began."""
 
     def add(self, at_s: float, gauges: GaugeValues) -> None:
         """Take one look."""
@@ -42,6 +45,8 @@ class Series:
         for (name, label), value in gauges.items():
             if name == "triptych_router_requests":
                 self.requests.setdefault(label, [0.0] * len(self.at_s)).append(value)
+            if name == "triptych_workers_busy_seconds":
+                self.busy_s.setdefault(label, []).append(value)
         self.at_s.append(at_s)
 
     def figures(self) -> Figures:
@@ -73,6 +78,17 @@ class Series:
             for state, counts in self.requests.items()
             if any(counts)
         }
+
+    def busy_share(self) -> dict[str, float]:
+        """Share of the time that workers spent in steps: mean over those of a kind."""
+        span = self.at_s[-1] - self.at_s[0] if self.at_s else 0.0
+        if not span:
+            return {}
+        shares = dict[str, list[float]]()
+        for worker, seconds in self.busy_s.items():
+            kind = worker.rpartition("-")[0]
+            shares.setdefault(kind, []).append((seconds[-1] - seconds[0]) / span)
+        return {kind: fmean(found) for kind, found in shares.items()}
 
     def as_json(self) -> dict[str, object]:
         return {

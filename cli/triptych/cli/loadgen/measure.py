@@ -1,6 +1,6 @@
 """One benchmark of one server: warm up, then a row of figures for every level of load."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -75,6 +75,8 @@ class Row:
     run: Run
     series: Series | None = None
     """What the server said of itself meanwhile, if it did."""
+    cpu_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """CPU time of the server's processes, by what they are."""
 
     def as_json(self) -> dict[str, object]:
         """One flat mapping, in the names of vLLM's result files."""
@@ -85,6 +87,8 @@ class Row:
             **self.figures,
             "errors": self.errors,
             "stage_seconds": self.series.seconds_per_request(self.run) if self.series else {},
+            "busy_share": self.series.busy_share() if self.series else {},
+            "cpu_s": dict(self.cpu_s),
         }
 
     def detailed_json(self) -> dict[str, object]:
@@ -128,7 +132,8 @@ async def measure(benchmark: ServeBenchmark, on_level: OnLevel) -> Results:
         figures = summarize(run, benchmark.slo) | cost | series.figures()
         figures |= goodput_per_gb(figures)
         errors = error_counts(run.samples)
-        rows.append(Row(level, figures, errors, run, series if series.at_s else None))
+        by_kind = usage.cpu_s_by_kind() if usage else {}
+        rows.append(Row(level, figures, errors, run, series if series.at_s else None, by_kind))
     return Results(workload, rows)
 
 

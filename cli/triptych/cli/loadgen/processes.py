@@ -1,9 +1,11 @@
 """What the processes of a server cost while a run goes on: memory, CPU time, and the neighbours."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from time import perf_counter
 
 import psutil
@@ -12,6 +14,7 @@ from triptych.cli.loadgen.stats import Figures
 
 RSS_EVERY_S = 0.5
 PSS_EVERY_SAMPLES = 8
+IDLE = "IDLE"
 
 FindProcesses = Callable[[], list[psutil.Process]]
 
@@ -56,6 +59,9 @@ class Usage:
     other_cores: float = 0.0
     """Cores that were busy with neither server nor client: what disturbed the run."""
 
+    kinds: dict[tuple[int, float], str] = field(default_factory=dict[tuple[int, float], str])
+    """What each process is: of a Ray actor its class, of a Serve replica its deployment."""
+
     _first: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float])
     _last: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float])
 
@@ -66,6 +72,14 @@ class Usage:
             "server_cpu_s": self.cpu_s,
             "other_cores": self.other_cores,
         }
+
+    def cpu_s_by_kind(self) -> dict[str, float]:
+        """CPU time of all processes of a kind; nothing of those that had next to none."""
+        spent = dict[str, float]()
+        for key, last in self._last.items():
+            kind = self.kinds[key]
+            spent[kind] = spent.get(kind, 0.0) + last - self._first[key]
+        return {kind: round(s, 2) for kind, s in sorted(spent.items()) if s >= 0.01}
 
     def saw(self, process: psutil.Process) -> bool:
         return (process.pid, process.create_time()) in self._last
@@ -80,6 +94,8 @@ class Usage:
         for process in processes:
             try:
                 key = (process.pid, process.create_time())
+                if self.kinds.get(key, IDLE) == IDLE:  # a Ray worker that has no actor yet
+                    self.kinds[key] = kind_of(_command(process) or process.name())
                 self._last[key] = _cpu_seconds(process)
                 rss += process.memory_info().rss
                 pss += process.memory_full_info().pss if with_pss else 0
@@ -127,6 +143,18 @@ def _cpu_seconds(process: psutil.Process) -> float:
 def _machine_busy_s() -> float:
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+
+
+def kind_of(command: str) -> str:
+    """What a process is, from its title.
+
+    >>> kind_of("ray::ServeReplica:triptych:Router.handle"), kind_of("ray::ProxyActor")
+    ('Router', 'ProxyActor')
+    >>> kind_of("/usr/bin/python -m something")
+    'python'
+    """
+    actor = re.match(r"ray::(?:ServeReplica:[^:]+:)?(\w+)", command)
+    return actor[1] if actor else PurePath(command.split(" ")[0]).name
 
 
 def _command(process: psutil.Process) -> str:

@@ -1,0 +1,151 @@
+"""Batch policies live, in turns: one trace for all of them, from little load to twice too much.
+
+    python benchmarks/schedules.py --json benchmarks/results/schedules.json --folder runs
+
+Each policy is a server of its own, started for its turn and stopped after it; in each round the
+first one is another. Rates are parts of what the default policy does in a closed loop. Beside the
+latencies there is what each part of the server cost: CPU time by process, the share of the time
+that workers spent in steps, and bytes of keys and values. About a quarter of an hour a round.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+
+from server import serving  # beside this file
+
+from triptych.cli.bench import described, save_details
+from triptych.cli.commas import numbers, words
+from triptych.cli.load_options import LoadOptions, shallow
+from triptych.cli.loadgen.host import host_info
+from triptych.cli.loadgen.measure import Level, Results, ServeBenchmark, measure
+from triptych.cli.loadgen.processes import tree_of
+from triptych.cli.loadgen.stats import Slo
+from triptych.cli.loadgen.workload import Workload
+from triptych.cli.output import console, make_table, write_json
+
+MODEL = "smollm2-135m-instruct"
+DEFAULT_POLICY = "greedy_by_memory"
+POLICIES = (
+    DEFAULT_POLICY,
+    "dynamic",
+    "fcfs",
+    "static:p1c1d8",
+    "static:p2c2d8",
+    "static:p3c3d6",
+    "static:p4c4d8",
+)
+FACTORS = (0.3, 0.7, 1.0, 2.0)
+CLOSED = Level(requests=40, concurrency=8)
+LENGTHS = LoadOptions(
+    shape="mixed",
+    prompt_tokens=200,
+    output_tokens=24,
+    max_prompt_tokens=1500,
+    max_output_tokens=200,
+)
+SLO = Slo(ttft_ms=2000.0, tpot_ms=200.0)
+SHOWN = (
+    "mean_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "request_throughput",
+    "request_goodput",
+    "goodput_per_gb_kv",
+    "peak_kv_bytes",
+)
+
+Row = dict[str, object]
+
+
+def press(policy: str, levels: tuple[Level, ...], seed: int, port: int) -> Results:
+    """Start a server with one policy, and measure every level."""
+    args: dict[str, object] = {"model": {"name": MODEL}, "router": {"batch_policy": policy}}
+    workload = Workload(**shallow(replace(LENGTHS, seed=seed).resolve()), model=MODEL)
+    with tempfile.TemporaryDirectory() as folder, serving(args, port, Path(folder)) as server:
+        benchmark = ServeBenchmark(
+            url=server.url,
+            workload=workload,
+            levels=levels,
+            warmup_requests=3,
+            slo=SLO,
+            server=tree_of(server.pid),
+        )
+        return asyncio.run(measure(benchmark, lambda _: lambda _: None))
+
+
+def levels_at(saturation: float, factors: list[float], window_s: float) -> tuple[Level, ...]:
+    """As many requests as come within the window, but enough for a percentile."""
+    rates = [factor * saturation for factor in factors]
+    return tuple(Level(requests=max(12, round(r * window_s)), rate_per_s=r) for r in rates)
+
+
+def middle(rows: list[Row]) -> list[Row]:
+    """Medians over the rounds, by policy and load."""
+    groups = dict[tuple[object, object], list[Row]]()
+    for row in rows:
+        groups.setdefault((row["policy"], row["load_factor"]), []).append(row)
+    found = list[Row]()
+    for (policy, factor), group in groups.items():
+        values = {name: _median_of(group, name) for name in SHOWN}
+        found.append({"policy": policy, "load_factor": factor, "rounds": len(group), **values})
+    return found
+
+
+def _median_of(rows: list[Row], name: str) -> float:
+    """Of those rows that have the figure: with no answer in time there is no goodput per GB."""
+    values = [row[name] for row in rows]
+    return median([float(value) for value in values if isinstance(value, int | float)] or [0.0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--load-factor", default=",".join(map(str, FACTORS)))
+    parser.add_argument("--window-s", type=float, default=15.0, help="in which requests come")
+    parser.add_argument("--saturation", type=float, help="requests per second; default: measured")
+    parser.add_argument("--folder", type=Path, help="write each request of each run here")
+    parser.add_argument("--port", type=int, default=8141)
+    parser.add_argument("--json", type=Path, required=True)
+    asked = parser.parse_args()
+    policies, factors = words(asked.policies), numbers(asked.load_factor)
+    host, rows, saturation = host_info(), list[Row](), asked.saturation
+    if saturation is None:
+        closed = press(DEFAULT_POLICY, (CLOSED,), 0, asked.port)
+        saturation = closed.rows[0].figures["request_throughput"]
+        assert saturation is not None
+    levels = levels_at(saturation, factors, asked.window_s)
+    console.print(f"saturation: {saturation:.2f} requests a second")
+    for turn in range(asked.rounds):
+        first = turn % len(policies)
+        for policy in policies[first:] + policies[:first]:
+            console.print(f"==> round {turn + 1}: {policy}")
+            results = press(policy, levels, turn + 1, asked.port)
+            rows += [
+                {"policy": policy, "round": turn + 1, "load_factor": factor, **row.as_json()}
+                for factor, row in zip(factors, results.rows, strict=True)
+            ]
+            if asked.folder:
+                about = {"host": host, **described(results.workload, None)}
+                label = f"{policy.replace(':', '-')}-{turn + 1}"
+                save_details(asked.folder, label, results.rows, about)
+            write_json(
+                {
+                    "host": host,
+                    "slo": asdict(SLO),
+                    "saturation_per_s": saturation,
+                    "medians": middle(rows),
+                    "rows": rows,
+                },
+                asked.json,
+            )
+    names = ("policy", "load_factor", *SHOWN)
+    console.print(make_table(names, [[row[name] for name in names] for row in middle(rows)]))
+
+
+if __name__ == "__main__":
+    main()

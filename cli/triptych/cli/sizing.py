@@ -121,7 +121,7 @@ def app_plan(
         run_dir=Path(),
         cells=config.router.cells,
     )
-    plan.check_stock()
+    plan.check()
     return plan
 
 

@@ -53,12 +53,26 @@ class ModelConfig:
     """Type of weights and activations."""
 
     max_context_tokens: int | Literal["auto"] = "auto"
-    """Longest prompt plus answer, in tokens; ``auto``: what the model was trained for."""
+    """Tokens that it reads at once; ``auto``: as many as it was trained for."""
+
+    longest_tokens: int = 0
+    """Longest prompt plus answer; more than the context: it is read in windows. 0: the context."""
+
+    window_overlap_tokens: int | Literal["auto"] = "auto"
+    """Tokens of a window that the next one begins with; ``auto``: half of the context."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name", self.name, "a name or a path")
         tokens = self.max_context_tokens
         require(tokens == "auto" or tokens > 1, "model.max_context_tokens", tokens, "'auto' or > 1")
+        require(self.longest_tokens >= 0, "model.longest_tokens", self.longest_tokens, ">= 0")
+        overlap = self.window_overlap_tokens
+        require(
+            overlap == "auto" or overlap > 0,
+            "model.window_overlap_tokens",
+            overlap,
+            "'auto' or > 0",
+        )
 
     @property
     def public_name(self) -> str:

@@ -194,7 +194,11 @@ class Request:
     said: tuple[int, ...] = ()
     """Tokens of the answer that the client has already: the answer goes on behind them."""
     attempt: int = 0
-    """How many workers lost this request before."""
+    """Which attempt this is; all but the first one go in front, and are not refused."""
+    skipped: int = 0
+    """Tokens at its beginning that are not read: they are before the model's window."""
+    goes_on: bool = False
+    """Whether the answer goes on behind ``max_tokens``, in the next window."""
     cache_salt: str = ""
     """Requests share cached prefixes if, and only if, theirs are equal."""
     tenant: str = ""
@@ -217,8 +221,13 @@ class Request:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """All tokens before the next one."""
-        return self.prompt + self.said
+        """The tokens that are read before the next one."""
+        return (self.prompt + self.said)[self.skipped :]
+
+    @property
+    def known_tokens(self) -> int:
+        """How many they are."""
+        return len(self.prompt) + len(self.said) - self.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         token=secrets.token_urlsafe(32),
         cells=config.router.cells,
     )
-    plan.check_stock()
+    plan.check()
     return plan
 
 

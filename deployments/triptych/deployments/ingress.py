@@ -72,7 +72,7 @@ class RouterEngine:
         self._workers, self._pages = workers, plan.pages
         names = list(names_of(plan.cells))
         self._routers = dict(zip(names, routers, strict=False))
-        self.journeys = Journeys()
+        self.journeys = Journeys(plan.windows)
         """What is under way."""
         self._unsent = dict[str, Journey]()
         """Attempts that wait for a router, by the request's id."""
@@ -217,6 +217,9 @@ class RouterEngine:
                 self._failed(journey, message)
             elif journey.hear(message):
                 self._end(journey)
+            elif journey.is_at_window_end:
+                self.journeys.again(journey)
+                self._submit(journey)
             elif journey.is_torn:
                 cell = self.cells.where(journey.request.id)
                 self._links[cell].post(Cancel(requests=(journey.id,)))
@@ -251,13 +254,13 @@ class RouterEngine:
 
     def _submit(self, journey: Journey) -> None:
         """Send the present attempt to a router, now or when there is one."""
-        request = journey.request
-        key, nbytes = key_of(request, self._pages), bytes_of(request, self._pages)
-        cell = self.cells.place(request.id, key, nbytes)
+        name, request = journey.request.id, journey.present()
+        key, nbytes = key_of(journey.request, self._pages), bytes_of(request, self._pages)
+        cell = self.cells.place(name, key, nbytes)
         if cell is not None:
-            self._links[cell].post(Submit(request=journey.present()))
+            self._links[cell].post(Submit(request=request))
             return
-        self._unsent[request.id] = journey
+        self._unsent[name] = journey
         if self._giving_up is None:
             later = asyncio.get_running_loop().call_later
             self._giving_up = later(ROUTER_GRACE_S, self._give_up_on_router)
@@ -329,7 +332,8 @@ class IngressShell:
             tokenizer=tokenizer,
             model=ModelCard(
                 name=self._plan.config.model.public_name,
-                context_tokens=self._plan.context_tokens,
+                context_tokens=self._plan.longest_tokens,
+                window_tokens=self._plan.context_tokens,
                 created=int(time.time()),
                 fidelity=self._plan.fidelity,
                 plugins=self._plan.offers,

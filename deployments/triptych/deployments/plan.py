@@ -11,6 +11,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Fidelity
 from triptych.core.switches import Offer
+from triptych.router import Windows
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class AppPlan:
     model_path: Path
     pages: PagePlan
     context_tokens: int
+    """That the model reads at once."""
     weights: str
     """Hash of the model's weights."""
     run_dir: Path
@@ -49,6 +51,16 @@ class AppPlan:
         return role if self.cells == 1 else f"{role}-{self.cell}"
 
     @property
+    def windows(self) -> Windows | None:
+        """How sequences are read that are longer than the context; None: they are not taken."""
+        return Windows.of(self.config.model, self.context_tokens)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt plus answer that clients may ask for."""
+        return max(self.context_tokens, self.config.model.longest_tokens)
+
+    @property
     def pool_pages(self) -> int:
         return self.config.pool.capacity_bytes // self.pages.page_bytes
 
@@ -74,7 +86,12 @@ class AppPlan:
         stage = config.decode if config.topology == "colocated" else config.prefill
         return stage.actor.num_replicas
 
-    def check_stock(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError if there are windows that do not fit, or too little memory."""
+        _ = self.windows
+        self._check_stock()
+
+    def _check_stock(self) -> None:
         """Raise ConfigError if stocks and prefixes leave too little for requests."""
         capacity, page = self.config.pool.capacity_bytes, self.pages.page_bytes
         if 2 * (self.pool_pages * page - self._stock_bytes) < capacity:

@@ -13,6 +13,7 @@ from triptych.router.plugins import (
     schedule_named,
 )
 from triptych.router.snapshot import Budget, Explanation, RouterSnapshot, Waiting, WorkerLoad
+from triptych.router.windows import Windows
 
 __all__ = [
     "BATCH_POLICIES",
@@ -32,6 +33,7 @@ __all__ = [
     "RequestBytes",
     "RouterSnapshot",
     "Waiting",
+    "Windows",
     "WorkerLoad",
     "check_policies",
     "schedule_named",

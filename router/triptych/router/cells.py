@@ -169,7 +169,7 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
 def bytes_of(request: Request, plan: PagePlan) -> int:
     """What a request counts for in its cell: the most that its router will book."""
     left = max(0, request.sampling.max_tokens - len(request.said))
-    return ByteModel(plan).estimate(len(request.known), left).peak
+    return ByteModel(plan).estimate(request.known_tokens, left).peak
 
 
 def may_pass_on(failure: Failed) -> bool:

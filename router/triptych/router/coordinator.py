@@ -269,7 +269,7 @@ class Coordinator:
             return
         books.counters["submitted"] += 1
         left = max(0, request.sampling.max_tokens - len(request.said))
-        sizes = self._model.estimate(len(request.known), left)
+        sizes = self._model.estimate(request.known_tokens, left)
         if not len(books.requests.line):
             books.pace.begin_line()
         patience_s, ageing_s = self._config.patience_s, self._config.ageing_s

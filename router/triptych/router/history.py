@@ -164,7 +164,7 @@ class History:
             request=request.id,
             number=self._count,
             attempt=request.attempt,
-            prompt_tokens=len(request.prompt) + len(request.said),
+            prompt_tokens=request.known_tokens,
             max_tokens=request.sampling.max_tokens,
             steps=[(state, now)],
             traceparent=request.traceparent,

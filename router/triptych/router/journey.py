@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from triptych.core.messages import Failed, Request, Tokens
+from triptych.router.windows import Windows
 
 MOST_EARLY = 64
 """Tokens ahead of one that is missing, of an answer with log probabilities: more do not overtake
@@ -19,16 +20,23 @@ FIRST_DELAY_S = 0.5
 class Journey:
     """A request, what its client has of the answer, and which attempt is under way.
 
-    When an attempt is lost the next one goes on behind the tokens that the client has, so the
-    client sees neither a gap nor a repeat. Each attempt has an id of its own: what workers
-    still say of an earlier one is nobody's any more.
+    When an attempt is lost, or at the end of the model's window, the next one goes on behind the
+    tokens that the client has, so the client sees neither a gap nor a repeat. Each attempt has an
+    id of its own: what workers still say of an earlier one is nobody's any more.
     """
 
     request: Request
     tell: Callable[[Tokens | Failed], None]
     """Takes what the client is to hear."""
+    windows: Windows | None = None
+    """How it is read if it is longer than the model's context; None: it is not."""
     said: list[int] = field(default_factory=list[int])
     attempt: int = 0
+    lost: int = 0
+    """Attempts that came to nothing."""
+    is_at_window_end: bool = False
+    """Whether the present attempt got as far as its window, and the answer goes on."""
+    _goes_on: bool = False
     _start: tuple[int, ...] = ()
     """Tokens that the present attempt began behind."""
     _cached: int | None = None
@@ -48,17 +56,21 @@ class Journey:
     @property
     def delay_s(self) -> float:
         """How long to wait before the present attempt: what lost so many may need time."""
-        return 0.0 if self.attempt < 2 else float(FIRST_DELAY_S * 2 ** (self.attempt - 2))
+        return 0.0 if self.lost < 2 else float(FIRST_DELAY_S * 2 ** (self.lost - 2))
 
     def present(self) -> Request:
         """The present attempt, as the router is to see it."""
-        return replace(
+        request = replace(
             self.request,
             id=self.id,
             said=self._start,
             attempt=self.attempt,
             cached_at_most=self._cached,
         )
+        if self.windows is not None:
+            request = self.windows.cut(request)
+        self._goes_on = request.goes_on
+        return request
 
     def hear(self, message: Tokens) -> bool:
         """Tell the client what is new to it, in order; whether that was the end.
@@ -70,9 +82,11 @@ class Journey:
             if len(self.said) == len(self._start):
                 self._cached = item.cached_tokens
             self.said += item.tokens
-            self.tell(replace(item, request=self.request.id))
+            self.is_at_window_end = item.finish == "length" and self._goes_on
+            finish = None if self.is_at_window_end else item.finish
+            self.tell(replace(item, request=self.request.id, finish=finish))
             if item.finish is not None:
-                return True
+                return finish is not None
         return False
 
     @property
@@ -89,15 +103,17 @@ class Journey:
         return len(early) > MOST_EARLY or any(item.finish is not None for item in early)
 
     def begin_again(self) -> None:
-        """Give up the present attempt for another one.
+        """Give up the present attempt for another one, or follow it with the next window's.
 
         If it got no further than the token that the prefill draws, the next one does just the
         same again: decode would read that token from compressed pages, another prefill not. Nor
         may it read a prefix that was kept of the first attempt meanwhile.
         """
         self.attempt += 1
-        if len(self.said) > len(self._start) + 1:
+        self.lost += not self.is_at_window_end
+        if self.is_at_window_end or len(self.said) > len(self._start) + 1:
             self._start, self._cached = tuple(self.said), None
+        self.is_at_window_end = False
         self._early.clear()
 
     @property
@@ -126,6 +142,8 @@ def _again_in_s(refusal: Failed) -> float:
 class Journeys:
     """All journeys of one ingress, by the id of their present attempt."""
 
+    windows: Windows | None = None
+    """How what is longer than the model's context is read."""
     _by_id: dict[str, Journey] = field(default_factory=dict[str, Journey])
 
     def __iter__(self) -> Iterator[Journey]:
@@ -135,12 +153,12 @@ class Journeys:
         return self._by_id.get(attempt)
 
     def start(self, request: Request, tell: Callable[[Tokens | Failed], None]) -> Journey:
-        journey = self._by_id[request.id] = Journey(request, tell)
+        journey = self._by_id[request.id] = Journey(request, tell, self.windows)
         return journey
 
     def again(self, journey: Journey) -> bool:
-        """Begin another attempt; False if there were too many."""
-        if journey.attempt + 1 >= MAX_ATTEMPTS:
+        """Begin another attempt; False if too many were lost."""
+        if not journey.is_at_window_end and journey.lost + 1 >= MAX_ATTEMPTS:
             return False
         del self._by_id[journey.id]
         journey.begin_again()

@@ -27,7 +27,7 @@ class Ask:
 
     @property
     def tokens(self) -> int:
-        return len(self.request.prompt) + len(self.request.said)
+        return self.request.known_tokens
 
     @property
     def session(self) -> bytes:

@@ -62,7 +62,7 @@ class Promises:
         return self.books.pace.forecast(
             ahead=ahead,
             crowd=self.books.crowd_with(ahead + 1),
-            read_tokens=busy + len(request.known),
+            read_tokens=busy + request.known_tokens,
             max_tokens=request.sampling.max_tokens,
             now=now,
         )

@@ -132,7 +132,7 @@ class Entry:
     @property
     def prompt_tokens(self) -> int:
         """Tokens that the prefill reads."""
-        return len(self.request.prompt) + len(self.request.said)
+        return self.request.known_tokens
 
     @property
     def tokens_to_read(self) -> int:

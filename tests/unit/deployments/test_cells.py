@@ -42,8 +42,9 @@ TWO = {"actor": {"num_replicas": 2}}
 STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas": 4}}}
 
 
-def plans(cells: int, run_dir: Path = Path("/tmp/app")) -> list[AppPlan]:
-    config = AppConfig.from_mapping({"router": {"cells": cells}, **STAGES})
+def plans(cells: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
+    model = {"longest_tokens": longest_tokens}
+    config = AppConfig.from_mapping({"router": {"cells": cells}, "model": model, **STAGES})
     first = AppPlan(
         config=config,
         model_path=Path(),
@@ -247,11 +248,16 @@ class Front:
     engine: RouterEngine
     cells: list[FakeCell]
 
-    def ask(self, name: str, session: str) -> "asyncio.Task[list[Tokens | Failed]]":
+    def ask(
+        self, name: str, session: str, prompt: tuple[int, ...] = (1, 2), answer: int = 16
+    ) -> "asyncio.Task[list[Tokens | Failed]]":
         request = Request(
-            id=name, prompt=(1, 2), sampling=Sampling(), reply_to=self.engine.address,
+            id=name,
+            prompt=prompt,
+            sampling=Sampling(max_tokens=answer),
+            reply_to=self.engine.address,
             session=session,
-        )  # fmt: skip
+        )
 
         async def heard() -> list[Tokens | Failed]:
             return [event async for event in self.engine.generate([request])]
@@ -275,9 +281,12 @@ def short_dir() -> Iterator[Path]:
         yield Path(path)
 
 
+LONGEST = 32_768
+
+
 @pytest.fixture
 async def front(short_dir: Path) -> AsyncIterator[Front]:
-    both = plans(2, short_dir)
+    both = plans(2, short_dir, LONGEST)
     cells = [FakeCell(plan) for plan in both]
     for cell in cells:
         await cell.mailbox.start()
@@ -349,3 +358,29 @@ async def test_what_one_cell_refuses_the_other_is_asked_for(front: Front) -> Non
         second.say(name, 1, finish="stop")
     await asyncio.gather(*clients[1:])
     assert front.engine.cells.counters["refused"] >= 1
+
+
+async def test_an_answer_goes_on_in_the_next_window_and_its_client_sees_no_seam(
+    front: Front,
+) -> None:
+    """A context of 8,192 tokens; each window begins with half of the one before."""
+    prompt = tuple(range(8190))
+    client = front.ask("long", "", prompt, answer=5)
+    await until(lambda: bool(front.where("long")))
+    (home,) = front.where("long")
+    first = front.cells[home].asked["long"]
+    assert (first.known, first.sampling.max_tokens, first.goes_on) == (prompt, 2, True)
+    front.cells[home].say("long", 7)
+    front.cells[home].say("long", 8, at=1, finish="length")
+    await until(lambda: bool(front.where("long~1")))
+    (home,) = front.where("long~1")
+    second = front.cells[home].asked["long~1"]
+    assert second.known == (*prompt, 7, 8)[4096:]
+    assert (second.sampling.max_tokens, second.goes_on) == (5, False)
+    front.cells[home].say("long~1", 9, at=2)
+    front.cells[home].say("long~1", 6, at=3, finish="stop")
+    heard = [event for event in await client if isinstance(event, Tokens)]
+    assert [event.tokens for event in heard] == [(7,), (8,), (9,), (6,)]
+    assert [event.finish for event in heard] == [None, None, None, "stop"]
+    assert set(front.engine.cells.held_bytes.values()) == {0}
+    assert not list(front.engine.journeys)

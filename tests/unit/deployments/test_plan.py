@@ -36,8 +36,8 @@ def test_requests_book_neither_stocks_nor_prefixes() -> None:
     page = with_cache.pages.page_bytes
     taken = 3 * 2 * 1024 * page + CAPACITY // 4
     assert with_cache.bookable_bytes == CAPACITY // page * page - taken
-    with_cache.check_stock()
-    without.check_stock()
+    with_cache.check()
+    without.check()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_requests_book_neither_stocks_nor_prefixes() -> None:
 )
 def test_too_little_for_requests_is_an_error(pool: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        plan(**pool).check_stock()
+        plan(**pool).check()
 
 
 IDLE = RouterSnapshot(

@@ -119,7 +119,7 @@ def test_ray_serve_and_our_builder_take_the_configuration(folder: str) -> None:
         (app,) = parse_serve_config(text, folder)
         assert schema.applications[0].name == app.name == "triptych"
         plan = plan_of(app.config)
-        plan.check_stock()
+        plan.check()
         check_gpus(app.config, gpus_of(body))
 
 

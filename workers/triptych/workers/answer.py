@@ -105,7 +105,8 @@ class Answer:
             self.finish = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
-            return piece.text + self.text.finish(), None
+            held = "" if self.request.goes_on else self.text.finish()
+            return piece.text + held, None
         elif ended_by:
             self.finish, self.ended_by = "stop", ended_by
             return piece.text + self.text.finish(), None
@@ -143,7 +144,9 @@ class AnswerFactory:
             ),
             text=TextStream(self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]),
             end_ids=own | frozenset(sampling.stop_token_ids),
-            limit=min(sampling.max_tokens, self.context_tokens - len(request.prompt)),
+            limit=min(
+                sampling.max_tokens, self.context_tokens + request.skipped - len(request.prompt)
+            ),
         )
         for token in request.said:
             answer.replay(token)

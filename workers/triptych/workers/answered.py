@@ -180,7 +180,7 @@ class AnswerKeeper:
         """See what the pool lacks, and where the tokens of it are."""
         request = ended.request
         prefix = Prefix(
-            tokens=pack_tokens([*request.prompt, *ended.answer][: ended.stored]),
+            tokens=pack_tokens([*request.prompt, *ended.answer][request.skipped :][: ended.stored]),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             token_s=ended.token_s,

@@ -43,9 +43,9 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
-from triptych.router import Journeys, Life, Patience
+from triptych.router import Journeys, Life, Patience, Windows
 from triptych.router.recording import end_recording, open_coordinator
-from triptych.workers.build import load_brain, make_engines, prefix_store
+from triptych.workers.build import context_tokens, load_brain, make_engines, prefix_store
 from triptych.workers.cores import Turns
 from triptych.workers.loop import Around, StageLoop
 from triptych.workers.models import describe, resolve
@@ -130,7 +130,8 @@ class LocalServer:
         )
         self._lock = threading.Lock()
         self._watch = watch
-        self._journeys = Journeys()
+        context = context_tokens(config, facts.context_tokens)
+        self._journeys = Journeys(Windows.of(config.model, context))
         self._ids = itertools.count()
         hello = Hello(
             name=WORKER,
@@ -204,8 +205,8 @@ class LocalServer:
         """Tokens of all requests as they come; leaving early cancels the rest."""
         events, left = queue.SimpleQueue[Event](), {request.id for request in requests}
         journeys = [self._journeys.start(request, events.put) for request in requests]
-        for request in requests:
-            self._to_router(Submit(request=request), CLIENT)
+        for journey in journeys:
+            self._to_router(Submit(request=journey.present()), CLIENT)
         try:
             while left:
                 event = self._next(events)
@@ -216,7 +217,8 @@ class LocalServer:
             for journey in journeys:
                 self._journeys.end(journey)
             if left:
-                self._to_router(Cancel(requests=tuple(sorted(left))), CLIENT)
+                ids = (one.id for one in journeys if one.request.id in left)
+                self._to_router(Cancel(requests=tuple(sorted(ids))), CLIENT)
 
     def _next(self, events: "queue.SimpleQueue[Event]") -> Event:
         """The next event; raises StageLost if the thread that would send it has died."""
@@ -259,5 +261,8 @@ class LocalServer:
             self._to_router(self.pool.lend(message.bytes), POOL)
         elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):
             journey.hear(message)
+            if journey.is_at_window_end:
+                self._journeys.again(journey)
+                self._to_router(Submit(request=journey.present()), CLIENT)
         elif isinstance(message, Failed) and (journey := self._journeys.get(message.request)):
             journey.fail(message)

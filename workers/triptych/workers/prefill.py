@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def left(self) -> int:
-        return len(self.request.known) - self.read
+        return self.request.known_tokens - self.read
 
     @property
     def token_s(self) -> float:
@@ -79,7 +79,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        return self.start + self.tokens == len(self.prompt.request.known)
+        return self.start + self.tokens == self.prompt.request.known_tokens
 
     @property
     def logits_at(self) -> range:
@@ -123,7 +123,7 @@ class PrefillEngine:
         if not isinstance(message, Prefill):
             return None
         for request in message.requests:
-            due = self._chunks.due(len(request.known), request.slo.ttft_s)
+            due = self._chunks.due(request.known_tokens, request.slo.ttft_s)
             self._waiting.append(Newcomer(request, due))
         if self._awaited is not None:
             for request in message.requests:
@@ -192,7 +192,7 @@ class PrefillEngine:
 
     def _prompt(self, one: Newcomer) -> Prompt:
         request = one.request
-        tokens = len(request.known)
+        tokens = request.known_tokens
         prompt = Prompt(request, one.due, self._take_pages(tokens))
         if self.plan.policy.needs_significance:
             shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)

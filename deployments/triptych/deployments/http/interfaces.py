@@ -25,6 +25,8 @@ class ModelCard:
     """What clients put into ``model``."""
     context_tokens: int
     """Prompt plus answer, at most."""
+    window_tokens: int = 0
+    """Tokens that the model reads at once, if that is less; 0: it is not."""
     created: int
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()

@@ -130,8 +130,7 @@ class Planner:
         job = self._with_prompt_logprobs(job, body)
         return self._owned(job, body, tenant, weight)
 
-    @staticmethod
-    def _with_prompt_logprobs(job: Job, body: GenerationBody) -> Job:
+    def _with_prompt_logprobs(self, job: Job, body: GenerationBody) -> Job:
         """Have a choice of each prompt tell how likely the prompt's tokens were.
 
         Raises: RequestError if a stream asks for what has no place in its events, or if it is
@@ -148,6 +147,13 @@ class Planner:
             text = (
                 f"{name}={top} of {job.prompt_tokens} tokens of prompts are {values} values: at "
                 f"most {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or send shorter prompts"
+            )
+            raise RequestError(text, name)
+        longest, window = max(len(one.prompt) for one in job.requests), self._model.window_tokens
+        if 0 < window <= longest:
+            text = (
+                f"{name} of a prompt of {longest} tokens: this model reads less than {window} at "
+                "once, and longer ones in windows; send parts that are shorter"
             )
             raise RequestError(text, name)
         # In a stream any choice of a prompt may be the first to speak.

@@ -146,8 +146,8 @@ class PrefillSimulation:
         if not isinstance(message, Prefill):
             return None
         for one in message.requests:
-            due = self._chunks.due(len(one.known), one.slo.ttft_s)
-            self._prompts.append(Prompt(one, len(one.known), due))
+            due = self._chunks.due(one.known_tokens, one.slo.ttft_s)
+            self._prompts.append(Prompt(one, one.known_tokens, due))
         return Work(0.0)
 
     def has_work(self) -> bool:

@@ -1,0 +1,66 @@
+"""Windows on a sequence that is longer than a model's context."""
+
+from dataclasses import dataclass, replace
+
+from triptych.core.config import ModelConfig, require
+from triptych.core.messages import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Stretches of ``size`` tokens; each begins with the last ``overlap`` tokens of the one before.
+
+    Where a sequence stands in its windows depends on its length alone, so whoever computes a token
+    again reads the same. Each window is read anew, from position 0: keys of the one before would
+    be turned by positions, and hold what tokens say that the model sees no more.
+
+    Source: TinyServe, section 4.1 (windows with an overlap of 1,024 tokens above 2,048)
+    """
+
+    size: int
+    overlap: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, context_tokens: int) -> "Windows | None":
+        """Windows as the settings want them; None: nothing longer than the context is taken.
+
+        Raises: ConfigError if they do not fit the context
+        """
+        longest, overlap = model.longest_tokens, model.window_overlap_tokens
+        if not longest:
+            return None
+        must = f"0, or more than the context of {context_tokens}"
+        require(longest > context_tokens, "model.longest_tokens", longest, must)
+        if overlap == "auto":
+            return cls(context_tokens, context_tokens // 2)
+        require(
+            overlap < context_tokens,
+            "model.window_overlap_tokens",
+            overlap,
+            f"less than the context of {context_tokens}",
+        )
+        return cls(context_tokens, overlap)
+
+    def begin(self, tokens: int) -> int:
+        """Where the window begins in which the token behind so many is drawn.
+
+        >>> windows = Windows(size=8, overlap=3)
+        >>> [windows.begin(tokens) for tokens in (0, 7, 8, 12, 13)]
+        [0, 0, 5, 5, 10]
+        """
+        beyond, stride = tokens + 1 - self.size, self.size - self.overlap
+        return 0 if beyond <= 0 else -(-beyond // stride) * stride
+
+    def cut(self, request: Request) -> Request:
+        """The request as a worker can answer it: of its answer only what ends with the window."""
+        skipped = self.begin(len(request.prompt) + len(request.said))
+        room = skipped + self.size - len(request.prompt)
+        sampling = request.sampling
+        if not skipped and sampling.max_tokens <= room:
+            return request
+        return replace(
+            request,
+            skipped=skipped,
+            goes_on=room < sampling.max_tokens,
+            sampling=replace(sampling, max_tokens=min(room, sampling.max_tokens)),
+        )

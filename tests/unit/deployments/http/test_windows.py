@@ -1,0 +1,61 @@
+"""Prompts that are longer than the model's context, as clients meet them."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.unit.deployments.http.conftest import FakeEngine, make_engine
+from triptych.core.config import IngressConfig
+from triptych.deployments.http import Intake, ModelCard, create_app
+
+LONGEST, WINDOW = 4096, 256
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
+    return make_engine(tokenizer)
+
+
+@pytest.fixture
+async def http(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> AsyncIterator[httpx.AsyncClient]:
+    card = ModelCard(name="tiny", context_tokens=LONGEST, window_tokens=WINDOW, created=0)
+    intake = Intake(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    transport = httpx.ASGITransport(app=create_app(intake))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        yield client
+
+
+def body(tokens: int, **more: object) -> dict[str, object]:
+    return {"prompt": [5] * tokens, "max_tokens": 2, **more}
+
+
+async def test_what_is_longer_than_a_window_is_taken(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    models = (await http.get("/v1/models")).json()
+    assert models["data"][0]["max_model_len"] == LONGEST
+    answer = await http.post("/v1/completions", json=body(LONGEST - 2))
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] == LONGEST - 2
+    too_long = await http.post("/v1/completions", json=body(LONGEST - 1))
+    assert too_long.status_code == 400
+    assert f"maximum context length is {LONGEST} tokens" in too_long.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [({"prompt_logprobs": 1}, "prompt_logprobs"), ({"echo": True, "logprobs": 1}, "logprobs")],
+)
+async def test_a_prompt_is_rated_within_one_window(
+    http: httpx.AsyncClient, asked: dict[str, object], name: str
+) -> None:
+    assert (await http.post("/v1/completions", json=body(WINDOW - 1, **asked))).status_code == 200
+    refused = await http.post("/v1/completions", json=body(WINDOW, **asked))
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == name
+    assert f"a prompt of {WINDOW} tokens: this model reads less than {WINDOW}" in error["message"]

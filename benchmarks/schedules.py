@@ -12,9 +12,13 @@ import argparse
 import asyncio
 import tempfile
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import cast
 
+import numpy as np
+from numpy.typing import NDArray
 from server import serving  # beside this file
 
 from triptych.cli.bench import described, save_details
@@ -47,7 +51,11 @@ LENGTHS = LoadOptions(
     max_prompt_tokens=1500,
     max_output_tokens=200,
 )
+DISTURBED = 0.1
+"""Cores that were busy with something else; above that a run does not count."""
 SLO = Slo(ttft_ms=2000.0, tpot_ms=200.0)
+THIN = ("Router", "Ingress", "ProxyActor", "Pool")
+"""Processes that compute no model."""
 SHOWN = (
     "mean_ttft_ms",
     "p99_ttft_ms",
@@ -59,6 +67,7 @@ SHOWN = (
 )
 
 Row = dict[str, object]
+Matrix = NDArray[np.float64]
 
 
 def press(policy: str, levels: tuple[Level, ...], seed: int, port: int) -> Results:
@@ -84,15 +93,55 @@ def levels_at(saturation: float, factors: list[float], window_s: float) -> tuple
 
 
 def middle(rows: list[Row]) -> list[Row]:
-    """Medians over the rounds, by policy and load."""
+    """Medians over the rounds that nothing disturbed, by policy and load."""
     groups = dict[tuple[object, object], list[Row]]()
-    for row in rows:
-        groups.setdefault((row["policy"], row["load_factor"]), []).append(row)
+    for row in (row for row in rows if cast("float", row["other_cores"]) <= DISTURBED):
+        groups.setdefault((row["label"], row["load_factor"]), []).append(row)
     found = list[Row]()
     for (policy, factor), group in groups.items():
         values = {name: _median_of(group, name) for name in SHOWN}
-        found.append({"policy": policy, "load_factor": factor, "rounds": len(group), **values})
+        found.append({"label": policy, "load_factor": factor, "rounds": len(group), **values})
     return found
+
+
+def overhead(rows: list[Row]) -> list[Row]:
+    """What each process that computes no model takes: of a core while it is idle, and in CPU
+    milliseconds for each request and each token, by least squares over all runs."""
+    beside = ("duration", "completed", "total_output_tokens")
+    work = np.array([[row[name] for name in beside] for row in rows], np.float64)
+    found = list[Row]()
+    for kind in THIN:
+        spent = np.array([_cpu_s(row).get(kind, 0.0) for row in rows])
+        idle, request, token = weights = not_negative(work, spent)
+        error = float(np.sqrt(np.mean((work @ weights - spent) ** 2)))
+        found.append(
+            {
+                "process": kind,
+                "idle_cores": float(idle),
+                "ms_per_request": float(request) * 1e3,
+                "ms_per_token": float(token) * 1e3,
+                "rms_error_s": error,
+                "mean_cpu_s": float(spent.mean()),
+            }
+        )
+    return found
+
+
+def not_negative(work: Matrix, spent: Matrix) -> Matrix:
+    """Least squares with no weight below 0: the best of all choices of columns that has none."""
+    count = work.shape[1]
+    best, least = np.zeros(count), float(np.sum(spent**2))
+    for chosen in (c for n in range(1, count + 1) for c in combinations(range(count), n)):
+        found, *_ = np.linalg.lstsq(work[:, chosen], spent, rcond=None)
+        error = float(np.sum((work[:, chosen] @ found - spent) ** 2))
+        if found.min() >= 0 and error < least:
+            best, least = np.zeros(count), error
+            best[list(chosen)] = found
+    return best
+
+
+def _cpu_s(row: Row) -> dict[str, float]:
+    return cast("dict[str, float]", row["cpu_s"])
 
 
 def _median_of(rows: list[Row], name: str) -> float:
@@ -104,6 +153,7 @@ def _median_of(rows: list[Row], name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--first-round", type=int, default=1, help="to go on, or repeat one")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--load-factor", default=",".join(map(str, FACTORS)))
     parser.add_argument("--window-s", type=float, default=15.0, help="in which requests come")
@@ -120,31 +170,33 @@ def main() -> None:
         assert saturation is not None
     levels = levels_at(saturation, factors, asked.window_s)
     console.print(f"saturation: {saturation:.2f} requests a second")
-    for turn in range(asked.rounds):
+    for turn in range(asked.first_round - 1, asked.first_round - 1 + asked.rounds):
         first = turn % len(policies)
         for policy in policies[first:] + policies[:first]:
             console.print(f"==> round {turn + 1}: {policy}")
             results = press(policy, levels, turn + 1, asked.port)
             rows += [
-                {"policy": policy, "round": turn + 1, "load_factor": factor, **row.as_json()}
+                {"label": policy, "round": turn + 1, "load_factor": factor, **row.as_json()}
                 for factor, row in zip(factors, results.rows, strict=True)
             ]
             if asked.folder:
                 about = {"host": host, **described(results.workload, None)}
-                label = f"{policy.replace(':', '-')}-{turn + 1}"
-                save_details(asked.folder, label, results.rows, about)
+                save_details(asked.folder, policy.replace(":", "-"), results.rows, about)
             write_json(
                 {
                     "host": host,
                     "slo": asdict(SLO),
                     "saturation_per_s": saturation,
                     "medians": middle(rows),
+                    "overhead": overhead(rows),
                     "rows": rows,
                 },
                 asked.json,
             )
-    names = ("policy", "load_factor", *SHOWN)
+    names = ("label", "load_factor", *SHOWN)
     console.print(make_table(names, [[row[name] for name in names] for row in middle(rows)]))
+    costs = overhead(rows)
+    console.print(make_table(tuple(costs[0]), [list(row.values()) for row in costs]))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import typer
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.loadgen.results import Requests, Result, read_results
 from triptych.cli.output import console, make_table, notes, write_json
+from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
+from triptych.router import check_policies
 from triptych.router.simulator import Cluster, Costs, Job
-from triptych.router.simulator.fit import Observation, Prediction, fit, predict, summary
+from triptych.router.simulator.fit import Fitted, Observation, Prediction, fit, predict, summary
 
 LEAST_FREE_CORES = 0.05
 
@@ -20,13 +22,19 @@ SHOWN = ("mean_ttft_s", "mean_tpot_s", "request_throughput")
 
 
 def simulate_fit(
-    files: Annotated[list[Path], typer.Argument(help="Result files of bench serve --save-dir.")],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Result files of bench serve --save-dir; none: --costs as they are."),
+    ] = None,
     held_out: Annotated[
         list[Path] | None, typer.Option(help="Files to foretell and not to fit to; repeatable.")
     ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers of the server.")] = 1,
     compress: Annotated[int, typer.Option(min=1, help="Compressors of the server.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers of the server.")] = 1,
+    policy: Annotated[
+        str, typer.Option(help="The server's router.batch_policy.")
+    ] = RouterConfig().batch_policy,
     own_cores: Annotated[
         bool, typer.Option(help="Its workers computed at once; else they took turns.")
     ] = False,
@@ -41,15 +49,25 @@ def simulate_fit(
 
     With --held-out it says how far predictions for runs that were not fitted to are off.
     """
-    cluster = Cluster(prefill=prefill, compress=compress, decode=decode, shared_cores=not own_cores)
+    check_policies(RouterConfig(batch_policy=policy), Cluster().max_batch_requests)
+    cluster = Cluster(
+        prefill=prefill,
+        compress=compress,
+        decode=decode,
+        shared_cores=not own_cores,
+        router=RouterConfig(batch_policy=policy),
+    )
     start = Costs.read(costs_file) if costs_file else Costs()
-    observed = [observation for path in files for observation in observations_of(path)]
+    observed = [observation for path in files or () for observation in observations_of(path)]
     others = [observation for path in held_out or () for observation in observations_of(path)]
 
     def note(number: int, loss: float) -> None:
         notes.print(f"round {number}: squared errors {loss:.3f}")
 
-    fitted = fit(observed, cluster, start, note)
+    if costs_file and others and not observed:
+        fitted = Fitted(start, [], 0)
+    else:
+        fitted = fit(observed, cluster, start, note)
     foretold = [predict(one, cluster, fitted.costs) for one in others]
     if json_file:
         write_json(
@@ -57,6 +75,7 @@ def simulate_fit(
                 "simulated": True,
                 "host": host_info(),
                 "own_cores": own_cores,
+                "policy": policy,
                 "costs": fitted.costs.as_dict(),
                 "fitted_to": [as_json(one) for one in fitted.predictions],
                 "held_out": [as_json(one) for one in foretold],
@@ -64,7 +83,8 @@ def simulate_fit(
             },
             json_file,
         )
-    console.print(make_table(*table("fitted to", fitted.predictions)))
+    if fitted.predictions:
+        console.print(make_table(*table("fitted to", fitted.predictions)))
     if foretold:
         console.print(make_table(*table("held out", foretold)))
         for name, error in errors(foretold).items():

@@ -87,8 +87,8 @@ class AppPlan:
         return stage.actor.num_replicas
 
     def check(self) -> None:
-        """Raise ConfigError if there are windows that do not fit, or too little memory."""
-        _ = self.windows
+        """Raise ConfigError if windows do not fit the context, or there is too little memory."""
+        Windows.of(self.config.model, self.context_tokens)
         self._check_stock()
 
     def _check_stock(self) -> None:

@@ -110,6 +110,20 @@ def test_a_fit_reads_measured_files_and_its_costs_are_read_back(run: Run, tmp_pa
     assert data["held_out_errors"]["mean_ttft_s"] < 0.3
     code, _, _ = run("simulate", "--requests", "5", "--costs", str(costs))
     assert code == 0
+    foretold = tmp_path / "f.json"
+    code, out, _ = run(
+        "simulate", "fit", "--costs", str(costs), "--held-out", str(measured),
+        "--policy", "static:p4c4d8", "--json", str(foretold),
+    )  # fmt: skip
+    assert (code, "fitted to" in out) == (0, False)
+    other = json.loads(foretold.read_text())
+    assert other["costs"] == data["costs"]  # as they were
+    late, soon = (one["held_out"][0]["predicted"]["mean_ttft_s"] for one in (other, data))
+    assert late > soon + 0.4  # four requests that come one by one wait for a batch
+    code, _, err = run("simulate", "fit", str(measured), "--policy", "static:p4")
+    assert (code, "static:p2c2d8" in err) == (2, True)
+    code, _, err = run("simulate", "fit", "--held-out", str(measured))
+    assert (code, "nothing to fit to" in err) == (2, True)
     bare = tmp_path / "bare.json"
     bare.write_text(json.dumps({"request_throughput": 1.0}))
     code, _, err = run("simulate", "fit", str(bare))

@@ -36,7 +36,6 @@ class Journey:
     """Attempts that came to nothing."""
     is_at_window_end: bool = False
     """Whether the present attempt got as far as its window, and the answer goes on."""
-    _goes_on: bool = False
     _start: tuple[int, ...] = ()
     """Tokens that the present attempt began behind."""
     _cached: int | None = None
@@ -67,10 +66,7 @@ class Journey:
             attempt=self.attempt,
             cached_at_most=self._cached,
         )
-        if self.windows is not None:
-            request = self.windows.cut(request)
-        self._goes_on = request.goes_on
-        return request
+        return request if self.windows is None else self.windows.cut(request)
 
     def hear(self, message: Tokens) -> bool:
         """Tell the client what is new to it, in order; whether that was the end.
@@ -82,11 +78,13 @@ class Journey:
             if len(self.said) == len(self._start):
                 self._cached = item.cached_tokens
             self.said += item.tokens
-            self.is_at_window_end = item.finish == "length" and self._goes_on
-            finish = None if self.is_at_window_end else item.finish
-            self.tell(replace(item, request=self.request.id, finish=finish))
+            if item.finish == "length" and self.present().goes_on:
+                self.is_at_window_end = True
+                self.tell(replace(item, request=self.request.id, finish=None))
+                return False
+            self.tell(replace(item, request=self.request.id))
             if item.finish is not None:
-                return finish is not None
+                return True
         return False
 
     @property

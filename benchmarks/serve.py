@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--policy", default="uniform:k8v4")
+    parser.add_argument("--policy", default="auto")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "serve.json")
     asked = parser.parse_args()

@@ -144,7 +144,7 @@ def _grpc_port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _shared_memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    disk, wanted = facts.shared_memory, config.pool.capacity_bytes
+    disk, wanted = facts.shared_memory, config.pool.shared_bytes
     if not disk.writable:
         yield Finding(
             "shared memory",
@@ -167,11 +167,11 @@ def _shared_memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    wanted = config.pool.capacity_bytes + processes_bytes(config)
+    wanted = config.pool.shared_bytes + processes_bytes(config)
     if facts.memory_bytes < wanted:
         yield Finding(
             "memory",
-            "fault" if facts.memory_bytes < config.pool.capacity_bytes + RAY_BYTES else "warning",
+            "fault" if facts.memory_bytes < config.pool.shared_bytes + RAY_BYTES else "warning",
             f"{_size(facts.memory_bytes)} are available; pages, Ray and {workers_at_most(config)} "
             f"take {_size(wanted)} and more",
             "lower pool.capacity_bytes or the copies, set topology: colocated, or stop something "

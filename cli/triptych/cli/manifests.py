@@ -350,9 +350,19 @@ def _in_policies(
 
 def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Iterator[Problem]:
     """The root is read-only, and scratch space is shared with others."""
-    path, wanted = config.pool.disk_path, config.pool.disk_bytes
-    if not path:
-        return
+    pool = config.pool
+    for path, name, size, wanted in (
+        (pool.disk_path, "disk_path", "disk_bytes", pool.disk_bytes),
+        (pool.arena_path, "arena_path", "capacity_bytes", pool.capacity_bytes),
+    ):
+        if path:
+            yield from _on_volume(where, pod, container, path, name, size, wanted)
+
+
+def _on_volume(
+    where: str, pod: Body, container: Body, path: str, setting: str, size: str, wanted: int
+) -> Iterator[Problem]:
+    """A directory on a volume that can be written, and has the room."""
     mounts: list[Body] = [
         mount
         for mount in container.get("volumeMounts", [])
@@ -362,7 +372,7 @@ def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Itera
     if mount is None or mount.get("readOnly"):
         yield Problem(
             where,
-            f"pool.disk_path is {path}, and no volume that can be written is mounted there",
+            f"pool.{setting} is {path}, and no volume that can be written is mounted there",
             "add k8s/components/disk, or in the chart disk.size",
         )
         return
@@ -371,9 +381,9 @@ def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Itera
     if "sizeLimit" in folder and quantity(folder["sizeLimit"]) < wanted:
         yield Problem(
             where,
-            f"pool.disk_bytes is {_gib(wanted)}, and the volume has {folder['sizeLimit']}: "
+            f"pool.{size} is {_gib(wanted)}, and the volume has {folder['sizeLimit']}: "
             "Kubernetes ends a pod that fills it",
-            "raise sizeLimit, or lower pool.disk_bytes",
+            f"raise sizeLimit, or lower pool.{size}",
         )
 
 
@@ -396,7 +406,7 @@ def _in_memory(
     where: str, pod: Body, container: Body, config: AppConfig, store_bytes: int
 ) -> Iterator[Problem]:
     """The pool's pages and Ray's store lie in /dev/shm; the processes take as much as they do."""
-    shared_bytes = config.pool.capacity_bytes + store_bytes
+    shared_bytes = config.pool.shared_bytes + store_bytes
     mounts = {item["mountPath"]: item["name"] for item in container.get("volumeMounts", [])}
     volumes: dict[str, Body] = {item["name"]: item for item in pod.get("volumes", [])}
     folder: Body = volumes.get(mounts.get("/dev/shm", ""), {}).get("emptyDir") or {}

@@ -130,7 +130,7 @@ def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
     capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
     journal = journal_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
     journals = journal * decode.autoscaling.most(decode.actor)
-    shared = plan.cells * (capacity + journals) + OBJECT_STORE_BYTES
+    shared = plan.cells * (plan.config.pool.shared_bytes + journals) + OBJECT_STORE_BYTES
     groups = plan.config.worker_groups().items()
     readers = sum(group.most for name, group in groups if name != "compressor")
     processes = processes_bytes(plan.config, plan.cells)

@@ -1,6 +1,7 @@
 """``triptych validate``: find what is wrong with a file before anything starts."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,8 @@ class Facts:
     """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
     disk: dict[str, object] | None
     """What the disk tier may take, and where; None without one."""
+    arena: dict[str, object] | None
+    """Where pages lie on a disk; None: in memory."""
     plugins: tuple[str, ...]
     """Plug-ins of the decode step in their order, by the names that requests have for them."""
     network: str
@@ -74,6 +77,12 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
                 "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
             )
             console.print(told.format_map(fact.disk), markup=False)
+        if fact.arena:
+            told = "pages: {bytes:,} bytes in {path}, where {free_bytes:,} are free"
+            console.print(told.format_map(fact.arena), markup=False)
+            if fact.arena["is_read_whole"]:
+                warning = "every step reads them all: set decode.selection.method to read a part"
+                console.print(f"warning: {warning}", markup=False)
 
 
 def _read(path: Path) -> str:
@@ -206,6 +215,33 @@ def check_disk(config: AppConfig) -> dict[str, object] | None:
     return {"path": str(settings.path), "bytes": settings.capacity_bytes, "free_bytes": free}
 
 
+def check_arena(config: AppConfig) -> dict[str, object] | None:
+    """Where pages are to lie on a disk; None: in memory.
+
+    Raises: ConfigError if the directory cannot be used, or the disk is too small
+    """
+    directory, wanted = config.pool.arena_directory, config.pool.capacity_bytes
+    if directory is None:
+        return None
+    above = next(path for path in (directory, *directory.parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"pool.arena_path={directory}: {above} is no directory that this user can write to: "
+            "make the directory for this user, or choose another"
+        )
+    space = os.statvfs(above)
+    free = space.f_bavail * space.f_frsize
+    if free < wanted:
+        raise ConfigError(
+            f"pool.capacity_bytes={wanted}: {directory} has room for {free}: lower it, make room "
+            "there, or choose another pool.arena_path"
+        )
+    is_read_whole = config.decode.selection.method == "none"
+    return {
+        "path": str(directory), "bytes": wanted, "free_bytes": free, "is_read_whole": is_read_whole
+    }  # fmt: skip
+
+
 def check_steps(
     config: AppConfig, facts: "ModelFacts | None", plan: "PagePlan | None"
 ) -> tuple[str, ...]:
@@ -258,6 +294,7 @@ def _facts(app: ServedApp) -> Facts:
         actors=actors_of(app.config),
         pages=check_pages(app.config, plan),
         disk=check_disk(app.config),
+        arena=check_arena(app.config),
         plugins=check_steps(app.config, facts, plan),
         network=check_network(app.config),
     )

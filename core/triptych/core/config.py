@@ -397,8 +397,14 @@ class PoolConfig:
     capacity_bytes: int = GIB
     """Page memory, taken in full at start-up, in bytes."""
 
+    arena_path: str = ""
+    """Directory on a disk in which the pages lie, so that they may take more than memory: what was
+    read lately stays in memory, and ``decode.selection`` has the rest read when it ranks. Empty: in
+    ``/dev/shm``. Who can read it can read prompts while they are served."""
+
     page_bytes: int | Literal["auto"] = "auto"
-    """Bytes of one page; ``auto``: 32 tokens of K8V4 fill it exactly (3,584 at head_dim 64)."""
+    """Bytes of one page; ``auto``: 32 tokens of K8V4 fill it exactly (3,584 at head_dim 64), or for
+    ``arena_path`` the next multiple of 4,096."""
 
     lease_ttl_s: float = 10.0
     """Seconds without a heartbeat after which a worker's pages are taken back."""
@@ -463,7 +469,22 @@ class PoolConfig:
         ttl_s, most = self.session_ttl_s, self.session_tenant_bytes
         require(ttl_s >= 0, "pool.session_ttl_s", ttl_s, ">= 0")
         require(most == "auto" or most >= 0, "pool.session_tenant_bytes", most, "'auto' or >= 0")
+        arena = self.arena_path
+        fits = not arena or Path(arena).is_absolute()
+        require(fits, "pool.arena_path", arena, "an absolute path, or empty")
+        fits = not arena or arena != self.disk_path
+        require(fits, "pool.arena_path", arena, "another directory than disk_path")
         self._check_disk()
+
+    @property
+    def arena_directory(self) -> Path | None:
+        """None: where memory is shared."""
+        return Path(self.arena_path) if self.arena_path else None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Page memory where memory is shared."""
+        return 0 if self.arena_path else self.capacity_bytes
 
     def _check_disk(self) -> None:
         if not self.disk_path:

@@ -15,6 +15,7 @@ KeyOrder = Literal["token", "channel"]
 
 ALIGN_BYTES = 16
 PAGE_ALIGN_BYTES = 256
+DISK_ALIGN_BYTES = 4096
 METADATA_BYTES = 4
 """One fp16 scale and one fp16 zero per quantization group."""
 
@@ -79,9 +80,13 @@ def align(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def default_page_bytes(head_dim: int) -> int:
-    """Page size in which 32 tokens of K8V4 fill every byte (3,584 at head_dim 64)."""
-    return align(32 * FORMATS["k8v4"].token_bytes(head_dim), PAGE_ALIGN_BYTES)
+def default_page_bytes(head_dim: int, *, on_disk: bool = False) -> int:
+    """Page size in which 32 tokens of K8V4 fill every byte (3,584 at head_dim 64).
+
+    On a disk the next multiple of what a disk reads: else nearly every page takes two of these.
+    """
+    grain = DISK_ALIGN_BYTES if on_disk else PAGE_ALIGN_BYTES
+    return align(32 * FORMATS["k8v4"].token_bytes(head_dim), grain)
 
 
 @dataclass(frozen=True)

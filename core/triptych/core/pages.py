@@ -41,7 +41,9 @@ class PagePlan:
         page = config.pool.page_bytes
         plan = cls(
             geometry,
-            default_page_bytes(geometry.head_dim) if page == "auto" else page,
+            default_page_bytes(geometry.head_dim, on_disk=bool(config.pool.arena_path))
+            if page == "auto"
+            else page,
             Policy.of(config.compressor, profile),
             share_pages=config.pool.share_pages,
         )

@@ -120,6 +120,7 @@ class WorkerShell:
         return PoolClient(
             self._plan.pool_address,
             new_name("-".join(self._stages)),
+            arena_directory=self._plan.config.pool.arena_directory,
             journal_bytes=_journal_bytes(self._plan, self._stages),
             connect_timeout_s=POOL_ANSWER_S,
         )

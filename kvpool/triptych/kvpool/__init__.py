@@ -1,6 +1,7 @@
 """Who owns which page, and until when: arenas, the pool's books, and access to both."""
 
 from triptych.kvpool.access import Access
+from triptych.kvpool.arena import Arena
 from triptych.kvpool.blocks import HoldId, Namespace, Publication
 from triptych.kvpool.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
 from triptych.kvpool.disklevel import DiskSettings
@@ -16,6 +17,7 @@ __all__ = [
     "PREFIX_WORKER",
     "About",
     "Access",
+    "Arena",
     "DiskLine",
     "DiskSettings",
     "Fetcher",

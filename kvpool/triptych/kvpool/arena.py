@@ -1,5 +1,6 @@
 """Arenas: the shared memory that pages lie in, owned by the pool process."""
 
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -23,6 +24,9 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, pid of the owner, pages, bytes per page
 _HEADER_BYTES = 4096  # one page of the machine, so that the first KV page is aligned to it
 _NAME = re.compile(r"triptych-(\d+)-[0-9a-f]{16}")
+# Python's own call holds the interpreter's lock, and a disk with much to do lets it wait.
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
 
 def shared_memory_dir() -> Path:
@@ -38,6 +42,8 @@ class Arena:
     whoever writes first. Its owner holds a lock on it for as long as it lives. The kernel drops
     the lock whichever way the owner dies, so a file without a lock is an orphan; a pid in the
     file could belong to somebody else by now.
+
+    It lies in memory, or on a disk: then memory holds what was touched lately.
     """
 
     def __init__(self, name: str, mapping: mmap.mmap, shape: tuple[int, int], path: Path | None):
@@ -46,6 +52,9 @@ class Arena:
         self.pages, self.page_bytes = shape
         self._mapping = mapping
         self._path = path
+        # What lies beside a page on a disk is another row's: reading it as well costs more room
+        # in memory than the page itself.
+        mapping.madvise(mmap.MADV_RANDOM)
         self._data: NDArray[np.uint8] | None = np.frombuffer(
             mapping, np.uint8, self.pages * self.page_bytes, _HEADER_BYTES if path else 0
         ).reshape(shape)
@@ -54,10 +63,14 @@ class Arena:
     def create(cls, pages: int, page_bytes: int, directory: Path | None = None) -> Self:
         """Make a new arena and own it.
 
-        Raises: PoolError if there is not enough space in ``directory``
+        Raises: PoolError if there is not enough space in ``directory``, or it cannot be had
         """
         directory = directory or shared_memory_dir()
-        path, descriptor = _create_locked(directory)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path, descriptor = _create_locked(directory)
+        except OSError as error:
+            raise PoolError(f"no arena can be made in {directory}: {error.strerror}") from error
         try:
             _reserve(descriptor, pages * page_bytes + _HEADER_BYTES, directory)
             header = _HEADER.pack(_MAGIC, _VERSION, os.getpid(), pages, page_bytes)
@@ -97,11 +110,31 @@ class Arena:
         return cls(f"private-{secrets.token_hex(8)}", mapping, (pages, page_bytes), None)
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether what was not touched for long may have to be read."""
+        return self._path is not None and self._path.parent != shared_memory_dir()
+
+    @property
     def data(self) -> NDArray[np.uint8]:
         """The pages themselves. Shapes: (pages, page_bytes)."""
         if self._data is None:
             raise PoolError(f"arena {self.id} is closed")
         return self._data
+
+    def will_need(self, ids: NDArray[np.int32]) -> None:
+        """Have the disk read these pages, many at once; who touches them waits for them.
+
+        In memory they are all there, and this does nothing.
+        """
+        if not self.is_on_disk or not ids.size:
+            return
+        grain, base = mmap.PAGESIZE, self.data.ctypes.data
+        starts = base + np.unique(ids).astype(np.int64) * self.page_bytes
+        firsts, lasts = starts // grain, -(-(starts + self.page_bytes) // grain)
+        begins = np.flatnonzero(np.append(True, firsts[1:] > lasts[:-1]))
+        ends = np.append(begins[1:], starts.size) - 1
+        for first, last in zip(firsts[begins].tolist(), lasts[ends].tolist(), strict=True):
+            _madvise(first * grain, (last - first) * grain, mmap.MADV_WILLNEED)
 
     def close(self) -> None:
         """Unmap the pages; if arrays still show them, the last of these unmaps them."""

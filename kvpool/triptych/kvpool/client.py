@@ -440,15 +440,16 @@ class PoolClient(WorkerPool):
         worker: str,
         *,
         directory: Path | None = None,
+        arena_directory: Path | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         journal_bytes: int = 0,
     ) -> None:
         """Connect, wait until the pool is there, and map its arena.
 
         ``worker`` is a name of one process and start: whoever registers with it next takes
-        its place. ``directory`` is where the pool was told to lay its arena. With
-        ``journal_bytes`` there is a journal, and what this worker holds is left to others when
-        it dies.
+        its place. ``directory`` is where the pool was told to share memory, and
+        ``arena_directory`` where its arena lies, if not there. With ``journal_bytes`` there is a
+        journal, and what this worker holds is left to others when it dies.
 
         Raises: PoolUnavailable if the pool does not answer in time
         """
@@ -456,7 +457,8 @@ class PoolClient(WorkerPool):
         self._leaving = threading.Event()
 
         def map_arena(pool: Registered) -> Transport:
-            return SharedMemory(Arena.open(pool.arena, (pool.pages, pool.page_bytes), directory))
+            shape = (pool.pages, pool.page_bytes)
+            return SharedMemory(Arena.open(pool.arena, shape, arena_directory or directory))
 
         def open_journal(name: str, size: int) -> Arena:
             return Arena.open(name, (1, size), directory)
@@ -538,9 +540,17 @@ class LocalPool(WorkerPool):
         worker: str = "local",
         prefixes: PrefixSettings | None = None,
         disk: DiskSettings | None = None,
+        arena_directory: Path | None = None,
     ) -> None:
-        """Raises: PoolError if the directory of the disk tier cannot be had"""
-        self._memory = Arena.private(pages, page_bytes)
+        """Without ``arena_directory`` the pages are memory of this process.
+
+        Raises: PoolError if a directory cannot be had
+        """
+        self._memory = (
+            Arena.create(pages, page_bytes, arena_directory)
+            if arena_directory
+            else Arena.private(pages, page_bytes)
+        )
         books = Pool(pages, page_bytes, self._memory.id, math.inf)
         self._disk = Disk.open(disk, self._memory.data) if disk and prefixes else None
         self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes, disk=self._disk)
@@ -568,4 +578,5 @@ class LocalPool(WorkerPool):
         super().close()
         if self._disk:
             self._disk.close()
+        self._memory.unlink()
         self._memory.close()

@@ -45,9 +45,9 @@ class PoolServer:
         """Reserve all page memory at once.
 
         ``address`` is ``unix:/path`` or ``127.0.0.1:port``; empty: a socket in a new private
-        directory. ``directory`` is where the arena lies, ``/dev/shm`` unless given. Without
-        ``prefixes`` none is kept. ``outside`` is this node's host name or address for other
-        nodes, and what they must show.
+        directory. ``directory`` is where memory is shared, ``/dev/shm`` unless given; the arena
+        lies there, or in ``config.arena_path``. Without ``prefixes`` none is kept. ``outside`` is
+        this node's host name or address for other nodes, and what they must show.
 
         Raises: ConfigError if not one page fits; PoolError if there is not enough memory
         """
@@ -58,9 +58,10 @@ class PoolServer:
                 f"({page_bytes} bytes)"
             )
         directory = directory or shared_memory_dir()
-        for orphan in remove_orphans(directory):
+        folder = config.arena_directory or directory
+        for orphan in {*remove_orphans(directory), *remove_orphans(folder)}:
             shutil.rmtree(_socket_dir(orphan), ignore_errors=True)
-        self._arena = Arena.create(pages, page_bytes, directory)
+        self._arena = Arena.create(pages, page_bytes, folder)
         pool = Pool(pages, page_bytes, self._arena.id, config.lease_ttl_s)
         self._disk, disk_fault = _open_disk(config, self._arena) if prefixes else (None, "")
         self._calls = LockedPool(

@@ -110,6 +110,31 @@ def test_validate_looks_at_the_disk(
         assert wrong in err.replace("\n", " ")
 
 
+def test_validate_looks_at_the_disk_of_the_pages(
+    tmp_path: Path, run: Run, serve_file: Callable[[object], str]
+) -> None:
+    def pages(path: Path, nbytes: int = 16 << 20, method: str = "none") -> str:
+        pool = {"arena_path": str(path), "capacity_bytes": nbytes, "prefix_bytes": 0}
+        return serve_file({"pool": pool, "decode": {"selection": {"method": method}}})
+
+    file = tmp_path / "file"
+    file.touch()
+    code, out, _ = run("validate", pages(tmp_path / "new"))
+    assert code == 0
+    assert "pages: 16,777,216 bytes in" in out
+    assert "warning: every step reads them all" in out
+    assert not (tmp_path / "new").exists()
+    code, out, _ = run("validate", pages(tmp_path, method="moments"))
+    assert "warning" not in out
+    for path, nbytes, wrong in (
+        (tmp_path, 1 << 60, f"pool.capacity_bytes={1 << 60}: {tmp_path} has room for"),
+        (file / "below", 1 << 24, f"{file} is no directory that this user can write to"),
+    ):
+        code, _, err = run("validate", pages(path, nbytes))
+        assert code == 2
+        assert wrong in err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -117,6 +142,7 @@ def test_validate_looks_at_the_disk(
         ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
         ({"compressor": {"policy": "uniform:k9v9"}}, "k9v9"),
         ({"pool": {"page_bytes": 100}}, "multiple of 256"),
+        ({"pool": {"arena_path": "pages"}}, "pool.arena_path='pages': expected an absolute path"),
         ({"network": {"token_file": "/none"}}, "network.token_file='/none': No such file"),
         (["no", "mapping"], "expected a mapping"),
     ],

@@ -346,6 +346,10 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
         args(lambda s: app_args(s)["pool"].update(disk_path="/var/lib/t", disk_bytes=GIB)),
         "add k8s/components/disk",
     ),
+    "pages on a disk that is not there": (
+        args(lambda s: app_args(s)["pool"].update(arena_path="/var/lib/t")),
+        "pool.arena_path is /var/lib/t, and no volume",
+    ),
     "a disk that is read-only": (
         args(lambda s: app_args(s)["pool"].update(disk_path="/var/cache/triptych", disk_bytes=1)),
         "no volume that can be written",

@@ -15,6 +15,7 @@ HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
 )
 def test_a_default_page_at_head_dim_64_holds_the_published_counts(form: str, tokens: int) -> None:
     assert default_page_bytes(64) == 3584
+    assert default_page_bytes(64, on_disk=True) == 4096
     assert PageLayout(page_format(form), 64, 3584).tokens == tokens
 
 

@@ -1,8 +1,8 @@
 """A pool in a process of its own, for tests that kill or starve it: DIRECTORY [MODE ...].
 
 Says where its workers find it. Modes: ``disk`` keeps prefixes below the directory; ``starve`` does
-so where no file may be larger than a block's header; ``outside HOST TOKEN LEASE_S`` listens for
-other nodes too, and says the arena and the two ports.
+so where no file may be larger than a block's header; ``arena`` lays the pages there, as on a disk;
+``outside HOST TOKEN LEASE_S`` listens for other nodes too, and says the arena and the two ports.
 """
 
 import resource
@@ -29,6 +29,9 @@ def _server(directory: Path, mode: str, *outside: str) -> PoolServer:
         return PoolServer(
             config, 4096, directory=directory, prefixes=PREFIXES, outside=(host, access)
         )
+    if mode == "arena":
+        config = PoolConfig(capacity_bytes=1 << 20, arena_path=str(directory / "arena"))
+        return PoolServer(config, 256, directory=directory)
     disk = {"disk_path": str(directory / "tier"), "disk_bytes": 1 << 20} if mode else {}
     config = PoolConfig(capacity_bytes=1 << 20, **disk)  # type: ignore[arg-type]
     return PoolServer(config, 256, directory=directory, prefixes=PREFIXES if mode else None)

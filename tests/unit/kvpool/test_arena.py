@@ -1,19 +1,25 @@
 """Shared memory: whole or not at all, private to the user, and gone when its owner is."""
 
+import ctypes
+import mmap
 import os
 import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from triptych.core.errors import PoolError, StaleHandle
 from triptych.kvpool.arena import Arena, remove_orphans, shared_memory_dir
 
 SHAPE = (8, 256)
+libc = ctypes.CDLL(None)
+libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
 OWNER = """
 import sys
@@ -138,3 +144,64 @@ def test_closing_under_an_array_leaves_the_array_readable(tmp_path: Path) -> Non
     with pytest.raises(PoolError, match="closed"):
         _ = arena.data
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_that_are_needed_come_from_the_disk_together(tmp_path: Path) -> None:
+    pages = 4 * mmap.PAGESIZE // 256
+    arena = Arena.create(64 * pages, 256, tmp_path)
+    path = tmp_path / arena.id
+    arena.data[:] = np.arange(64 * pages, dtype=np.uint8)[:, None]
+    forget(path)
+    if resident(path).any():
+        pytest.skip(f"{tmp_path} is in memory")
+    wanted = np.array([40 * pages, 3 * pages, 3 * pages + 1, 40 * pages - 1], np.int32)
+    arena.will_need(wanted)
+    arena.will_need(wanted[:0])
+    expected = {1 + int(page) * 256 // mmap.PAGESIZE for page in wanted}
+    until = time.monotonic() + 10
+    while not expected <= (read := {*np.flatnonzero(resident(path)).tolist()}):
+        assert time.monotonic() < until
+    assert read == expected
+    assert np.array_equal(arena.data[wanted, 0], wanted.astype(np.uint8))
+    arena.unlink()
+    arena.close()
+
+
+def test_an_arena_of_one_process_has_no_disk_to_ask() -> None:
+    arena = Arena.private(4, 256)
+    arena.will_need(np.array([2], np.int32))
+    arena.close()
+
+
+def test_a_directory_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PoolError, match=rf"no arena can be made in {tmp_path}/file: "):
+        Arena.create(*SHAPE, tmp_path / "file")
+
+
+def forget(path: Path) -> None:
+    """Have a file written and out of memory; what a process has mapped would stay there."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        mapping = mmap.mmap(file.fileno(), 0)
+        for address in mapped_at(path):
+            libc.madvise(address, len(mapping), mmap.MADV_DONTNEED)
+        mapping.close()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def mapped_at(path: Path) -> list[int]:
+    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    return [int(line.split("-")[0], 16) for line in lines if line.endswith(str(path))]
+
+
+def resident(path: Path) -> NDArray[np.bool_]:
+    """Which pages of the machine, of a file, are in memory."""
+    with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        found = np.zeros(-(-len(mapping) // mmap.PAGESIZE), np.uint8)
+        shown = np.frombuffer(mapping, np.uint8)
+        address, size = ctypes.c_void_p(shown.ctypes.data), ctypes.c_size_t(len(mapping))
+        failed = libc.mincore(address, size, ctypes.c_void_p(found.ctypes.data))
+        del shown
+    assert failed == 0
+    return (found & 1).astype(np.bool_)

@@ -485,3 +485,26 @@ def test_an_arena_of_another_shape_is_not_mapped(make_server: MakeServer, tmp_pa
     arena = make_server().stat().arena
     with pytest.raises(PoolError, match="expected 1 of 256"):
         Arena.open(arena, (1, 256), tmp_path)
+
+
+def test_pages_may_lie_elsewhere_than_what_else_is_shared(spawn: Spawn, tmp_path: Path) -> None:
+    """The next pool removes what a dead one left in both places."""
+    folder = tmp_path / "arena"
+    child = spawn("pool_process.py", tmp_path, "arena")
+    with PoolClient(
+        said(child), "w", directory=tmp_path, arena_directory=folder, journal_bytes=4096
+    ) as client:
+        ids = client.take(3)
+        client.arena.data[ids] = 7
+        assert [path.name for path in folder.iterdir()] == [client.arena.id]
+        assert len(list(tmp_path.glob("triptych-*"))) == 1  # the journal
+        assert client.arena.is_on_disk
+        client.give(ids)
+    child.kill()
+    child.wait()
+    assert len(list(folder.iterdir())) == 1
+    config = PoolConfig(capacity_bytes=1 << 20, arena_path=str(folder))
+    with PoolServer(config, 256, directory=tmp_path) as server:
+        assert [path.name for path in folder.iterdir()] == [server.arena]
+        assert not list(tmp_path.glob("triptych-*"))
+    assert not list(folder.iterdir())

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.kernels import decode_attention, score_tokens, store_tokens
+from triptych.workers.prefetch import Prefetcher
 from triptych.workers.rows import SectionTable
 from triptych.workers.selection import Selector, StepChoice
 
@@ -35,6 +36,7 @@ class PageAttention:
         progress: NDArray[np.int64],
         selector: Selector | None = None,
         fixed: SectionTable | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         """Choose the cell of each new token in the first table, and count it as stored.
 
@@ -46,6 +48,7 @@ class PageAttention:
         """
         self._arena, self._tables = arena, tables
         self._sections = [*tables, fixed] if fixed is not None else tables
+        self._ids, self._prefetcher = slots, prefetcher
         self._slots, self._positions = torch.from_numpy(slots), positions.int()
         self._score_every, self._progress = score_every, torch.from_numpy(progress)
         every = torch.arange(len(slots))
@@ -60,6 +63,8 @@ class PageAttention:
         if selector is not None:
             is_dense = np.isin(np.arange(len(slots)), self._scored.numpy())
             self._choice = selector.step(slots, positions, is_dense)
+        if prefetcher is not None:
+            prefetcher.begin_step()
 
     def __call__(
         self,
@@ -79,6 +84,8 @@ class PageAttention:
         lse = torch.empty(query.shape[:2]) if len(scored) else None
         choice = self._choice
         lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
+        if self._prefetcher is not None:
+            self._prefetcher.layer(layer, self._ids, lists)
         mixed = decode_attention(
             query,
             self._arena,

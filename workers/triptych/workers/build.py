@@ -1,6 +1,7 @@
 """Puts the engines of one process together: weights once, then a stage at a time."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,19 @@ class Brain:
 def load_brain(
     config: AppConfig, plan: PagePlan, model_path: Path, stages: Sequence[Stage]
 ) -> Brain | None:
-    """Load what the stages need; a lone compressor needs no weights."""
+    """Load what the stages need; a lone compressor needs no weights.
+
+    In a thread that ends with it. OpenMP keeps threads for every thread that ever computed; once
+    there are more of them than cores, those that wait for the next kernel sleep at once, and a
+    step of one request takes twice as long.
+    """
     if all(stage == "compress" for stage in stages):
         return None
+    with ThreadPoolExecutor(1, "load") as loading:
+        return loading.submit(_load_brain, config, plan, model_path).result()
+
+
+def _load_brain(config: AppConfig, plan: PagePlan, model_path: Path) -> Brain:
     model = load(model_path, config.model.dtype)
     return Brain(
         ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry)),

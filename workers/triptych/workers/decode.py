@@ -39,6 +39,7 @@ from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import MOST_MEMORY, Journal
 from triptych.workers.models import Runner
 from triptych.workers.models.exits import Exits
+from triptych.workers.prefetch import Prefetcher
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import SectionTable
 from triptych.workers.sampling import Draw, Drawn, sample
@@ -133,7 +134,8 @@ class DecodeEngine:
         self._raw = self._tables[0]
         self._window = self._window_of(self._journal)
         self._sections = self._journal.sections
-        self._selector = Selector.of(self.selection, self.plan, self._arena, self._sections)
+        self._selector = Selector.of(self.selection, self.plan, self.pool.arena, self._sections)
+        self._prefetcher = Prefetcher.of(self.pool.arena, self._sections)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._keeper = AnswerKeeper.of(
             self.prefixes, self._arena, self._sections, self.keep_answers
@@ -570,6 +572,7 @@ class DecodeEngine:
             self._journal.scored,
             self._selector,
             self._journal.fixed,
+            self._prefetcher,
         )
         every = torch.arange(len(batch))
         return self.runner.forward(tokens, positions, attend, every, exits_of(batch))

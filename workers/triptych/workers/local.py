@@ -112,7 +112,8 @@ class LocalServer:
         pages = config.pool.capacity_bytes // self.plan.page_bytes
         prefixes = PrefixSettings.of(config.pool, self.plan)
         disk = DiskSettings.of(config.pool)
-        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk)
+        folder = config.pool.arena_directory
+        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
         brain = load_brain(config, self.plan, path, STAGES)

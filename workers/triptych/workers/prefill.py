@@ -19,7 +19,7 @@ from triptych.core.messages import ROUTER, Message, Prefill, Prefilled, Request,
 from triptych.core.pages import PagePlan
 from triptych.kernels import Past, largest_sums, prefill_attention, store_tokens
 from triptych.kernels.pages import segments
-from triptych.kvpool import About, WorkerPool
+from triptych.kvpool import About, Arena, WorkerPool
 from triptych.router.chunks import Chunks
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
@@ -262,7 +262,7 @@ class PrefillEngine:
             for piece, start in zip(pieces, starts[:-1], strict=True)
             for at in piece.logits_at
         ]
-        attend = ChunkAttention(self._arena, self.plan, pieces, positions)
+        attend = ChunkAttention(self.pool.arena, self.plan, pieces, positions)
         logits = self.runner.forward(
             torch.tensor(tokens), positions, attend, torch.tensor(wanted, dtype=torch.int64)
         )
@@ -351,9 +351,10 @@ class ChunkAttention:
     """Attention of one prefill step: writes new keys and values to raw pages, reads old ones."""
 
     def __init__(
-        self, arena: Tensor, plan: PagePlan, pieces: list[Piece], positions: Tensor
+        self, arena: Arena, plan: PagePlan, pieces: list[Piece], positions: Tensor
     ) -> None:
-        self._arena, self._layout, self._pieces = arena, plan.raw, pieces
+        self._memory, self._arena = arena, torch.from_numpy(arena.data)
+        self._layout, self._pieces = plan.raw, pieces
         self._positions = positions.int()
         self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
         per_page = plan.raw.tokens
@@ -383,6 +384,7 @@ class ChunkAttention:
         past = None
         if self._past is not None:
             pages, tokens = self._past
+            self._memory.will_need(pages[layer].numpy())
             past = Past(self._arena, self._layout, pages[layer], tokens)
         wanted = self._pieces[0].prompt.attention is not None
         sums = self._empty_sums(query.shape[1]) if wanted else None

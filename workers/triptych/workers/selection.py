@@ -21,6 +21,7 @@ from triptych.core.config import SelectionConfig
 from triptych.core.pages import PagePlan
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, Kind, tile_bytes
+from triptych.kvpool import Arena
 from triptych.workers.rows import SectionTable
 from triptych.workers.window import Leaving
 
@@ -28,6 +29,8 @@ Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
 ALL_TOKENS = (1 << 31) - 1
+PAGES_AT_ONCE = 4096
+"""That are summarized together, and read together from a disk: they must all fit into memory."""
 MAP_NORESERVE = 0x4000
 """Linux on x86 and Arm; Python names it from 3.13 on."""
 
@@ -35,8 +38,9 @@ MAP_NORESERVE = 0x4000
 class TableSummaries:
     """Summaries of the full pages of one table, for all slots, layers and KV heads."""
 
-    def __init__(self, kind: Kind, arena: Tensor, table: SectionTable) -> None:
-        self._arena, self.table = arena, table
+    def __init__(self, kind: Kind, arena: Arena, table: SectionTable) -> None:
+        self._pages, self.table = arena, table
+        self._arena = torch.from_numpy(arena.data)
         layers, slots, kv_heads, width = table.pages.shape
         tile = tile_bytes(table.layout.head_dim)
         shape = (slots, layers, kv_heads, -(-width // TILE_PAGES), tile)
@@ -77,11 +81,13 @@ class TableSummaries:
         if not len(column):
             return
         layers, _, kv_heads, _ = self.table.pages.shape
-        rows = (slot * layers + layer) * kv_heads + head
-        pages = self.table.pages[:, slot][wanted]
-        cells = (torch.from_numpy(part.astype(np.int32)) for part in (rows, column))
-        layout = self.table.layout
-        summarize_pages(self._arena, layout, torch.from_numpy(pages), self._all, *cells)
+        rows = ((slot * layers + layer) * kv_heads + head).astype(np.int32)
+        pages, columns = self.table.pages[:, slot][wanted], column.astype(np.int32)
+        for start in range(0, len(pages), PAGES_AT_ONCE):
+            some = slice(start, start + PAGES_AT_ONCE)
+            self._pages.will_need(pages[some])
+            named, *places = (torch.from_numpy(part[some]) for part in (pages, rows, columns))
+            summarize_pages(self._arena, self.table.layout, named, self._all, *places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +133,7 @@ class Selector:
         config: SelectionConfig,
         kind: Kind,
         plan: PagePlan,
-        arena: Tensor,
+        arena: Arena,
         tables: Sequence[SectionTable],
     ) -> None:
         """The first of the tables is that of raw pages, the last, if pages are shared, that of
@@ -154,7 +160,7 @@ class Selector:
         cls,
         config: SelectionConfig,
         plan: PagePlan,
-        arena: Tensor,
+        arena: Arena,
         tables: Sequence[SectionTable],
     ) -> "Selector | None":
         """None if every page is read."""

@@ -54,7 +54,9 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
     from triptych.workers.cores import usable_cores
 
     needed = [text for text in requires("triptych") or [] if "extra ==" not in text]
-    orphans = [*find_orphans(shared_memory_dir()), *rundir.find_orphans()]
+    folders = {shared_memory_dir(), config.pool.arena_directory or shared_memory_dir()}
+    orphans = [path for folder in folders for path in find_orphans(folder)]
+    orphans += rundir.find_orphans()
     ray_processes = [" ".join(p.info["cmdline"][:1]) for p in _ray_processes()]
     gpus, ingress = _gpus(), config.ingress
     return Facts(

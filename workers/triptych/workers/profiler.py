@@ -56,9 +56,17 @@ class Step:
     end_s: float = 0.0
     tokens: int = 0
     """That the model was run for."""
-    spans: list[Span] = field(default_factory=list[Span])
+    cuts: list[Any] = field(default_factory=list[Any])
+    """Part, layer and end of each span, one after the other: what is written down costs time that
+    belongs to no part, and nothing costs less than one list."""
     reading: Reading | None = None
     """Of a decode step."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What the step was made of, without gaps."""
+        parts, layers, ends = self.cuts[::3], self.cuts[1::3], self.cuts[2::3]
+        return list(zip(parts, layers, [self.begin_s, *ends], ends, strict=False))
 
     @property
     def took_s(self) -> float:
@@ -80,7 +88,7 @@ class Profiler:
         self._most, self._every, self._clock = most, every, clock
         self._luck = random.Random(0)
         self._counts = dict[Stage, int]()
-        self._mark, self._between, self._layer = 0.0, BOOKS, NO_LAYER
+        self._between, self._layer = BOOKS, NO_LAYER
         self._rows = dict[int, Tensor | None]()
         """By layer which requests of the step read lists of pages."""
 
@@ -99,25 +107,26 @@ class Profiler:
             self.unwatched.append(step)
             return done
         self._counts[engine.stage] = self._counts.get(engine.stage, 0) + 1
-        self._mark, self._between, self._layer = step.begin_s, BOOKS, NO_LAYER
+        self._between, self._layer = BOOKS, NO_LAYER
         self._rows.clear()
         try:
             with self._looking_on(engine, step):
                 return work()
         finally:
             self._note(step, self._between)
-            step.end_s = self._mark
+            step.end_s = step.cuts[-1]
             self.steps.append(step)
 
     @contextmanager
     def _looking_on(self, engine: Engine, step: Step) -> Generator[None]:
+        cuts = step.cuts
+
         def hear(op: str, given: Mapping[str, Any], begin_s: float, end_s: float) -> None:
-            self._note(step, self._between, until_s=begin_s)
-            step.spans.append((op, self._layer, begin_s, end_s))
-            self._mark = end_s
+            layer = self._layer
+            cuts.extend((self._between, layer, begin_s, op, layer, end_s))
             if "lists" in given:
                 lists: PageLists | None = given["lists"]
-                self._rows[self._layer] = None if lists is None else lists.rows
+                self._rows[layer] = None if lists is None else lists.rows
 
         with hearing(hear):
             if not isinstance(engine, PrefillEngine | DecodeEngine):
@@ -131,11 +140,9 @@ class Profiler:
             finally:
                 engine.runner, engine.draw = runner, draw
 
-    def _note(self, step: Step, part: str, until_s: float | None = None) -> None:
+    def _note(self, step: Step, part: str) -> None:
         """The time since the last note belongs to ``part``."""
-        now = self._clock() if until_s is None else until_s
-        step.spans.append((part, self._layer, self._mark, now))
-        self._mark = now
+        step.cuts.extend((part, self._layer, self._clock()))
 
     def _watched_draw(self, draw: Draw, step: Step) -> Draw:
         def watched(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
@@ -154,14 +161,28 @@ class Profiler:
         self._between = PRODUCTS
         step.tokens += tokens
 
-    def begin_attention(self, step: Step, layer: int) -> None:
-        self._layer = layer
-        self._note(step, PRODUCTS)
-        self._between = ATTENTION
+    def around_attention(self, step: Step, attend: Attend) -> Attend:
+        """``attend``, with notes of when a layer begins and ends it."""
+        cuts, clock = step.cuts, self._clock
 
-    def end_attention(self, step: Step) -> None:
-        self._note(step, ATTENTION)
-        self._between = PRODUCTS
+        def watched(
+            layer: int,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            scale: float,
+            window: int,
+            softcap: float,
+        ) -> Tensor:
+            cuts.extend((PRODUCTS, layer, clock()))
+            self._layer, self._between = layer, ATTENTION
+            mixed = attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+            cuts.extend((ATTENTION, layer, clock()))
+            self._between = PRODUCTS
+            return mixed
+
+        return watched
 
     def end_forward(self, step: Step, engine: Engine) -> None:
         """The step's requests are all there still: none has ended at its new token."""
@@ -213,22 +234,7 @@ class _WatchedRunner:
         exits: Exits | None = None,
     ) -> Tensor:
         profiler, step = self._profiler, self._step
-
-        def watched(
-            layer: int,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *,
-            scale: float,
-            window: int,
-            softcap: float,
-        ) -> Tensor:
-            profiler.begin_attention(step, layer)
-            mixed = attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-            profiler.end_attention(step)
-            return mixed
-
+        watched = profiler.around_attention(step, attend)
         profiler.begin_forward(step, len(tokens))
         logits = self._inner.forward(tokens, positions, watched, logits_at, exits)
         profiler.end_forward(step, self._engine)

@@ -276,7 +276,8 @@ class SelectionConfig:
     """Share of each head row's pages that is read, those that are read in any case included."""
 
     budget_tokens: int = 2048
-    """Pages for this many tokens are read at least, so shorter contexts are read whole."""
+    """Pages for this many tokens are read at least. Contexts of up to twice as many are read whole:
+    there choosing takes longer than it saves, and loses what is asked for later."""
 
     omitted_mass: float = 0.0
     """More pages are read until the others are expected to receive no more than this share of the

@@ -62,6 +62,24 @@ def test_with_all_pages_the_answers_are_the_same_to_the_last_bit(
     assert kept == whole
 
 
+def test_contexts_of_up_to_twice_the_budget_are_read_whole(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, original = list[int](), StepChoice.lists
+
+    def lists(choice: StepChoice, layer: int, query: Any, **options: Any) -> Any:
+        chosen.extend(choice.positions[choice.read >= 0].tolist())
+        return original(choice, layer, query, **options)
+
+    monkeypatch.setattr(StepChoice, "lists", lists)
+    settings = config(
+        tiny_model, "uniform:k8v4", method="moments", keep_fraction=0.0, budget_tokens=180
+    )
+    answers(settings)  # prompts of 348, 318 and 148 tokens, and 40 more
+    assert min(chosen) == 2 * 180
+    assert max(chosen) >= 380
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_known_of_each_page_is_what_the_page_holds(
     tiny_model: Path, policy: str, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,8 @@ Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
 ALL_TOKENS = (1 << 31) - 1
+WORTH = 2
+"""Choosing takes longer than it saves where more than one part in so many is read (measured)."""
 PAGES_AT_ONCE = 4096
 """That are summarized together, and read together from a disk: they must all fit into memory."""
 MAP_NORESERVE = 0x4000
@@ -210,12 +212,12 @@ class Selector:
         """Decide who chooses pages in this step; None if every request reads all of them.
 
         Dense are requests whose tokens are scored in this step: what is not read receives no
-        score. So are those that the budget holds as a whole.
+        score. So are those of which the budget is more than half.
         """
         now = positions.numpy().astype(np.int32)
         rules = [self._rules[int(slot)] for slot in slots]
-        budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int32)
-        reads_all: Mask = is_dense | (now < budgets)
+        budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int64)
+        reads_all: Mask = is_dense | (now < WORTH * budgets)
         if reads_all.all():
             return None
         every = self.config.reselect_every

@@ -1,4 +1,4 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # numpy's comparisons lack types.
 """Pages of an arena on a disk are read before a step touches them, and many at once.
 

@@ -1,7 +1,6 @@
 """``triptych validate``: find what is wrong with a file before anything starts."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -220,22 +219,13 @@ def check_arena(config: AppConfig) -> dict[str, object] | None:
 
     Raises: ConfigError if the directory cannot be used, or the disk is too small
     """
+    from triptych.kvpool.space import free_bytes, require_room
+
     directory, wanted = config.pool.arena_directory, config.pool.capacity_bytes
     if directory is None:
         return None
-    above = next(path for path in (directory, *directory.parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"pool.arena_path={directory}: {above} is no directory that this user can write to: "
-            "make the directory for this user, or choose another"
-        )
-    space = os.statvfs(above)
-    free = space.f_bavail * space.f_frsize
-    if free < wanted:
-        raise ConfigError(
-            f"pool.capacity_bytes={wanted}: {directory} has room for {free}: lower it, make room "
-            "there, or choose another pool.arena_path"
-        )
+    free = free_bytes("pool.arena_path", directory)
+    require_room(free, "pool.arena_path", directory, "pool.capacity_bytes", wanted)
     is_read_whole = config.decode.selection.method == "none"
     return {
         "path": str(directory), "bytes": wanted, "free_bytes": free, "is_read_whole": is_read_whole

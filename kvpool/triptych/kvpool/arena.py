@@ -52,6 +52,8 @@ class Arena:
         self.pages, self.page_bytes = shape
         self._mapping = mapping
         self._path = path
+        self.is_on_disk = path is not None and path.parent != shared_memory_dir()
+        """Whether what was not touched for long may have to be read."""
         # What lies beside a page on a disk is another row's: reading it as well costs more room
         # in memory than the page itself.
         mapping.madvise(mmap.MADV_RANDOM)
@@ -108,11 +110,6 @@ class Arena:
         """Make an arena of this process alone, for stages that run in one process."""
         mapping = mmap.mmap(-1, max(1, pages * page_bytes))
         return cls(f"private-{secrets.token_hex(8)}", mapping, (pages, page_bytes), None)
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether what was not touched for long may have to be read."""
-        return self._path is not None and self._path.parent != shared_memory_dir()
 
     @property
     def data(self) -> NDArray[np.uint8]:

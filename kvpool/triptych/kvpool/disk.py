@@ -27,6 +27,7 @@ from triptych.kvpool.diskobject import (
     read_pages,
     write_object,
 )
+from triptych.kvpool.space import free_bytes, require_room
 
 logger = logging.getLogger(__name__)
 
@@ -477,25 +478,14 @@ def usable_bytes(directory: Path, capacity_bytes: int) -> int:
 
     Raises: ConfigError if it cannot be had, or has less room than ``capacity_bytes``
     """
-    above = next(path for path in (directory, *directory.parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"pool.disk_path={directory}: {above} is no directory that this user can write to: "
-            "make the directory for this user, or choose another"
-        )
-    space = os.statvfs(above)
-    free = space.f_bavail * space.f_frsize
-    if above == directory:
+    free = free_bytes("pool.disk_path", directory)
+    if directory.exists():
         try:
             os.close(_open_directory(directory))
         except PoolError as error:
             raise ConfigError(f"pool.disk_path={directory}: {error}") from error
         free += sum(path.stat().st_size for path in directory.glob("*.kv"))
-    if free < capacity_bytes:
-        raise ConfigError(
-            f"pool.disk_bytes={capacity_bytes}: {directory} has room for {free}: lower it, make "
-            "room there, or choose another pool.disk_path"
-        )
+    require_room(free, "pool.disk_path", directory, "pool.disk_bytes", capacity_bytes)
     return free
 
 

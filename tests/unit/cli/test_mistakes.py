@@ -1,6 +1,7 @@
 """Mistakes as people make them: each is found before anything starts, and named with its remedy."""
 
 import copy
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -209,6 +210,15 @@ def test_doctor_names_what_is_wrong_with_a_machine_and_what_helps(name: str) -> 
 def test_doctor_has_nothing_to_say_of_a_healthy_machine() -> None:
     found = diagnose(HEALTHY, AppConfig())
     assert {finding.status for finding in found} == {"ok"}
+
+
+def test_doctor_finds_what_a_killed_pool_left_on_a_disk(tmp_path: Path) -> None:
+    left = tmp_path / f"triptych-{os.getuid()}-0123456789abcdef"
+    left.write_bytes(b"pages")
+    config = AppConfig.from_mapping({"pool": {"arena_path": str(tmp_path)}})
+    facts = look_around(config, HttpOptions())
+    assert str(left) in facts.orphans
+    assert facts.orphan_bytes >= 5
 
 
 def test_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

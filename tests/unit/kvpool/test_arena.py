@@ -167,9 +167,17 @@ def test_pages_that_are_needed_come_from_the_disk_together(tmp_path: Path) -> No
     arena.close()
 
 
-def test_an_arena_of_one_process_has_no_disk_to_ask() -> None:
-    arena = Arena.private(4, 256)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_arena_in_memory_has_no_disk_to_ask(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[object]()
+    monkeypatch.setattr("triptych.kvpool.arena._madvise", lambda *given: asked.append(given))
+    arena = Arena.create(*SHAPE) if is_shared else Arena.private(*SHAPE)
     arena.will_need(np.array([2], np.int32))
+    assert not arena.is_on_disk
+    assert not asked
+    arena.unlink()
     arena.close()
 
 

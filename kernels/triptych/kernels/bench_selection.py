@@ -115,6 +115,11 @@ class SelectionCase:
         """Pages of all head rows."""
         return sum(int(section.layout.pages(n)) for section, n in self._counts())
 
+    @property
+    def tile_bytes(self) -> int:
+        """Of the summaries of ``TILE_PAGES`` pages."""
+        return tile_bytes(self.summaries[0].kind, self.case.query.shape[2])
+
     def listed_bytes(self) -> int:
         """What attention reads of the listed pages, and the tiles of summaries that are scored."""
         total = 0
@@ -129,19 +134,18 @@ class SelectionCase:
                 held = (tokens - inside * room).clamp(max=room).sum()
                 total += int(held) * section.layout.format.read_bytes(section.layout.head_dim)
                 tiles = -(-((tokens - 1) // room) // TILE_PAGES)
-                total += tiles * tile_bytes(section.layout.head_dim)
+                total += tiles * self.tile_bytes
                 first += pages
         return total
 
     def formula_bytes(self) -> int:
         """A summary for each page, and the rule's share of all that attention reads."""
-        dim = self.case.query.shape[2]
         pages = self.pages()
         batch, heads = self.lists.counts.shape
         tokens = sum(n for _, n in self._counts()) // (batch * heads)
         row = pages // (batch * heads)
         share = self.rule.pages(row, tokens) / row
-        return round(pages * tile_bytes(dim) / TILE_PAGES + share * self.case.read_bytes)
+        return round(pages * self.tile_bytes / TILE_PAGES + share * self.case.read_bytes)
 
     def _counts(self) -> list[tuple[Section, int]]:
         return [
@@ -156,7 +160,7 @@ def summaries_of(arena: Tensor, section: Section, kind: Kind) -> Summaries:
     batch, heads, width = section.pages.shape
     dim = section.layout.head_dim
     tiles = -(-width // TILE_PAGES)
-    memory = torch.zeros(batch, heads, tiles, tile_bytes(dim), dtype=torch.uint8)
+    memory = torch.zeros(batch, heads, tiles, tile_bytes(kind, dim), dtype=torch.uint8)
     summaries = Summaries(kind, memory, dim)
     full = section.tokens // section.layout.tokens
     column = torch.arange(width).expand(batch, heads, width)

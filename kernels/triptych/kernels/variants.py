@@ -129,7 +129,7 @@ def _select() -> Iterator[Planned]:
     )
     for dim, how, kind, has_means in wanted:
         query, cache = _query(dim, kind), _section("k8v4", dim, kind)
-        memory = _meta(4, 8, 19, tile_bytes(dim), dtype=torch.uint8)
+        memory = _meta(4, 8, 19, tile_bytes(how, dim), dtype=torch.uint8)
         found = _meta(4, 8, 300, dtype=torch.float32)
         means = _meta(4, 8, kind.group, 300, dtype=torch.float32) if has_means else None
         yield (

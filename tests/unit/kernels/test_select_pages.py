@@ -3,6 +3,7 @@
 # torch.linalg and Tensor.tolist have no types.
 """Summaries of pages bound or rank them; the best are chosen; attention reads no other."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ from triptych.kernels import (
     store_tokens,
     summarize_pages,
 )
+from triptych.kernels.hadamard import hadamard
+from triptych.kernels.select import reference
 from triptych.kernels.select.summary import KINDS, Kind, summary_bytes, tile_bytes
 
 BACKENDS = [name for name in select_pages.backends if name != "cuda"]
@@ -32,12 +35,12 @@ NewCache = Callable[..., Any]
 DIM = 64
 
 
-def new_summaries(section: Section, kind: Kind) -> Summaries:
+def new_summaries(section: Section, kind: Kind, rotated: bool = False) -> Summaries:
     """Room for all pages, full of garbage."""
     slots, heads, width = section.pages.shape
-    size = tile_bytes(section.layout.head_dim)
+    size = tile_bytes(kind, section.layout.head_dim)
     memory = torch.randint(0, 256, (slots, heads, -(-width // 16), size), dtype=torch.uint8)
-    return Summaries(kind, memory, section.layout.head_dim)
+    return Summaries(kind, memory, section.layout.head_dim, rotated)
 
 
 def summarize(backend: str, arena: Tensor, section: Section, summaries: Summaries) -> None:
@@ -103,53 +106,108 @@ def keys_of_a_model(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_a_summary_takes_less_than_seven_percent_of_a_page(head_dim: int) -> None:
-    most = 0.07 if head_dim >= 64 else 0.09
-    assert summary_bytes(head_dim) <= most * default_page_bytes(head_dim)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_summary_takes_less_than_seven_percent_of_a_page(kind: Kind, head_dim: int) -> None:
+    most = 0.07 if head_dim >= 64 else 0.12
+    assert summary_bytes(kind, head_dim) <= most * default_page_bytes(head_dim)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotated", [False, True])
 def test_the_fast_summaries_are_those_of_the_reference(
-    kind: Kind, name: str, head_dim: int, new_cache: NewCache
+    rotated: bool, kind: Kind, name: str, head_dim: int, new_cache: NewCache
 ) -> None:
     cache = new_cache(head_dim)
     vectors = keys_of_a_model(2, 2, 200, head_dim), torch.randn(2, 2, 200, head_dim)
     section = cache.fill(name, [[200, 131], [1, 57]], vectors=vectors).section
-    want, got = (new_summaries(section, kind) for _ in range(2))
+    want, got = (new_summaries(section, kind, rotated) for _ in range(2))
     want.memory[:] = got.memory
     summarize("reference", cache.arena, section, want)
     summarize("cpu", cache.arena, section, got)
     # The order of a sum may move a number over the middle between two codes.
-    assert int((got.codes.int() - want.codes.int()).abs().max()) <= 1
-    torch.testing.assert_close(got.numbers, want.numbers, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for have, should in zip(codes_of(got), codes_of(want), strict=True):
+        assert int((have - should).abs().max()) <= 1
+    torch.testing.assert_close(got.numbers, want.numbers, rtol=1e-4, atol=1e-6, equal_nan=True)
     assert torch.equal(got.positions, want.positions)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_summary_says_what_the_keys_are(kind: Kind, new_cache: NewCache) -> None:
+def codes_of(summaries: Summaries) -> list[Tensor]:
+    """Vectors of whole codes: bytes, or halves of bytes."""
+    codes = summaries.codes.int().unbind(3)
+    if summaries.kind == "box":
+        return list(codes)
+    return [half for pair in codes[:-1] for half in (pair % 16, pair // 16)] + [codes[-1]]
+
+
+def rotated_keys(keys: Tensor) -> Tensor:
+    return keys @ hadamard(keys.shape[-1])
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_box_holds_all_keys_of_a_page(rotated: bool, new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     stored = cache.fill("k8v8", [[24]])
-    summaries = new_summaries(stored.section, kind)
+    summaries = new_summaries(stored.section, "box", rotated)
     summarize("cpu", cache.arena, stored.section, summaries)
     numbers = summaries.numbers[0, 0, 0, :, 0]
-    codes = summaries.codes[0, 0, 0, :, :, 0].float()
-    first, second = codes[0] * numbers[0] + numbers[1], codes[1] * numbers[2] + numbers[3]
+    most, least = (vector[0] for vector in reference.decoded_box(summaries, 0, 0))
     keys = stored.key[0, 0].float()
-    if kind == "box":
-        assert (first >= keys.amax(0)).all()
-        assert (second <= keys.amin(0)).all()
-        torch.testing.assert_close(first, keys.amax(0), rtol=0, atol=float(numbers[0]) * 1.1)
-        torch.testing.assert_close(second, keys.amin(0), rtol=0, atol=-float(numbers[2]) * 1.1)
-    else:
-        torch.testing.assert_close(first, keys.mean(0), rtol=0, atol=float(numbers[0]))
-        torch.testing.assert_close(
-            second, keys.std(0, correction=0), rtol=0, atol=float(numbers[2])
-        )
+    keys = rotated_keys(keys) if rotated else keys
+    assert (most >= keys.amax(0)).all()
+    assert (least <= keys.amin(0)).all()
+    torch.testing.assert_close(most, keys.amax(0), rtol=0, atol=float(numbers[0]) * 1.1)
+    torch.testing.assert_close(least, keys.amin(0), rtol=0, atol=-float(numbers[2]) * 1.1)
 
 
-def violations(name: str, pages: int) -> int:
+@pytest.mark.parametrize("name", ["fp16", "k8v8", "k4v2"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_moments_are_those_of_quarters_of_a_page(
+    rotated: bool, name: str, new_cache: NewCache
+) -> None:
+    """13, 24 and 56 tokens: a mean within half a step of its 15, deviations of the right size."""
+    cache = new_cache(DIM)
+    room = PageLayout(FORMATS[name], DIM, default_page_bytes(DIM)).tokens
+    stored = cache.fill(name, [[room]])
+    summaries = new_summaries(stored.section, "moments", rotated)
+    summarize("cpu", cache.arena, stored.section, summaries)
+    means, deviations = (part[:, 0] for part in reference.decoded_moments(summaries, 0, 0))
+    keys = stored.key[0, 0].float()
+    keys = rotated_keys(keys) if rotated else keys
+    edges = [quarter * room // 4 for quarter in range(5)]
+    blocks = [keys[start:end] for start, end in itertools.pairwise(edges)]
+    steps = summaries.numbers[0, 0, 0, 0::3, 0]
+    for mean, step, block in zip(means, steps.tolist(), blocks, strict=True):
+        torch.testing.assert_close(mean, block.mean(0), rtol=0, atol=step * 0.51)
+    away = torch.cat([block - block.mean(0) for block in blocks])
+    whole = away.square().mean(0).sqrt()
+    for deviation, block in zip(deviations, blocks, strict=True):
+        factor = (block.var(0, correction=0).sum() / whole.square().sum()).sqrt()
+        close = float(whole.max() * factor) / 255
+        torch.testing.assert_close(deviation, whole * factor, rtol=1e-4, atol=close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_the_same_in_whatever_coordinates_pages_hold_their_keys(
+    kind: Kind, new_cache: NewCache
+) -> None:
+    cache = new_cache(DIM)
+    keys, query = keys_of_a_model(1, 2, 300, DIM), torch.randn(1, 6, DIM)
+    scores = list[Tensor]()
+    for rotated in (False, True):
+        held = rotated_keys(keys) if rotated else keys
+        section = cache.fill("fp16", [[300, 300]], vectors=(held, torch.randn_like(held))).section
+        summaries = new_summaries(section, kind, rotated)
+        summarize("cpu", cache.arena, section, summaries)
+        asked = rotated_keys(query) if rotated else query
+        scores.append(select("cpu", asked, [section], [summaries], ANY).scores)
+    plain, turned = (found[found.isfinite()] for found in scores)
+    # 16 bits round other numbers in other coordinates, so a code may be the next one.
+    torch.testing.assert_close(turned, plain, rtol=0.02, atol=0.05 * float(plain.std()))
+
+
+def violations(name: str, pages: int, rotated: bool) -> int:
     """Pages that hold a key whose logit is above the score of the page's box."""
     heads = 20
     layout = PageLayout(FORMATS[name], DIM, default_page_bytes(DIM))
@@ -163,7 +221,7 @@ def violations(name: str, pages: int) -> int:
     store_tokens(arena, layout, keys, keys, cells, rows, token.int())
     tokens = torch.full((1, heads), count, dtype=torch.int32)
     section = Section(layout, table, tokens)
-    summaries = new_summaries(section, "box")
+    summaries = new_summaries(section, "box", rotated)
     summarize("cpu", arena, section, summaries)
     scores = select("cpu", query, [section], [summaries], ANY).scores[0]
     held = load_tokens(arena, layout, table[0], tokens[0])[0].double()
@@ -177,24 +235,30 @@ def violations(name: str, pages: int) -> int:
 ANY = Rule.of(0.5, sink_tokens=0, window_tokens=0)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_key_has_a_larger_logit_than_its_box(name: str) -> None:
-    assert violations(name, 2_000) == 0
+def test_no_key_has_a_larger_logit_than_its_box(name: str, rotated: bool) -> None:
+    assert violations(name, 2_000, rotated) == 0
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_key_of_a_hundred_thousand_pages_has_a_larger_logit_than_its_box(name: str) -> None:
-    assert sum(violations(name, 4_000) for _ in range(25)) == 0
+def test_no_key_of_a_hundred_thousand_pages_has_a_larger_logit_than_its_box(
+    name: str, rotated: bool
+) -> None:
+    assert sum(violations(name, 4_000, rotated) for _ in range(25)) == 0
 
 
 # ---------------------------------------------------------------- choosing
 
 
-def filled(cache: Any, kind: Kind, lengths: dict[str, list[list[int]]]) -> tuple[Any, Any]:
+def filled(
+    cache: Any, kind: Kind, lengths: dict[str, list[list[int]]], rotated: bool = False
+) -> tuple[Any, Any]:
     """Sections of several formats and their summaries; the last section has none."""
     sections = [cache.fill(name, counts).section for name, counts in lengths.items()]
-    summaries = [new_summaries(section, kind) for section in sections]
+    summaries = [new_summaries(section, kind, rotated) for section in sections]
     for section, known in zip(sections, summaries, strict=True):
         summarize("cpu", cache.arena, section, known)
     return sections, [*summaries[:-1], None]
@@ -208,9 +272,12 @@ MIXED = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fast_scores_are_those_of_the_reference(kind: Kind, new_cache: NewCache) -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+def test_fast_scores_are_those_of_the_reference(
+    rotated: bool, kind: Kind, new_cache: NewCache
+) -> None:
     cache = new_cache(DIM)
-    sections, summaries = filled(cache, kind, MIXED)
+    sections, summaries = filled(cache, kind, MIXED, rotated)
     query = torch.randn(2, 9, DIM)
     rule = Rule.of(0.5, sink_tokens=40, window_tokens=10)
     want = select("reference", query, sections, summaries, rule, 600)
@@ -341,11 +408,16 @@ def expected_shares(
         logits = torch.full((len(query), -(-count // room)), -1e9, dtype=torch.float64)
         for page in range(max(0, count - 1) // room if known else 0):
             tile, place = divmod(page, 16)
-            codes = known.codes[request, head, tile, :, :, place].double()
+            codes = known.codes[request, head, tile, :, :, place].int()
             numbers = known.numbers[request, head, tile, :, place].double()
-            mean, deviation = codes[0] * numbers[0] + numbers[1], codes[1] * numbers[2]
-            logits[:, page] = query @ mean + query.square() @ deviation.square() / 2
-            logits[:, page] += torch.tensor(float(room)).log()
+            expected = 0.0
+            for block in range(4):
+                scale, zero, spread = numbers[3 * block : 3 * block + 3]
+                mean = (codes[block // 2] >> 4 * (block % 2) & 15) * scale + zero
+                tokens = (block + 1) * room // 4 - block * room // 4
+                variance = query.square() @ (codes[2] * spread).square()
+                expected = expected + tokens * (query @ mean + variance / 2).exp()
+            logits[:, page] = torch.as_tensor(expected).log()
         parts.append(logits)
     whole = torch.cat(parts, 1)
     return whole.softmax(1) * (whole > -1e8)

@@ -1,5 +1,6 @@
 """Selection in the engines: it reads less, and knows of every page what is in it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def compare_with_pages(part: TableSummaries, slot: int) -> int:
             full = int(table.tokens[layer, slot, head]) // room
             if not full:
                 continue
-            new = type(known)(known.kind, torch.zeros_like(known.memory), known.head_dim)
+            new = replace(known, memory=torch.zeros_like(known.memory))
             columns = torch.arange(full, dtype=torch.int32)
             pages = torch.from_numpy(table.pages[layer, slot, head, :full].copy())
             rows = torch.full_like(columns, slot * kv_heads + head)

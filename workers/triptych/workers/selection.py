@@ -40,19 +40,20 @@ MAP_NORESERVE = 0x4000
 class TableSummaries:
     """Summaries of the full pages of one table, for all slots, layers and KV heads."""
 
-    def __init__(self, kind: Kind, arena: Arena, table: SectionTable) -> None:
+    def __init__(self, kind: Kind, rotated: bool, arena: Arena, table: SectionTable) -> None:
         self._pages, self.table = arena, table
         self._arena = torch.from_numpy(arena.data)
         layers, slots, kv_heads, width = table.pages.shape
-        tile = tile_bytes(table.layout.head_dim)
+        head_dim = table.layout.head_dim
+        tile = tile_bytes(kind, head_dim)
         shape = (slots, layers, kv_heads, -(-width // TILE_PAGES), tile)
         self._slot_bytes = int(np.prod(shape[1:]))
         self._memory = _unused_memory(slots * self._slot_bytes)
         every = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape)
         self.of_layer = [
-            Summaries(kind, every[:, layer], table.layout.head_dim) for layer in range(layers)
+            Summaries(kind, every[:, layer], head_dim, rotated) for layer in range(layers)
         ]
-        self._all = Summaries(kind, every.view(slots * layers, *shape[2:]), table.layout.head_dim)
+        self._all = Summaries(kind, every.view(slots * layers, *shape[2:]), head_dim, rotated)
 
     def add(self, slot: int) -> None:
         """Summarize all full pages of a slot."""
@@ -145,7 +146,8 @@ class Selector:
         """
         self.config, self.tables = config, tables
         known = tables[1:] if plan.compresses else tables
-        self._summaries = [TableSummaries(kind, arena, table) for table in known]
+        rotated = plan.policy.basis.rotated
+        self._summaries = [TableSummaries(kind, rotated, arena, table) for table in known]
         self._fixed = int(plan.shares)
         """How many of them are of pages that never change."""
         layers, slots, kv_heads, _ = tables[0].pages.shape

@@ -10,11 +10,18 @@ from triptych.core.layout import PageLayout
 from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
 from triptych.kernels.compiled import team_address, team_threads
+from triptych.kernels.hadamard import block_size
 from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import driver
 from triptych.kernels.select.score_tile import ScoreTile, score_tile_address
-from triptych.kernels.select.summary import Kind, Rule, Summaries, check_rule
+from triptych.kernels.select.summary import (
+    CODE_BYTES,
+    NUMBERS,
+    Rule,
+    Summaries,
+    check_summaries,
+)
 
 
 def summarize_pages(
@@ -39,7 +46,7 @@ def summarize_pages(
             arena.data_ptr(),
             *arena.shape,
             layout.head_dim,
-            summaries.kind == "box",
+            *_form(summaries),
             tokens,
             positions,
             *parts[:PART_WORDS],
@@ -72,11 +79,9 @@ def select_pages(
     """See ``reference.select_pages``."""
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
-    kinds: set[Kind] = {known.kind for known in summaries if known is not None}
-    if len(kinds) != 1:
-        raise ConfigError(f"select_pages: summaries of kinds {sorted(kinds)}: expected one kind")
-    kind = kinds.pop()
-    check_rule(rule, kind)
+    known = check_summaries(summaries, rule)
+    if known is None:
+        raise ConfigError("select_pages: no section has summaries: expected those of one at least")
     check_indices(slots, positions)
     check_lists(lists, rows, kv_heads)
     _check_sections(sections, summaries, kv_heads, dim)
@@ -84,7 +89,7 @@ def select_pages(
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
     table = np.array([_row(*pair) for pair in zip(sections, summaries, strict=True)], np.int64)
     job = np.zeros(driver.JOB_WORDS, np.int64)
-    job[2:29] = (
+    job[2:32] = (
         query.data_ptr(),
         slots.data_ptr(),
         positions.data_ptr(),
@@ -94,7 +99,7 @@ def select_pages(
         dim,
         table.ctypes.data,
         len(table),
-        score_tile_address(ScoreTile(kind, heads // kv_heads, dim, rule.omitted_mass > 0)),
+        score_tile_address(ScoreTile(known.kind, heads // kv_heads, dim, rule.omitted_mass > 0)),
         lists_of.data_ptr(),
         min(lists.ordinals.shape[0], lists.counts.shape[0]),
         lists.ordinals.data_ptr(),
@@ -106,12 +111,18 @@ def select_pages(
         rule.budget_tokens,
         rule.sink_tokens,
         rule.window_tokens,
-        kind == "box",
+        *_form(known),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
     )
-    job[29:].view(np.float64)[:] = scale, rule.omitted_mass
+    job[32:].view(np.float64)[:] = scale, rule.omitted_mass
     if not driver.run_choice(job, team_address(), driver.choose_rows.address, team_threads()):
         raise ConfigError("select_pages: a slot, a token count or a list is out of range")
+
+
+def _form(summaries: Summaries) -> tuple[int, ...]:
+    """What the driver knows of how summaries lie: is it a box, codes, numbers, mixed channels."""
+    kind, mixed = summaries.kind, block_size(summaries.head_dim) if summaries.rotated else 0
+    return kind == "box", CODE_BYTES[kind], NUMBERS[kind], mixed
 
 
 def _check_sections(

@@ -18,13 +18,14 @@ from triptych.kernels.compiled import (
     summing_kernel,
     team_body,
 )
-from triptych.kernels.select.summary import NUMBERS, POSITIONS, TILE_PAGES
+from triptych.kernels.select.summary import BLOCKS, POSITIONS, TILE_PAGES
 
 # ------------------------------------------------------------------ summaries
 
 COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM, IS_BOX = range(8)
-PAGE_TOKENS, POSITIONS_AT = range(8, 10)
-KEY_PART = 10
+CODES, NUMBERS, MIXED, PAGE_TOKENS, POSITIONS_AT = range(8, 13)
+"""``CODES`` and ``NUMBERS``: of a page; ``MIXED``: channels that a rotation mixes, or 0."""
+KEY_PART = 13
 PAGES, ROWS, COLUMNS, MEMORY, SLOTS, KV_HEADS, TILES, BY_SLOT, BY_HEAD = range(
     KEY_PART + PART_WORDS, KEY_PART + PART_WORDS + 9
 )
@@ -32,7 +33,7 @@ SUMMARIZE_WORDS = BY_HEAD + 1
 
 CHUNK = 8
 """Pages that a thread takes at a time."""
-TOP, BOX_TOP = np.float32(255.0), np.float32(254.0)
+TOP, BOX_TOP, MEAN_TOP = np.float32(255.0), np.float32(254.0), np.float32(15.0)
 OUTWARDS, ROUNDING = np.float32(0.01), np.float32(2.0**-20)
 
 
@@ -80,53 +81,143 @@ def _box(keys, first, second):
         first[channel], second[channel] = high, low
 
 
-@summing_kernel
-def _moments(keys, first, second):
-    """Mean and deviation, in two passes: the mean may be far larger than the deviation."""
-    share = np.float32(1.0 / keys.shape[1])
-    for channel in range(len(first)):
-        total = spread = np.float32(0.0)
-        for token in range(keys.shape[1]):
-            total += keys[channel, token]
-        mean = total * share
-        for token in range(keys.shape[1]):
-            away = keys[channel, token] - mean
-            spread += away * away
-        first[channel], second[channel] = mean, np.sqrt(spread * share)
+@kernel
+def _unrotate(vectors, mixed):
+    """Multiply by ``hadamard`` in place; channels are the first axis, [d, tokens]."""
+    span = 1
+    while span < mixed:
+        for first in range(0, len(vectors), 2 * span):
+            for channel in range(first, first + span):
+                _butterfly(vectors[channel], vectors[channel + span])
+        span *= 2
+    share = np.float32(1.0 / np.sqrt(mixed))
+    for channel in range(len(vectors)):
+        for token in range(vectors.shape[1]):
+            vectors[channel, token] *= share
 
 
 @kernel
-def _write(tile, page, index, vector, is_box):
-    """Code a vector of a page; a box is rounded outwards, the zero of a deviation is 0."""
-    dim = len(vector)
+def _butterfly(low, high):
+    for token in range(len(low)):
+        number, other = low[token], high[token]
+        low[token], high[token] = number + other, number - other
+
+
+@kernel
+def _block(block, tokens):
+    """``summary.block_ends``"""
+    start = block * tokens // BLOCKS
+    return start, max(start + 1, (block + 1) * tokens // BLOCKS)
+
+
+@summing_kernel
+def _moments(keys, means, deviation, factors):
+    """As ``reference.moments``, in two passes: means may be far larger than deviations."""
+    whole, covered = np.float32(0.0), 0
+    deviation[:] = np.float32(0.0)
+    for block in range(BLOCKS):
+        start, end = _block(block, keys.shape[1])
+        share, squares = np.float32(1.0 / (end - start)), np.float32(0.0)
+        for channel in range(len(deviation)):
+            total = spread = np.float32(0.0)
+            for token in range(start, end):
+                total += keys[channel, token]
+            mean = total * share
+            for token in range(start, end):
+                away = keys[channel, token] - mean
+                spread += away * away
+            means[block, channel] = mean
+            deviation[channel] += spread
+            squares += spread
+        factors[block] = squares * share
+        covered += end - start
+    for channel in range(len(deviation)):
+        square = deviation[channel] / np.float32(covered)
+        deviation[channel] = np.sqrt(square)
+        whole += square
+    for block in range(BLOCKS):
+        factors[block] = np.sqrt(factors[block] / whole) if whole > 0 else np.float32(0.0)
+
+
+@kernel
+def _codes(tile, page, index, dim):
+    """A vector of a page's codes: every ``TILE_PAGES``-th byte."""
+    at = tile + index * dim * TILE_PAGES + page
+    return carray(pointer(at), dim * TILE_PAGES, np.uint8)
+
+
+@kernel
+def _numbers(tile, page, codes, count):
+    """A page's numbers: every ``TILE_PAGES``-th."""
+    at = tile + TILE_PAGES * codes + 4 * page
+    return carray(pointer(at), count * TILE_PAGES, np.float32)
+
+
+@kernel
+def _write_moments(tile, page, means, deviation, factors):
+    dim = len(deviation)
+    numbers = _numbers(tile, page, (BLOCKS // 2 + 1) * dim, 3 * BLOCKS)
+    for block in range(BLOCKS):
+        mean = means[block]
+        low, high = _ends(mean)
+        scale = _step(high - low, MEAN_TOP)
+        codes, shift = _codes(tile, page, block // 2, dim), np.uint8(block % 2 * 4)
+        for channel in range(dim):
+            code = _code((mean[channel] - low) / scale, MEAN_TOP) << shift
+            kept = codes[channel * TILE_PAGES] if shift else np.uint8(0)
+            codes[channel * TILE_PAGES] = kept | np.uint8(code)
+        numbers[3 * block * TILE_PAGES] = scale
+        numbers[(3 * block + 1) * TILE_PAGES] = low
+    scale, codes = _step(_ends(deviation)[1], TOP), _codes(tile, page, BLOCKS // 2, dim)
+    for channel in range(dim):
+        codes[channel * TILE_PAGES] = _code(deviation[channel] / scale, TOP)
+    for block in range(BLOCKS):
+        numbers[(3 * block + 2) * TILE_PAGES] = scale * factors[block]
+
+
+@kernel
+def _write_box(tile, page, most, least):
+    """Rounded outwards."""
+    dim = len(most)
+    numbers = _numbers(tile, page, 2 * dim, 4)
+    for index in range(2):
+        from_above = index == 1
+        vector = least if from_above else most
+        low, high = _ends(vector)
+        scale = (high - low) / BOX_TOP + max(abs(high), abs(low)) * ROUNDING
+        if not scale > 0:
+            scale = np.float32(1.0)
+        codes = _codes(tile, page, index, dim)
+        for channel in range(dim):
+            away = high - vector[channel] if from_above else vector[channel] - low
+            codes[channel * TILE_PAGES] = _code(np.ceil(away / scale + OUTWARDS), TOP)
+        numbers[2 * index * TILE_PAGES] = -scale if from_above else scale
+        numbers[(2 * index + 1) * TILE_PAGES] = high if from_above else low
+
+
+@kernel
+def _ends(vector):
     low = high = vector[0]
     for number in vector:
         low, high = min(low, number), max(high, number)
-    if is_box:
-        scale = (high - low) / BOX_TOP + max(abs(high), abs(low)) * ROUNDING
-    else:
-        if index == 1:
-            low = np.float32(0.0)
-        scale = (high - low) / TOP
-    if not scale > 0:
-        scale = np.float32(1.0)
-    codes = carray(pointer(tile + index * dim * TILE_PAGES + page), dim * TILE_PAGES, np.uint8)
-    from_above = is_box and index == 1
-    for channel in range(dim):
-        step = (high - vector[channel] if from_above else vector[channel] - low) / scale
-        step = np.ceil(step + OUTWARDS) if is_box else np.rint(step)
-        codes[channel * TILE_PAGES] = np.uint8(min(max(step, np.float32(0.0)), TOP))
-    at = tile + TILE_PAGES * (2 * dim + 8 * index) + 4 * page
-    numbers = carray(pointer(at), TILE_PAGES + 1, np.float32)
-    numbers[0] = -scale if from_above else scale
-    numbers[TILE_PAGES] = high if from_above else low
+    return low, high
 
 
 @kernel
-def _write_positions(tile, page, near, dim, tokens):
+def _step(range_, top):
+    """One step of codes up to ``top``; 1 where all numbers are equal."""
+    return range_ / top if range_ > 0 else np.float32(1.0)
+
+
+@kernel
+def _code(steps, top):
+    return np.uint8(min(max(np.rint(steps), np.float32(0.0)), top))
+
+
+@kernel
+def _write_positions(at, page, near, tokens):
     known = carray(pointer(near), tokens, np.int32)
-    at = tile + TILE_PAGES * (2 * dim + 4 * NUMBERS) + 4 * page
-    ends = carray(pointer(at), TILE_PAGES + 1, np.int32)
+    ends = carray(pointer(at + 4 * page), TILE_PAGES + 1, np.int32)
     ends[0], ends[TILE_PAGES] = known.min(), known.max()
 
 
@@ -140,6 +231,9 @@ def summarize(address):
     columns = carray(pointer(job[COLUMNS]), count, np.int32)
     codes, numbers = np.empty(dim, np.uint8), np.empty(dim, np.float32)
     first, second = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    means, factors = np.empty((BLOCKS, dim), np.float32), np.empty(BLOCKS, np.float32)
+    before_positions = TILE_PAGES * (job[CODES] * dim + 4 * job[NUMBERS])
+    tile_bytes = before_positions + TILE_PAGES * 4 * POSITIONS
     keys = np.empty((dim, job[PAGE_TOKENS]), np.float32)
     scales = np.empty((2, job[PAGE_TOKENS]), np.float32)
     while True:
@@ -156,16 +250,17 @@ def summarize(address):
             near = job[ARENA] + page * job[PAGE_BYTES]
             _load(part, near, keys, scales, codes, numbers)
             tile = job[MEMORY] + slot * job[BY_SLOT] + head * job[BY_HEAD]
-            tile += column // TILE_PAGES * (TILE_PAGES * (2 * dim + 4 * (NUMBERS + POSITIONS)))
+            tile += column // TILE_PAGES * tile_bytes
+            if job[MIXED]:
+                _unrotate(keys, job[MIXED])
             if job[IS_BOX]:
                 _box(keys, first, second)
+                _write_box(tile, column % TILE_PAGES, first, second)
             else:
-                _moments(keys, first, second)
-            _write(tile, column % TILE_PAGES, 0, first, job[IS_BOX])
-            _write(tile, column % TILE_PAGES, 1, second, job[IS_BOX])
-            _write_positions(
-                tile, column % TILE_PAGES, near + job[POSITIONS_AT], dim, keys.shape[1]
-            )
+                _moments(keys, means, first, factors)
+                _write_moments(tile, column % TILE_PAGES, means, first, factors)
+            at = tile + before_positions
+            _write_positions(at, column % TILE_PAGES, near + job[POSITIONS_AT], keys.shape[1])
 
 
 # ------------------------------------------------------------------ choosing
@@ -182,7 +277,8 @@ Job = namedtuple(
     "Job",
     "counter bad query slots positions rows kv_heads group dim sections section_count"
     " step lists list_slots ordinals list_slot list_head room counts count_slot count_head"
-    " keep budget sinks window is_box scores score_row score_head scale omitted",
+    " keep budget sinks window is_box codes numbers mixed scores score_row score_head scale"
+    " omitted",
 )
 JOB_WORDS = len(Job._fields)
 
@@ -212,8 +308,8 @@ def _job(address):
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
         words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
         words[16], words[17], words[18], words[19], words[20], words[21], words[22], words[23],
-        words[24], words[25], words[26], words[27], words[28], np.float32(numbers[29]),
-        np.float32(numbers[30]),
+        words[24], words[25], words[26], words[27], words[28], words[29], words[30], words[31],
+        np.float32(numbers[32]), np.float32(numbers[33]),
     )  # fmt: skip
 
 
@@ -282,7 +378,8 @@ def _mark(job, sections, slot, head, position, keys):
         if full > section[TILE_COUNT] * TILE_PAGES:
             return np.int64(-1), forced, total
         for first in range(0, full, TILE_PAGES):
-            at = _tile(job, section, slot, head, first) + TILE_PAGES * (2 * job.dim + 4 * NUMBERS)
+            at = _tile(job, section, slot, head, first)
+            at += TILE_PAGES * (job.codes * job.dim + 4 * job.numbers)
             ends = carray(pointer(at), 2 * TILE_PAGES, np.int32)
             for page in range(min(TILE_PAGES, full - first)):
                 competes = ends[page] >= job.sinks and ends[TILE_PAGES + page] <= newest
@@ -304,7 +401,7 @@ def _competing(section, tokens):
 @kernel
 def _tile(job, section, slot, head, page):
     at = section[TILE_AT] + slot * section[TILE_SLOT] + head * section[TILE_HEAD]
-    return at + page * (2 * job.dim + 4 * (NUMBERS + POSITIONS))
+    return at + page * (job.codes * job.dim + 4 * (job.numbers + POSITIONS))
 
 
 @kernel
@@ -313,10 +410,15 @@ def _prepare(job, row, query):
     group, dim = job.group, job.dim
     near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
     second, sums = group * dim, 2 * group * dim
+    for index in range(group * dim):
+        query[index] = near[index] * job.scale
+    if job.mixed:
+        for head in range(group):
+            _unrotate(query[head * dim : (head + 1) * dim].reshape(dim, 1), job.mixed)
     for head in range(group):
         first_sum = second_sum = np.float32(0.0)
         for channel in range(head * dim, (head + 1) * dim):
-            number = near[channel] * job.scale
+            number = query[channel]
             if job.is_box:
                 first, other = max(number, np.float32(0.0)), min(number, np.float32(0.0))
             else:
@@ -331,8 +433,8 @@ def _prepare(job, row, query):
 def _score(job, sections, slot, head, keys, found, query, masses):
     """Replace the marks of pages that compete by the keys of their scores.
 
-    ``found`` has room for the scores of a tile, and for the expected logits of its pages. The
-    latter go to ``masses``, if that has room.
+    ``found`` has room for the scores of a tile, and for the expected logits of its blocks. Those
+    of whole pages go to ``masses``, if that has room.
     """
     start = np.int64(0)
     bits, means = found[0].view(np.int32), found[1:]
@@ -347,13 +449,28 @@ def _score(job, sections, slot, head, keys, found, query, masses):
                 job.step, tile, query.ctypes.data, found.ctypes.data, means.ctypes.data
             )  # fmt: skip
             if job.omitted > 0:
-                more = np.float32(np.log(np.float32(section[ROOM])))
                 here = min(TILE_PAGES, full - first)
-                masses[:, start + first : start + first + here] = means[:, :here] + more
+                _add_blocks(means, section[ROOM], masses[:, start + first : start + first + here])
             for page in range(min(TILE_PAGES, full - first)):
                 if keys[start + first + page] != FORCED:
                     keys[start + first + page] = _key(bits[page])
         start += -(-tokens // section[ROOM])
+
+
+@kernel
+def _add_blocks(means, room, masses):
+    """Logarithms of what pages are expected to receive, from those of a token of each block.
+
+    Shapes:  means [G * BLOCKS, TILE_PAGES], masses [G, pages]
+    """
+    for head in range(len(masses)):
+        for page in range(masses.shape[1]):
+            peak = means[head * BLOCKS : (head + 1) * BLOCKS, page].max()
+            total = np.float32(0.0)
+            for block in range(BLOCKS):
+                start, end = _block(block, room)
+                total += (end - start) * np.exp(means[head * BLOCKS + block, page] - peak)
+            masses[head, page] = peak + np.log(total)
 
 
 @kernel
@@ -445,7 +562,7 @@ def choose_rows(address):
     for section in sections:
         most += section[WIDTH]
     keys = np.empty(most, np.int32)
-    found = np.empty((1 + job.group, TILE_PAGES), np.float32)
+    found = np.empty((1 + job.group * BLOCKS, TILE_PAGES), np.float32)
     masses = np.empty((job.group, most if job.omitted > 0 else 0), np.float32)
     query = np.empty(2 * job.group * (job.dim + 1), np.float32)
     lists = carray(pointer(job.lists), job.rows, np.int32)

@@ -18,7 +18,13 @@ from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_indices
 from triptych.kernels.select import reference
 from triptych.kernels.select.gpu_tiles import score_tiles
-from triptych.kernels.select.summary import DEVIATIONS, WHOLE, Rule, Summaries, check_rule
+from triptych.kernels.select.summary import (
+    DEVIATIONS,
+    WHOLE,
+    Rule,
+    Summaries,
+    check_summaries,
+)
 
 
 def summarize_pages(
@@ -55,9 +61,9 @@ def select_pages(
     """
     kv_heads = sections[0].tokens.shape[1]
     check_lists(lists, len(query), kv_heads)
-    known = [part for part in summaries if part is not None]
-    for part in known:
-        check_rule(rule, part.kind)
+    known = check_summaries(summaries, rule)
+    if known is not None:
+        query = reference.unrotated(query.float(), known)
     widths = [section.pages.shape[2] for section in sections]
     shape = (len(query), kv_heads, sum(widths))
     found = torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
@@ -120,8 +126,8 @@ def plan_scores(
             )  # fmt: skip
             constants = {"IS_BOX": part.kind == "box", "G": heads // kv_heads, "DIM": dim}
             constants |= {"WIDE": power_of_two(dim)}
-            grid = (-(-width // 16), kv_heads, rows)
-            launches.append(Launch(score_tiles, grid, arguments, constants, warps=4, stages=2))
+            grid, warps = (-(-width // 16), kv_heads, rows), max(4, power_of_two(dim) // 16)
+            launches.append(Launch(score_tiles, grid, arguments, constants, warps, stages=2))
         first += width
     return launches
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 PAGES = tl.constexpr(16)
-"""``summary.TILE_PAGES``, as kernels need it."""
+BLOCKS = tl.constexpr(4)
+"""``TILE_PAGES`` and ``BLOCKS`` of ``summary``, as kernels need them."""
 
 
 @triton.jit
@@ -28,16 +29,14 @@ def score_tiles(
     competing = tl.maximum(count - 1, 0) // room
     place = tl.arange(0, PAGES)
     page = tl.program_id(0) * PAGES + place
-    tile = memory + slot * by_slot + head * by_head + tl.program_id(0) * PAGES * (2 * DIM + 24)
+    codes: tl.constexpr = (2 if IS_BOX else 3) * DIM
+    tile = memory + slot * by_slot + head * by_head
+    tile += tl.program_id(0) * PAGES * (codes + (24 if IS_BOX else 56))
     channel = tl.arange(0, WIDE)
     inside = channel < DIM
     at = tile + channel[:, None] * PAGES + place[None, :]
-    first_codes = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
-    second_codes = tl.load(at + DIM * PAGES, mask=inside[:, None], other=0).to(tl.float32)
-    numbers = (tile + 2 * DIM * PAGES).to(tl.pointer_type(tl.float32)) + place
-    first_scale, first_zero = tl.load(numbers), tl.load(numbers + PAGES)
-    second_scale, second_zero = tl.load(numbers + 2 * PAGES), tl.load(numbers + 3 * PAGES)
-    ends = (tile + (2 * DIM + 16) * PAGES).to(tl.pointer_type(tl.int32)) + place
+    numbers = (tile + codes * PAGES).to(tl.pointer_type(tl.float32)) + place
+    ends = (tile + (codes + (16 if IS_BOX else 48)) * PAGES).to(tl.pointer_type(tl.int32)) + place
     near = query + ((request * tl.num_programs(1) + head) * G).to(tl.int64) * DIM
     row = (request * tl.num_programs(1) + head).to(tl.int64)
     best = tl.full([PAGES], float("-inf"), tl.float32)
@@ -46,21 +45,36 @@ def score_tiles(
         asked = asked * scale
         if IS_BOX:
             low, high = tl.minimum(asked, 0.0), tl.maximum(asked, 0.0)
-            score = tl.sum(high[:, None] * first_codes, 0) * first_scale
-            score += tl.sum(high, 0) * first_zero
-            score += tl.sum(low[:, None] * second_codes, 0) * second_scale
-            score += tl.sum(low, 0) * second_zero
+            most = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
+            score = tl.sum(high[:, None] * most, 0) * tl.load(numbers)
+            score += tl.sum(high, 0) * tl.load(numbers + PAGES)
+            least = tl.load(at + DIM * PAGES, mask=inside[:, None], other=0).to(tl.float32)
+            score += tl.sum(low[:, None] * least, 0) * tl.load(numbers + 2 * PAGES)
+            score += tl.sum(low, 0) * tl.load(numbers + 3 * PAGES)
         else:
-            score = tl.sum(asked[:, None] * first_codes, 0) * first_scale
-            score += tl.sum(asked, 0) * first_zero
-            spread = (asked * asked)[:, None] * (second_codes * second_codes)
-            variance = tl.sum(spread, 0) * second_scale * second_scale
+            total = tl.sum(asked, 0)
+            above = tl.load(at + 2 * DIM * PAGES, mask=inside[:, None], other=0).to(tl.float32)
+            variance = tl.sum((asked * asked)[:, None] * (above * above), 0)
+            score = tl.full([PAGES], float("-inf"), tl.float32)
+            mass = tl.full([PAGES], float("-inf"), tl.float32)
+            for block in tl.static_range(BLOCKS):
+                pair = tl.load(at + block // 2 * DIM * PAGES, mask=inside[:, None], other=0)
+                code = ((pair >> (4 * (block % 2))) & 15).to(tl.float32)
+                at_numbers = numbers + 3 * block * PAGES
+                mean = tl.sum(asked[:, None] * code, 0) * tl.load(at_numbers)
+                mean += total * tl.load(at_numbers + PAGES)
+                spread = tl.load(at_numbers + 2 * PAGES)
+                score = tl.maximum(score, mean + deviations * tl.sqrt(variance) * spread)
+                if means is not None:
+                    start = block * room // BLOCKS
+                    size = tl.maximum((block + 1) * room // BLOCKS - start, 1).to(tl.float32)
+                    logit = mean + variance * spread * spread * 0.5 + tl.log(size)
+                    peak = tl.maximum(mass, logit)
+                    mass = peak + tl.log(tl.exp(mass - peak) + tl.exp(logit - peak))
             if means is not None:
                 to = means + (row * G + member) * all_pages + first + page
-                more = tl.log(room.to(tl.float32))
-                known = tl.where(page < competing, score + variance * 0.5 + more, float("-inf"))
+                known = tl.where(page < competing, mass, float("-inf"))
                 tl.store(to, known, mask=page < width)
-            score += deviations * tl.sqrt(variance)
         best = tl.maximum(best, score)
     oldest, newest = tl.load(ends), tl.load(ends + PAGES)
     now = tl.load(positions + request)

@@ -3,19 +3,27 @@
 """What page summaries and their scores mean, one page and one head row at a time."""
 
 from collections.abc import Sequence
-from math import log
 
 import torch
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec import reference as codec
+from triptych.kernels.hadamard import hadamard
 from triptych.kernels.lists import PageLists
 from triptych.kernels.pages import Section
-from triptych.kernels.select.summary import DEVIATIONS, TILE_PAGES, Rule, Summaries, check_rule
+from triptych.kernels.select.summary import (
+    BLOCKS,
+    DEVIATIONS,
+    TILE_PAGES,
+    Rule,
+    Summaries,
+    block_ends,
+    check_summaries,
+)
 
-BOX_TOP, TOP = 254.0, 255.0
-"""Codes of a box leave room to be rounded outwards."""
+BOX_TOP, TOP, MEAN_TOP = 254.0, 255.0, 15.0
+"""Largest codes; those of a box leave room to be rounded outwards."""
 OUTWARDS = 0.01
 """Added to codes of a box before they are rounded up, in steps: more than float32 loses."""
 
@@ -48,46 +56,72 @@ def write_summaries(
     key: Tensor, positions: Tensor, summaries: Summaries, rows: Tensor, columns: Tensor
 ) -> None:
     """Write summaries of pages with these keys [n, T, d] and positions [n, T]."""
-    first, second = vectors(key, summaries)
+    key = unrotated(key, summaries)
+    codes, numbers = _coded_box(key) if summaries.kind == "box" else _coded_moments(key)
     kv_heads = summaries.memory.shape[1]
     slot, head = rows.long() // kv_heads, rows.long() % kv_heads
     tile, page = columns.long() // TILE_PAGES, columns.long() % TILE_PAGES
-    for index, vector in enumerate((first, second)):
-        codes, scale, zero = _coded(vector, summaries, index)
-        summaries.codes[slot, head, tile, index, :, page] = codes
-        summaries.numbers[slot, head, tile, 2 * index, page] = scale
-        summaries.numbers[slot, head, tile, 2 * index + 1, page] = zero
+    summaries.codes[slot, head, tile, :, :, page] = codes
+    summaries.numbers[slot, head, tile, :, page] = numbers
     summaries.positions[slot, head, tile, 0, page] = positions.amin(1)
     summaries.positions[slot, head, tile, 1, page] = positions.amax(1)
 
 
-def vectors(key: Tensor, summaries: Summaries) -> tuple[Tensor, Tensor]:
-    """The two vectors of each page, exactly: key [n, T, d] -> [n, d] twice."""
-    if summaries.kind == "box":
-        return key.amax(1), key.amin(1)
-    return key.mean(1), key.std(1, correction=0)
+def unrotated(vectors: Tensor, summaries: Summaries) -> Tensor:
+    """Vectors [..., d] in the coordinates of the model."""
+    if not summaries.rotated:
+        return vectors
+    return vectors @ hadamard(summaries.head_dim).to(vectors.device)
 
 
-def _coded(vector: Tensor, summaries: Summaries, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, d], scale [n] and zero [n]: ``code * scale + zero``.
+def moments(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``moments`` knows of pages, exactly: means, deviations and factors of the blocks.
 
-    A box is rounded outwards; of a deviation the zero is 0.
+    A key deviates from the mean of its block; deviations are of a whole page, and a factor says
+    by how much those of a block are larger.
+
+    Shapes:  key [n, T, d] -> [n, BLOCKS, d], [n, d], [n, BLOCKS]
     """
-    low, high = vector.amin(1), vector.amax(1)
-    if summaries.kind == "moments":
-        low = low if index == 0 else torch.zeros_like(low)
-        scale = (high - low) / TOP
-        scale = torch.where(scale > 0, scale, 1.0)
-        codes = ((vector - low[:, None]) / scale[:, None]).round()
-    else:
+    blocks = [key[:, start:end] for start, end in block_ends(key.shape[1])]
+    means = torch.stack([block.mean(1) for block in blocks], 1)
+    squares = torch.stack([block.var(1, correction=0) for block in blocks], 1)
+    sizes = torch.tensor([float(block.shape[1]) for block in blocks], device=key.device)
+    spread = (squares * sizes[:, None]).sum(1) / sizes.sum()
+    whole = spread.sum(1, keepdim=True)
+    factors = (squares.sum(2) / torch.where(whole > 0, whole, 1.0)).sqrt()
+    return means, spread.sqrt(), factors
+
+
+def _coded_moments(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [n, 3, d] and numbers [n, 12], in the order of ``CODE_BYTES`` and ``NUMBERS``."""
+    means, deviation, factors = moments(key)
+    low = means.amin(2)
+    scale = _step(means.amax(2) - low, MEAN_TOP)
+    code = ((means - low[..., None]) / scale[..., None]).round().clamp(0, MEAN_TOP)
+    spread = _step(deviation.amax(1), TOP)
+    above = (deviation / spread[:, None]).round().clamp(0, TOP)
+    codes = torch.cat([code[:, 0::2] + 16 * code[:, 1::2], above[:, None]], 1)
+    numbers = torch.stack([scale, low, spread[:, None] * factors], 2).flatten(1)
+    return codes.to(torch.uint8), numbers
+
+
+def _coded_box(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [n, 2, d] and numbers [n, 4]: ``code * scale + zero``, rounded outwards."""
+    codes, numbers = list[Tensor](), list[Tensor]()
+    for is_lowest, vector in enumerate((key.amax(1), key.amin(1))):
+        low, high = vector.amin(1), vector.amax(1)
         scale = (high - low) / BOX_TOP + torch.maximum(high.abs(), low.abs()) * 2.0**-20
         scale = torch.where(scale > 0, scale, 1.0)
-        if index == 0:
-            codes = ((vector - low[:, None]) / scale[:, None] + OUTWARDS).ceil()
-        else:  # counted from above, so that rounding up is outwards as well
-            codes = ((high[:, None] - vector) / scale[:, None] + OUTWARDS).ceil()
-            low, scale = high, -scale
-    return codes.clamp(0, TOP).to(torch.uint8), scale, low
+        # The smallest are counted from above, so that rounding up is outwards as well.
+        away = high[:, None] - vector if is_lowest else vector - low[:, None]
+        codes.append((away / scale[:, None] + OUTWARDS).ceil().clamp(0, TOP))
+        numbers += [-scale, high] if is_lowest else [scale, low]
+    return torch.stack(codes, 1).to(torch.uint8), torch.stack(numbers, 1)
+
+
+def _step(range_: Tensor, top: float) -> Tensor:
+    """One step of codes up to ``top``; 1 where all numbers are equal."""
+    return torch.where(range_ > 0, range_ / top, 1.0)
 
 
 def select_pages(
@@ -107,10 +141,11 @@ def select_pages(
     The pages with the largest scores, as many as the rule still has room for beside those that
     are read in any case; of equal scores the earlier page. A page's score is the largest among
     the query heads of its KV head: for a box ``sum of max(q M, q m)``, never below the logit of
-    any key of the page; for moments ``q mean + 2 sqrt(sum of q**2 deviation**2)``.
+    any key of the page; for moments the largest ``q mean + 3 sqrt(sum of q**2 deviation**2)`` of
+    its blocks.
 
     With ``omitted_mass`` pages are added in the order of their scores until, for each query head,
-    the others are expected to receive no more than that share. What a page of n tokens receives
+    the others are expected to receive no more than that share. What a block of n tokens receives
     is expected to be ``n exp(q mean + sum of q**2 deviation**2 / 2)``, as if its keys were normally
     distributed: an estimate, no bound (a bound by boxes says nothing in practice).
 
@@ -121,11 +156,9 @@ def select_pages(
     Promise: lists are sorted and without doubles; if the rule keeps all pages, all are listed
     Source:  TinyServe, section 3 (Algorithm 1); Quest; one set per KV head is ours
     """
-    for known in summaries:
-        if known is not None:
-            check_rule(rule, known.kind)
-    kv_heads = sections[0].tokens.shape[1]
-    grouped = query.float().unflatten(1, (kv_heads, -1)) * scale
+    known, kv_heads = check_summaries(summaries, rule), sections[0].tokens.shape[1]
+    asked = query.float() if known is None else unrotated(query.float(), known)
+    grouped = asked.unflatten(1, (kv_heads, -1)) * scale
     for request, place in enumerate(lists.rows.tolist()):
         for head in range(kv_heads if place >= 0 else 0):
             slot = int(slots[request])
@@ -192,19 +225,43 @@ def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
 
 def page_scores(query: Tensor, summaries: Summaries, slot: int, head: int) -> Tensor:
     """Scores of all pages of a head row that there is room for, over the queries [G, d]."""
-    first, second = decoded(summaries, slot, head)
     if summaries.kind == "box":
-        scores = query.relu() @ first.T + query.clamp(max=0) @ second.T
+        most, least = decoded_box(summaries, slot, head)
+        scores = query.relu() @ most.T + query.clamp(max=0) @ least.T
     else:
-        scores = query @ first.T + DEVIATIONS * (query.square() @ second.square().T).sqrt()
+        logits, squares = block_logits(query, summaries, slot, head)
+        scores = (logits + DEVIATIONS * squares.sqrt()).amax(1)
     return scores.amax(0)
 
 
-def decoded(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
-    """The two vectors of all pages of a head row, [pages, d] each."""
-    codes = summaries.codes[slot, head].float().permute(1, 0, 3, 2).flatten(1, 2)
-    numbers = summaries.numbers[slot, head].transpose(0, 1).flatten(1)[..., None]
+def decoded_box(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
+    """The corners of the boxes of all pages of a head row, [pages, d] each."""
+    codes, numbers = _of_row(summaries, slot, head)
     return codes[0] * numbers[0] + numbers[1], codes[1] * numbers[2] + numbers[3]
+
+
+def decoded_moments(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
+    """Means and deviations of all blocks of a head row, [BLOCKS, pages, d] each."""
+    codes, numbers = _of_row(summaries, slot, head)
+    pairs, above = codes[:-1], codes[-1]
+    code = torch.stack([pairs % 16, pairs.div(16, rounding_mode="floor")], 1).flatten(0, 1)
+    scale, low, spread = numbers.unflatten(0, (BLOCKS, 3)).unbind(1)
+    return code * scale + low, above * spread
+
+
+def _of_row(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
+    """Codes [``CODE_BYTES``, pages, d] and numbers [``NUMBERS``, pages, 1] of a head row."""
+    codes = summaries.codes[slot, head].float().permute(1, 0, 3, 2).flatten(1, 2)
+    return codes, summaries.numbers[slot, head].transpose(0, 1).flatten(1)[..., None]
+
+
+def block_logits(
+    query: Tensor, summaries: Summaries, slot: int, head: int
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the logits of each block: queries [G, d] -> [G, BLOCKS, pages]."""
+    mean, deviation = decoded_moments(summaries, slot, head)
+    squares = query.square() @ deviation.square().mT
+    return (query @ mean.mT).transpose(0, 1), squares.transpose(0, 1)
 
 
 def expected(query: Tensor, row: Row) -> Tensor:
@@ -216,10 +273,9 @@ def expected(query: Tensor, row: Row) -> Tensor:
     for summaries, slot, head, pages, count, room in row:
         logits = torch.full((len(query), pages), float("-inf"), device=query.device)
         if summaries is not None and count > 0:
-            mean, deviation = decoded(summaries, slot, head)
-            logits[:, :count] = (query @ mean.T + query.square() @ deviation.square().T / 2)[
-                :, :count
-            ]
-            logits[:, :count] += log(room)
+            means, squares = block_logits(query, summaries, slot, head)
+            sizes = torch.tensor([float(end - start) for start, end in block_ends(room)])
+            blocks = means + squares / 2 + sizes.log().to(query.device)[:, None]
+            logits[:, :count] = blocks.logsumexp(1)[:, :count]
         parts.append(logits)
     return torch.cat(parts, 1).softmax(1).nan_to_num()

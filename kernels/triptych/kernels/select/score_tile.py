@@ -9,7 +9,14 @@ from typing import Any
 from llvmlite import ir
 
 from triptych.kernels.native import compile_function, vector_lanes
-from triptych.kernels.select.summary import DEVIATIONS, TILE_PAGES, Kind
+from triptych.kernels.select.summary import (
+    BLOCKS,
+    CODE_BYTES,
+    DEVIATIONS,
+    NUMBERS,
+    TILE_PAGES,
+    Kind,
+)
 from triptych.kernels.simd import FLOAT, I64, POINTER, Emitter, Value, vector
 
 
@@ -22,7 +29,7 @@ class ScoreTile:
     """Query heads per KV head."""
     head_dim: int
     has_means: bool = False
-    """Also says what logits of a page mean on average, as ``reference.expected`` does."""
+    """Also says what is expected of the logits of each block, as ``reference.expected`` does."""
 
 
 def query_floats(group: int, head_dim: int) -> int:
@@ -36,7 +43,7 @@ def score_tile_address(tile: ScoreTile) -> int:
 
     tile: address of codes, numbers and positions of ``TILE_PAGES`` pages; query: floats
     [2, G, d] and their sums [2, G]; scores: room for ``TILE_PAGES`` floats; means: room for
-    [G, ``TILE_PAGES``], where asked for. The vectors are those that the two of the summary are
+    [G, ``BLOCKS``, ``TILE_PAGES``], where asked for. The vectors are those that the summary is
     multiplied by: the positive and the negative part of a query for a box, the query and its
     squares for moments.
     """
@@ -57,7 +64,9 @@ class _ScoreTileEmitter:
         self.tile = tile
         self.at, self.query, self.scores, self.means = arguments
         self.lanes = min(TILE_PAGES, vector_lanes())
-        self.heads_at_once = 10 if vector_lanes() == 16 else 5
+        most = 24 if vector_lanes() == 16 else 10  # sums that registers hold beside the codes
+        self.products = 2 if tile.kind == "box" else BLOCKS + 1
+        self.heads_at_once = most // self.products
 
     def emit(self) -> None:
         e, group = self.emit_, self.tile.group
@@ -73,42 +82,59 @@ class _ScoreTileEmitter:
     def _scores(self, page: int, heads: range) -> list[Value]:
         """Scores of some pages for some heads."""
         e, dim = self.emit_, self.tile.head_dim
-        sums = [(self._zeros(), self._zeros()) for _ in heads]
+        sums = [[self._zeros() for _ in range(self.products)] for _ in heads]
         with e.loop(I64(dim)) as channel:
             line = e.byte(self.at, self.build.mul(channel, I64(TILE_PAGES)))
-            codes = [
-                e.widen(e.byte(line, part * dim * TILE_PAGES + page), 8, self.lanes)[0]
-                for part in range(2)
-            ]
-            if self.tile.kind == "moments":
-                codes[1] = self.build.fmul(codes[1], codes[1])
-            for pair, head in zip(sums, heads, strict=True):
-                for part, slot in enumerate(pair):
-                    near = e.byte(self.query, 4 * (part * self.tile.group + head) * dim)
-                    number = e.load(self.build.gep(near, [channel], source_etype=FLOAT), FLOAT)
-                    product = e.fma(codes[part], e.splat(number, self.lanes), self.build.load(slot))
-                    self.build.store(product, slot)
-        numbers = [self._number(index, page) for index in range(4)]
+            factors = self._factors(line, page)
+            for slots, head in zip(sums, heads, strict=True):
+                numbers = [self._query(part, head, channel) for part in range(2)]
+                for (vector_, part), slot in zip(factors, slots, strict=True):
+                    self.build.store(e.fma(vector_, numbers[part], self.build.load(slot)), slot)
+        numbers = [self._number(index, page) for index in range(NUMBERS[self.tile.kind])]
+        score = self._box if self.tile.kind == "box" else self._moments
         return [
-            self._score(page, head, *(self.build.load(slot) for slot in pair), *numbers)
-            for pair, head in zip(sums, heads, strict=True)
+            score(page, head, [self.build.load(slot) for slot in slots], numbers)
+            for slots, head in zip(sums, heads, strict=True)
         ]
 
-    def _score(
-        self, page: int, head: int, first: Value, second: Value, scale: Value, *others: Value
-    ) -> Value:
-        e, (zero, *other) = self.emit_, others
-        score = e.fma(first, scale, self.build.fmul(zero, self._sum(0, head)))
+    def _factors(self, line: Value, page: int) -> list[tuple[Value, int]]:
+        """A channel's numbers of some pages, each with the part of the query that it goes with."""
+        e, away = self.emit_, self.tile.head_dim * TILE_PAGES
         if self.tile.kind == "box":
-            return self.build.fadd(
-                score, e.fma(second, other[0], self.build.fmul(other[1], self._sum(1, head)))
-            )
-        variance = self.build.fmul(second, self.build.fmul(other[0], other[0]))
-        if self.tile.has_means:
-            mean = e.fma(variance, e.constant(0.5, variance), score)
-            e.store(mean, e.byte(self.means, 4 * (head * TILE_PAGES + page)))
+            return [(e.widen(e.byte(line, n * away + page), 8, self.lanes)[0], n) for n in (0, 1)]
+        pairs = range(BLOCKS // 2)
+        means = [e.widen(e.byte(line, pair * away + page), 4, self.lanes) for pair in pairs]
+        (above,) = e.widen(e.byte(line, len(pairs) * away + page), 8, self.lanes)
+        return [*((mean, 0) for pair in means for mean in pair), (self.build.fmul(above, above), 1)]
+
+    def _query(self, part: int, head: int, channel: Value) -> Value:
+        near = self.emit_.byte(self.query, 4 * (part * self.tile.group + head) * self.tile.head_dim)
+        number = self.emit_.load(self.build.gep(near, [channel], source_etype=FLOAT), FLOAT)
+        return self.emit_.splat(number, self.lanes)
+
+    def _box(self, _page: int, head: int, products: list[Value], numbers: list[Value]) -> Value:
+        e, build = self.emit_, self.build
+        scale, zero, other_scale, other_zero = numbers
+        above = e.fma(products[0], scale, build.fmul(zero, self._sum(0, head)))
+        below = e.fma(products[1], other_scale, build.fmul(other_zero, self._sum(1, head)))
+        return build.fadd(above, below)
+
+    def _moments(self, page: int, head: int, products: list[Value], numbers: list[Value]) -> Value:
+        e, build = self.emit_, self.build
+        variance, total, best = products[-1], self._sum(0, head), None
         deviation = e.sqrt(variance)
-        return e.fma(deviation, e.constant(DEVIATIONS, deviation), score)
+        for block in range(BLOCKS):
+            scale, zero, spread = numbers[3 * block : 3 * block + 3]
+            mean = e.fma(products[block], scale, build.fmul(zero, total))
+            if self.tile.has_means:
+                square = build.fmul(variance, build.fmul(spread, spread))
+                expected = e.fma(square, e.constant(0.5, square), mean)
+                at = 4 * ((head * BLOCKS + block) * TILE_PAGES + page)
+                e.store(expected, e.byte(self.means, at))
+            away = build.fmul(deviation, spread)
+            score = e.fma(away, e.constant(DEVIATIONS, away), mean)
+            best = score if best is None else e.maximum(score, best)
+        return best
 
     def _sum(self, part: int, head: int) -> Value:
         """The sum of one of a query's vectors, in all lanes."""
@@ -117,7 +143,8 @@ class _ScoreTileEmitter:
         return e.splat(e.load(e.byte(self.query, at), FLOAT), self.lanes)
 
     def _number(self, index: int, page: int) -> Value:
-        at = TILE_PAGES * (2 * self.tile.head_dim + 4 * index) + 4 * page
+        codes = CODE_BYTES[self.tile.kind] * self.tile.head_dim
+        at = TILE_PAGES * (codes + 4 * index) + 4 * page
         return self.emit_.load(self.emit_.byte(self.at, at), vector(FLOAT, self.lanes))
 
     def _zeros(self) -> Value:

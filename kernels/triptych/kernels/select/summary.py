@@ -1,11 +1,16 @@
-"""Page summaries: two vectors a page from which its largest logit is guessed, in one byte each.
+"""Page summaries: a few vectors a page from which its largest logit is guessed.
 
 Two kinds. ``box``: for each channel the largest and the smallest number among the page's keys, so
-that no key can have a larger product with a query than the page's score. ``moments``: mean and
-standard deviation of each channel, which bounds nothing and ranks better: most keys of a page lie
-far from the corners of its box.
+that no key can have a larger product with a query than the page's score. ``moments``: the mean of
+each quarter of the page's tokens, and by how much keys deviate from these, for each channel and
+each quarter. It bounds nothing and ranks better: most keys of a page lie far from the corners of
+its box, and a single fact among others moves the mean of its quarter.
+
+Both are in the coordinates of the model, even if pages hold rotated keys: there some channels are
+much louder than others, and a deviation for each says more than where all are alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,24 +24,37 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TILE_PAGES = 16
 """Pages whose summaries lie together, channel by channel: the width of a vector register."""
-NUMBERS = 4
-"""Of a page: scale and zero of the first vector, and of the second."""
+BLOCKS = 4
+"""Of a page's tokens, one after the other; ``moments`` knows the mean of each."""
+CODE_BYTES: dict[Kind, int] = {"box": 2, "moments": 3}
+"""For each channel of a page: the largest and the smallest number; means of four bits each, two to
+a byte, the first below, and the deviation."""
+NUMBERS: dict[Kind, int] = {"box": 4, "moments": 3 * BLOCKS}
+"""Of a page: scale and zero of each vector; scale and zero of the mean and scale of the deviation
+of each block."""
 POSITIONS = 2
 """Of a page: the smallest and the largest position of its tokens."""
 WHOLE = 1 << 16
 """Parts that ``Rule.keep`` counts in."""
-DEVIATIONS = 2.0
-"""Standard deviations above the mean at which ``moments`` expects a page's largest logit."""
+DEVIATIONS = 3.0
+"""Standard deviations above the mean at which ``moments`` expects a block's largest logit."""
 
 
-def tile_bytes(head_dim: int) -> int:
+def tile_bytes(kind: Kind, head_dim: int) -> int:
     """Bytes of the summaries of ``TILE_PAGES`` pages: codes, then numbers, then positions."""
-    return TILE_PAGES * summary_bytes(head_dim)
+    return TILE_PAGES * summary_bytes(kind, head_dim)
 
 
-def summary_bytes(head_dim: int) -> int:
-    """Bytes of the summary of one page: 152 at head_dim 64, 4.2 % of a page."""
-    return 2 * head_dim + 4 * (NUMBERS + POSITIONS)
+def summary_bytes(kind: Kind, head_dim: int) -> int:
+    """Bytes of the summary of one page: 248 or 152 at head_dim 64, 6.9 or 4.2 % of a page."""
+    return CODE_BYTES[kind] * head_dim + 4 * (NUMBERS[kind] + POSITIONS)
+
+
+def block_ends(tokens: int) -> list[tuple[int, int]]:
+    """First token of each block of a page, and the one behind its last; never none."""
+    starts = [block * tokens // BLOCKS for block in range(BLOCKS)]
+    ends = [(block + 1) * tokens // BLOCKS for block in range(BLOCKS)]
+    return [(start, max(start + 1, end)) for start, end in zip(starts, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +68,11 @@ class Summaries:
     memory: Tensor
     """uint8 [S, KH, tiles, bytes of a tile], the last two dense."""
     head_dim: int
+    rotated: bool = False
+    """Whether the pages hold keys that ``hadamard`` has rotated."""
 
     def __post_init__(self) -> None:
-        memory, size = self.memory, tile_bytes(self.head_dim)
+        memory, size = self.memory, tile_bytes(self.kind, self.head_dim)
         dense = memory.dim() == 4 and memory.stride()[2:] == (memory.shape[3], 1)
         if memory.dtype != torch.uint8 or not dense or memory.shape[3] != size:
             raise ConfigError(
@@ -67,23 +87,27 @@ class Summaries:
 
     @property
     def codes(self) -> Tensor:
-        """uint8 [S, KH, tiles, 2, d, pages of a tile]: both vectors."""
-        end = 2 * self.head_dim * TILE_PAGES
-        return _split(self._part(0, end), 2, self.head_dim, TILE_PAGES)
+        """uint8 [S, KH, tiles, ``CODE_BYTES``, d, pages of a tile]."""
+        return _split(self._part(0, self._codes), CODE_BYTES[self.kind], self.head_dim, TILE_PAGES)
 
     @property
     def numbers(self) -> Tensor:
-        """float32 [S, KH, tiles, 4, pages of a tile]: scale, zero, scale, zero."""
-        start = 2 * self.head_dim * TILE_PAGES
-        part = self._part(start, start + 4 * NUMBERS * TILE_PAGES).view(torch.float32)
-        return _split(part, NUMBERS, TILE_PAGES)
+        """float32 [S, KH, tiles, ``NUMBERS``, pages of a tile]."""
+        end = self._codes + 4 * NUMBERS[self.kind] * TILE_PAGES
+        part = self._part(self._codes, end).view(torch.float32)
+        return _split(part, NUMBERS[self.kind], TILE_PAGES)
 
     @property
     def positions(self) -> Tensor:
         """int32 [S, KH, tiles, 2, pages of a tile]: oldest and newest."""
-        start = (2 * self.head_dim + 4 * NUMBERS) * TILE_PAGES
+        start = self._codes + 4 * NUMBERS[self.kind] * TILE_PAGES
         part = self._part(start, self.memory.shape[3]).view(torch.int32)
         return _split(part, POSITIONS, TILE_PAGES)
+
+    @property
+    def _codes(self) -> int:
+        """Bytes of the codes of a tile."""
+        return CODE_BYTES[self.kind] * self.head_dim * TILE_PAGES
 
     def _part(self, start: int, end: int) -> Tensor:
         return self.memory[..., start:end]
@@ -138,10 +162,18 @@ class Rule:
         return min(pages, max(share, budget))
 
 
-def check_rule(rule: Rule, kind: Kind) -> None:
-    """Raise ``ConfigError`` if the rule asks for what the kind of summary does not tell."""
-    if rule.omitted_mass > 0 and kind != "moments":
+def check_summaries(summaries: Sequence[Summaries | None], rule: Rule) -> Summaries | None:
+    """The first of the summaries, if there are any.
+
+    Raises: ConfigError if they are not all of one form, or do not tell what the rule asks for
+    """
+    known = [part for part in summaries if part is not None]
+    forms = {(part.kind, part.rotated) for part in known}
+    if len(forms) > 1:
+        raise ConfigError(f"select_pages: summaries of the forms {sorted(forms)}: expected one")
+    if rule.omitted_mass > 0 and known and known[0].kind != "moments":
         raise ConfigError(
-            f"omitted_mass={rule.omitted_mass} with {kind!r} summaries: expected 'moments'; "
-            "a box does not tell what a page is expected to receive"
+            f"omitted_mass={rule.omitted_mass} with {known[0].kind!r} summaries: expected "
+            "'moments'; a box does not tell what a page is expected to receive"
         )
+    return known[0] if known else None

@@ -23,32 +23,42 @@ MIXED = {"k8v4": [[200, 0], [32, 170]], "k4v2": [[57, 300], [0, 56]], "fp16": [[
 POSITION = 150
 
 
-def summarized(op: Any, device: Any, arena: Tensor, section: Section, kind: Kind) -> Summaries:
+def summarized(
+    op: Any,
+    device: Any,
+    arena: Tensor,
+    section: Section,
+    kind: Kind,
+    rotated: bool = False,
+) -> Summaries:
     """Summaries of all full pages, on the CPU again."""
     slots, heads, width = section.pages.shape
-    size = (slots, heads, -(-width // 16), tile_bytes(section.layout.head_dim))
-    made = Summaries(kind, torch.zeros(size, dtype=torch.uint8), section.layout.head_dim)
+    size = (slots, heads, -(-width // 16), tile_bytes(kind, section.layout.head_dim))
+    made = Summaries(kind, torch.zeros(size, dtype=torch.uint8), section.layout.head_dim, rotated)
     full = section.tokens // section.layout.tokens
     column = torch.arange(width).expand(section.pages.shape)
     row = torch.arange(full.numel()).view(*full.shape, 1).expand_as(column)
     wanted = column < full[..., None]
     cells = [part[wanted].int() for part in (section.pages, row, column)]
-    there = Summaries(kind, device.take(made.memory)[0], made.head_dim)
+    there = replace(made, memory=device.take(made.memory)[0])
     pages, rows, columns = device.take(*cells)
     op(device.take(arena)[0], section.layout, pages, there, rows, columns)
-    return Summaries(kind, there.memory.cpu(), made.head_dim)
+    return replace(made, memory=there.memory.cpu())
 
 
 @pytest.mark.parametrize("name", ["fp16", "k8v4", "k4v2"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotated", [False, True])
 def test_summaries_are_those_of_the_reference(
-    kind: Kind, name: str, device: Any, new_cache: NewCache
+    rotated: bool, kind: Kind, name: str, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=60)
     section = cache.fill(name, [[200, 0], [32, 70]]).section
-    got = summarized(summarize_pages.on("cuda"), device, cache.arena, section, kind)
-    want = summarized(summarize_pages.on("reference"), device, cache.arena, section, kind)
-    assert int((got.codes.int() - want.codes.int()).abs().max()) <= 1
+    got = summarized(summarize_pages.on("cuda"), device, cache.arena, section, kind, rotated)
+    want = summarized(summarize_pages.on("reference"), device, cache.arena, section, kind, rotated)
+    is_box = kind == "box"
+    halves = [part.codes.int() if is_box else part.codes.int() >> 4 for part in (got, want)]
+    assert int((halves[0] - halves[1]).abs().max()) <= 1
     torch.testing.assert_close(got.numbers, want.numbers, rtol=1e-5, atol=1e-6)
     assert torch.equal(got.positions, want.positions)
 
@@ -72,10 +82,7 @@ def select(
         torch.tensor(rows, dtype=torch.int32),
     )
     lists = PageLists(*made)
-    here = [
-        Summaries(part.kind, take(part.memory)[0], part.head_dim) if part else None
-        for part in summaries
-    ]
+    here = [replace(part, memory=take(part.memory)[0]) if part else None for part in summaries]
     there = [device.section(section) for section in sections] if backend == "cuda" else sections
     asked, scores, which, now = take(
         query,
@@ -107,7 +114,7 @@ def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
     forward = [replace(s, pages=s.forward_pages, backward=False) for s in sections]
     op = summarize_pages.on("reference")
     here = Here()
-    known = [summarized(op, here, cache.arena, section, kind) for section in forward[:2]]
+    known = [summarized(op, here, cache.arena, one, kind, kind == "box") for one in forward[:2]]
     query = torch.randn(2, 6, head_dim)
     want, wanted = select("reference", here, query, sections, [*known, None], rule, rows)
     got, found = select("cuda", device, query, sections, [*known, None], rule, rows)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from triptych.core.layout import Geometry
 from triptych.core.policy import Basis
+from triptych.kernels.hadamard import hadamard
 from triptych.workers.models import Coordinates
-from triptych.workers.models.basis import hadamard
 
 
 def dense(

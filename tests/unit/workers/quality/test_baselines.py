@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from triptych.core.config import AppConfig
@@ -190,10 +191,25 @@ def score(rank: str, step: Step, head: int, query: int, page: int, size: int) ->
             each.append(float(step.significance[head, inside].sum()))
         elif rank == "box":
             each.append(float(torch.maximum(q * keys.amax(0), q * keys.amin(0)).sum()))
+        elif rank == "mean":
+            each.append(float(q @ keys.mean(0)))
         else:
-            spread = (q.square() * keys.std(0, correction=0).square()).sum().sqrt()
-            each.append(float(q @ keys.mean(0) + (2 * spread if rank == "moments" else 0)))
+            each.append(by_quarters(q, keys))
     return max(each)
+
+
+def by_quarters(query: Tensor, keys: Tensor) -> float:
+    """The most that three deviations above the mean of a quarter of a page's keys make."""
+    size = len(keys)
+    quarters = [keys[n * size // 4 :][: max(1, (n + 1) * size // 4 - n * size // 4)]
+                for n in range(4)]  # fmt: skip
+    away = torch.cat([quarter - quarter.mean(0) for quarter in quarters]).square().mean(0)
+    reach = (query.square() * away).sum().sqrt()
+    return max(
+        float(query @ quarter.mean(0))
+        + 3 * float(reach * (quarter.var(0, correction=0).sum() / away.sum()).sqrt().nan_to_num())
+        for quarter in quarters
+    )
 
 
 @pytest.mark.parametrize(

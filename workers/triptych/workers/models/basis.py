@@ -8,7 +8,6 @@ Values come back by the inverse rotation. What changes is how well the numbers r
 rotated outlier is spread over all channels, and a centred key is shorter.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,19 +17,8 @@ from torch import Tensor
 
 from triptych.core.layout import Geometry
 from triptych.core.policy import Basis
+from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention import Attend
-
-
-def hadamard(dim: int) -> Tensor:
-    """Orthogonal and symmetric [dim, dim]: blocks of the largest power of two that divides ``dim``.
-
-    Source: Sylvester's construction; QuaRot, section 3 (a Hadamard matrix after RoPE)
-    """
-    block = torch.ones(1, 1)
-    size = dim & -dim
-    while len(block) < size:
-        block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
-    return torch.kron(torch.eye(dim // size), block / math.sqrt(size))
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Paged:
         full = len(case.prompt) * geometry.head_rows * geometry.head_dim * 4
         choosing = geometry.head_rows * max(0, geometry.layers - self.dense_layers)
         pages = len(case.prompt) // self.page_tokens * (choosing // geometry.layers)
-        summaries = 0 if self.rank == "static" else pages * summary_bytes(geometry.head_dim)
+        summaries = pages * _summary_bytes(self.rank, geometry.head_dim)
         footprint = Footprint(
             full_bytes=full,
             data_bytes=round(full * tally.read_share) + summaries,
@@ -171,7 +171,7 @@ class Baselines:
             make = partial(self._paged, name, PAGED[kind], given)
         if KEEP in given:
             return make(given[KEEP])
-        return EqualBytes(name, self._fitted(make, given) if kind in PAGED else make)
+        return EqualBytes(name, self._fitted(PAGED[kind], make, given) if kind in PAGED else make)
 
     def _evicted(self, name: str, policy: Evict, keep: float) -> Method:
         return Evicted(name=name, model=self._model, policy=policy, keep=min(1.0, keep))
@@ -188,18 +188,26 @@ class Baselines:
         )
 
     def _fitted(
-        self, make: Callable[[float], Method], given: Settings
+        self, rank: Rank, make: Callable[[float], Method], given: Settings
     ) -> Callable[[float], Method]:
         """Turn a share of bytes into one of pages: dense layers and summaries are read, too."""
         geometry = self._model.facts.geometry
         dense = min(1.0, given["dense_layers"] / geometry.layers)
-        summary = summary_bytes(geometry.head_dim) / (4 * geometry.head_dim * given["page"])
+        summary = _summary_bytes(rank, geometry.head_dim)
+        summary /= 4 * geometry.head_dim * given["page"]
 
         def at(share: float) -> Method:
             pages = 1.0 if dense == 1.0 else (share - dense) / (1.0 - dense) - summary
             return make(min(1.0, max(0.0, pages)))
 
         return at
+
+
+def _summary_bytes(rank: Rank, head_dim: int) -> int:
+    """Bytes of a page's summary; what no kernel serves counts as the smaller one."""
+    if rank == "static":
+        return 0
+    return summary_bytes("moments" if rank == "moments" else "box", head_dim)
 
 
 def settings_of(name: str, usual: Settings) -> Settings:

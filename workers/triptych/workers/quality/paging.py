@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from triptych.kernels.select import Rule
+from triptych.kernels.select.reference import moments
 from triptych.kernels.select.summary import DEVIATIONS
 
 Rank = Literal["box", "moments", "mean", "oracle", "static"]
-"""By what pages are ranked: the corner of the box around their keys (Quest, TinyServe), mean and
-deviation of their keys, the mean alone, the largest weight that attention gives to one of their
-tokens (which no summary can know), or the attention that they received in the prompt's pass,
-whatever the query is."""
+"""By what pages are ranked: the corner of the box around their keys (Quest, TinyServe), means and
+deviations of their blocks of keys, the mean of all keys alone, the largest weight that attention
+gives to one of their tokens (which no summary can know), or the attention that they received in the
+prompt's pass, whatever the query is."""
 RANKS: tuple[Rank, ...] = get_args(Rank)
 
 
@@ -56,12 +57,21 @@ def page_scores(rank: Rank, step: Step, page_tokens: int) -> Tensor:
     if rank == "box":
         most, least = pages.amax(2), pages.amin(2)
         scores = query.relu() @ most.mT + query.clamp(max=0) @ least.mT
-    else:
+    elif rank == "mean":
         scores = query @ pages.mean(2).mT
-        if rank == "moments":
-            variance = pages.var(2, correction=0)
-            scores = scores + DEVIATIONS * (query.square() @ variance.mT).sqrt()
+    else:
+        scores = _by_moments(query, pages)
     return scores.unflatten(1, step.query.shape[1:3]).amax(1)
+
+
+def _by_moments(query: Tensor, pages: Tensor) -> Tensor:
+    """Scores of pages [KH, full, P, d] for queries [KH, n, d]: [KH, n, full]."""
+    found = moments(pages.flatten(0, 1))
+    means, deviation, factors = (part.unflatten(0, pages.shape[:2]) for part in found)
+    reach = DEVIATIONS * (query.square() @ deviation.square().mT).sqrt()
+    blocks = range(means.shape[2])
+    every = [query @ means[:, :, b].mT + reach * factors[:, None, :, b] for b in blocks]
+    return torch.stack(every).amax(0)
 
 
 def _received(step: Step, full: int, page_tokens: int) -> Tensor:

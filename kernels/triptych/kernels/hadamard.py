@@ -1,0 +1,25 @@
+"""The rotation that spreads an outlier over all channels, and takes itself back."""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def hadamard(dim: int) -> Tensor:
+    """Orthogonal and symmetric [dim, dim]: blocks of the largest power of two that divides ``dim``.
+
+    Source: Sylvester's construction; QuaRot, section 3 (a Hadamard matrix after RoPE)
+    """
+    block = torch.ones(1, 1)
+    size = block_size(dim)
+    while len(block) < size:
+        block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
+    return torch.kron(torch.eye(dim // size), block / math.sqrt(size))
+
+
+def block_size(dim: int) -> int:
+    """Channels that are mixed with each other."""
+    return dim & -dim

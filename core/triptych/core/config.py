@@ -269,8 +269,8 @@ class SelectionConfig:
     """Which pages of a long context a decode step reads; by default all."""
 
     method: Literal["none", "moments", "box"] = "none"
-    """How pages are ranked for each query: by mean and deviation of their keys, or by the box
-    around them; ``none``: every page is read."""
+    """How pages are ranked for each query: by means and deviations of quarters of their keys, or by
+    the box around them; ``none``: every page is read."""
 
     keep_fraction: float = 0.3
     """Share of each head row's pages that is read, those that are read in any case included."""

@@ -302,6 +302,37 @@ def test_all_query_heads_of_a_group_have_a_say(
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_page_with_three_tokens_that_matter_is_among_the_first(
+    backend: str, rotated: bool, new_cache: NewCache
+) -> None:
+    """Of a hundred pages; a few channels are loud, and what matters is not in them."""
+    pages, room, heads = 100, 24, 8
+    loud = torch.arange(DIM) < 8
+    keys = torch.randn(1, heads, pages * room, DIM) * torch.where(loud, 10.0, 0.3)
+    query = torch.randn(1, heads, DIM).where(~loud, 0.0)
+    wanted = torch.randint(1, pages - 1, (heads,))
+    for head, page in enumerate(wanted.tolist()):
+        first = page * room + 7
+        keys[0, head, first : first + 3] += 4 * query[0, head] / query[0, head].norm()
+    if rotated:
+        keys, query = rotated_keys(keys), rotated_keys(query)
+    counts = [[pages * room] * heads]
+    cache = new_cache(DIM, pages=1000)
+    section = cache.fill("k8v8", counts, vectors=(keys, torch.randn_like(keys))).section
+
+    def places(told: bool) -> Tensor:
+        """How many pages stand before the one that is wanted, for each head."""
+        summaries = new_summaries(section, "moments", told)
+        summarize("cpu", cache.arena, section, summaries)
+        scores = select(backend, query, [section], [summaries], ANY).scores[0, :, : pages - 1]
+        return (scores > scores.gather(1, wanted[:, None])).sum(1)
+
+    assert int(places(rotated).max()) <= 3
+    assert int(places(not rotated).max()) > 10, "in rotated coordinates loud channels hide it"
+
+
 def best(scores: Tensor, count: int) -> list[int]:
     """Brute force: by score, then by place."""
     order = sorted(range(len(scores)), key=lambda page: (-float(scores[page]), page))

@@ -14,6 +14,7 @@ from triptych.kernels.hadamard import block_size
 from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import driver
+from triptych.kernels.select.reference import unrotated
 from triptych.kernels.select.score_tile import ScoreTile, score_tile_address
 from triptych.kernels.select.summary import (
     CODE_BYTES,
@@ -47,6 +48,7 @@ def summarize_pages(
             *arena.shape,
             layout.head_dim,
             *_form(summaries),
+            block_size(summaries.head_dim) if summaries.rotated else 0,
             tokens,
             positions,
             *parts[:PART_WORDS],
@@ -85,11 +87,11 @@ def select_pages(
     check_indices(slots, positions)
     check_lists(lists, rows, kv_heads)
     _check_sections(sections, summaries, kv_heads, dim)
-    query = query.float().contiguous()
+    query = unrotated(query.float(), known).contiguous()
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
     table = np.array([_row(*pair) for pair in zip(sections, summaries, strict=True)], np.int64)
     job = np.zeros(driver.JOB_WORDS, np.int64)
-    job[2:32] = (
+    job[2:31] = (
         query.data_ptr(),
         slots.data_ptr(),
         positions.data_ptr(),
@@ -114,15 +116,15 @@ def select_pages(
         *_form(known),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
     )
-    job[32:].view(np.float64)[:] = scale, rule.omitted_mass
+    job[31:].view(np.float64)[:] = scale, rule.omitted_mass
     if not driver.run_choice(job, team_address(), driver.choose_rows.address, team_threads()):
         raise ConfigError("select_pages: a slot, a token count or a list is out of range")
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:
-    """What the driver knows of how summaries lie: is it a box, codes, numbers, mixed channels."""
-    kind, mixed = summaries.kind, block_size(summaries.head_dim) if summaries.rotated else 0
-    return kind == "box", CODE_BYTES[kind], NUMBERS[kind], mixed
+    """What the driver knows of how summaries lie: is it a box, codes, numbers."""
+    kind = summaries.kind
+    return kind == "box", CODE_BYTES[kind], NUMBERS[kind]
 
 
 def _check_sections(

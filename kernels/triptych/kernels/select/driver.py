@@ -277,7 +277,7 @@ Job = namedtuple(
     "Job",
     "counter bad query slots positions rows kv_heads group dim sections section_count"
     " step lists list_slots ordinals list_slot list_head room counts count_slot count_head"
-    " keep budget sinks window is_box codes numbers mixed scores score_row score_head scale"
+    " keep budget sinks window is_box codes numbers scores score_row score_head scale"
     " omitted",
 )
 JOB_WORDS = len(Job._fields)
@@ -308,8 +308,8 @@ def _job(address):
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
         words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
         words[16], words[17], words[18], words[19], words[20], words[21], words[22], words[23],
-        words[24], words[25], words[26], words[27], words[28], words[29], words[30], words[31],
-        np.float32(numbers[32]), np.float32(numbers[33]),
+        words[24], words[25], words[26], words[27], words[28], words[29], words[30],
+        np.float32(numbers[31]), np.float32(numbers[32]),
     )  # fmt: skip
 
 
@@ -410,15 +410,10 @@ def _prepare(job, row, query):
     group, dim = job.group, job.dim
     near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
     second, sums = group * dim, 2 * group * dim
-    for index in range(group * dim):
-        query[index] = near[index] * job.scale
-    if job.mixed:
-        for head in range(group):
-            _unrotate(query[head * dim : (head + 1) * dim].reshape(dim, 1), job.mixed)
     for head in range(group):
         first_sum = second_sum = np.float32(0.0)
         for channel in range(head * dim, (head + 1) * dim):
-            number = query[channel]
+            number = near[channel] * job.scale
             if job.is_box:
                 first, other = max(number, np.float32(0.0)), min(number, np.float32(0.0))
             else:

@@ -16,6 +16,7 @@ from triptych.kernels.select.summary import (
     NUMBERS,
     TILE_PAGES,
     Kind,
+    tile_bytes,
 )
 from triptych.kernels.simd import FLOAT, I64, POINTER, Emitter, Value, vector
 
@@ -86,6 +87,8 @@ class _ScoreTileEmitter:
         with e.loop(I64(dim)) as channel:
             line = e.byte(self.at, self.build.mul(channel, I64(TILE_PAGES)))
             factors = self._factors(line, page)
+            if page == 0 and heads.start == 0:
+                self._prefetch(line)
             for slots, head in zip(sums, heads, strict=True):
                 numbers = [self._query(part, head, channel) for part in range(2)]
                 for (vector_, part), slot in zip(factors, slots, strict=True):
@@ -106,6 +109,14 @@ class _ScoreTileEmitter:
         means = [e.widen(e.byte(line, pair * away + page), 4, self.lanes) for pair in pairs]
         (above,) = e.widen(e.byte(line, len(pairs) * away + page), 8, self.lanes)
         return [*((mean, 0) for pair in means for mean in pair), (self.build.fmul(above, above), 1)]
+
+    def _prefetch(self, line: Value) -> None:
+        """Ask for the same channel of the next tile: between steps the weights push all of them out
+        of the caches, and a tile is too short for the processor to see where it leads."""
+        tile, away = self.tile, self.tile.head_dim * TILE_PAGES
+        for vector_ in range(CODE_BYTES[tile.kind]):
+            next_ = tile_bytes(tile.kind, tile.head_dim) + vector_ * away
+            self.emit_.prefetch(self.emit_.byte(line, next_))
 
     def _query(self, part: int, head: int, channel: Value) -> Value:
         near = self.emit_.byte(self.query, 4 * (part * self.tile.group + head) * self.tile.head_dim)

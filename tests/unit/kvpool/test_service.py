@@ -82,15 +82,16 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float:
     return float("inf")
 
 
-def test_pages_of_a_killed_worker_are_free_within_a_second(
+def test_pages_of_a_killed_worker_are_free_long_before_its_lease_ends(
     make_server: MakeServer, spawn: Spawn, tmp_path: Path
 ) -> None:
-    server = make_server()
+    """Half a second on a machine with nothing else to do; a lease here takes ten minutes."""
+    server = make_server(lease_ttl_s=600.0)
     child = spawn("worker_process.py", server.address, "victim", tmp_path)
     assert said(child) == "holding"
     assert server.stat().by_request == {"r": 50}
     child.send_signal(signal.SIGKILL)  # and nobody waits for it: it stays a zombie
-    assert wait_until(lambda: server.stat().held_pages == 0, 2.0) <= 1.0
+    assert wait_until(lambda: server.stat().held_pages == 0, 20.0) < 20.0
     ledger = server.stat()
     assert (ledger.free_pages, ledger.reclaimed_workers_total) == (ledger.pages, 1)
     assert ledger.reclaimed_pages_total >= 150

@@ -84,23 +84,23 @@ def _box(keys, first, second):
 @kernel
 def _unrotate(vectors, mixed):
     """Multiply by ``hadamard`` in place; channels are the first axis, [d, tokens]."""
-    span = 1
-    while span < mixed:
-        for first in range(0, len(vectors), 2 * span):
-            for channel in range(first, first + span):
-                _butterfly(vectors[channel], vectors[channel + span])
+    # Slices cost more than sums, so neighbouring channels that take part alike are one row.
+    flat, tokens = vectors.reshape(vectors.size), vectors.shape[1]
+    span = tokens
+    while span < mixed * tokens:
+        for low in range(0, len(flat), 2 * span):
+            _butterfly(flat[low : low + span], flat[low + span : low + 2 * span])
         span *= 2
     share = np.float32(1.0 / np.sqrt(mixed))
-    for channel in range(len(vectors)):
-        for token in range(vectors.shape[1]):
-            vectors[channel, token] *= share
+    for number in range(len(flat)):
+        flat[number] *= share
 
 
 @kernel
 def _butterfly(low, high):
-    for token in range(len(low)):
-        number, other = low[token], high[token]
-        low[token], high[token] = number + other, number - other
+    for each in range(len(low)):
+        number, other = low[each], high[each]
+        low[each], high[each] = number + other, number - other
 
 
 @kernel

@@ -7,7 +7,8 @@ import triton.language as tl
 
 PAGES = tl.constexpr(16)
 BLOCKS = tl.constexpr(4)
-"""``TILE_PAGES`` and ``BLOCKS`` of ``summary``, as kernels need them."""
+POSITIONS = tl.constexpr(2)
+"""``TILE_PAGES``, ``BLOCKS`` and ``POSITIONS`` of ``summary``, as kernels need them."""
 
 
 @triton.jit
@@ -30,13 +31,14 @@ def score_tiles(
     place = tl.arange(0, PAGES)
     page = tl.program_id(0) * PAGES + place
     codes: tl.constexpr = (2 if IS_BOX else 3) * DIM
+    numbers_end: tl.constexpr = codes + 4 * (4 if IS_BOX else 3 * BLOCKS)
     tile = memory + slot * by_slot + head * by_head
-    tile += tl.program_id(0) * PAGES * (codes + (24 if IS_BOX else 56))
+    tile += tl.program_id(0) * PAGES * (numbers_end + 4 * POSITIONS)
     channel = tl.arange(0, WIDE)
     inside = channel < DIM
     at = tile + channel[:, None] * PAGES + place[None, :]
     numbers = (tile + codes * PAGES).to(tl.pointer_type(tl.float32)) + place
-    ends = (tile + (codes + (16 if IS_BOX else 48)) * PAGES).to(tl.pointer_type(tl.int32)) + place
+    ends = (tile + numbers_end * PAGES).to(tl.pointer_type(tl.int32)) + place
     near = query + ((request * tl.num_programs(1) + head) * G).to(tl.int64) * DIM
     row = (request * tl.num_programs(1) + head).to(tl.int64)
     best = tl.full([PAGES], float("-inf"), tl.float32)

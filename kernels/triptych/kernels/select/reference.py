@@ -243,16 +243,24 @@ def decoded_box(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Ten
 def decoded_moments(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
     """Means and deviations of all blocks of a head row, [BLOCKS, pages, d] each."""
     codes, numbers = _of_row(summaries, slot, head)
-    pairs, above = codes[:-1], codes[-1]
-    code = torch.stack([pairs % 16, pairs.div(16, rounding_mode="floor")], 1).flatten(0, 1)
     scale, low, spread = numbers.unflatten(0, (BLOCKS, 3)).unbind(1)
-    return code * scale + low, above * spread
+    return codes[:-1] * scale + low, codes[-1] * spread
 
 
 def _of_row(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]:
-    """Codes [``CODE_BYTES``, pages, d] and numbers [``NUMBERS``, pages, 1] of a head row."""
-    codes = summaries.codes[slot, head].float().permute(1, 0, 3, 2).flatten(1, 2)
+    """Codes [vectors, pages, d] and numbers [``NUMBERS``, pages, 1] of a head row."""
+    codes = whole_codes(summaries)[slot, head].float().permute(1, 0, 3, 2).flatten(1, 2)
     return codes, summaries.numbers[slot, head].transpose(0, 1).flatten(1)[..., None]
+
+
+def whole_codes(summaries: Summaries) -> Tensor:
+    """A byte for each number of each vector: uint8 [S, KH, tiles, vectors, d, pages of a tile]."""
+    codes = summaries.codes
+    if summaries.kind == "box":
+        return codes
+    pairs, deviation = codes[:, :, :, :-1], codes[:, :, :, -1:]
+    means = torch.stack([pairs & 15, pairs >> 4], 4).flatten(3, 4)
+    return torch.cat([means, deviation], 3)
 
 
 def block_logits(

@@ -3,6 +3,7 @@
 # torch and transformers leave tolist and from_pretrained untyped.
 """Baselines on a tiny model: masks do what dropping and not reading do, at equal bytes."""
 
+import itertools
 from pathlib import Path
 from typing import Any, cast
 
@@ -200,9 +201,8 @@ def score(rank: str, step: Step, head: int, query: int, page: int, size: int) ->
 
 def by_quarters(query: Tensor, keys: Tensor) -> float:
     """The most that three deviations above the mean of a quarter of a page's keys make."""
-    size = len(keys)
-    quarters = [keys[n * size // 4 :][: max(1, (n + 1) * size // 4 - n * size // 4)]
-                for n in range(4)]  # fmt: skip
+    bounds = [quarter * len(keys) // 4 for quarter in range(5)]
+    quarters = [keys[start : max(start + 1, end)] for start, end in itertools.pairwise(bounds)]
     away = torch.cat([quarter - quarter.mean(0) for quarter in quarters]).square().mean(0)
     reach = (query.square() * away).sum().sqrt()
     return max(

@@ -1,12 +1,16 @@
 """How kernels see pages: typed views of an arena, and the page tables of a batch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,19 @@ class Section:
 
     So two sections share one table, one from each side (DiffKV's bidirectional page table).
     """
+    _known: dict[Hashable, Any] = field(
+        default_factory=dict[Hashable, Any], init=False, repr=False, compare=False
+    )
+
+    def recall(self, find: Callable[..., T], *about: Hashable) -> T:
+        """``find(self, *about)``, found once: checks and addresses of tensors, which do not move.
+
+        A step asks each layer's sections again, and finding out takes longer than a few pages do.
+        """
+        key = (find, *about)
+        if key not in self._known:
+            self._known[key] = find(self, *about)
+        return self._known[key]
 
     @property
     def forward_pages(self) -> Tensor:
@@ -90,10 +107,14 @@ def check_arena(arena: Tensor, layout: PageLayout) -> None:
     """Raise ``ConfigError`` unless ``arena`` is contiguous bytes in pages of ``layout``."""
     if arena.dtype != torch.uint8 or not arena.is_contiguous() or arena.dim() != 2:
         raise ConfigError(f"arena {tuple(arena.shape)} {arena.dtype}: expected uint8 [P, bytes]")
-    if arena.shape[1] != layout.page_bytes:
+    check_page_bytes(arena.shape[1], layout)
+
+
+def check_page_bytes(page_bytes: int, layout: PageLayout) -> None:
+    """Raise ``ConfigError`` unless pages of ``layout`` have so many bytes."""
+    if page_bytes != layout.page_bytes:
         raise ConfigError(
-            f"pages of the arena have {arena.shape[1]} bytes, those of the layout "
-            f"{layout.page_bytes}"
+            f"pages of the arena have {page_bytes} bytes, those of the layout {layout.page_bytes}"
         )
 
 

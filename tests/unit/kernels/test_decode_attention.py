@@ -227,3 +227,28 @@ def test_a_window_without_positions_is_an_error(new_cache: NewCache) -> None:
     section, slots = cache.fill("k8v4", [[4]]).section, torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ConfigError, match="positions"):
         decode_attention(torch.randn(1, 1, 64), cache.arena, [section], slots, scale=1, window=3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_section_that_was_read_before_may_change(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(64)
+    section = cache.fill("k8v4", [[90, 70]]).section
+    query, slots = torch.randn(1, 6, 64), torch.zeros(1, dtype=torch.int32)
+    for _ in range(3):
+        section.tokens[0, 0] -= 25
+        section.pages[0, 1, :2] = section.pages[0, 1, :2].flip(0)
+        found, wanted = (
+            decode_attention.on(name)(query, cache.arena, [section], slots, scale=0.125)
+            for name in (backend, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_a_section_is_an_error_also_after_what_did(new_cache: NewCache) -> None:
+    cache = new_cache(64)
+    section, slots = cache.fill("k8v4", [[40, 40]]).section, torch.zeros(1, dtype=torch.int32)
+    attend = decode_attention.on("cpu")
+    attend(torch.randn(1, 6, 64), cache.arena, [section], slots, scale=1.0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="head_dim 64"):
+            attend(torch.randn(1, 6, 32), cache.arena, [section], slots, scale=1.0)

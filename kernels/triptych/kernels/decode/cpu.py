@@ -6,6 +6,7 @@ from math import e, log2
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
@@ -13,7 +14,7 @@ from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.decode import driver
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
 from triptych.kernels.lists import PageLists, check_lists
-from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.pages import Section, check_arena, check_indices, check_page_bytes
 
 
 def decode_attention(
@@ -89,12 +90,9 @@ def _attend(
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
     group = heads // kv_heads
-    steps = [
-        PageStep(section.layout, group, traits.window > 0, traits.softcap > 0, weight > 0)
-        for section in sections
-    ]
-    for section in sections:
-        _check(section, arena, kv_heads, dim)
+    check_arena(arena, sections[0].layout)
+    form = arena.shape[1], kv_heads, dim, group, traits.window > 0, traits.softcap > 0, weight > 0
+    known = [section.recall(_words_and_scratch, form) for section in sections]
     check_indices(slots, *(() if positions is None else (positions,)))
     if traits.window > 0 and positions is None:
         raise ConfigError("decode attention: a window needs the positions of the queries")
@@ -103,7 +101,7 @@ def _attend(
     query = query.float().contiguous()
     slots = slots.contiguous()
     asked = slots if positions is None else positions.contiguous()
-    table = np.array([_row(*pair) for pair in zip(sections, steps, strict=True)])
+    table = np.concatenate([words for words, _ in known])
     job = np.zeros(driver.JOB_WORDS, np.int64)
     job[:16] = (
         query.data_ptr(),
@@ -116,10 +114,10 @@ def _attend(
         kv_heads,
         group,
         dim,
-        max(scratch_floats(step) for step in steps),
+        max(floats for _, floats in known),
         traits.window,
         table.ctypes.data,
-        len(table),
+        len(known),
         0 if lse is None else lse.data_ptr(),
     )
     job[16:19].view(np.float64)[:] = (*traits.factors, weight)
@@ -151,21 +149,34 @@ def _is_plain_float(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
-def _check(section: Section, arena: Tensor, kv_heads: int, dim: int) -> None:
-    """Raise ``ConfigError`` unless vector code can be made for the section's pages."""
-    check_arena(arena, section.layout)
+Form = tuple[int, int, int, int, bool, bool, bool]
+"""Of a call: bytes of a page, KV heads, head_dim, query heads of one, and is there a window, a cap,
+and a weight."""
+
+
+def _words_and_scratch(section: Section, form: Form) -> tuple[NDArray[np.int64], int]:
+    """What the driver knows of a section, and the floats of scratch that its pages need.
+
+    Raises:  ConfigError unless vector code can be made for the section's pages
+    """
+    page_bytes, kv_heads, dim, group, *flags = form
+    layout = section.layout
+    check_page_bytes(page_bytes, layout)
     check_indices(section.pages, section.tokens)
-    form = section.layout.format
-    if section.layout.head_dim != dim or dim % 16 or section.tokens.shape[1] != kv_heads:
+    if layout.head_dim != dim or dim % 16 or section.tokens.shape[1] != kv_heads:
         raise ConfigError(
             f"decode attention: section of {section.tokens.shape[1]} KV heads, head_dim "
-            f"{section.layout.head_dim}: expected {kv_heads}, {dim} (a multiple of 16)"
+            f"{layout.head_dim}: expected {kv_heads}, {dim} (a multiple of 16)"
         )
-    if form.key_groups > 1 or form.value_groups > 1:
-        raise ConfigError(f"decode attention on the CPU reads one group per vector: {form}")
+    if layout.format.key_groups > 1 or layout.format.value_groups > 1:
+        raise ConfigError(
+            f"decode attention on the CPU reads one group per vector: {layout.format}"
+        )
+    step = PageStep(layout, group, *flags)
+    return np.array(_words(section, step)), scratch_floats(step)
 
 
-def _row(section: Section, step: PageStep) -> tuple[int, ...]:
+def _words(section: Section, step: PageStep) -> tuple[int, ...]:
     """What the driver knows of a section; its columns are named there."""
     pages, tokens = section.pages, section.tokens
     slot, head, entry = pages.stride()

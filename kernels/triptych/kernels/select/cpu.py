@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
@@ -86,10 +87,14 @@ def select_pages(
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
     check_indices(slots, positions)
     check_lists(lists, rows, kv_heads)
-    _check_sections(sections, summaries, kv_heads, dim)
     query = unrotated(query.float(), known).contiguous()
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
-    table = np.array([_row(*pair) for pair in zip(sections, summaries, strict=True)], np.int64)
+    table = np.concatenate(
+        [
+            section.recall(_words, part, kv_heads, dim)
+            for section, part in zip(sections, summaries, strict=True)
+        ]
+    )
     job = np.zeros(driver.JOB_WORDS, np.int64)
     job[2:31] = (
         query.data_ptr(),
@@ -100,7 +105,7 @@ def select_pages(
         heads // kv_heads,
         dim,
         table.ctypes.data,
-        len(table),
+        len(sections),
         score_tile_address(ScoreTile(known.kind, heads // kv_heads, dim, rule.omitted_mass > 0)),
         lists_of.data_ptr(),
         min(lists.ordinals.shape[0], lists.counts.shape[0]),
@@ -127,19 +132,20 @@ def _form(summaries: Summaries) -> tuple[int, ...]:
     return kind == "box", CODE_BYTES[kind], NUMBERS[kind]
 
 
-def _check_sections(
-    sections: Sequence[Section], summaries: Sequence[Summaries | None], kv_heads: int, dim: int
-) -> None:
-    for section, known in zip(sections, summaries, strict=True):
-        check_indices(section.tokens)
-        fits = known is None or (known.head_dim == dim and known.memory.shape[1] == kv_heads)
-        if section.tokens.shape[1] != kv_heads or not fits:
-            raise ConfigError(f"select_pages: expected {kv_heads} KV heads of head_dim {dim}")
+def _words(
+    section: Section, summaries: Summaries | None, kv_heads: int, dim: int
+) -> NDArray[np.int64]:
+    """What the driver knows of a section; its columns are named there.
 
-
-def _row(section: Section, summaries: Summaries | None) -> tuple[int, ...]:
-    """What the driver knows of a section; its columns are named there."""
+    Raises:  ConfigError unless it fits its summaries and the queries
+    """
     tokens = section.tokens
+    check_indices(tokens)
+    fits = summaries is None or (
+        summaries.head_dim == dim and summaries.memory.shape[1] == kv_heads
+    )
+    if tokens.shape[1] != kv_heads or not fits:
+        raise ConfigError(f"select_pages: expected {kv_heads} KV heads of head_dim {dim}")
     slots = min(tokens.shape[0], section.pages.shape[0])
     if summaries is None:
         known = (0, 0, 0, 0)
@@ -148,4 +154,4 @@ def _row(section: Section, summaries: Summaries | None) -> tuple[int, ...]:
         slots = min(slots, memory.shape[0])
         known = (memory.data_ptr(), *memory.stride()[:2], memory.shape[2])
     room = section.layout.tokens, section.pages.shape[2]
-    return (*room, tokens.data_ptr(), *tokens.stride(), slots, *known)
+    return np.array((*room, tokens.data_ptr(), *tokens.stride(), slots, *known), np.int64)

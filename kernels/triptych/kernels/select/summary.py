@@ -57,7 +57,7 @@ def block_ends(tokens: int) -> list[tuple[int, int]]:
     return [(start, max(start + 1, end)) for start, end in zip(starts, ends, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Summaries:
     """Summaries of the full pages of one section, in the order of the section's page lists.
 

@@ -45,7 +45,7 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@echo "==> prometheus"
 	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow, integration and end-to-end tests"
-	@$(BIN)/pytest -q tests -m "$(SLOW)"
+	@$(BIN)/pytest -q --durations=20 --durations-min=5 tests -m "$(SLOW)"
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \

@@ -2,12 +2,12 @@
 
     python benchmarks/budget.py --json benchmarks/results/budget.json
 
-More requests wait than fit. The batch is counted at every decode step while some still wait, so it
-is the batch that the memory sustains; prefill takes its raw pages from the same budget.
+More requests wait than fit; their prompts are different pieces of text. The batch is counted at
+every decode step while some still wait, so it is the batch that the memory sustains; prefill takes
+its raw pages from the same budget.
 """
 
 import argparse
-import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +20,9 @@ from triptych.core.config import MIB, AppConfig
 from triptych.core.messages import Sampling, Send
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.local import LocalServer
-
-VOCAB = 49_152
+from triptych.workers.models import resolve
+from triptych.workers.quality.texts import documents
+from triptych.workers.quality.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Row:
     seconds: float
 
 
-def measure(policy: str, budget: int, requests: int, prompt: int, answer: int) -> Row:
+def measure(policy: str, budget: int, prompts: Sequence[Sequence[int]], answer: int) -> Row:
     config = AppConfig.from_mapping(
         {
             "compressor": {"policy": policy},
@@ -47,7 +48,7 @@ def measure(policy: str, budget: int, requests: int, prompt: int, answer: int) -
             "decode": {"max_batch_requests": 64},
         }
     )
-    generator, steps = random.Random(0), list[tuple[int, float]]()
+    requests, steps = len(prompts), list[tuple[int, float]]()
     original = DecodeEngine.step
 
     def step(engine: DecodeEngine) -> Iterable[Send]:
@@ -58,10 +59,9 @@ def measure(policy: str, budget: int, requests: int, prompt: int, answer: int) -
 
     with LocalServer(config) as server, patch.object(DecodeEngine, "step", step):
         sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        prompts = [[generator.randrange(VOCAB) for _ in range(prompt)] for _ in range(requests)]
         start, begun = time.perf_counter(), set[str]()
         crowded = 0
-        for event in server.stream([server.request(asked, sampling) for asked in prompts]):
+        for event in server.stream([server.request(list(asked), sampling) for asked in prompts]):
             if len(begun) < requests:
                 begun.add(event.request)
                 crowded = len(steps)
@@ -88,8 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     host = host_info()
+    encode = Vocabulary(resolve(AppConfig().model.name)).encode
+    texts = documents(
+        encode, "evaluation", context=options.prompt, continuation=1, count=options.requests
+    )
+    prompts = [text.context for text in texts]
     rows = [
-        measure(policy, options.budget_mib * MIB, options.requests, options.prompt, options.answer)
+        measure(policy, options.budget_mib * MIB, prompts, options.answer)
         for policy in options.policies.split(",")
     ]
     columns = list(asdict(rows[0]))

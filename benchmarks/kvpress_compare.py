@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from triptych.cli.commas import integers, words
+from triptych.cli.commas import integers, words, words_or_none
 from triptych.cli.evaluate import show_results
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import write_json
@@ -67,7 +67,7 @@ def study_of(options: argparse.Namespace) -> Study:
         | {
             "methods": tuple(words(options.methods)),
             "contexts": tuple(integers(options.contexts)),
-            "tasks": tuple(words(options.tasks)),
+            "tasks": words_or_none(options.tasks),
         }
     )
 

@@ -8,6 +8,11 @@ def words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def words_or_none(text: str) -> tuple[str, ...]:
+    """Split ``a,b``; ``none`` says that there is none."""
+    return () if text.strip() == "none" else tuple(words(text))
+
+
 def numbers(text: str) -> list[float]:
     """Read ``0.5,2``.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.commas import integers, words
+from triptych.cli.commas import integers, words, words_or_none
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.servefile import read_serve_file
@@ -109,7 +109,7 @@ def quality(
         documents=documents,
         steps=steps,
         split="calibration" if calibration else "evaluation",
-        tasks=() if quick or tasks == "none" else tuple(words(tasks)),
+        tasks=() if quick else words_or_none(tasks),
         task_context=task_context,
         task_count=task_count,
         greedy_tokens=0 if quick else greedy_tokens,
@@ -186,12 +186,12 @@ def ablate_command(
 
     plan = Ablation(
         model=model,
-        axes=() if axes == "none" else tuple(words(axes)),
+        axes=words_or_none(axes),
         seeds=seeds,
         context=context,
         documents=documents,
         steps=steps,
-        tasks=() if tasks == "none" else tuple(words(tasks)),
+        tasks=words_or_none(tasks),
         methods=tuple(words(methods)) or DIAGNOSED,
         task_context=task_context,
         task_count=task_count,

@@ -234,12 +234,9 @@ def test_no_key_has_a_larger_logit_than_its_box(name: str, rotated: bool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_key_of_a_hundred_thousand_pages_has_a_larger_logit_than_its_box(
-    name: str, rotated: bool
-) -> None:
-    assert sum(violations(name, 4_000, rotated) for _ in range(25)) == 0
+def test_no_key_of_a_hundred_thousand_pages_has_a_larger_logit_than_its_box(name: str) -> None:
+    assert sum(violations(name, 4_000, rotated=bool(turn % 2)) for turn in range(25)) == 0
 
 
 # ---------------------------------------------------------------- choosing

@@ -339,7 +339,8 @@ def _choose(job, sections, row, keys, found, query, masses):
         if job.scores:
             _tell(job, request, head, keys[:pages])
         if job.omitted > 0:
-            budget = max(budget, _enough(keys[:pages], masses[:, :pages], job.omitted))
+            shares, powers = masses[: job.group, :pages], masses[job.group :, :pages]
+            budget = max(budget, _enough(keys[:pages], shares, powers, job.omitted))
             if budget > job.room:
                 return False
     ordinals = carray(
@@ -428,69 +429,84 @@ def _prepare(job, row, query):
 def _score(job, sections, slot, head, keys, found, query, masses):
     """Replace the marks of pages that compete by the keys of their scores.
 
-    ``found`` has room for the scores of a tile, and for the expected logits of its blocks. Those
-    of whole pages go to ``masses``, if that has room.
+    ``found`` has room for the scores of a tile, and for its masses. Those of all pages go to
+    ``masses``, if that has room; what has no summary has none.
     """
-    start = np.int64(0)
-    bits, means = found[0].view(np.int32), found[1:]
-    masses[:] = -np.inf
+    start, has_masses = np.int64(0), job.omitted > 0
+    bits, of_tile = found[0].view(np.int32), found[1:]
+    about_tile = query[2 * job.group * (job.dim + 1) :]
     for section in sections:
         offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
         tokens = np.int64(_word(section[TOKENS], offset))
-        full = _competing(section, tokens)
+        full, pages = _competing(section, tokens), -(-tokens // section[ROOM])
+        if has_masses:
+            for block in range(BLOCKS):
+                first, end = _block(block, section[ROOM])
+                about_tile[block] = end - first
+            masses[: job.group, start + full : start + pages] = 0.0
+            masses[job.group :, start + full : start + pages] = -np.inf
         for first in range(0, full, TILE_PAGES):
+            here = min(TILE_PAGES, full - first)
+            about_tile[BLOCKS] = here
             tile = _tile(job, section, slot, head, first)
             call_score_tile(
-                job.step, tile, query.ctypes.data, found.ctypes.data, means.ctypes.data
+                job.step, tile, query.ctypes.data, found.ctypes.data, of_tile.ctypes.data
             )  # fmt: skip
-            if job.omitted > 0:
-                here = min(TILE_PAGES, full - first)
-                _add_blocks(means, section[ROOM], masses[:, start + first : start + first + here])
-            for page in range(min(TILE_PAGES, full - first)):
+            if has_masses:
+                masses[:, start + first : start + first + here] = of_tile[:, :here]
+            for page in range(here):
                 if keys[start + first + page] != FORCED:
                     keys[start + first + page] = _key(bits[page])
-        start += -(-tokens // section[ROOM])
+        start += pages
 
 
 @kernel
-def _add_blocks(means, room, masses):
-    """Logarithms of what pages are expected to receive, from those of a token of each block.
-
-    Shapes:  means [G * BLOCKS, TILE_PAGES], masses [G, pages]
-    """
-    for head in range(len(masses)):
-        for page in range(masses.shape[1]):
-            peak = means[head * BLOCKS : (head + 1) * BLOCKS, page].max()
-            total = np.float32(0.0)
-            for block in range(BLOCKS):
-                start, end = _block(block, room)
-                total += (end - start) * np.exp(means[head * BLOCKS + block, page] - peak)
-            masses[head, page] = peak + np.log(total)
-
-
-@kernel
-def _enough(keys, masses, omitted):
+def _enough(keys, masses, powers, omitted):
     """The fewest pages, best first, that leave no head more than its share ``omitted``.
 
-    ``masses`` are logarithms; they become shares. Pages of equal scores are taken together.
+    A page is expected to receive ``masses * 2**powers``; masses become shares. Pages of equal
+    scores are taken together.
     """
     for head in range(len(masses)):
-        peak = masses[head].max()
+        peak = powers[head].max()
         if peak == -np.inf:
             return 0
-        masses[head] = np.exp(masses[head] - peak)
-        masses[head] /= masses[head].sum()
-    low, high = np.int64(LOWEST), np.int64(FORCED) + 1
-    while high - low > 1:
+        _to_shares(masses[head], powers[head], peak)
+    low, high = np.int64(LOWEST), np.int64(FORCED)
+    enough, few = len(keys), _count(keys, FORCED)
+    if _fits(keys, masses, FORCED, omitted):
+        return np.int64(few)
+    while enough - few > 1 and high - low > 1:
         middle = (low + high) >> 1
-        fits = True
-        for head in range(len(masses)):
-            fits = fits and _left(keys, masses[head], np.int32(middle)) <= omitted
-        if fits:
-            low = middle
+        count = _count(keys, np.int32(middle))
+        if _fits(keys, masses, np.int32(middle), omitted):
+            low, enough = middle, count
         else:
-            high = middle
-    return np.int64(_count(keys, np.int32(low)))
+            high, few = middle, count
+    return np.int64(enough)
+
+
+@kernel
+def _to_shares(masses, powers, peak):
+    """Next to one another, pages mostly have the same power."""
+    total, power, factor = np.float32(0.0), peak, np.float32(1.0)
+    for page in range(len(masses)):
+        if powers[page] != power:
+            power = powers[page]
+            factor = np.float32(np.exp2(power - peak))
+        masses[page] *= factor
+        total += masses[page]
+    for page in range(len(masses)):
+        masses[page] /= total
+
+
+@kernel
+def _fits(keys, shares, least, omitted):
+    """Whether pages below a key receive no more than ``omitted`` of any head."""
+    most = np.float32(0.0)
+    for head in range(len(shares)):
+        most = max(most, _left(keys, shares[head], least))
+    return most <= omitted
 
 
 @summing_kernel
@@ -520,16 +536,16 @@ def _tell(job, request, head, keys):
 def _list(keys, count, ordinals):
     """The ``count`` largest keys, of equal ones the first, in ascending order of their places.
 
-    The smallest of them is found by bisection over all integers: 32 passes, each as fast as
-    reading the keys, whatever they are.
+    The smallest of them is found by bisection over all integers: 32 passes at most, each as fast
+    as reading the keys, whatever they are.
     """
     low, high = np.int64(LOWEST), np.int64(FORCED) + 1
     while high - low > 1:
         middle = (low + high) >> 1
-        if _count(keys, np.int32(middle)) >= count:
-            low = middle
-        else:
-            high = middle
+        found = _count(keys, np.int32(middle))
+        low, high = (middle, high) if found >= count else (low, middle)
+        if found == count:
+            break
     least = np.int32(low)
     equal = count - (_count(keys, np.int32(low + 1)) if least != FORCED else 0)
     written = 0
@@ -557,9 +573,9 @@ def choose_rows(address):
     for section in sections:
         most += section[WIDTH]
     keys = np.empty(most, np.int32)
-    found = np.empty((1 + job.group * BLOCKS, TILE_PAGES), np.float32)
-    masses = np.empty((job.group, most if job.omitted > 0 else 0), np.float32)
-    query = np.empty(2 * job.group * (job.dim + 1), np.float32)
+    found = np.empty((1 + 2 * job.group, TILE_PAGES), np.float32)
+    masses = np.empty((2 * job.group, most if job.omitted > 0 else 0), np.float32)
+    query = np.empty(2 * job.group * (job.dim + 1) + BLOCKS + 1, np.float32)
     lists = carray(pointer(job.lists), job.rows, np.int32)
     while True:
         row = fetch_add(address, 1)

@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from math import exp, log2
 from typing import Any
 
 from llvmlite import ir
@@ -29,24 +30,20 @@ class ScoreTile:
     group: int
     """Query heads per KV head."""
     head_dim: int
-    has_means: bool = False
-    """Also says what is expected of the logits of each block, as ``reference.expected`` does."""
-
-
-def query_floats(group: int, head_dim: int) -> int:
-    """Floats of what the function knows of the queries: two vectors of each, and their sums."""
-    return 2 * group * (head_dim + 1)
+    has_masses: bool = False
+    """Also says what pages are expected to receive, as ``reference.expected`` does."""
 
 
 @cache
 def score_tile_address(tile: ScoreTile) -> int:
-    """Machine code of ``void(tile, query, scores, means)``: the largest score of a page's heads.
+    """Machine code of ``void(tile, query, scores, masses)``: the largest score of a page's heads.
 
     tile: address of codes, numbers and positions of ``TILE_PAGES`` pages; query: floats
-    [2, G, d] and their sums [2, G]; scores: room for ``TILE_PAGES`` floats; means: room for
-    [G, ``BLOCKS``, ``TILE_PAGES``], where asked for. The vectors are those that the summary is
-    multiplied by: the positive and the negative part of a query for a box, the query and its
-    squares for moments.
+    [2, G, d], their sums [2, G], tokens of each block, and how many pages of the tile there are;
+    scores: room for ``TILE_PAGES`` floats; masses: room for [2, G, ``TILE_PAGES``] floats, where
+    asked for. The vectors are those that the summary is multiplied by: the positive and the
+    negative part of a query for a box, the query and its squares for moments. A mass is the first
+    of its two numbers times 2 to the second, which pages of a tile share; 0 where is no page.
     """
     module = ir.Module("score_tile")
     kind = ir.FunctionType(ir.VoidType(), (POINTER, POINTER, POINTER, POINTER))
@@ -63,7 +60,7 @@ class _ScoreTileEmitter:
         self.emit_ = Emitter(builder)
         self.build: Any = builder
         self.tile = tile
-        self.at, self.query, self.scores, self.means = arguments
+        self.at, self.query, self.scores, self.masses = arguments
         self.lanes = min(TILE_PAGES, vector_lanes())
         most = 24 if vector_lanes() == 16 else 10  # sums that registers hold beside the codes
         self.products = 2 if tile.kind == "box" else BLOCKS + 1
@@ -133,24 +130,46 @@ class _ScoreTileEmitter:
     def _moments(self, page: int, head: int, products: list[Value], numbers: list[Value]) -> Value:
         e, build = self.emit_, self.build
         variance, total, best = products[-1], self._sum(0, head), None
-        deviation = e.sqrt(variance)
+        deviation, logits = e.sqrt(variance), list[Value]()
         for block in range(BLOCKS):
             scale, zero, spread = numbers[3 * block : 3 * block + 3]
             mean = e.fma(products[block], scale, build.fmul(zero, total))
-            if self.tile.has_means:
+            if self.tile.has_masses:
                 square = build.fmul(variance, build.fmul(spread, spread))
-                expected = e.fma(square, e.constant(0.5, square), mean)
-                at = 4 * ((head * BLOCKS + block) * TILE_PAGES + page)
-                e.store(expected, e.byte(self.means, at))
+                logits.append(e.fma(square, e.constant(0.5, square), mean))
             away = build.fmul(deviation, spread)
             score = e.fma(away, e.constant(DEVIATIONS, away), mean)
             best = score if best is None else e.maximum(score, best)
+        if self.tile.has_masses:
+            self._store_masses(page, head, logits)
         return best
+
+    def _store_masses(self, page: int, head: int, logits: list[Value]) -> None:
+        """Logits are those that a token of each block is expected to have."""
+        e, build, group = self.emit_, self.build, self.tile.group
+        powers = [build.fmul(logit, e.constant(log2(exp(1)), logit)) for logit in logits]
+        lanes = ir.Constant(powers[0].type, [float(page + lane) for lane in range(self.lanes)])
+        is_there = build.fcmp_ordered("<", lanes, self._query_number(2 * group + BLOCKS))
+        peak = powers[0]
+        for power in powers[1:]:
+            peak = e.maximum(power, peak)
+        peak = e.largest(build.select(is_there, peak, e.constant(-1e30, peak)))
+        peak = e.splat(peak, self.lanes)
+        nothing = mass = e.constant(0.0, peak)
+        for block, power in enumerate(powers):
+            tokens = self._query_number(2 * group + block)
+            mass = e.fma(e.exp2(build.fsub(power, peak)), tokens, mass)
+        for part, numbers in enumerate((build.select(is_there, mass, nothing), peak)):
+            e.store(numbers, e.byte(self.masses, 4 * ((part * group + head) * TILE_PAGES + page)))
 
     def _sum(self, part: int, head: int) -> Value:
         """The sum of one of a query's vectors, in all lanes."""
+        return self._query_number(part * self.tile.group + head)
+
+    def _query_number(self, index: int) -> Value:
+        """Of the numbers behind the vectors of the queries, in all lanes."""
         e, tile = self.emit_, self.tile
-        at = 4 * (2 * tile.group * tile.head_dim + part * tile.group + head)
+        at = 4 * (2 * tile.group * tile.head_dim + index)
         return e.splat(e.load(e.byte(self.query, at), FLOAT), self.lanes)
 
     def _number(self, index: int, page: int) -> Value:

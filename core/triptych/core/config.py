@@ -281,7 +281,8 @@ class SelectionConfig:
 
     omitted_mass: float = 0.0
     """More pages are read until the others are expected to receive no more than this share of the
-    attention to pages that compete; an estimate (``moments`` alone). 0: no more are."""
+    attention to pages that compete; an estimate (``moments`` alone) that misses single keys in long
+    contexts. 0: no more are."""
 
     sink_tokens: int = 4
     """First tokens whose pages are read in any case: attention rests on them."""

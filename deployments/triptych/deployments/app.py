@@ -37,6 +37,9 @@ from triptych.workers.tokenizer import open_tokenizer
 
 UNLIMITED = 1_000_000
 """The router queues and refuses; Serve must not do it a second time, by count."""
+COMMON: dict[str, Any] = {"max_ongoing_requests": UNLIMITED, "health_check_period_s": 1}
+INNER: dict[str, Any] = {**COMMON, "graceful_shutdown_wait_loop_s": 0.1}
+"""What stands behind the ingress need not wait, as that does, for proxies to look elsewhere."""
 
 
 def build_app(args: dict[str, object]) -> Application:
@@ -111,9 +114,8 @@ def wire(plans: Sequence[AppPlan]) -> Application:
         IngressShell,
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
-        max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
-        health_check_period_s=1,
+        **COMMON,
     ).bind(plan, routers, workers, *pools)
 
 
@@ -122,9 +124,8 @@ def _router(plan: AppPlan) -> Application:
     return serve.deployment(
         RouterShell,
         name=plan.named("Router"),
-        max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": here},
-        health_check_period_s=1,
+        **INNER,
     ).bind(plan)
 
 
@@ -135,9 +136,8 @@ def _pools(plan: AppPlan) -> Application:
         PoolShell,
         name=plan.named("Pool"),
         max_replicas_per_node=1,
-        max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": 0, "resources": sliver(where)},
-        health_check_period_s=1,
+        **INNER,
     )
     if plan.nodes > 1:
         pools = pools.options(autoscaling_config=on_every_node(where, plan.nodes))
@@ -155,8 +155,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
         WorkerShell,
         name=plan.named(names[stage] if len(members) == 1 else "Worker"),
         **_replicas(plan.config, stage),
-        max_ongoing_requests=UNLIMITED,
-        health_check_period_s=1,
+        **INNER,
         ray_actor_options={
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,

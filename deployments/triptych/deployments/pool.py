@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from triptych.deployments import rundir
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.site import Site
-from triptych.kvpool import PoolServer, PrefixSettings, is_guest
+from triptych.kvpool import PREFIX_WORKER, PoolServer, PrefixSettings, is_guest
 
 LEAVING_S = 5.0
 """How long a pool that is told to leave waits for the workers to do so before it."""
@@ -50,5 +50,8 @@ class PoolShell:
         self._site.run_dir.leave()
 
     def _has_workers(self) -> bool:
-        workers = self._server.stat().workers
-        return any(line.pid and not is_guest(line.name) for line in workers)
+        """Processes of this node; the cache of prefixes has a line in the books, but is here."""
+        lines = self._server.stat().workers
+        return any(
+            line.pid and line.name != PREFIX_WORKER and not is_guest(line.name) for line in lines
+        )

@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 PARTS := core kernels kvpool router workers deployments cli
 SLOW  := slow or integration or e2e or gpu
+SLOWEST := --durations=20 --durations-min=5
 
 # Ray sends nothing home unless it is asked to.
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -44,8 +45,11 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@command -v chromium >/dev/null || $(PIP) install -r requirements-browser.lock
 	@echo "==> prometheus"
 	@$(BIN)/python -m tests.prometheus
-	@echo "==> slow, integration and end-to-end tests"
-	@$(BIN)/pytest -q --durations=20 --durations-min=5 tests -m "$(SLOW)"
+	@echo "==> slow and integration tests"
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
+		tests/unit tests/integration -m "$(SLOW)"
+	@echo "==> end-to-end tests"
+	@$(BIN)/pytest -q $(SLOWEST) tests/e2e
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \

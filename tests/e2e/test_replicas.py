@@ -47,19 +47,19 @@ def answer(server: Any, prompt: str) -> str:
 
 
 def test_answers_of_a_crowd_are_those_of_a_single_client(server: Any) -> None:
-    prompts = [STORY * index + f"The {index + 2} sons said:" for index in range(12)]
+    prompts = [STORY * index + f"The {index + 2} sons said:" for index in range(8)]
     alone = [answer(server, prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as clients:
         together = list(clients.map(lambda prompt: answer(server, prompt), prompts))
     assert together == alone
-    assert len(set(alone)) > 6
+    assert len(set(alone)) > 4
 
 
 def test_every_replica_takes_part(server: Any) -> None:
     def running() -> list[float]:
         return by_worker(server.metrics("triptych_workers_requests"), "decode")
 
-    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(12)], max_tokens=160)
+    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(12)], max_tokens=96)
     server.wait_until(lambda: running() == [6, 6], timeout_s=60)
     assert crowd.join() == {"length": 12}
     busy = server.metrics("triptych_workers_busy_seconds")
@@ -70,10 +70,10 @@ def test_every_replica_takes_part(server: Any) -> None:
 def test_requests_move_to_the_worker_that_has_fewer(server: Any) -> None:
     """Wherever the short answers leave gaps; what is said stays the same."""
     prompts = [f"{STORY} Part {index}:" for index in range(6)]
-    whole = server.crowd(prompts, max_tokens=160)
+    whole = server.crowd(prompts, max_tokens=112)
     assert whole.join() == {"length": 6}
     short = server.crowd(["The king said:"] * 6, max_tokens=2)
-    crowd = server.crowd(prompts, max_tokens=160)
+    crowd = server.crowd(prompts, max_tokens=112)
     assert short.join() == {"length": 6}
 
     def running() -> list[float]:
@@ -88,9 +88,9 @@ def test_requests_move_to_the_worker_that_has_fewer(server: Any) -> None:
 def test_streams_go_on_when_workers_of_every_stage_are_killed(server: Any) -> None:
     """None ends, and each says what it says when nobody dies."""
     prompts = [f"{STORY} Part {index}:" for index in range(12)]
-    whole = server.crowd(prompts, max_tokens=64)
+    whole = server.crowd(prompts, max_tokens=48)
     assert whole.join() == {"length": 12}
-    crowd = server.crowd(prompts, max_tokens=64)
+    crowd = server.crowd(prompts, max_tokens=48)
     for stage in ("Prefill", "Compressor"):
         os.kill(server.replicas(stage)[0].pid, signal.SIGKILL)
     crowd.wait_for_chunks(4, clients=6)
@@ -109,7 +109,7 @@ def test_streams_go_on_when_workers_of_every_stage_are_killed(server: Any) -> No
 
 
 def test_a_frozen_replica_is_replaced_like_a_dead_one(server: Any) -> None:
-    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(6)], max_tokens=64)
+    crowd = server.crowd([f"{STORY} Part {index}:" for index in range(6)], max_tokens=48)
     crowd.wait_for_chunks(4)
     frozen = server.replicas("Decode")[0]
     os.kill(frozen.pid, signal.SIGSTOP)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triptych.kernels import decode_attention, score_tokens, store_tokens
 from triptych.workers.prefetch import Prefetcher
-from triptych.workers.rows import SectionTable
+from triptych.workers.rows import Mask, SectionTable
 from triptych.workers.selection import Selector, StepChoice
 
 Ids = NDArray[np.int32]
@@ -51,18 +51,18 @@ class PageAttention:
         self._ids, self._prefetcher = slots, prefetcher
         self._slots, self._positions = torch.from_numpy(slots), positions.int()
         self._score_every, self._progress = score_every, torch.from_numpy(progress)
-        every = torch.arange(len(slots))
-        self._scored = every[positions % score_every == 0] if score_every else every[:0]
-        self._before = positions * len(tables[0].pages)
-        is_begun = bool((self._progress[self._slots] > self._before).any())
-        self._begun = self._progress[self._slots] - self._before if is_begun else None
+        now, nobody = positions.numpy(), np.zeros(len(slots), np.bool_)
+        is_scored: Mask = now % score_every == 0 if score_every else nobody
+        self._scored = torch.from_numpy(np.flatnonzero(is_scored))
+        before, done = now * len(tables[0].pages), progress[slots]
+        self._before = torch.from_numpy(before)
+        self._begun = torch.from_numpy(done - before) if (done > before).any() else None
         pages, rows = tables[0].next_cells(slots)
         self._pages, self._rows = torch.from_numpy(pages), torch.from_numpy(rows)
         tables[0].tokens[:, slots] += 1
         self._choice: StepChoice | None = None
         if selector is not None:
-            is_dense = np.isin(np.arange(len(slots)), self._scored.numpy())
-            self._choice = selector.step(slots, positions, is_dense)
+            self._choice = selector.step(slots, positions, is_scored)
         if prefetcher is not None:
             prefetcher.begin_step()
 

@@ -99,12 +99,15 @@ class SectionTable:
     def append_pages(self, slot: int, shortage: Ids, ids: Ids) -> None:
         """Put new pages behind the present ones of each row, in row order."""
         have = -(-self.tokens[:, slot] // self.layout.tokens)
-        column = np.arange(self.pages.shape[3])
-        new: Mask = (column >= have[..., None]) & (column < (have + shortage)[..., None])
-        self.pages[:, slot][new] = ids
+        wanted = shortage.ravel()
+        row = np.repeat(np.arange(wanted.size), wanted)
+        behind = np.arange(len(ids)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        layer, head = np.divmod(row, shortage.shape[1])
+        self.pages[layer, slot, head, have.ravel()[row] + behind] = ids
 
     def next_cells(self, slots: Ids) -> tuple[Ids, Ids]:
         """Page and row of the next token of each head row, [layers, slots, kv_heads] each."""
         page, row = np.divmod(self.tokens[:, slots], np.int32(self.layout.tokens))
-        pages = np.take_along_axis(self.pages[:, slots], page[..., None], axis=3)[..., 0]
-        return pages, row
+        layers, _, kv_heads, _ = self.pages.shape
+        layer, head = np.arange(layers)[:, None, None], np.arange(kv_heads)
+        return self.pages[layer, slots[:, None], head, page], row

@@ -69,7 +69,10 @@ def compile_with_progress(wanted: Sequence["Task"], jobs: int) -> list["Compiled
     """Compile with a bar on a terminal; sorted by kernel, variant and target."""
     from triptych.kernels.ahead import compile_all
 
+    made = list["Compiled"]()
     with progress_bars(9) as bars:
-        compiled = compile_all(wanted, jobs)
-        made = list(bars.track(compiled, total=len(wanted), description="compiling"))
+        bar = bars.add_task("compiling", total=len(wanted))
+        for compiled in compile_all(wanted, jobs):
+            made.append(compiled)
+            bars.advance(bar)
     return sorted(made, key=lambda row: (row.kernel, row.variant, row.target))

@@ -2,13 +2,21 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 PIPE_WIDTH = 160
@@ -42,16 +50,37 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: 
     return table
 
 
+class Lines(Progress):
+    """Progress in a file: a line for each task when it is done."""
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        with self._told(task_id):
+            super().advance(task_id, advance)
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        with self._told(task_id):
+            super().update(task_id, **fields)
+
+    @contextmanager
+    def _told(self, task_id: TaskID) -> Generator[None]:
+        task = next(task for task in self.tasks if task.id == task_id)
+        was_finished = task.finished
+        yield
+        if task.finished and not was_finished:
+            self.console.print(f"{task.description}: {task.total:g} in {task.finished_time:.1f} s")
+
+
 def progress_bars(name_width: int) -> Progress:
-    """Bars that count to a total, with the time since each began; nothing off a terminal."""
-    return Progress(
+    """Bars that count to a total, with the time since each began; lines off a terminal."""
+    columns = (
         TextColumn(f"{{task.description:>{name_width}}}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
     )
+    if notes.is_terminal:
+        return Progress(*columns, console=notes)
+    return Lines(*columns, console=notes, disable=True)
 
 
 def write_json(data: object, path: Path) -> None:

@@ -187,11 +187,12 @@ LOOK_BACK_S = 15.0
 """Over how long what the copies were told is averaged; more than the 10 s between two reports."""
 POLICY = "triptych.deployments.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
-"""OpenMP threads spin for about a millisecond before they sleep.
+"""OpenMP threads spin for some milliseconds (6 on an EPYC, 28 on a Xeon) before they sleep.
 
 That is longer than the gaps between the kernels of a step, and too short to be seen when a
 worker idles. A token of one stream takes 21 ms so, and 29 ms with a twentieth of it. Since
-steps take turns, nobody spins against another.
+steps take turns, none of our workers spins against another; a program that does the same on
+the same cores makes a step take thirty times as long (docs/log.md).
 """
 
 

@@ -161,7 +161,7 @@ def test_chunks_over_a_past_in_pages_are_the_whole(
     first, ends = [64, 13, 0], [90, 45, 20]
     sums, whole_sums = torch.zeros(3, 6, 90), torch.zeros(3, 6, 90)
 
-    def attend(chunk: Chunk, past: Past | None, significance: Tensor) -> Tensor:
+    def attend(chunk: Chunk, past: Past | None, significance: Tensor | None) -> Tensor:
         return prefill_attention.on(backend)(
             batch.query[chunk.index],
             batch.key[chunk.index],
@@ -176,9 +176,11 @@ def test_chunks_over_a_past_in_pages_are_the_whole(
     whole = attend(chunk_of(batch, [0, 0, 0], ends), None, whole_sums)
     early, late = chunk_of(batch, [0, 0, 0], first), chunk_of(batch, first, ends)
     head = attend(early, None, sums)
-    tail = attend(late, past_of(new_cache(64), batch, first), sums)
+    past = past_of(new_cache(64), batch, first)
+    tail, without_sums = attend(late, past, sums), attend(late, past, None)
     torch.testing.assert_close(head, whole[early.index], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tail, whole[late.index], rtol=1e-5, atol=1e-5)
+    for part in (tail, without_sums):
+        torch.testing.assert_close(part, whole[late.index], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sums, whole_sums, rtol=1e-5, atol=1e-5)
 
 

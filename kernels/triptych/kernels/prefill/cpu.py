@@ -1,6 +1,9 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch.ops has no type hints.
 """Prefill attention on the CPU: blocks of queries whose weights stay in the cache.
 
-The weights of a block exist in memory anyway, so their column sums cost next to nothing.
+The weights of a block exist in memory anyway, so their column sums cost next to nothing. Where no
+sums are wanted plain attention is torch's own, which is faster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +11,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.kernels.codec.cpu import load_tokens
 from triptych.kernels.pages import Past
@@ -35,34 +37,50 @@ def prefill_attention(
 ) -> Tensor:
     """See ``reference.prefill_attention``."""
     out = torch.empty_like(query)
-    if window == 0 and softcap == 0 and past is None and significance is None:
-        _attend_plainly(query, key, value, offsets, scale, out)
-        return out
     for index, (start, end) in enumerate(pairwise(offsets)):
         if start == end:
             continue
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
         sums = None if significance is None else significance[index]
-        if sums is None or _has_no_gap(keys, end - start):
-            _attend(query[start:end], keys, out[start:end], scale, window, softcap, sums)
+        asked, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
+        if is_even and sums is None and window == 0 and softcap == 0:
+            _attend_plainly(asked, keys, mixed, scale)
+        elif is_even or sums is None:
+            _attend(asked, keys, mixed, scale, window, softcap, sums)
         else:
             padded = torch.zeros(len(sums), keys.positions.shape[1])
-            _attend(query[start:end], keys, out[start:end], scale, window, softcap, padded)
+            _attend(asked, keys, mixed, scale, window, softcap, padded)
             add_sums(sums, padded, keys, end - start)
     return out
 
 
-def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Sequence[int], scale: float, out: Tensor
-) -> None:
-    """Causal attention of whole prompts: torch's own kernel is the fastest there is."""
-    for start, end in pairwise(offsets):
-        if start < end:
-            q, k, v = (part[start:end].transpose(0, 1)[None] for part in (query, key, value))
-            mixed = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
-            out[start:end] = mixed[0].transpose(0, 1)
+def _attend_plainly(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
+    """Causal attention of one sequence, of which all heads know the same tokens.
+
+    Over past and new keys apart, merged by their log-sum-exps: a mask would cost more.
+    """
+    count, heads, _ = query.shape
+    kv_heads, known, _ = keys.key.shape
+    past = known - count
+    asked = query.transpose(0, 1)[None]
+    key, value = (
+        part.to(query.dtype).repeat_interleave(heads // kv_heads, 0)[None]
+        for part in (keys.key, keys.value)
+    )
+    mixed, lse = _flash(asked, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
+    if past:
+        old, old_lse = _flash(asked, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
+        whole = torch.logaddexp(lse, old_lse)
+        mixed = mixed * (lse - whole).exp()[..., None] + old * (old_lse - whole).exp()[..., None]
+    out.copy_(mixed[0].transpose(0, 1))
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention [1, H, n, d] and log-sum-exps [1, H, n]."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, is_causal, scale=scale)
 
 
 def _has_no_gap(keys: Keys, queries: int) -> bool:

@@ -67,7 +67,8 @@ class Lines(Progress):
         was_finished = task.finished
         yield
         if task.finished and not was_finished:
-            self.console.print(f"{task.description}: {task.total:g} in {task.finished_time:.1f} s")
+            line = f"{task.description}: {task.total:g} in {task.finished_time:.1f} s"
+            self.console.print(line, markup=False, soft_wrap=True)
 
 
 def progress_bars(name_width: int) -> Progress:

@@ -187,7 +187,7 @@ LOOK_BACK_S = 15.0
 """Over how long what the copies were told is averaged; more than the 10 s between two reports."""
 POLICY = "triptych.deployments.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
-"""OpenMP threads spin for some milliseconds (6 on an EPYC, 28 on a Xeon) before they sleep.
+"""OpenMP threads spin for milliseconds before they sleep; how many, the processor's pause decides.
 
 That is longer than the gaps between the kernels of a step, and too short to be seen when a
 worker idles. A token of one stream takes 21 ms so, and 29 ms with a twentieth of it. Since

@@ -51,8 +51,8 @@ class PageAttention:
         self._ids, self._prefetcher = slots, prefetcher
         self._slots, self._positions = torch.from_numpy(slots), positions.int()
         self._score_every, self._progress = score_every, torch.from_numpy(progress)
-        now, nobody = positions.numpy(), np.zeros(len(slots), np.bool_)
-        is_scored: Mask = now % score_every == 0 if score_every else nobody
+        now = positions.numpy()
+        is_scored: Mask = now % score_every == 0 if score_every else np.zeros(len(now), np.bool_)
         self._scored = torch.from_numpy(np.flatnonzero(is_scored))
         before, done = now * len(tables[0].pages), progress[slots]
         self._before = torch.from_numpy(before)

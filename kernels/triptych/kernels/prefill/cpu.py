@@ -59,14 +59,9 @@ def _attend_plainly(query: Tensor, keys: Keys, out: Tensor, scale: float) -> Non
 
     Over past and new keys apart, merged by their log-sum-exps: a mask would cost more.
     """
-    count, heads, _ = query.shape
-    kv_heads, known, _ = keys.key.shape
-    past = known - count
+    past = keys.key.shape[1] - len(query)
     asked = query.transpose(0, 1)[None]
-    key, value = (
-        part.to(query.dtype).repeat_interleave(heads // kv_heads, 0)[None]
-        for part in (keys.key, keys.value)
-    )
+    key, value = (part.to(query.dtype)[None] for part in (keys.key, keys.value))
     mixed, lse = _flash(asked, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
     if past:
         old, old_lse = _flash(asked, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
@@ -78,7 +73,7 @@ def _attend_plainly(query: Tensor, keys: Keys, out: Tensor, scale: float) -> Non
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention [1, H, n, d] and log-sum-exps [1, H, n]."""
+    """Attention [1, H, n, d] and log-sum-exps [1, H, n]; key and value [1, KH, N, d]."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, 0.0, is_causal, scale=scale)
 

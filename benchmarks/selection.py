@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
@@ -29,6 +28,7 @@ from triptych.core.messages import CompressionReport, Join, Request, Sampling
 from triptych.core.pages import PagePlan
 from triptych.kernels import store_tokens
 from triptych.kvpool import LocalPool
+from triptych.workers.attention import Ids64
 from triptych.workers.build import load_brain, make_engines
 from triptych.workers.handles import make_handle
 from triptych.workers.models import describe, resolve
@@ -72,7 +72,7 @@ class Turns:
         self.is_whole = self._coin.random() < 0.5
 
     def choose(
-        self, selector: Selector, slots: Ids, positions: Tensor, is_dense: Mask
+        self, selector: Selector, slots: Ids, positions: Ids64, is_dense: Mask
     ) -> StepChoice | None:
         choice = self._choose(selector, slots, positions, is_dense)
         if self.is_whole or choice is None:
@@ -107,7 +107,7 @@ def measure(requests: int, prompt: int, answer: int, keep: float) -> Row:
     (engine,) = make_engines(config, plan, brain, pool, ("decode",))
     turns = Turns()
 
-    def choose(owner: Selector, slots: Ids, positions: Tensor, dense: Mask) -> StepChoice | None:
+    def choose(owner: Selector, slots: Ids, positions: Ids64, dense: Mask) -> StepChoice | None:
         return turns.choose(owner, slots, positions, dense)
 
     for number in range(requests):

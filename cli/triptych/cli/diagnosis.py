@@ -300,7 +300,7 @@ def _gpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     elif wanted and not facts.torch_sees_gpus:
         yield Finding(
             "GPU",
-            "warning",
+            "fault",
             f"torch {facts.packages.get('torch', '')} sees none of {len(facts.gpus)} GPUs",
             "install the CUDA build of torch",
         )

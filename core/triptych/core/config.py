@@ -90,7 +90,7 @@ class ActorConfig:
     """CPUs that Ray sets aside per copy; 0 lets the stages of a small machine share its cores."""
 
     num_gpus: float = 0.0
-    """GPUs that Ray sets aside per copy; without a GPU backend yet, stages compute on the CPU."""
+    """GPUs that Ray sets aside per copy, which then computes on one; 0: it computes on the CPU."""
 
     resources: dict[str, float] = field(default_factory=dict[str, float])
     """Custom resources of Ray that a copy takes, such as ``fast_disk: 0.01``: they say on which
@@ -734,6 +734,10 @@ class AppConfig:
         fits = self.router.roles == "both" or self.topology == "colocated"
         expected = "'both', or topology: colocated (other workers have the role of their stage)"
         require(fits, "router.roles", self.router.roles, expected)
+        on_gpus = [name for name, group in self.worker_groups().items() if group.actor.num_gpus]
+        fits = not self.pool.arena_path or not on_gpus
+        expected = f"empty while num_gpus > 0 ({', '.join(on_gpus)}): a GPU cannot read a disk"
+        require(fits, "pool.arena_path", self.pool.arena_path, expected)
         for stage, (actor, scaling) in self._deployed.items():
             self._check_cells(f"{stage}.actor.num_replicas", actor.num_replicas)
             if scaling.is_on:

@@ -20,7 +20,7 @@ from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan, new_name
 from triptych.deployments.site import Site
 from triptych.kvpool import Fetcher, PoolClient
-from triptych.workers.build import cores_for, load_brain, make_engines, prefix_store
+from triptych.workers.build import cores_for, device_of, load_brain, make_engines, prefix_store
 from triptych.workers.inbound import Inbound
 from triptych.workers.journal import journal_bytes
 from triptych.workers.loop import StageLoop
@@ -58,8 +58,9 @@ class WorkerShell:
         plan = self._plan
         self._events = asyncio.get_running_loop()
         self._pool, self._lost_since = await asyncio.to_thread(self._join_pool), 0.0
+        self._device = await asyncio.to_thread(device_of, plan.config, self._stages)
         self._brain = await asyncio.to_thread(
-            load_brain, plan.config, plan.pages, plan.model_path, stages
+            load_brain, plan.config, plan.pages, plan.model_path, stages, self._device
         )
         brain = self._brain
         self._onlooker = Onlooker(self._stages, brain.answers.model.step_bytes if brain else 0)
@@ -127,7 +128,9 @@ class WorkerShell:
 
     def _make_loop(self) -> StageLoop:
         plan = self._plan
-        self._prefixes = prefix_store(plan.config, plan.pages, self._pool, plan.weights)
+        self._prefixes = prefix_store(
+            plan.config, plan.pages, self._pool, plan.weights, self._device
+        )
         engines = make_engines(
             plan.config,
             plan.pages,
@@ -135,6 +138,7 @@ class WorkerShell:
             self._pool,
             self._stages,
             prefixes=self._prefixes,
+            device=self._device,
         )
         cores = cores_for(plan.config, self._stages, plan.turns)
         return StageLoop(self._pool.worker, engines, self._deliver, cores)

@@ -7,6 +7,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
@@ -52,14 +53,15 @@ class Op(Generic[P, R]):
     )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        run, hear = self.on(self._device([*args, *kwargs.values()])), _hear
+        device, hear = self._device([*args, *kwargs.values()]), _hear
+        run = self.on(device)
         if hear is None:
             return run(*args, **kwargs)
-        begin_s = perf_counter()
+        begin_s = _time_on(device)
         try:
             return run(*args, **kwargs)
         finally:
-            hear(self.name, kwargs, begin_s, perf_counter())
+            hear(self.name, kwargs, begin_s, _time_on(device))
 
     @property
     def backends(self) -> list[str]:
@@ -91,3 +93,10 @@ class Op(Generic[P, R]):
             if isinstance(value, Tensor):
                 return value.device.type
         raise ConfigError(f"{self.name}: no tensor among the arguments, so no device to run on")
+
+
+def _time_on(device: str) -> float:
+    """The time once a device has done what it was asked."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter()

@@ -17,8 +17,10 @@ from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.workers.answered import AnswerKeeper, StoredTokens
+from triptych.workers.device import CPU
 from triptych.workers.journal import Journal
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.memory import PageMemory
 from triptych.workers.prefixes import PrefixStore
 
 VOCAB = 258
@@ -224,7 +226,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         kept = store.begin(prefix)
         assert kept is not None
         span = kept.first * size, kept.last * size
-        kept.source = StoredTokens.of(arena, plan, tables, 1, span, stored)
+        kept.source = StoredTokens.of(PageMemory(CPU, arena, arena), plan, tables, 1, span, stored)
         assert kept.source is not None
         while not store.go_on(kept, 1):
             pass
@@ -250,7 +252,9 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
             attention[0, 0, : 3 * size], mean * torch.arange(3 * size, 0, -1)
         )
     tables[0].tokens[1, 1, 0] -= 1
-    assert StoredTokens.of(arena, plan, tables, 1, (0, size), stored) is None, "a row dropped one"
+    assert (
+        StoredTokens.of(PageMemory(CPU, arena, arena), plan, tables, 1, (0, size), stored) is None
+    ), "a row dropped one"
     assert segments(arena, plan.high).scores.isfinite().all() or not plan.policy.needs_significance
 
 

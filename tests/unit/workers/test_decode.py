@@ -6,7 +6,9 @@ import torch
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.kernels.pages import segments
 from triptych.workers.attention import PageAttention
-from triptych.workers.rows import SectionTable
+from triptych.workers.device import CPU
+from triptych.workers.memory import PageMemory
+from triptych.workers.rows import Sections, SectionTable
 
 RAW = PageLayout(FORMATS["fp16"], head_dim=32, page_bytes=1792)
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=32)
@@ -17,9 +19,10 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch() -> None:
     arena = torch.zeros(6, RAW.page_bytes, dtype=torch.uint8)
     pages = np.arange(6, dtype=np.int32).reshape(1, 3, 2, 1)
     table = SectionTable(RAW, pages, np.zeros((1, 3, 2), np.int32))
-    slots, positions = np.arange(3, dtype=np.int32), torch.tensor([7, 8, 12])
+    slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12])
     progress = np.zeros(3, np.int64)
-    step = PageAttention(arena, [table], slots, positions, 4, progress)
+    memory, sections = PageMemory(CPU, arena, arena), Sections([table], CPU)
+    step = PageAttention(memory, sections, slots, positions, 4, progress)
     query, key, value = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
     mixed = step(0, query, key, value, scale=0.2, window=0, softcap=0.0)
     assert torch.allclose(mixed, value.repeat_interleave(2, 1), atol=2e-3)
@@ -28,7 +31,7 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch() -> None:
     assert not scores[:, :, 1:].any()
     assert progress.tolist() == [0, 9, 13]
     table.tokens[:] = 0  # the step is done again, as it is when its worker died
-    PageAttention(arena, [table], slots, positions, 4, progress)(
+    PageAttention(memory, sections, slots, positions, 4, progress)(
         0, query, key, value, scale=0.2, window=0, softcap=0.0
     )
     assert torch.allclose(scores[:, :, 0], torch.tensor([[0.0], [4.0], [4.0]]).expand(3, 2))

@@ -19,7 +19,9 @@ from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.workers.awaited import ASK_EVERY_S, Awaited
+from triptych.workers.device import CPU
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.memory import PageMemory
 from triptych.workers.prefixes import PrefixStore, RawPages
 
 VOCAB = 258
@@ -295,7 +297,7 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
     tokens = tuple(range(count))
     mean = torch.rand(rows, count)
     prefix = Prefix(tokens=pack_tokens(tokens), cache_salt="s", tenant="t", token_s=0.01)
-    store.publish(prefix, RawPages(arena, plan, raw, mean))
+    store.publish(prefix, RawPages(PageMemory(CPU, arena, arena), plan, raw, mean))
     assert not store.skipped
     again = store.pool.take(raw.size).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, count)
@@ -327,7 +329,8 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
 def test_what_cannot_be_kept_is_counted_and_nothing_is_lost() -> None:
     store, raw, count = filled_store("k8v8", 1)
     prefix = Prefix(tokens=pack_tokens(range(count)), cache_salt="", tenant="", token_s=0.0)
-    pages = RawPages(torch.from_numpy(store.pool.arena.data), store.plan, raw, None)
+    memory = PageMemory.in_place(store.pool.arena, CPU)
+    pages = RawPages(memory, store.plan, raw, None)
     rest = store.pool.take(2000 - raw.size - 3)
     store.publish(prefix, pages)
     assert store.skipped == {"PoolExhausted": 1}

@@ -43,6 +43,7 @@ from triptych.kvpool import LocalPool, runs
 from triptych.workers import decode, journal, rows, selection, window
 from triptych.workers.build import load_brain, make_engines
 from triptych.workers.decode import DecodeEngine
+from triptych.workers.device import CPU, Device
 from triptych.workers.journal import Journal, journal_bytes
 from triptych.workers.models import describe
 from triptych.workers.rows import SectionTable
@@ -100,12 +101,19 @@ class Stages:
     pool: LocalPool
     plan: PagePlan
     engines: dict[str, Any]
+    device: Device = CPU
     decoders: int = 0
     joins: dict[str, Join] = field(default_factory=dict)
     """The last one of each request."""
 
     @classmethod
-    def of(cls, model: Path, policy: str, plugins: Iterable[object] = ()) -> "Stages":
+    def of(
+        cls,
+        model: Path,
+        policy: str,
+        plugins: Iterable[object] = (),
+        device: Device = CPU,
+    ) -> "Stages":
         settings = {
             "model": {"name": str(model), "dtype": "float32", "max_context_tokens": CONTEXT},
             "compressor": {"profile": "none", **POLICIES[policy]},
@@ -119,9 +127,9 @@ class Stages:
         plan = PagePlan.of(config, describe(model).geometry)
         pool = LocalPool(config.pool.capacity_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
-        brain = load_brain(config, plan, model, stages)
-        made = make_engines(config, plan, brain, pool, stages)
-        return cls(pool, plan, {engine.stage: engine for engine in made})
+        brain = load_brain(config, plan, model, stages, device)
+        made = make_engines(config, plan, brain, pool, stages, device=device)
+        return cls(pool, plan, {engine.stage: engine for engine in made}, device)
 
     def decoder(self) -> tuple[str, DecodeEngine]:
         """A new decode worker with a journal."""
@@ -137,6 +145,7 @@ class Stages:
             SLOTS,
             selection=model.selection,
             plugins=model.plugins,
+            device=self.device,
         )
         return name, engine
 

@@ -12,8 +12,10 @@ from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.kernels.pages import segments
 from triptych.kvpool.freelist import FreeList
+from triptych.workers.device import CPU
 from triptych.workers.journal import Journal
-from triptych.workers.rows import SectionTable
+from triptych.workers.memory import PageMemory
+from triptych.workers.rows import Sections, SectionTable
 from triptych.workers.window import Window
 
 SLOTS, LONGEST, PAGES = 3, 200, 52
@@ -40,7 +42,8 @@ class Slots:
         self.free = FreeList(PAGES)
         self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
         journal = Journal.begin(plan, None, SLOTS, LONGEST)
-        self.window = Window(self.arena, journal)
+        self.window = Window(PageMemory(CPU, self.arena, self.arena), journal)
+        self.sections = Sections(journal.tables, CPU)
         self.tables = journal.tables
         self.raw, self.high, self.low = journal.tables
         self.seen = dict[int, int]()
@@ -51,7 +54,7 @@ class Slots:
         """One more token; raises PoolExhausted."""
         self.seen.setdefault(slot, 0)
         if self.window.is_full(slot):
-            leaving = self.window.leaving([slot], [self.seen[slot]])
+            leaving = self.window.leaving(self.sections, [slot], [self.seen[slot]])
             for column, table in enumerate((self.high, self.low)):
                 self._grow(table, slot, leaving.counts[:, 0, :, column])
             self.spare[slot] += self.window.move(leaving)[0].tolist()

@@ -118,7 +118,7 @@ def compare_with_pages(part: TableSummaries, slot: int) -> int:
             columns = torch.arange(full, dtype=torch.int32)
             pages = torch.from_numpy(table.pages[layer, slot, head, :full].copy())
             rows = torch.full_like(columns, slot * kv_heads + head)
-            summarize_pages(part._arena, table.layout, pages, new, rows, columns)
+            summarize_pages(part._memory.near, table.layout, pages, new, rows, columns)
             tiles = -(-full // 16)
             for name in ("codes", "numbers", "positions"):
                 want = getattr(new, name)[slot, head, :tiles]

@@ -14,6 +14,7 @@ from triptych.core.messages import Prefix, Request, pack_tokens
 from triptych.core.pages import PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
+from triptych.workers.memory import PageMemory
 from triptych.workers.prefixes import Cells, Ids, Keeping, PrefixStore
 from triptych.workers.rows import Mask, SectionTable
 
@@ -28,7 +29,7 @@ class StoredTokens:
     its position. It comes out in the high format, but no better than it went in.
     """
 
-    arena: Tensor
+    memory: PageMemory
     plan: PagePlan
     tables: Sequence[SectionTable]
     sink: Ids
@@ -46,7 +47,7 @@ class StoredTokens:
     @classmethod
     def of(
         cls,
-        arena: Tensor,
+        memory: PageMemory,
         plan: PagePlan,
         tables: Sequence[SectionTable],
         slot: int,
@@ -69,8 +70,9 @@ class StoredTokens:
             pages = pages[:, : table.layout.pages(int(counts.max()))]
             cells: Ids = np.arange(pages.shape[1] * each, dtype=np.int32)
             live: Mask = np.less(cells, counts[:, None])
-            ids = torch.from_numpy(np.where(live[:, ::each], pages, 0)).long()
-            positions = segments(arena, table.layout).positions[ids].numpy().reshape(rows, -1)
+            ids = memory.device.put(np.where(live[:, ::each], pages, 0)).long()
+            kept = segments(memory.near, table.layout).positions[ids]
+            positions = kept.cpu().numpy().reshape(rows, -1)
             head, cell = np.nonzero(live & (positions >= first) & (positions < end))
             token = positions[head, cell] - first
             column, row = np.divmod(cell, each)
@@ -81,28 +83,29 @@ class StoredTokens:
             return None
         sink = tables[0].pages[:, slot].reshape(rows, -1)[:, : plan.sink_pages]
         fixed = len(tables) - 1 if plan.shares else -1
-        return cls(arena, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
+        return cls(memory, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
 
     def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
         """Write tokens into cells of high pages; what ``Source`` says."""
-        part = slice(start - self.first, start - self.first + count)
+        put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         table, page, row = (
             part_.ravel() for part_ in (self.table[:, part], self.page[:, part], self.row[:, part])
         )
         for index, one in enumerate(self.tables):
             mine = np.flatnonzero(table == index)
             if mine.size:
-                source = torch.from_numpy(page[mine]), torch.from_numpy(row[mine])
-                chosen = torch.from_numpy(mine)
+                source = put(page[mine]), put(row[mine])
+                chosen = put(mine)
                 into = target[0][chosen], target[1][chosen]
-                transcode(self.arena, one.layout, self.plan.high, *source, *into)
+                transcode(self.memory.near, one.layout, self.plan.high, *source, *into)
         if not self.plan.policy.needs_significance:
             return None
         # A score is the attention that a token received from all that came since, itself included;
         # in a cached prefix it is the mean.
-        scores = segments(self.arena, self.plan.high).scores[target[0].long(), target[1].long()]
-        seen_by = self.stored - torch.arange(start, start + count, dtype=torch.float32)
-        is_mean = torch.from_numpy(self.table[:, part] == self.fixed)
+        kept = segments(self.memory.near, self.plan.high).scores
+        scores = kept[target[0].long(), target[1].long()]
+        seen_by = put(self.stored - np.arange(start, start + count, dtype=np.float32))
+        is_mean = put(self.table[:, part] == self.fixed)
         return scores.view(-1, count) / torch.where(is_mean, 1.0, seen_by)
 
 
@@ -128,7 +131,7 @@ class AnswerKeeper:
     """
 
     store: PrefixStore
-    arena: Tensor
+    memory: PageMemory
     tables: Sequence[SectionTable]
     mode: KeepAnswers = "always"
     _begun: dict[str, Keeping] = field(default_factory=dict[str, Keeping])
@@ -137,7 +140,7 @@ class AnswerKeeper:
     def of(
         cls,
         store: PrefixStore | None,
-        arena: Tensor,
+        memory: PageMemory,
         tables: Sequence[SectionTable],
         mode: KeepAnswers,
     ) -> "AnswerKeeper | None":
@@ -151,7 +154,7 @@ class AnswerKeeper:
         policy = store.plan.policy
         if policy.needs_significance and not policy.score_every:
             return None
-        return cls(store, arena, tables, mode)
+        return cls(store, memory, tables, mode)
 
     def wants(self, request: Request) -> bool:
         """Whether the answer to a request is to be kept."""
@@ -191,7 +194,9 @@ class AnswerKeeper:
             return kept
         plan, size = self.store.plan, self.store.plan.block_tokens
         span = kept.first * size, kept.last * size
-        kept.source = StoredTokens.of(self.arena, plan, self.tables, ended.slot, span, ended.stored)
+        kept.source = StoredTokens.of(
+            self.memory, plan, self.tables, ended.slot, span, ended.stored
+        )
         if kept.source is None:
             self.store.skipped["TokensDropped"] += 1
             kept.last = kept.first

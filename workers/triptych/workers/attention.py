@@ -1,8 +1,4 @@
-# pyright: reportUnknownMemberType=false
-# torch.from_numpy has no type hints.
 """The attention of a decode step, over pages as they are."""
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,11 +6,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.kernels import decode_attention, score_tokens, store_tokens
+from triptych.workers.memory import PageMemory
 from triptych.workers.prefetch import Prefetcher
-from triptych.workers.rows import Mask, SectionTable
+from triptych.workers.rows import Mask, Sections, SectionTable
 from triptych.workers.selection import Selector, StepChoice
 
 Ids = NDArray[np.int32]
+Ids64 = NDArray[np.int64]
 
 
 class PageAttention:
@@ -28,10 +26,10 @@ class PageAttention:
 
     def __init__(
         self,
-        arena: Tensor,
-        tables: Sequence[SectionTable],
+        memory: PageMemory,
+        sections: Sections,
         slots: Ids,
-        positions: Tensor,
+        positions: NDArray[np.int64],
         score_every: int,
         progress: NDArray[np.int64],
         selector: Selector | None = None,
@@ -40,26 +38,28 @@ class PageAttention:
     ) -> None:
         """Choose the cell of each new token in the first table, and count it as stored.
 
-        ``fixed`` is read as well, but what its tokens receive is added to no score: other requests
-        read the same pages.
+        ``fixed``, the last of the tables, if it is there, is read as well, but what its tokens
+        receive is added to no score: other requests read the same pages.
 
         ``progress`` has, for each slot, the layers whose scores are added, over all positions. A
         step that is done again, as its worker died, leaves those layers as they are.
         """
-        self._arena, self._tables = arena, tables
-        self._sections = [*tables, fixed] if fixed is not None else tables
-        self._ids, self._prefetcher = slots, prefetcher
-        self._slots, self._positions = torch.from_numpy(slots), positions.int()
-        self._score_every, self._progress = score_every, torch.from_numpy(progress)
-        now = positions.numpy()
-        is_scored: Mask = now % score_every == 0 if score_every else np.zeros(len(now), np.bool_)
-        self._scored = torch.from_numpy(np.flatnonzero(is_scored))
-        before, done = now * len(tables[0].pages), progress[slots]
-        self._before = torch.from_numpy(before)
-        self._begun = torch.from_numpy(done - before) if (done > before).any() else None
-        pages, rows = tables[0].next_cells(slots)
-        self._pages, self._rows = torch.from_numpy(pages), torch.from_numpy(rows)
-        tables[0].tokens[:, slots] += 1
+        self._memory, self._sections, self._prefetcher = memory, sections, prefetcher
+        self._tables = sections.tables[:-1] if fixed is not None else sections.tables
+        self._ids, self._progress, self._score_every = slots, progress, score_every
+        put, raw = memory.device.put, self._tables[0]
+        is_scored: Mask = (
+            positions % score_every == 0 if score_every else np.zeros(len(positions), np.bool_)
+        )
+        self._scored = np.flatnonzero(is_scored)
+        self._before, done = positions * len(raw.pages), progress[slots]
+        begun = done - self._before
+        self._begun = begun if (begun > 0).any() else None
+        pages, rows = raw.next_cells(slots)
+        raw.tokens[:, slots] += 1
+        sections.renew(slots)
+        self._slots, self._positions = put(slots), put(positions.astype(np.int32))
+        self._pages, self._rows = put(pages), put(rows)
         self._choice: StepChoice | None = None
         if selector is not None:
             self._choice = selector.step(slots, positions, is_scored)
@@ -79,16 +79,18 @@ class PageAttention:
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
-        sections = [table.section(layer) for table in self._sections]
+        sections = self._sections.of_layer[layer]
         scored = self._left(self._scored, layer)
-        lse = torch.empty(query.shape[:2]) if len(scored) else None
+        lse = None
+        if len(scored):
+            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         choice = self._choice
         lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
         if self._prefetcher is not None:
             self._prefetcher.layer(layer, self._ids, lists)
         mixed = decode_attention(
             query,
-            self._arena,
+            self._memory.near,
             sections,
             self._slots,
             scale=scale,
@@ -105,7 +107,7 @@ class PageAttention:
     def _score(
         self,
         layer: int,
-        scored: Tensor,
+        scored: Ids64,
         query: Tensor,
         lse: Tensor,
         *,
@@ -117,28 +119,33 @@ class PageAttention:
 
         A worker that dies in between has this layer's scores of this step count twice.
         """
+        at, memory, slots = self._memory.device.put(scored), self._memory, self._ids[scored]
         score_tokens(
-            query[scored],
-            self._arena,
-            [table.section(layer) for table in self._tables],
-            self._slots[scored],
-            lse[scored],
+            query[at],
+            memory.near,
+            self._sections.of_layer[layer][: len(self._tables)],
+            self._slots[at],
+            lse[at],
             scale=scale,
             window=window,
             softcap=softcap,
-            positions=self._positions[scored],
+            positions=self._positions[at],
             weight=float(self._score_every),
         )
-        self._progress[self._slots[scored]] = self._before[scored] + layer + 1
+        if memory.is_copied:
+            for table in self._tables:
+                memory.save_scores(table.layout, table.pages_of(layer, slots))
+        self._progress[slots] = self._before[scored] + layer + 1
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         pages, rows, positions = self._pages[layer], self._rows[layer], self._positions
         if self._begun is not None:
-            left = self._left(torch.arange(len(key)), layer)
+            left = self._memory.device.put(self._left(np.arange(len(key)), layer))
             key, value, pages, rows = key[left], value[left], pages[left], rows[left]
             positions = positions[left]
-        store_tokens(self._arena, self._tables[0].layout, key, value, pages, rows, positions)
+        for arena in self._memory.arenas:
+            store_tokens(arena, self._tables[0].layout, key, value, pages, rows, positions)
 
-    def _left(self, requests: Tensor, layer: int) -> Tensor:
+    def _left(self, requests: Ids64, layer: int) -> Ids64:
         """Those of the requests for which this layer is still to be done."""
         return requests if self._begun is None else requests[self._begun[requests] <= layer]

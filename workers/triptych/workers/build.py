@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
@@ -13,6 +15,7 @@ from triptych.workers.answer import AnswerFactory
 from triptych.workers.compress import CompressEngine
 from triptych.workers.cores import Cores, OwnCores, Turns
 from triptych.workers.decode import DecodeEngine
+from triptych.workers.device import CPU, Device, device_for
 from triptych.workers.models import Coordinates, ModelRunner, load
 from triptych.workers.prefill import PrefillEngine
 from triptych.workers.prefixes import PrefixStore
@@ -29,9 +32,13 @@ class Brain:
 
 
 def load_brain(
-    config: AppConfig, plan: PagePlan, model_path: Path, stages: Sequence[Stage]
+    config: AppConfig,
+    plan: PagePlan,
+    model_path: Path,
+    stages: Sequence[Stage],
+    device: Device = CPU,
 ) -> Brain | None:
-    """Load what the stages need; a lone compressor needs no weights.
+    """Load what the stages need, to where they compute; a lone compressor needs no weights.
 
     In a thread that ends with it. OpenMP keeps threads for every thread that ever computed; once
     there are more of them than cores, those that wait for the next kernel sleep at once, and a
@@ -40,23 +47,28 @@ def load_brain(
     if all(stage == "compress" for stage in stages):
         return None
     with ThreadPoolExecutor(1, "load") as loading:
-        return loading.submit(_load_brain, config, plan, model_path).result()
+        return loading.submit(_load_brain, config, plan, model_path, device.name).result()
 
 
-def _load_brain(config: AppConfig, plan: PagePlan, model_path: Path) -> Brain:
-    model = load(model_path, config.model.dtype)
+def _load_brain(config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device) -> Brain:
+    model = load(model_path, config.model.dtype, str(device))
     return Brain(
-        ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry)),
+        ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry, device)),
         AnswerFactory(model, context_tokens(config, model.context_tokens)),
     )
 
 
 def prefix_store(
-    config: AppConfig, plan: PagePlan, pool: WorkerPool, weights: str
+    config: AppConfig,
+    plan: PagePlan,
+    pool: WorkerPool,
+    weights: str,
+    device: Device = CPU,
 ) -> PrefixStore | None:
     """A worker's access to kept prefixes, for weights with this hash; None if none is kept."""
-    keeps = plan.prefix_bytes > 0
-    return PrefixStore(pool, plan, weights, config.model.dtype) if keeps else None
+    if plan.prefix_bytes == 0:
+        return None
+    return PrefixStore(pool, plan, weights, config.model.dtype, device)
 
 
 def make_engines(
@@ -67,19 +79,21 @@ def make_engines(
     stages: Sequence[Stage],
     draw: Draw = sample,
     prefixes: PrefixStore | None = None,
+    device: Device = CPU,
 ) -> list[Engine]:
     """One engine a stage, around a registration with the pool.
 
-    Without ``prefixes`` no prefix of a prompt is kept or read.
+    Without ``prefixes`` no prefix of a prompt is kept or read. ``device``: where they compute, and
+    where the model is.
     """
     if brain is None:
-        return [CompressEngine(pool, plan, prefixes)]
+        return [CompressEngine(pool, plan, prefixes, device)]
     runner, answers = brain.runner, brain.answers
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
-            runner, pool, plan, answers, config.prefill.chunk_tokens, prefixes, draw
+            runner, pool, plan, answers, config.prefill.chunk_tokens, prefixes, draw, device
         ),
-        "compress": lambda: CompressEngine(pool, plan, prefixes),
+        "compress": lambda: CompressEngine(pool, plan, prefixes, device),
         "decode": lambda: DecodeEngine(
             runner,
             pool,
@@ -91,6 +105,7 @@ def make_engines(
             config.decode.steps,
             prefixes,
             config.pool.keep_answers,
+            device,
         ),
     }
     return [makers[stage]() for stage in stages]
@@ -104,6 +119,14 @@ def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
         "decode": config.decode.actor,
     }
     return by_stage[stage]
+
+
+def device_of(config: AppConfig, stages: Sequence[Stage]) -> Device:
+    """Where a process with these stages computes: on the GPU that the settings give it, if any.
+
+    Raises: ConfigError if torch sees no GPU
+    """
+    return device_for(actor_config(config, stages[-1]).num_gpus)
 
 
 def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:

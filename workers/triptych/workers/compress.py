@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false
-# torch.from_numpy has no type hints.
 """The compressor stage: classes tokens, counts pages exactly, then encodes.
 
 Planning comes before allocation, so the router can choose the decode worker from what a
@@ -37,7 +35,9 @@ from triptych.kernels import mass_limits, plan_tokens, significance_of, transcod
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
+from triptych.workers.device import CPU, Device
 from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
+from triptych.workers.memory import PageMemory
 from triptych.workers.prefixes import PrefixStore, RawPages, SharedPrefix
 from triptych.workers.stage import refuse
 
@@ -110,12 +110,13 @@ class CompressEngine:
     plan: PagePlan
     prefixes: PrefixStore | None = None
     """None: nothing is kept for later requests."""
+    device: Device = CPU
     stage: Stage = "compress"
     _planned: dict[str, Job] = field(default_factory=dict[str, Job])
     _ready: list[Job] = field(default_factory=list[Job])
 
     def __post_init__(self) -> None:
-        self._arena = torch.from_numpy(self.pool.arena.data)
+        self._memory = PageMemory.in_place(self.pool.arena, self.device)
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -185,7 +186,7 @@ class CompressEngine:
             if self.prefixes is not None and job.prefix is not None:
                 judged = self.plan.policy.needs_significance
                 significance = self._significance(job.raw, job.tokens) if judged else None
-                pages = RawPages(self._arena, self.plan, job.raw, significance)
+                pages = RawPages(self._memory, self.plan, job.raw, significance)
                 self.prefixes.publish(job.prefix, pages)
 
     # ---------------------------------------------------------------- plan
@@ -241,24 +242,26 @@ class CompressEngine:
         high, whatever comes of it.
         """
         policy, rows = self.plan.policy, len(raw)
-        high, low = torch.zeros(2, rows)
+        there = self.device.name
+        high, low = torch.zeros(2, rows, device=there)
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < shared.start) | (every >= shared.stop)]
         if policy.needs_significance and first < end:
             significance = self._significance(raw, tokens)
             high, low = self._limits(significance[:, first:end], significance.sum(1), tokens)
-            scores = significance[:, torch.from_numpy(own).long()]
+            scores = significance[:, self.device.put(own).long()]
         else:
-            scores = torch.zeros(rows, own.size)
+            scores = torch.zeros(rows, own.size, device=there)
         classes, ranks, counts = plan_tokens(
             scores,
-            torch.full((rows,), own.size, dtype=torch.int32),
+            torch.full((rows,), own.size, dtype=torch.int32, device=there),
             high,
             low,
             window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
         wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
+        classes, ranks, counts = (part.cpu() for part in (classes, ranks, counts))
         plans = list[ClassPlan]()
         for column, (name, layout) in enumerate(wanted):
             if layout is not None:
@@ -280,15 +283,17 @@ class CompressEngine:
         if policy.mass_high > 0:
             high = mass_limits(scores, total, policy.mass_high)
             return high, mass_limits(scores, total, policy.mass_low)
-        high = torch.full((len(scores),), min(1.0, policy.alpha_high / tokens))
-        return high, torch.full((len(scores),), min(1.0, policy.alpha_low / tokens))
+        alphas = policy.alpha_high, policy.alpha_low
+        high, low = (scores.new_full((len(scores),), min(1.0, a / tokens)) for a in alphas)
+        return high, low
 
     def _significance(self, raw: Ids, tokens: int) -> Tensor:
         """Mean attention of each token from itself and all later ones, [head rows, tokens].
 
         Prefill left each KV head's sums in the score segment of the raw pages.
         """
-        kept = segments(self._arena, self.plan.raw).scores[torch.from_numpy(raw).long()]
+        scores = segments(self._memory.near, self.plan.raw).scores
+        kept = scores[self.device.put(raw).long()]
         return significance_of(kept.flatten(1), tokens, len(raw))
 
     # ---------------------------------------------------------------- encode
@@ -303,8 +308,9 @@ class CompressEngine:
             ]
             columns = [np.concatenate(parts) for parts in zip(*moves, strict=True)]
             if layout is not None and columns and columns[0].size:
-                cells = (torch.from_numpy(column) for column in columns)
-                transcode(self._arena, self.plan.raw, layout, *cells)
+                cells = map(self.device.put, columns)
+                transcode(self._memory.near, self.plan.raw, layout, *cells)
+        self.device.wait()
 
     def _moves(self, job: Job, part: ClassPlan, ids: Ids) -> tuple[Ids, Ids, Ids, Ids]:
         """Source page and row, target page and row of every token of a class."""

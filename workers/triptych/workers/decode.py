@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false
-# torch.from_numpy has no type hints.
 """The decode stage: continuous batching over compressed pages, one token a step for each."""
 
 import logging
@@ -9,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,13 +32,15 @@ from triptych.router.tempo import Tempo
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
 from triptych.workers.attention import PageAttention
+from triptych.workers.device import CPU, Device
 from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import MOST_MEMORY, Journal
+from triptych.workers.memory import PageMemory
 from triptych.workers.models import Runner
 from triptych.workers.models.exits import Exits
 from triptych.workers.prefetch import Prefetcher
 from triptych.workers.prefixes import PrefixStore
-from triptych.workers.rows import SectionTable
+from triptych.workers.rows import Sections, SectionTable
 from triptych.workers.sampling import Draw, Drawn, sample
 from triptych.workers.selection import Selector
 from triptych.workers.stage import refuse
@@ -118,6 +117,7 @@ class DecodeEngine:
     """None: no answer is kept for the next turn."""
     keep_answers: KeepAnswers = "never"
     """Which answers are."""
+    device: Device = CPU
     stage: Stage = "decode"
     _tempo: Tempo = field(default_factory=Tempo)
     _running: dict[str, Running] = field(default_factory=dict[str, Running])
@@ -125,25 +125,27 @@ class DecodeEngine:
     """Answers that are complete and told; their pages stay until the pool has what it lacks."""
 
     def __post_init__(self) -> None:
-        self._arena = torch.from_numpy(self.pool.arena.data)
+        arena, device = self.pool.arena, self.device
+        self._shared = PageMemory.in_place(arena, device)
+        self._memory = PageMemory.nearest(arena, device)
         # The one that was left first is used first: what was said there stays to be read longest.
         self._free_slots = deque(range(self.max_requests))
         longest = self.answers.context_tokens
         self._journal = Journal.begin(self.plan, self.pool.journal, self.max_requests, longest)
         self._tables = self._journal.tables
         self._raw = self._tables[0]
-        self._window = self._window_of(self._journal)
-        self._sections = self._journal.sections
-        self._selector = Selector.of(self.selection, self.plan, self.pool.arena, self._sections)
-        self._prefetcher = Prefetcher.of(self.pool.arena, self._sections)
+        self._window = self._window_of(self._journal, self._memory)
+        self._sections = Sections(self._journal.sections, device)
+        self._selector = Selector.of(self.selection, self.plan, arena, self._memory, self._sections)
+        self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._keeper = AnswerKeeper.of(
-            self.prefixes, self._arena, self._sections, self.keep_answers
+            self.prefixes, self._shared, self._sections.tables, self.keep_answers
         )
 
-    def _window_of(self, journal: Journal) -> Window | None:
+    def _window_of(self, journal: Journal, memory: PageMemory) -> Window | None:
         """None if raw pages are the final ones."""
-        return Window(self._arena, journal) if self.plan.compresses else None
+        return Window(memory, journal) if self.plan.compresses else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -273,7 +275,7 @@ class DecodeEngine:
     @property
     def tables(self) -> Sequence[SectionTable]:
         """Pages of all slots; those of raw pages first."""
-        return self._sections
+        return self._sections.tables
 
     @property
     def selector(self) -> Selector | None:
@@ -302,7 +304,7 @@ class DecodeEngine:
         self._journal.forget(message.request.id)
         claim = self._obtain(message, ids, former)
         slot = self._free_slots.popleft()
-        for table in self._sections:
+        for table in self._sections.tables:
             table.clear(slot)
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
@@ -395,7 +397,8 @@ class DecodeEngine:
         held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
         journal.forget(name)
         claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
-        window = self._window_of(left)
+        # What it left is in the arena; it comes near once it is whole.
+        window = self._window_of(left, self._shared)
         emptied = window.finish(at) if window else np.empty(0, np.int32)
         # The first spare pages are the next ones that the rows get, in this order.
         spare = np.concatenate([begun, emptied])
@@ -434,6 +437,8 @@ class DecodeEngine:
         spare: Sequence[int] | Ids = (),
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
+        self._memory.fetch(self._journal.pages(slot))
+        self._sections.moved(slot)
         if self._selector is not None:
             self._selector.join(slot, wanted.selection)
         sends = self._repeat(answer, self._journal, slot)
@@ -522,7 +527,7 @@ class DecodeEngine:
         """The same for requests whose tokens are judged alike."""
         refused, moving = list[Send](), list[int]()
         slots, seen = [one.slot for one in full], [one.position for one in full]
-        leaving = window.leaving(slots, seen, alpha_low)
+        leaving = window.leaving(self._sections, slots, seen, alpha_low)
         for index, one in enumerate(full):
             try:
                 for column, table in enumerate(self._tables[1:]):
@@ -533,6 +538,7 @@ class DecodeEngine:
         leaving = leaving.of(moving)
         for index, free in zip(moving, window.move(leaving), strict=True):
             full[index].spare.extend(free.tolist())
+            self._sections.moved(full[index].slot)
         if self._selector is not None:
             self._selector.retire(leaving)
         return refused
@@ -547,6 +553,7 @@ class DecodeEngine:
         count = int(shortage.sum())
         if count:
             table.append_pages(one.slot, shortage, self._take(one, count))
+            self._sections.moved(one.slot)
 
     def _take(self, one: Running, count: int) -> Ids:
         """Pages for one request: its own spare ones first, then this worker's stock."""
@@ -560,12 +567,12 @@ class DecodeEngine:
 
     def _forward(self, batch: list[Running]) -> Tensor:
         """Logits [requests, vocab] of the newest token of each request."""
-        tokens = torch.tensor([one.answer.tokens[-1] for one in batch])
-        positions = torch.tensor([one.position for one in batch])
+        tokens = np.array([one.answer.tokens[-1] for one in batch], np.int64)
+        positions = np.array([one.position for one in batch], np.int64)
         slots = np.array([one.slot for one in batch], np.int32)
         attend = PageAttention(
-            self._arena,
-            self._tables,
+            self._memory,
+            self._sections,
             slots,
             positions,
             self.plan.policy.score_every,
@@ -574,17 +581,19 @@ class DecodeEngine:
             self._journal.fixed,
             self._prefetcher,
         )
-        every = torch.arange(len(batch))
-        return self.runner.forward(tokens, positions, attend, every, exits_of(batch))
+        every, put = np.arange(len(batch)), self.device.put
+        exits = exits_of(batch, self.device)
+        return self.runner.forward(put(tokens), put(positions), attend, put(every), exits)
 
 
-def exits_of(batch: Sequence[Running]) -> Exits | None:
+def exits_of(batch: Sequence[Running], device: Device) -> Exits | None:
     """When the tokens of a step may skip the last layers; None: no request wants that."""
     wanted = [one.wanted for one in batch]
     if not any(one.exit_entropy for one in wanted):
         return None
-    layers = torch.tensor([one.exit_layers for one in wanted])
-    return Exits(torch.tensor([one.exit_entropy for one in wanted]), layers)
+    entropy = np.array([one.exit_entropy for one in wanted], np.float32)
+    layers = np.array([one.exit_layers for one in wanted], np.int64)
+    return Exits(device.put(entropy), device.put(layers))
 
 
 def finished(answer: Answer) -> Send:

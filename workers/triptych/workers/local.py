@@ -45,8 +45,15 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
 from triptych.router import Journeys, Life, Patience, Windows
 from triptych.router.recording import end_recording, open_coordinator
-from triptych.workers.build import context_tokens, load_brain, make_engines, prefix_store
+from triptych.workers.build import (
+    context_tokens,
+    device_of,
+    load_brain,
+    make_engines,
+    prefix_store,
+)
 from triptych.workers.cores import Turns
+from triptych.workers.device import Device
 from triptych.workers.loop import Around, StageLoop
 from triptych.workers.models import describe, resolve
 from triptych.workers.profiles import find_profile
@@ -102,8 +109,13 @@ class LocalServer:
         model_path: Path | None = None,
         draw: Draw = sample,
         watch: Callable[[Message], None] = ignore,
+        device: Device | None = None,
     ) -> None:
-        """``watch`` is shown each message to the router, on the thread that sends it."""
+        """``watch`` is shown each message to the router, on the thread that sends it.
+
+        ``device``: where all stages compute; None: where the settings want decode.
+        """
+        device = device or device_of(config, STAGES)
         path = model_path or resolve(config.model.name)
         facts = describe(path)
         self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
@@ -116,12 +128,14 @@ class LocalServer:
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
-        brain = load_brain(config, self.plan, path, STAGES)
+        brain = load_brain(config, self.plan, path, STAGES, device)
         self.weight_bytes = brain.answers.model.step_bytes if brain else 0
         """That each forward pass reads."""
         self.vocab_size = facts.vocab_size
-        self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights)
-        engines = make_engines(config, self.plan, brain, self.pool, STAGES, draw, self._prefixes)
+        self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights, device)
+        engines = make_engines(
+            config, self.plan, brain, self.pool, STAGES, draw, self._prefixes, device
+        )
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = open_coordinator(
             config.router,

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-# torch.from_numpy has no type hints.
+# Some methods of tensors have no types.
 """The prefill stage: reads prompts in ragged chunks, writes raw pages, draws the first token."""
 
 import time
@@ -23,12 +23,16 @@ from triptych.kvpool import About, Arena, WorkerPool
 from triptych.router.chunks import Chunks
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
+from triptych.workers.device import CPU, Device
 from triptych.workers.handles import make_handle
+from triptych.workers.memory import PageMemory
 from triptych.workers.models import Runner
 from triptych.workers.prefixes import PrefixStore, asks_for_prompt
 from triptych.workers.promptscores import SCORED_TOKENS, PromptScores
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import refuse
+
+Ids = NDArray[np.int32]
 
 
 @dataclass(eq=False)
@@ -108,13 +112,14 @@ class PrefillEngine:
     """None: each prompt is read from its first token on."""
     draw: Draw = sample
     """How tokens are drawn from logits; the quality harness forces them."""
+    device: Device = CPU
     stage: Stage = "prefill"
     _chunks: Chunks = field(default_factory=Chunks)
     _waiting: list[Newcomer] = field(default_factory=list[Newcomer])
     _prompts: list[Prompt] = field(default_factory=list[Prompt])
 
     def __post_init__(self) -> None:
-        self._arena = torch.from_numpy(self.pool.arena.data)
+        self._memory = PageMemory.in_place(self.pool.arena, self.device)
         self._awaited = Awaited(self.prefixes) if self.prefixes is not None else None
 
     # ---------------------------------------------------------------- the Engine protocol
@@ -196,7 +201,7 @@ class PrefillEngine:
         prompt = Prompt(request, one.due, self._take_pages(tokens))
         if self.plan.policy.needs_significance:
             shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
-            prompt.attention = torch.zeros(shape)
+            prompt.attention = torch.zeros(shape, device=self.device.name)
         if asks_for_prompt(request):
             prompt.scores = PromptScores(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
@@ -255,17 +260,18 @@ class PrefillEngine:
             for piece in pieces
             for token in piece.prompt.request.known[piece.start : piece.start + piece.tokens]
         ]
-        positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
+        positions = np.concatenate([piece.positions for piece in pieces])
         starts = np.cumsum([0, *(piece.tokens for piece in pieces)])
         wanted = [
             int(start) + at
             for piece, start in zip(pieces, starts[:-1], strict=True)
             for at in piece.logits_at
         ]
-        attend = ChunkAttention(self.pool.arena, self.plan, pieces, positions)
-        logits = self.runner.forward(
-            torch.tensor(tokens), positions, attend, torch.tensor(wanted, dtype=torch.int64)
-        )
+        attend = ChunkAttention(self.pool.arena, self._memory, self.plan, pieces, positions)
+        put = self.device.put
+        read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
+        logits = self.runner.forward(put(read), put(positions), attend, put(logits_at))
+        self.device.wait()  # for the clock, and before anybody gives pages back
         return _score(pieces, logits)
 
     def _finish(self, done: list[Prompt], logits: Tensor) -> list[Send]:
@@ -299,12 +305,13 @@ class PrefillEngine:
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
         sums = largest_sums(prompt.attention, geometry.kv_heads)
         padded = F.pad(sums, (0, -prompt.read % per_page))
-        ids = torch.from_numpy(prompt.pages).long().flatten()
-        segments(self._arena, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
+        ids = self.device.put(prompt.pages).long().flatten()
+        segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
     def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
         for prompt, _ in going_on:
             self._leave_significance(prompt)
+        self.device.wait()
         raw = self.plan.raw.format.name
         claims = self.pool.handoff(
             [(p.request.id, p.pages.ravel()) for p, _ in going_on],
@@ -351,20 +358,25 @@ class ChunkAttention:
     """Attention of one prefill step: writes new keys and values to raw pages, reads old ones."""
 
     def __init__(
-        self, arena: Arena, plan: PagePlan, pieces: list[Piece], positions: Tensor
+        self,
+        arena: Arena,
+        memory: PageMemory,
+        plan: PagePlan,
+        pieces: list[Piece],
+        positions: NDArray[np.int64],
     ) -> None:
-        self._memory, self._arena = arena, torch.from_numpy(arena.data)
+        self._arena, self._memory = arena, memory
         self._layout, self._pieces = plan.raw, pieces
-        self._positions = positions.int()
+        put = memory.device.put
+        self._positions = put(positions.astype(np.int32))
         self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
         per_page = plan.raw.tokens
         cells = [p.prompt.pages[:, :, p.positions // per_page] for p in pieces]
-        self._pages = torch.from_numpy(
-            np.ascontiguousarray(np.concatenate(cells, axis=2).transpose(0, 2, 1))
-        )
+        self._pages = put(np.ascontiguousarray(np.concatenate(cells, axis=2).transpose(0, 2, 1)))
         rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
         self._rows = rows.contiguous()
-        self._past = self._tables_of_past(plan, pieces)
+        self._past = _tables_of_past(plan, pieces)
+        self._past_there = None if self._past is None else tuple(map(put, self._past))
 
     def __call__(
         self,
@@ -378,14 +390,15 @@ class ChunkAttention:
         softcap: float,
     ) -> Tensor:
         """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
+        memory = self._memory.near
         store_tokens(
-            self._arena, self._layout, key, value, self._pages[layer], self._rows, self._positions
+            memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
         )
         past = None
-        if self._past is not None:
-            pages, tokens = self._past
-            self._memory.will_need(pages[layer].numpy())
-            past = Past(self._arena, self._layout, pages[layer], tokens)
+        if self._past is not None and self._past_there is not None:
+            self._arena.will_need(self._past[0][layer])
+            pages, tokens = self._past_there
+            past = Past(memory, self._layout, pages[layer], tokens)
         wanted = self._pieces[0].prompt.attention is not None
         sums = self._empty_sums(query.shape[1]) if wanted else None
         mixed = prefill_attention(
@@ -405,7 +418,7 @@ class ChunkAttention:
 
     def _empty_sums(self, heads: int) -> Tensor:
         longest = max(piece.start + piece.tokens for piece in self._pieces)
-        return torch.zeros(len(self._pieces), heads, longest)
+        return torch.zeros(len(self._pieces), heads, longest, device=self._memory.device.name)
 
     def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
         for piece, part in zip(self._pieces, sums, strict=True):
@@ -413,16 +426,16 @@ class ChunkAttention:
             if piece.prompt.attention is not None:
                 piece.prompt.attention[layer, :, :end] += part[:, :end]
 
-    @staticmethod
-    def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Tensor, Tensor] | None:
-        """Page tables [layers, pieces, kv_heads, pages] and tokens [pieces, kv_heads]."""
-        starts = [piece.start for piece in pieces]
-        if not any(starts):
-            return None
-        geometry, width = plan.geometry, plan.raw.pages(max(starts))
-        table = np.zeros((geometry.layers, len(pieces), geometry.kv_heads, width), np.int32)
-        for i, piece in enumerate(pieces):
-            used = plan.raw.pages(piece.start)
-            table[:, i, :, :used] = piece.prompt.pages[:, :, :used]
-        tokens = torch.tensor(starts, dtype=torch.int32)[:, None].repeat(1, geometry.kv_heads)
-        return torch.from_numpy(table), tokens
+
+def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Ids, Ids] | None:
+    """Page tables [layers, pieces, kv_heads, pages] and tokens [pieces, kv_heads]."""
+    starts = [piece.start for piece in pieces]
+    if not any(starts):
+        return None
+    geometry, width = plan.geometry, plan.raw.pages(max(starts))
+    table = np.zeros((geometry.layers, len(pieces), geometry.kv_heads, width), np.int32)
+    for i, piece in enumerate(pieces):
+        used = plan.raw.pages(piece.start)
+        table[:, i, :, :used] = piece.prompt.pages[:, :, :used]
+    tokens = np.repeat(np.array(starts, np.int32)[:, None], geometry.kv_heads, axis=1)
+    return table, tokens

@@ -22,6 +22,8 @@ from triptych.core.pages import BLOCK_PAGES, PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.kvpool import FoundPrefix, HoldId, Namespace, Publication, WorkerPool
+from triptych.workers.device import CPU, Device
+from triptych.workers.memory import PageMemory
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class Source(Protocol):
 class RawPages:
     """A prompt in raw pages, as the prefill stage left it."""
 
-    arena: Tensor
+    memory: PageMemory
     plan: PagePlan
     sink: Ids
     """All of its raw pages."""
@@ -105,8 +107,9 @@ class RawPages:
     """Mean attention of each token, [head rows, tokens]; None if nobody asks."""
 
     def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
-        source = cells_of(self.sink, self.plan.raw.tokens, start, count)
-        transcode(self.arena, self.plan.raw, self.plan.high, *source, *target)
+        put = self.memory.device.put
+        page, row = map(put, cells_of(self.sink, self.plan.raw.tokens, start, count))
+        transcode(self.memory.near, self.plan.raw, self.plan.high, page, row, *target)
         return None if self.significance is None else self.significance[:, start : start + count]
 
 
@@ -141,12 +144,12 @@ class PrefixStore:
     """Hash of the model's weights."""
     dtype: DType
     """In which the model computes."""
+    device: Device = CPU
     skipped: Counter[str] = field(default_factory=Counter[str])
     """Publications that were given up, by kind of error."""
 
     def __post_init__(self) -> None:
-        self._pages = self.pool.arena.data
-        self._arena = torch.from_numpy(self._pages)
+        self._memory = PageMemory.in_place(self.pool.arena, self.device)
         self._profile = profile_of(self.plan, self.dtype)
 
     def namespace(self, cache_salt: str) -> Namespace:
@@ -212,15 +215,16 @@ class PrefixStore:
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
-        high = cells_of(blocks.high, self.plan.high.tokens, 0, count)
-        target = cells_of(raw, self.plan.raw.tokens, 0, count)
-        transcode(self._arena, self.plan.high, self.plan.raw, *high, *target)
-        self._pages[raw[:, : blocks.sink.shape[1]]] = self._pages[blocks.sink]
+        pages = self._memory.near
+        high = self._cells(blocks.high, self.plan.high.tokens, count)
+        target = self._cells(raw, self.plan.raw.tokens, count)
+        transcode(pages, self.plan.high, self.plan.raw, *high, *target)
+        self._copy(blocks.sink, raw[:, : blocks.sink.shape[1]])
         if attention is not None:
             geometry = self.plan.geometry
-            means = segments(self._arena, self.plan.high).scores[high[0].long(), high[1].long()]
+            means = segments(pages, self.plan.high).scores[high[0].long(), high[1].long()]
             sums = means.view(geometry.layers, geometry.kv_heads, count)
-            sums = sums * torch.arange(count, 0, -1, dtype=torch.float32)
+            sums = sums * torch.arange(count, 0, -1, dtype=torch.float32, device=sums.device)
             group = attention.shape[1] // geometry.kv_heads
             attention[:, :, :count] = sums.repeat_interleave(group, dim=1)
 
@@ -335,12 +339,24 @@ class PrefixStore:
         """Encode the tokens of blocks, all head rows in one call."""
         blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
         start, count = first * size, len(ids) * size
-        target = cells_of(blocks.high, self.plan.high.tokens, 0, count)
+        target = self._cells(blocks.high, self.plan.high.tokens, count)
         means = source.copy(start, count, target)
-        self._pages[blocks.sink] = self._pages[source.sink[:, : blocks.sink.shape[1]]]
+        self._copy(source.sink[:, : blocks.sink.shape[1]], blocks.sink)
         if means is not None:
-            scores = segments(self._arena, self.plan.high).scores
+            scores = segments(self._memory.near, self.plan.high).scores
             scores[target[0].long(), target[1].long()] = means.flatten()
+        self.device.wait()
+
+    def _cells(self, pages: Ids, per_page: int, count: int) -> Cells:
+        """Page and row of the first ``count`` tokens of each head row, where kernels read them."""
+        page, row = map(self.device.put, cells_of(pages, per_page, 0, count))
+        return page, row
+
+    def _copy(self, source: Ids, target: Ids) -> None:
+        """Copy whole pages."""
+        read, write = (self.device.put(ids.astype(np.int64)) for ids in (source, target))
+        pages = self._memory.near
+        pages[write] = pages[read]
 
 
 def asks_for_prompt(request: Request) -> bool:
@@ -354,15 +370,14 @@ def _lookable(request: Request) -> Ids:
     return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
 
 
-def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Tensor, Tensor]:
+def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:
     """Page and row of ``count`` tokens from ``start`` on, head row after head row.
 
     Shapes:  pages [head rows, M] -> int32 [head rows x count] each
     """
     page, row = np.divmod(np.arange(start, start + count, dtype=np.int32), np.int32(per_page))
     rows = np.broadcast_to(row, (len(pages), count))
-    cells = (np.ascontiguousarray(part).ravel() for part in (pages[:, page], rows))
-    first, second = (torch.from_numpy(part) for part in cells)
+    first, second = (np.ascontiguousarray(part).ravel() for part in (pages[:, page], rows))
     return first, second
 
 

@@ -205,10 +205,10 @@ class Profiler:
         is_read = np.zeros((layers, len(slots)), np.bool_)
         for layer, rows in self._rows.items():
             if rows is not None:
-                is_read[layer] = rows.numpy() >= 0
-        counts = selector.counts.numpy()[:, slots]
+                is_read[layer] = rows.cpu().numpy() >= 0
+        counts = selector.counts.cpu().numpy()[:, slots]
         most = int(counts.max(initial=0))
-        return Lists(selector.ordinals.numpy()[:, slots, :, :most], counts, is_read)
+        return Lists(selector.ordinals.cpu().numpy()[:, slots, :, :most], counts, is_read)
 
 
 class _WatchedRunner:

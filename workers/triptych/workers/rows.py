@@ -1,4 +1,4 @@
-# torch.from_numpy and numpy's comparisons lack types.
+# numpy's comparisons lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Page tables of the decode stage: which pages hold which head row's tokens.
 
@@ -6,14 +6,16 @@ A head row is one (slot, layer, KV head); a slot is one request. Tables of all l
 one array, so that a step plans the pages of every head row at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from triptych.core.layout import PageLayout
 from triptych.kernels import Section
+from triptych.workers.device import Device
 
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -41,29 +43,15 @@ class SectionTable:
         """
         return SectionTable(layout, self.pages[..., ::-1], tokens, not self.backward)
 
-    def __post_init__(self) -> None:
-        cells = self.pages[..., ::-1] if self.backward else self.pages
-        self._sections = [
-            Section(self.layout, torch.from_numpy(pages), torch.from_numpy(tokens), self.backward)
-            for pages, tokens in zip(cells, self.tokens, strict=True)
-        ]
-        layers, slots, kv_heads, width = cells.shape
-        self.every_layer = Section(
-            self.layout,
-            torch.from_numpy(cells.reshape(layers * slots, kv_heads, width)),
-            torch.from_numpy(self.tokens.reshape(layers * slots, kv_heads)),
-            self.backward,
-        )
-        """All rows as one view: slot s of layer l is slot ``l * slots + s``."""
+    @property
+    def cells(self) -> Ids:
+        """Page ids as they lie in memory."""
+        return self.pages[..., ::-1] if self.backward else self.pages
 
     @property
     def width(self) -> int:
         """The most pages that a row can have."""
         return self.pages.shape[3]
-
-    def section(self, layer: int) -> Section:
-        """What the attention kernel reads: a view, so it always shows the present state."""
-        return self._sections[layer]
 
     def fill(self, slot: int, tokens: Ids, ids: Ids) -> None:
         """Set a slot's rows from a handle: tokens [head rows], page ids in row order."""
@@ -86,6 +74,12 @@ class SectionTable:
 
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
+
+    def pages_of(self, layer: int, slots: Ids) -> Ids:
+        """The pages that a layer has of some slots, in no order."""
+        counts = -(-self.tokens[layer, slots] // np.int32(self.layout.tokens))
+        used: Mask = np.arange(self.width) < counts[..., None]
+        return self.pages[layer, slots][used]
 
     def has_room(self, slot: int) -> bool:
         """Whether each row can take one more token; for tables whose rows are equally long."""
@@ -111,3 +105,50 @@ class SectionTable:
         layers, _, kv_heads, _ = self.pages.shape
         layer, head = np.arange(layers)[:, None, None], np.arange(kv_heads)
         return self.pages[layer, slots[:, None], head, page], row
+
+
+class Sections:
+    """What kernels read of some tables: views on a CPU, copies in the memory of another device.
+
+    Views show the present state always; copies show it of those slots that were renewed.
+    """
+
+    def __init__(self, tables: Sequence[SectionTable], device: Device) -> None:
+        self.tables, self.device = tables, device
+        self._moved = set[int]()
+        self._pages = [device.put(table.cells) for table in tables]
+        self._tokens = [device.put(table.tokens) for table in tables]
+        parts = list(zip(tables, self._pages, self._tokens, strict=True))
+        layers = len(tables[0].pages)
+        self.of_layer = [[_section(*part, layer) for part in parts] for layer in range(layers)]
+        """Sections of each layer, one for each table."""
+        self.every_layer = [_all_rows(*part) for part in parts]
+        """Of each table, all rows as one: slot s of layer l is slot ``l * slots + s``."""
+
+    def moved(self, slot: int) -> None:
+        """Pages came to a slot, or left it."""
+        if not self.device.is_host:
+            self._moved.add(slot)
+
+    def renew(self, slots: Ids) -> None:
+        """Show the present state of these slots."""
+        if self.device.is_host:
+            return
+        at = self.device.put(slots.astype(np.int64))
+        for table, tokens in zip(self.tables, self._tokens, strict=True):
+            tokens[:, at] = self.device.put(table.tokens[:, slots])
+        moved = sorted(self._moved.intersection(slots.tolist()))
+        if moved:
+            at = self.device.put(np.array(moved, np.int64))
+            for table, pages in zip(self.tables, self._pages, strict=True):
+                pages[:, at] = self.device.put(table.cells[:, moved])
+            self._moved.difference_update(moved)
+
+
+def _section(table: SectionTable, pages: Tensor, tokens: Tensor, layer: int) -> Section:
+    return Section(table.layout, pages[layer], tokens[layer], table.backward)
+
+
+def _all_rows(table: SectionTable, pages: Tensor, tokens: Tensor) -> Section:
+    pages = pages.view(-1, *pages.shape[2:])
+    return Section(table.layout, pages, tokens.view(-1, tokens.shape[2]), table.backward)

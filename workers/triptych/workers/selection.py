@@ -9,7 +9,7 @@ are scored, and not beside the pages: then they need no place in handles, transp
 """
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,8 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, Kind, tile_bytes
 from triptych.kvpool import Arena
-from triptych.workers.rows import SectionTable
+from triptych.workers.memory import PageMemory
+from triptych.workers.rows import Sections, SectionTable
 from triptych.workers.window import Leaving
 
 Ids = NDArray[np.int32]
@@ -40,16 +41,26 @@ MAP_NORESERVE = 0x4000
 class TableSummaries:
     """Summaries of the full pages of one table, for all slots, layers and KV heads."""
 
-    def __init__(self, kind: Kind, rotated: bool, arena: Arena, table: SectionTable) -> None:
-        self._pages, self.table = arena, table
-        self._arena = torch.from_numpy(arena.data)
+    def __init__(
+        self,
+        kind: Kind,
+        rotated: bool,
+        arena: Arena,
+        memory: PageMemory,
+        table: SectionTable,
+    ) -> None:
+        self._arena, self._memory, self.table = arena, memory, table
         layers, slots, kv_heads, width = table.pages.shape
         head_dim = table.layout.head_dim
         tile = tile_bytes(kind, head_dim)
         shape = (slots, layers, kv_heads, -(-width // TILE_PAGES), tile)
         self._slot_bytes = int(np.prod(shape[1:]))
-        self._memory = _unused_memory(slots * self._slot_bytes)
-        every = torch.frombuffer(self._memory, dtype=torch.uint8).view(shape)
+        self._unused = _unused_memory(slots * self._slot_bytes) if memory.device.is_host else None
+        every = (
+            torch.zeros(shape, dtype=torch.uint8, device=memory.device.name)
+            if self._unused is None
+            else torch.frombuffer(self._unused, dtype=torch.uint8).view(shape)
+        )
         self.of_layer = [
             Summaries(kind, every[:, layer], head_dim, rotated) for layer in range(layers)
         ]
@@ -71,12 +82,14 @@ class TableSummaries:
         self._write(slot, touched[..., :-1] & (column < full[..., None]))
 
     def drop(self, slot: int) -> None:
-        """Give the memory of a slot back, up to whole pages of the system."""
+        """Give the memory of a slot back, up to whole pages of the system, where there is one."""
+        if self._unused is None:
+            return
         start, end = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
-            self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+            self._unused.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def _write(self, slot: int, wanted: Mask) -> None:
         """Summarize pages of a slot, [layers, kv_heads, columns]."""
@@ -88,9 +101,10 @@ class TableSummaries:
         pages, columns = self.table.pages[:, slot][wanted], column.astype(np.int32)
         for start in range(0, len(pages), PAGES_AT_ONCE):
             some = slice(start, start + PAGES_AT_ONCE)
-            self._pages.will_need(pages[some])
-            named, *places = (torch.from_numpy(part[some]) for part in (pages, rows, columns))
-            summarize_pages(self._arena, self.table.layout, named, self._all, *places)
+            self._arena.will_need(pages[some])
+            parts = (self._memory.device.put(part[some]) for part in (pages, rows, columns))
+            named, *places = parts
+            summarize_pages(self._memory.near, self.table.layout, named, self._all, *places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +131,7 @@ class StepChoice:
         for rule, due in self.due.items():
             select_pages(
                 query,
-                [table.section(layer) for table in owner.tables],
+                owner.sections.of_layer[layer],
                 owner.summaries_of(layer),
                 self.slots,
                 self.positions,
@@ -137,23 +151,25 @@ class Selector:
         kind: Kind,
         plan: PagePlan,
         arena: Arena,
-        tables: Sequence[SectionTable],
+        memory: PageMemory,
+        sections: Sections,
     ) -> None:
         """The first of the tables is that of raw pages, the last, if pages are shared, that of
         fixed ones.
 
         Where tokens are compressed raw pages are the sink and the window, read in any case.
         """
-        self.config, self.tables = config, tables
+        tables = sections.tables
+        self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         known = tables[1:] if plan.compresses else tables
         rotated = plan.policy.basis.rotated
-        self._summaries = [TableSummaries(kind, rotated, arena, table) for table in known]
+        self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
         self._fixed = int(plan.shares)
         """How many of them are of pages that never change."""
         layers, slots, kv_heads, _ = tables[0].pages.shape
         most = sum(table.width for table in tables)
-        self.ordinals = _zeros(layers, slots, kv_heads, most)
-        self.counts = _zeros(layers, slots, kv_heads)
+        self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
+        self.counts = memory.device.put(np.zeros((layers, slots, kv_heads), np.int32))
         self._is_chosen: Mask = np.zeros(slots, np.bool_)
         """Slots whose lists name the pages that their rows still have."""
         self._rules: list[Rule | None] = [None] * slots
@@ -165,12 +181,13 @@ class Selector:
         config: SelectionConfig,
         plan: PagePlan,
         arena: Arena,
-        tables: Sequence[SectionTable],
+        memory: PageMemory,
+        sections: Sections,
     ) -> "Selector | None":
         """None if every page is read."""
         if config.method == "none":
             return None
-        return cls(config, config.method, plan, arena, tables)
+        return cls(config, config.method, plan, arena, memory, sections)
 
     def summaries_of(self, layer: int) -> list[Summaries | None]:
         """One for each table; None for that of the window."""
@@ -210,13 +227,13 @@ class Selector:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, slots: Ids, positions: Tensor, is_dense: Mask) -> StepChoice | None:
+    def step(self, slots: Ids, positions: NDArray[np.int64], is_dense: Mask) -> StepChoice | None:
         """Decide who chooses pages in this step; None if every request reads all of them.
 
         Dense are requests whose tokens are scored in this step: what is not read receives no
         score. So are those of which the budget is more than half.
         """
-        now = positions.numpy().astype(np.int32)
+        now, put = positions.astype(np.int32), self._memory.device.put
         rules = [self._rules[int(slot)] for slot in slots]
         budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int64)
         reads_all: Mask = is_dense | (now < WORTH * budgets)
@@ -227,14 +244,14 @@ class Selector:
         self._is_chosen[slots[due]] = True
         return StepChoice(
             owner=self,
-            slots=torch.from_numpy(slots),
-            positions=torch.from_numpy(now),
+            slots=put(slots),
+            positions=put(now),
             due={
-                rule: torch.from_numpy(np.where(mine, slots, np.int32(-1)))
+                rule: put(np.where(mine, slots, np.int32(-1)))
                 for rule in dict.fromkeys(rules)
                 if rule and (mine := due & np.array([other == rule for other in rules])).any()
             },
-            read=torch.from_numpy(np.where(reads_all, np.int32(-1), slots)),
+            read=put(np.where(reads_all, np.int32(-1), slots)),
         )
 
 
@@ -252,8 +269,3 @@ def _unused_memory(size: int) -> mmap.mmap:
     """Zeros that take no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
-
-
-def _zeros(*shape: int) -> Tensor:
-    """int32 zeros that take no memory until they are written."""
-    return torch.from_numpy(np.zeros(shape, np.int32))

@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false
-# torch.from_numpy has no type hints.
 """Tokens that leave the window of a running request: planned and moved for all head rows at once.
 
 A raw page leaves as a whole, once none of its tokens is in the 16-bit window. Its tokens become
@@ -10,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from triptych.kernels import plan_retirement, transcode
 from triptych.workers.journal import Journal
-from triptych.workers.rows import SectionTable
+from triptych.workers.memory import PageMemory
+from triptych.workers.rows import Sections, SectionTable
 
 Ids = NDArray[np.int32]
 Cells = tuple[Ids, Ids]
@@ -56,8 +53,8 @@ PLANNED, LOWERED, ENTERED = 1, 2, 3
 class Window:
     """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
 
-    def __init__(self, arena: Tensor, journal: Journal) -> None:
-        self.arena, self.plan, self.moving = arena, journal.plan, journal.retirements
+    def __init__(self, memory: PageMemory, journal: Journal) -> None:
+        self.memory, self.plan, self.moving = memory, journal.plan, journal.retirements
         self.raw, self.high, *low = journal.tables
         self.low = low[0] if low else None
 
@@ -69,10 +66,15 @@ class Window:
         return self.plan.leaving_pages(int(self.raw.tokens[0, slot, 0])) > 0
 
     def leaving(
-        self, slots: Sequence[int], seen: Sequence[int], least_alpha_low: float = 0.0
+        self,
+        sections: Sections,
+        slots: Sequence[int],
+        seen: Sequence[int],
+        least_alpha_low: float = 0.0,
     ) -> Leaving:
         """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
 
+        ``sections``: the tables as kernels see them.
         ``least_alpha_low``: what the policy's ``alpha_low`` is raised to, if it is lower.
 
         Its tokens become high. As many older ones leave the window of tokens that are high in any
@@ -85,13 +87,15 @@ class Window:
         now: Ids = np.array(seen, np.int32)
         alpha_high, alpha_low = self.plan.policy.answer_alphas
         alpha_low = min(max(alpha_low, least_alpha_low), alpha_high)
+        sections.renew(at)
+        put = self.memory.device.put
         plan = plan_retirement(
-            self.arena,
-            self.high.every_layer,
-            self.low.every_layer if self.low is not None else None,
-            torch.from_numpy(rows),
-            torch.from_numpy(np.tile(now, layers)),
-            torch.from_numpy(np.tile(self._first_judged(at, now), layers)),
+            self.memory.near,
+            sections.every_layer[1],
+            sections.every_layer[2] if self.low is not None else None,
+            put(rows),
+            put(np.tile(now, layers)),
+            put(np.tile(self._first_judged(at, now), layers)),
             count=self.raw.layout.tokens,
             alpha_high=alpha_high,
             alpha_low=alpha_low,
@@ -99,10 +103,10 @@ class Window:
         shape = (layers, len(slots), kv_heads, -1)
         return Leaving(
             slots=at,
-            places=plan.places.numpy().reshape(shape),
-            movers=plan.movers.numpy().reshape(shape),
-            mover_places=plan.mover_places.numpy().reshape(shape),
-            counts=plan.counts.numpy().reshape(shape),
+            places=plan.places.cpu().numpy().reshape(shape),
+            movers=plan.movers.cpu().numpy().reshape(shape),
+            mover_places=plan.mover_places.cpu().numpy().reshape(shape),
+            counts=plan.counts.cpu().numpy().reshape(shape),
         )
 
     def _first_judged(self, slots: Ids, seen: Ids) -> Ids:
@@ -193,8 +197,9 @@ class Window:
         self, source: SectionTable, target: SectionTable, read: Cells, write: Cells
     ) -> None:
         if read[0].size:
-            cells = (torch.from_numpy(part) for part in (*read, *write))
-            transcode(self.arena, source.layout, target.layout, *cells)
+            cells = map(self.memory.device.put, (*read, *write))
+            transcode(self.memory.near, source.layout, target.layout, *cells)
+            self.memory.save(write[0])
 
 
 def _cells(

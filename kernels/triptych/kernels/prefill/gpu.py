@@ -93,7 +93,7 @@ def plan(
     query, key, value = query.contiguous(), dense(key), dense(value)
     is_exact = query.dtype == torch.float32
     block = block_of(dim, is_exact)
-    starts = torch.tensor(offsets, dtype=torch.int32, device=query.device)
+    starts = torch.tensor(offsets, dtype=torch.int32).to(query.device)
     launches, first, lse = list[Launch](), None, None
     if past is not None and window > 0:
         first = torch.zeros(sequences, dtype=torch.int32, device=query.device)

@@ -85,7 +85,7 @@ def moments(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = [key[:, start:end] for start, end in block_ends(key.shape[1])]
     means = torch.stack([block.mean(1) for block in blocks], 1)
     squares = torch.stack([block.var(1, correction=0) for block in blocks], 1)
-    sizes = torch.tensor([float(block.shape[1]) for block in blocks], device=key.device)
+    sizes = torch.tensor([float(block.shape[1]) for block in blocks]).to(key.device)
     spread = (squares * sizes[:, None]).sum(1) / sizes.sum()
     whole = spread.sum(1, keepdim=True)
     factors = (squares.sum(2) / torch.where(whole > 0, whole, 1.0)).sqrt()

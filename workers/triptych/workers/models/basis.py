@@ -31,8 +31,10 @@ class Coordinates:
     """Rotated mean key of each head, [layers, kv_heads, head_dim] float32."""
 
     @classmethod
-    def of(cls, basis: Basis, geometry: Geometry) -> "Coordinates | None":
-        """None for plain coordinates."""
+    def of(
+        cls, basis: Basis, geometry: Geometry, device: torch.device | None = None
+    ) -> "Coordinates | None":
+        """Where a model's activations are; None for plain coordinates."""
         if not basis.rotated:
             return None
         rotation = hadamard(geometry.head_dim)
@@ -41,7 +43,7 @@ class Coordinates:
         if basis.key_centre:
             packed = np.frombuffer(basis.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
-        return cls(rotation, centre @ rotation)
+        return cls(rotation.to(device), (centre @ rotation).to(device))
 
     def around(self, attend: Attend) -> Attend:
         """The same attention, in these coordinates."""

@@ -41,7 +41,7 @@ class Leaving:
     _all_stay: bool = True
 
     def __post_init__(self) -> None:
-        self._stays = torch.ones(len(self.exits.layers), dtype=torch.bool)
+        self._stays = torch.ones_like(self.exits.layers, dtype=torch.bool)
 
     def staying(self, layers: int, hidden: Tensor) -> Tensor | None:
         """Which tokens go on after so many layers; None: all of them.

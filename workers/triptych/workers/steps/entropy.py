@@ -23,7 +23,7 @@ def entropy(logits: Tensor) -> Tensor:
     Shapes: logits (B, vocab) -> (B,)
     Dtypes: float32
     """
-    found = torch.empty(logits.shape[0])
+    found = logits.new_empty(logits.shape[0], dtype=torch.float32)
     for row, line in enumerate(logits):
         centred = (line - line.max()).clamp_(min=_LEAST)
         weights = centred.exp()

@@ -127,13 +127,14 @@ class Pipeline:
         looking = [index for index, placed in enumerate(self.places) if placed.looks]
         if not any(plugins[index] for plugins in chosen for index in looking):
             return None
+        there = seen.logits.device
         facts: dict[str, Tensor] = {
             "logits": seen.logits,
-            "token": torch.tensor(seen.tokens),
-            "length": torch.tensor(seen.lengths),
-            "position": torch.tensor(seen.positions),
+            "token": torch.tensor(seen.tokens).to(there),
+            "length": torch.tensor(seen.lengths).to(there),
+            "position": torch.tensor(seen.positions).to(there),
         }
-        ended_by, kept = [0] * len(chosen), torch.from_numpy(memory.copy())
+        ended_by, kept = [0] * len(chosen), torch.from_numpy(memory.copy()).to(there)
         for index, placed in enumerate(self.places):
             groups = dict[StepPlugin, Rows]()
             for row, plugins in enumerate(chosen):
@@ -147,7 +148,7 @@ class Pipeline:
                     kept[rows, placed.memory] = made.pop(MEMORY)
                 for name, value in made.items():
                     _spread(facts, name, value, rows, len(chosen))
-        return Verdict(ended_by, kept.numpy())
+        return Verdict(ended_by, kept.cpu().numpy())
 
 
 def selection_for(config: SelectionConfig, switches: Sequence[Switch]) -> SelectionConfig | None:
@@ -400,8 +401,8 @@ def _step(
 def _add_entropy(facts: dict[str, Tensor], rows: Rows) -> None:
     """Compute what is not known of these rows yet."""
     logits = facts["logits"]
-    known = facts.setdefault("entropy", torch.full((logits.shape[0],), torch.nan))
-    unknown = torch.tensor(rows)[known[rows].isnan()]
+    known = facts.setdefault("entropy", logits.new_full((logits.shape[0],), torch.nan))
+    unknown = torch.tensor(rows).to(known.device)[known[rows].isnan()]
     known[unknown] = entropy(logits[unknown])
 
 
@@ -415,4 +416,4 @@ def _spread(facts: dict[str, Tensor], name: str, value: Tensor, rows: Rows, coun
 def _where(verdict: Tensor | None, rows: Rows) -> Rows:
     if verdict is None:
         return []
-    return [row for row, ends in zip(rows, verdict, strict=True) if bool(ends)]
+    return [row for row, ends in zip(rows, verdict.tolist(), strict=True) if ends]

@@ -1,0 +1,169 @@
+# torch's hooks for backends in Python have no types.
+# pyright: basic
+"""A fake device called ``far``: memory of the host that is not to be mixed with other memory.
+
+What a GPU would refuse is refused here: operations on tensors of two devices, and numpy on what is
+not on the CPU. Numbers are real, so whole engines run, and kernels run in Triton's interpreter. It
+takes the place of a GPU in a process of its own; what it cannot show is the order in which a GPU
+and its host do things.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from triptych.kernels import OPS, launch
+from triptych.kernels.launch import Launch
+from triptych.workers.device import Bytes, Device, Numbers
+
+_setup_privateuseone_for_python_backend("far")
+
+
+class FarTensor(Tensor):
+    """A tensor on ``far``; ``inner`` has its numbers."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "FarTensor":
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device="far:0",
+        )
+        made.inner = inner
+        return made
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("numpy on a tensor of far: move it to the CPU first")
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_there(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_there(index), value)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, dict(kwargs or {}))
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do on the host what was asked of far, unless a device would refuse."""
+    if func is torch.ops.aten.copy_.default:
+        _inner(args[0]).copy_(_inner(args[1]))
+        return args[0]
+    inner_args, inner_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
+    if func is torch.ops.aten._to_copy.default:
+        wanted = inner_kwargs.pop("device", None)
+        copy = func(*inner_args, **inner_kwargs)
+        is_near = wanted is not None and torch.device(wanted).type == "cpu"
+        return copy if is_near else FarTensor(copy)
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FarTensor) and leaf.dim():
+            raise RuntimeError(f"{func}: tensors of far and of {leaf.device}")
+    if inner_kwargs.get("device") is not None:
+        inner_kwargs["device"] = torch.device("cpu")
+    return tree_map(_outer, func(*inner_args, **inner_kwargs))
+
+
+def _there(index: Any) -> Any:
+    """Lists in an index are moved by torch itself, which does not know devices in Python."""
+    if isinstance(index, tuple):
+        return tuple(map(_there, index))
+    return FarTensor(torch.tensor(index)) if isinstance(index, list) else index
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, FarTensor) else value
+
+
+def _outer(value: Any) -> Any:
+    return FarTensor(value) if isinstance(value, Tensor) else value
+
+
+_library = torch.library.Library("_", "IMPL")  # kept: it ends with its last reference
+_library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
+_factories = torch.library.Library("aten", "IMPL")
+for _name in ("arange", "arange.start", "arange.start_step"):  # torch's own would resize a tensor
+
+    def _arange(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return FarTensor(torch.arange(*args, **kwargs))
+
+    _factories.impl(_name, _arange, "PrivateUse1")
+
+
+class FarDevice(Device):
+    """Computes on far; what it shares with other processes both see at once."""
+
+    name = torch.device("far")
+    is_host = False
+
+    def share(self, memory: Bytes) -> Tensor:
+        return FarTensor(torch.from_numpy(memory))
+
+    def put(self, numbers: Numbers) -> Tensor:
+        return FarTensor(torch.from_numpy(numbers).clone())
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device, with the kernels of a GPU in Triton's interpreter."""
+    for op in OPS.values():
+        monkeypatch.setitem(op.fast, "far", op.fast["cuda"])
+    monkeypatch.setattr(launch, "DEFAULT_PROCESSORS", 1)  # each program takes milliseconds here
+    run = Launch.run
+
+    def run_inner(one: Launch) -> None:
+        _check_all_far(one.name, one.arguments)
+        run(replace(one, arguments=tuple(map(_inner, one.arguments))))
+
+    monkeypatch.setattr(Launch, "run", run_inner)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # has no place for subclasses
+    return FarDevice()
+
+
+@pytest.fixture(scope="session")
+def quick_far() -> Iterator[Device]:
+    """The device, with the kernels of the CPU: a hundred times as fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        for op in OPS.values():
+            patch.setitem(op.loaded, "far", partial(_run_near, op.name, op.on("cpu")))
+        patch.setattr(torch, "inference_mode", torch.no_grad)
+        yield FarDevice()
+
+
+def _run_near(name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    _check_all_far(name, tree_leaves((args, kwargs)))
+    found = kernel(*map(_unwrapped, args), **{at: _unwrapped(kwargs[at]) for at in kwargs})
+    return tree_map(_outer, found)
+
+
+def _check_all_far(name: str, values: Iterable[Any]) -> None:
+    kinds = {type(item) for item in values if isinstance(item, Tensor)}
+    assert kinds <= {FarTensor}, f"{name}: tensors of far and of others"
+
+
+def _unwrapped(value: Any) -> Any:
+    """Arguments of a kernel, with tensors anywhere in them."""
+    if isinstance(value, list | tuple):
+        return [_unwrapped(item) for item in value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return _inner(value)
+    parts = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
+    changed = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    assert all(isinstance(part, FarTensor) for part in changed.values())
+    return replace(value, **{name: part.inner for name, part in changed.items()})

@@ -1,0 +1,126 @@
+"""The three engines on a GPU say what they say on the CPU."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiny import DIFFKV
+from triptych.core.config import AppConfig
+from triptych.core.messages import Sampling
+from triptych.workers.decode import DecodeEngine
+from triptych.workers.device import CPU, Device
+from triptych.workers.local import Completion, LocalServer
+
+PROMPTS = (3, 40, 90)
+GREEDY = Sampling(temperature=0.0, max_tokens=18, ignore_eos=True, logprobs=2)
+SELECTION = {"method": "moments", "keep_fraction": 0.5, "budget_tokens": 0, "dense_layers": 0}
+PLUGINS = [
+    {"name": "entropy_stop", "options": {"threshold": 3.0, "patience_tokens": 3}},
+    {"name": "soft_prune", "options": {"threshold": 0.5}},
+    {"name": "layer_exit", "options": {"threshold": 4.5, "depth": 0.5}},
+]
+
+
+def config(**parts: object) -> AppConfig:
+    base: dict[str, object] = {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "pool": {"capacity_bytes": 4 << 20, "extent_pages": 64, "prefix_bytes": 0},
+        "compressor": DIFFKV,
+        "prefill": {"chunk_tokens": 48},
+    }
+    return AppConfig.from_mapping(base | parts)
+
+
+def answers(
+    settings: AppConfig, model: Path, device: Device, sampling: Sampling = GREEDY
+) -> list[Completion]:
+    """Of some prompts at once, and of what follows the longest one and its answer."""
+    generator = random.Random(5)
+    prompts = [[generator.randrange(2, 258) for _ in range(count)] for count in PROMPTS]
+    with LocalServer(settings, model, device=device) as server:
+        found = server.complete([server.request(prompt, sampling) for prompt in prompts])
+        if settings.pool.prefix_bytes:
+            again = [*prompts[-1], *found[-1].tokens, 7, 8, 9]
+            found += server.complete([server.request(again, sampling)])
+        if not settings.pool.prefix_bytes:  # else answers are being kept yet
+            assert server.pool.stat().request_pages == 0
+    return found
+
+
+def check_alike(here: list[Completion], there: list[Completion]) -> None:
+    for one, other in zip(here, there, strict=True):
+        assert one.error is None
+        assert other.error is None
+        assert one.tokens == other.tokens
+        assert one.report == other.report
+        assert one.finish == other.finish
+        assert one.cached_tokens == other.cached_tokens
+        pairs = zip(one.logprobs, other.logprobs, strict=True)
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-2
+
+
+@pytest.mark.parametrize("policy", ["uniform:fp16", "uniform:k8v4", "diffkv", "leankv"])
+def test_answers_are_those_of_the_cpu(tiny_model: Path, device: Device, policy: str) -> None:
+    settings = config(compressor=DIFFKV | {"policy": policy})
+    check_alike(answers(settings, tiny_model, CPU), answers(settings, tiny_model, device))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"decode": {"selection": SELECTION}},
+        {"decode": {"plugins": PLUGINS}},
+        {"pool": {"capacity_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}},
+    ],
+    ids=["selection", "plugins", "prefixes"],
+)
+def test_so_they_are_with_all_that_decoding_can_do(
+    tiny_model: Path, device: Device, parts: dict[str, object]
+) -> None:
+    settings = config(**parts)
+    here = answers(settings, tiny_model, CPU)
+    check_alike(here, answers(settings, tiny_model, device))
+    if "pool" in parts:
+        assert here[-1].cached_tokens > 0
+
+
+def test_drawn_tokens_are_those_of_the_cpu(tiny_model: Path, device: Device) -> None:
+    drawn = replace(
+        GREEDY, temperature=0.8, seed=3, top_p=0.9, top_k=40, min_p=0.01,
+        repetition_penalty=1.1, presence_penalty=0.2, logit_bias=((65, 2.0),), max_tokens=6,
+        prompt_logprobs=2,
+    )  # fmt: skip
+    settings = config(compressor={"policy": "uniform:k8v4"})
+    here = answers(settings, tiny_model, CPU, drawn)
+    check_alike(here, answers(settings, tiny_model, device, drawn))
+
+
+def test_the_arena_has_what_a_gpu_worker_wrote(
+    tiny_model: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes over reads it there: keys, values, positions and scores of every token."""
+    checked, step = list[int](), DecodeEngine.step
+
+    def checking(engine: DecodeEngine) -> object:
+        sends = list(step(engine))
+        _names, slots = engine.slots()
+        memory = engine._memory
+        assert memory.is_copied
+        for slot in slots.tolist():
+            for table in engine.tables:
+                tokens, pages = table.read(slot)
+                counts = -(-tokens // table.layout.tokens)
+                ends = np.cumsum(counts)
+                # Cells behind the last token of a row hold anything.
+                full = [p for p in range(len(pages)) if p + 1 not in ends[counts > 0]]
+                at = memory.device.put(pages[full].astype(np.int64))
+                assert (memory.near[at].cpu() == memory.shared[at].cpu()).all()
+                checked.append(len(full))
+        return sends
+
+    monkeypatch.setattr(DecodeEngine, "step", checking)
+    answers(config(), tiny_model, device)
+    assert sum(checked) > 100

@@ -1,0 +1,44 @@
+"""A decode worker on a GPU dies at any line of its code; what the arena has is enough to go on."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.unit.workers.test_resume import (
+    DECODE,
+    RETIREMENT,
+    Client,
+    Stages,
+    die_and_go_on,
+    lines_of_a_run,
+    requests,
+    run,
+)
+from triptych.workers.device import Device
+
+
+@pytest.fixture(scope="module", params=["diffkv", "uniform", "selected"])
+def stages(request: pytest.FixtureRequest, tiny_model: Path, quick_device: Device) -> Stages:
+    return Stages.of(tiny_model, request.param, device=quick_device)
+
+
+@pytest.fixture(scope="module")
+def whole(stages: Stages) -> dict[str, list[int]]:
+    """Answers that nothing interrupted."""
+    client = Client()
+    name, engine = stages.decoder()
+    for request in requests():
+        client.hear(engine.accept(stages.join(request)) or ())
+    run(engine, client)
+    assert stages.pool.expel(name)
+    return {name: client.answer(name) for name in client.tokens}
+
+
+@pytest.mark.parametrize("files", [DECODE, RETIREMENT], ids=["anywhere", "retiring"])
+def test_the_next_worker_says_the_same_wherever_the_first_one_died(
+    stages: Stages, whole: dict[str, list[int]], files: frozenset[str]
+) -> None:
+    total, luck = lines_of_a_run(stages, files), random.Random(5)
+    for lines in luck.sample(range(total), 6):
+        die_and_go_on(stages, whole, lines, files)

@@ -1,0 +1,27 @@
+"""Engines on a GPU, without a GPU: on a fake device, with kernels in Triton's interpreter.
+
+The interpreter is chosen before Triton is imported and holds for a whole process. With a GPU,
+pytest runs these files as they are.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
+
+
+@pytest.mark.timeout(900)  # a whole file, on cores that others may use too
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the files run on the GPU")
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_engines_are_right_on_a_device_of_their_own(path: Path, root: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout

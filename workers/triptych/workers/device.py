@@ -1,0 +1,114 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch.from_numpy and torch's CUDA runtime have no type hints.
+"""Where a stage computes, and how it gets at memory that it shares with other processes."""
+
+import weakref
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.errors import ConfigError, PoolError
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[Any]
+
+_PORTABLE, _MAPPED = 1, 2
+"""``cudaHostRegisterPortable``, ``cudaHostRegisterMapped``."""
+
+
+class Device:
+    """The CPU: what is shared lies where the stage computes, so nothing is copied."""
+
+    name = torch.device("cpu")
+    is_host = True
+
+    def share(self, memory: Bytes) -> Tensor:
+        """Memory that other processes see as well; what is written here, they read."""
+        return torch.from_numpy(memory)
+
+    def put(self, numbers: Numbers) -> Tensor:
+        """Numbers that kernels read: on the CPU a view, elsewhere a copy."""
+        return torch.from_numpy(numbers)
+
+    def wait(self) -> None:
+        """Return once everything that was asked of the device is done, and others see it."""
+
+
+CPU = Device()
+
+
+class Gpu(Device):
+    """A GPU, which reads and writes shared memory of the host over the bus.
+
+    So pages outlive the process and the GPU that wrote them, and what travels to other nodes or to
+    a disk is read as if there were no GPU.
+    """
+
+    name = torch.device("cuda")
+    is_host = False
+
+    def __init__(self) -> None:
+        self._mapped = weakref.WeakValueDictionary[int, _Mapped]()
+
+    def share(self, memory: Bytes) -> Tensor:
+        """The memory itself, mapped into the GPU's addresses until no tensor shows it.
+
+        Raises: PoolError if the driver refuses
+        """
+        address = memory.ctypes.data
+        mapped = self._mapped.get(address)
+        if mapped is None or mapped.memory.shape != memory.shape:
+            mapped = self._mapped[address] = _Mapped(memory)
+        return torch.as_tensor(mapped, device=self.name)
+
+    def put(self, numbers: Numbers) -> Tensor:
+        return torch.from_numpy(numbers).to(self.name)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+
+class _Mapped:
+    """Memory of the host that the GPU sees; as long as a tensor shows it, torch keeps this."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        address, size = memory.ctypes.data, memory.nbytes
+        runtime = cast(Any, torch.cuda.cudart())
+        error = int(runtime.cudaHostRegister(address, size, _PORTABLE | _MAPPED))
+        if error:
+            raise PoolError(
+                f"the GPU cannot map {size:,} bytes of shared memory (CUDA error {error}): lower "
+                "pool.capacity_bytes, or raise the limit of locked memory (ulimit -l)"
+            )
+        weakref.finalize(self, runtime.cudaHostUnregister, address)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "version": 3,
+            "shape": self.memory.shape,
+            "typestr": "|u1",
+            "data": (self.memory.ctypes.data, False),
+            "strides": None,
+        }
+
+
+@cache
+def device_for(num_gpus: float) -> Device:
+    """The device of a process to which Ray has given so many GPUs (a part of one is one, too).
+
+    Raises: ConfigError if torch sees none
+    """
+    if num_gpus <= 0:
+        return CPU
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"num_gpus={num_gpus:g}, and torch {torch.__version__} sees no GPU: set it to 0 (the "
+            "stage computes on the CPU), or install the CUDA build of torch where GPUs are"
+        )
+    return Gpu()

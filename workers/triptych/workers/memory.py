@@ -1,0 +1,96 @@
+"""The pages of the pool as an engine sees them: in place, or in copies that are nearer.
+
+A CPU reads and writes the arena itself. A GPU could as well, over the bus, and stages that touch a
+page once do. Decoding reads every page of a request at each step, so it keeps copies in the GPU's
+own memory, under the same page ids. What it writes goes to both: the arena always has what the
+journal says, and whoever takes over reads it there.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+from triptych.kernels.pages import segments
+from triptych.kvpool import Arena
+from triptych.workers.device import Device
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PageMemory:
+    """An arena, and what kernels are given in its place.
+
+    Both are uint8 [pages, bytes of a page] on ``device``, and the same tensor if pages are read in
+    place.
+    """
+
+    device: Device
+    shared: Tensor
+    """The arena, whoever else has it mapped."""
+    near: Tensor
+    """What the engine's kernels read and write."""
+
+    @classmethod
+    def in_place(cls, arena: Arena, device: Device) -> "PageMemory":
+        """Read the arena where it is."""
+        shared = device.share(arena.data)
+        return cls(device, shared, shared)
+
+    @classmethod
+    def nearest(cls, arena: Arena, device: Device) -> "PageMemory":
+        """Read copies in the device's own memory, unless it is the arena's.
+
+        Raises: ConfigError if the device has less memory than the arena
+        """
+        memory = cls.in_place(arena, device)
+        if device.is_host:
+            return memory
+        try:
+            near = torch.empty_like(memory.shared)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"pool.capacity_bytes: {arena.data.nbytes:,} bytes of pages do not fit into the "
+                "memory of the GPU beside the model: lower it, or add cells (router.cells), which "
+                "have a pool each"
+            ) from error
+        return cls(device, memory.shared, near)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether pages are read elsewhere than in the arena."""
+        return self.near is not self.shared
+
+    @property
+    def arenas(self) -> list[Tensor]:
+        """All that is to be written."""
+        return [self.near, self.shared] if self.is_copied else [self.shared]
+
+    def fetch(self, ids: Ids) -> None:
+        """Bring pages near that others have written."""
+        if self.is_copied:
+            at = self._places(ids)
+            self.near[at] = self.shared[at]
+
+    def save(self, ids: Ids) -> None:
+        """Have the arena show what was written to pages, before anybody is told of it."""
+        if self.is_copied:
+            at = self._places(ids)
+            self.shared[at] = self.near[at]
+            self.device.wait()
+
+    def save_scores(self, layout: PageLayout, ids: Ids) -> None:
+        """The same for the scores of pages alone."""
+        if self.is_copied:
+            at = self._places(ids)
+            kept, written = (segments(part, layout).scores for part in (self.shared, self.near))
+            kept[at] = written[at]
+            self.device.wait()
+
+    def _places(self, ids: Ids) -> Tensor:
+        return self.device.put(np.unique(ids).astype(np.int64))

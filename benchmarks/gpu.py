@@ -1,10 +1,11 @@
-"""Check every Triton kernel on a GPU, then time decode attention.
+"""Check every Triton kernel and the engines on a GPU, then time decode attention.
 
     python benchmarks/gpu.py --json FILE
 
-Needs a CUDA device, torch, triton, numba, pytest and hypothesis. First the tests of the
-kernels run on the device; if one fails, nothing is timed. Where Triptych is not installed,
-set PYTHONPATH=core:kernels:cli.
+Needs a CUDA device and what Triptych needs, without Ray; pytest and hypothesis. First the tests of
+kernels and engines run on the device; if one fails, nothing is timed. Where Triptych is not
+installed, set PYTHONPATH=.:core:kernels:kvpool:router:workers:cli. Whole steps of the engines are
+timed by ``benchmarks/engines.py --gpu``.
 """
 
 import argparse
@@ -22,13 +23,13 @@ from triptych.kernels import bench_gpu
 ROOT = Path(__file__).parents[1]
 TESTS = [
     "-c", "/dev/null", "--rootdir", str(ROOT), "--import-mode=importlib", "-q",
-    str(ROOT / "tests/unit/kernels/gpu"),
+    str(ROOT / "tests/unit/kernels/gpu"), str(ROOT / "tests/unit/workers/gpu"),
 ]  # fmt: skip
 """The settings of the project name plug-ins that are not needed here."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Check kernels, then time decode attention.")
+    parser = argparse.ArgumentParser(description="Check all, then time decode attention.")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,k8v4+k4v2+fp16")
     parser.add_argument("--batch", type=int, default=32)
@@ -41,7 +42,7 @@ def main() -> None:
     asked = arguments()
     tested = subprocess.run([sys.executable, "-m", "pytest", *TESTS], check=False)
     if tested.returncode:
-        sys.exit("kernels disagree with the reference on this device: nothing is timed")
+        sys.exit("something is wrong on this device: nothing is timed")
     rows: list[dict[str, object]] = []
     options = {"batch": asked.batch, "context": asked.context, "repeats": asked.repeats}
     for row in bench_gpu.run(asked.formats.split(","), **options):

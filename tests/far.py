@@ -112,6 +112,13 @@ class FarDevice(Device):
     name = torch.device("far")
     is_host = False
 
+    def __init__(self, free_bytes: int = 1 << 30) -> None:
+        self._free_bytes = free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
     def share(self, memory: Bytes) -> Tensor:
         return FarTensor(torch.from_numpy(memory))
 
@@ -123,7 +130,7 @@ class FarDevice(Device):
 def far(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device, with the kernels of a GPU in Triton's interpreter."""
     for op in OPS.values():
-        monkeypatch.setitem(op.fast, "far", op.fast["cuda"])
+        monkeypatch.setitem(op.loaded, "far", op.on("cuda"))
     monkeypatch.setattr(launch, "DEFAULT_PROCESSORS", 1)  # each program takes milliseconds here
     run = Launch.run
 

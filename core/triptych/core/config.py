@@ -97,7 +97,8 @@ class ActorConfig:
     nodes it may run."""
 
     threads: int | Literal["auto"] = "auto"
-    """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages."""
+    """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages, or
+    one if the copy has a GPU."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")

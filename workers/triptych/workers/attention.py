@@ -135,6 +135,7 @@ class PageAttention:
         if memory.is_copied:
             for table in self._tables:
                 memory.save_scores(table.layout, table.pages_of(layer, slots))
+        memory.device.wait()
         self._progress[slots] = self._before[scored] + layer + 1
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:

@@ -130,9 +130,11 @@ def device_of(config: AppConfig, stages: Sequence[Stage]) -> Device:
 
 
 def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
-    """Threads of its own if the settings name a number, else turns on all cores."""
-    threads = actor_config(config, stages[-1]).threads
-    return Turns(turns) if threads == "auto" else OwnCores(threads)
+    """Threads of its own if the settings say so or a GPU computes, else turns on all cores."""
+    actor = actor_config(config, stages[-1])
+    if actor.threads != "auto":
+        return OwnCores(actor.threads)
+    return OwnCores(1) if actor.num_gpus else Turns(turns)
 
 
 def context_tokens(config: AppConfig, trained_tokens: int) -> int:

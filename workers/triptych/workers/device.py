@@ -34,6 +34,11 @@ class Device:
         """Numbers that kernels read: on the CPU a view, elsewhere a copy."""
         return torch.from_numpy(numbers)
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory of its own that nobody has taken; 0 if it has none."""
+        return 0
+
     def wait(self) -> None:
         """Return once everything that was asked of the device is done, and others see it."""
 
@@ -67,6 +72,10 @@ class Gpu(Device):
 
     def put(self, numbers: Numbers) -> Tensor:
         return torch.from_numpy(numbers).to(self.name)
+
+    @property
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]
 
     def wait(self) -> None:
         torch.cuda.synchronize()

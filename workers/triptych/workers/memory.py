@@ -6,6 +6,7 @@ own memory, under the same page ids. What it writes goes to both: the arena alwa
 journal says, and whoever takes over reads it there.
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.pages import segments
 from triptych.kvpool import Arena
 from triptych.workers.device import Device
 
+logger = logging.getLogger(__name__)
+
 Ids = NDArray[np.int32]
+
+SHARE = 0.8
+"""Of the memory that is free beside the model, at most so much is for copies of pages: steps need
+some for what they compute."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +50,21 @@ class PageMemory:
 
     @classmethod
     def nearest(cls, arena: Arena, device: Device) -> "PageMemory":
-        """Read copies in the device's own memory, unless it is the arena's.
-
-        Raises: ConfigError if the device has less memory than the arena
-        """
-        memory = cls.in_place(arena, device)
+        """Read copies in the device's own memory, if that is not the arena's and has the room."""
+        memory, wanted, free = cls.in_place(arena, device), arena.data.nbytes, device.free_bytes
         if device.is_host:
             return memory
-        try:
-            near = torch.empty_like(memory.shared)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"pool.capacity_bytes: {arena.data.nbytes:,} bytes of pages do not fit into the "
-                "memory of the GPU beside the model: lower it, or add cells (router.cells), which "
-                "have a pool each"
-            ) from error
-        return cls(device, memory.shared, near)
+        if wanted > SHARE * free:
+            logger.warning(
+                "pages are read over the bus at each step: copies of pool.capacity_bytes=%s take "
+                "more than %.0f %% of the GPU's %s free bytes; lower it, or add cells "
+                "(router.cells), which have a pool each",
+                f"{wanted:,}",
+                100 * SHARE,
+                f"{free:,}",
+            )
+            return memory
+        return cls(device, memory.shared, torch.empty_like(memory.shared))
 
     @property
     def is_copied(self) -> bool:
@@ -82,7 +87,7 @@ class PageMemory:
         if self.is_copied:
             at = self._places(ids)
             self.shared[at] = self.near[at]
-            self.device.wait()
+        self.device.wait()
 
     def save_scores(self, layout: PageLayout, ids: Ids) -> None:
         """The same for the scores of pages alone."""
@@ -90,7 +95,7 @@ class PageMemory:
             at = self._places(ids)
             kept, written = (segments(part, layout).scores for part in (self.shared, self.near))
             kept[at] = written[at]
-            self.device.wait()
+        self.device.wait()
 
     def _places(self, ids: Ids) -> Tensor:
         return self.device.put(np.unique(ids).astype(np.int64))

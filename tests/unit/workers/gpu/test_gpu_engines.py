@@ -1,6 +1,7 @@
 """The three engines on a GPU say what they say on the CPU."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,11 +36,15 @@ def config(**parts: object) -> AppConfig:
 
 
 def answers(
-    settings: AppConfig, model: Path, device: Device, sampling: Sampling = GREEDY
+    settings: AppConfig,
+    model: Path,
+    device: Device,
+    sampling: Sampling = GREEDY,
+    lengths: Sequence[int] = PROMPTS,
 ) -> list[Completion]:
     """Of some prompts at once, and of what follows the longest one and its answer."""
     generator = random.Random(5)
-    prompts = [[generator.randrange(2, 258) for _ in range(count)] for count in PROMPTS]
+    prompts = [[generator.randrange(2, 258) for _ in range(count)] for count in lengths]
     with LocalServer(settings, model, device=device) as server:
         found = server.complete([server.request(prompt, sampling) for prompt in prompts])
         if settings.pool.prefix_bytes:
@@ -63,9 +68,9 @@ def check_alike(here: list[Completion], there: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["uniform:fp16", "uniform:k8v4", "diffkv", "leankv"])
-def test_answers_are_those_of_the_cpu(tiny_model: Path, device: Device, policy: str) -> None:
+def test_answers_are_those_of_the_cpu(tiny_model: Path, quick_device: Device, policy: str) -> None:
     settings = config(compressor=DIFFKV | {"policy": policy})
-    check_alike(answers(settings, tiny_model, CPU), answers(settings, tiny_model, device))
+    check_alike(answers(settings, tiny_model, CPU), answers(settings, tiny_model, quick_device))
 
 
 @pytest.mark.parametrize(
@@ -78,16 +83,16 @@ def test_answers_are_those_of_the_cpu(tiny_model: Path, device: Device, policy: 
     ids=["selection", "plugins", "prefixes"],
 )
 def test_so_they_are_with_all_that_decoding_can_do(
-    tiny_model: Path, device: Device, parts: dict[str, object]
+    tiny_model: Path, quick_device: Device, parts: dict[str, object]
 ) -> None:
     settings = config(**parts)
     here = answers(settings, tiny_model, CPU)
-    check_alike(here, answers(settings, tiny_model, device))
+    check_alike(here, answers(settings, tiny_model, quick_device))
     if "pool" in parts:
         assert here[-1].cached_tokens > 0
 
 
-def test_drawn_tokens_are_those_of_the_cpu(tiny_model: Path, device: Device) -> None:
+def test_drawn_tokens_are_those_of_the_cpu(tiny_model: Path, quick_device: Device) -> None:
     drawn = replace(
         GREEDY, temperature=0.8, seed=3, top_p=0.9, top_k=40, min_p=0.01,
         repetition_penalty=1.1, presence_penalty=0.2, logit_bias=((65, 2.0),), max_tokens=6,
@@ -95,11 +100,18 @@ def test_drawn_tokens_are_those_of_the_cpu(tiny_model: Path, device: Device) -> 
     )  # fmt: skip
     settings = config(compressor={"policy": "uniform:k8v4"})
     here = answers(settings, tiny_model, CPU, drawn)
-    check_alike(here, answers(settings, tiny_model, device, drawn))
+    check_alike(here, answers(settings, tiny_model, quick_device, drawn))
+
+
+def test_kernels_of_a_gpu_say_the_same(tiny_model: Path, device: Device) -> None:
+    """All of them at once, with every class of tokens, and some pages left out."""
+    settings, few = config(decode={"selection": SELECTION}), replace(GREEDY, max_tokens=16)
+    here = answers(settings, tiny_model, CPU, few, (60,))
+    check_alike(here, answers(settings, tiny_model, device, few, (60,)))
 
 
 def test_the_arena_has_what_a_gpu_worker_wrote(
-    tiny_model: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, quick_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever takes over reads it there: keys, values, positions and scores of every token."""
     checked, step = list[int](), DecodeEngine.step
@@ -122,5 +134,5 @@ def test_the_arena_has_what_a_gpu_worker_wrote(
         return sends
 
     monkeypatch.setattr(DecodeEngine, "step", checking)
-    answers(config(), tiny_model, device)
+    answers(config(), tiny_model, quick_device)
     assert sum(checked) > 100

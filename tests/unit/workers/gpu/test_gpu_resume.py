@@ -1,6 +1,7 @@
 """A decode worker on a GPU dies at any line of its code; what the arena has is enough to go on."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,19 @@ from tests.unit.workers.test_resume import (
 from triptych.workers.device import Device
 
 
-@pytest.fixture(scope="module", params=["diffkv", "uniform", "selected"])
-def stages(request: pytest.FixtureRequest, tiny_model: Path, quick_device: Device) -> Stages:
-    return Stages.of(tiny_model, request.param, device=quick_device)
+@pytest.fixture(scope="module", params=["diffkv", "uniform", "selected", "over the bus"])
+def stages(
+    request: pytest.FixtureRequest, tiny_model: Path, quick_device: Device
+) -> Iterator[Stages]:
+    """In the last case copies of the pages have no room on the device."""
+    is_far = request.param == "over the bus"
+    with pytest.MonkeyPatch.context() as patch:
+        if is_far:
+            patch.setattr(type(quick_device), "free_bytes", 1000)
+        policy = "diffkv" if is_far else request.param
+        stages = Stages.of(tiny_model, policy, device=quick_device)
+        assert stages.engines["decode"]._memory.is_copied != is_far
+        yield stages
 
 
 @pytest.fixture(scope="module")
@@ -40,5 +51,5 @@ def test_the_next_worker_says_the_same_wherever_the_first_one_died(
     stages: Stages, whole: dict[str, list[int]], files: frozenset[str]
 ) -> None:
     total, luck = lines_of_a_run(stages, files), random.Random(5)
-    for lines in luck.sample(range(total), 6):
+    for lines in luck.sample(range(total), 3):
         die_and_go_on(stages, whole, lines, files)

@@ -416,4 +416,5 @@ def _spread(facts: dict[str, Tensor], name: str, value: Tensor, rows: Rows, coun
 def _where(verdict: Tensor | None, rows: Rows) -> Rows:
     if verdict is None:
         return []
-    return [row for row, ends in zip(rows, verdict.tolist(), strict=True) if ends]
+    ends = cast("list[bool]", verdict.tolist())
+    return [row for row, is_end in zip(rows, ends, strict=True) if is_end]

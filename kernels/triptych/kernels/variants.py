@@ -48,6 +48,7 @@ class Kind(NamedTuple):
 USUAL = Kind()
 EXACT = Kind(torch.float32)
 RICH = Kind(window=100, softcap=30.0)
+HALF = Kind(torch.float16)
 
 
 def all_variants() -> dict[tuple[str, str], Launch]:
@@ -143,7 +144,9 @@ def _select() -> Iterator[Planned]:
 
 def _prefill() -> Iterator[Planned]:
     wanted = chain(
-        product(HEAD_DIMS, PASTS, (USUAL,)), product(HEAD_DIMS, (None, "k8v4"), (EXACT, RICH))
+        product(HEAD_DIMS, PASTS, (USUAL,)),
+        product(HEAD_DIMS, (None, "k8v4"), (EXACT, RICH)),
+        product(HEAD_DIMS, (None, "fp16"), (HALF,)),
     )
     for dim, name, kind in wanted:
         query = _meta(100, 8 * kind.group, dim, dtype=kind.dtype)
@@ -164,7 +167,7 @@ def _codec() -> Iterator[Planned]:
     for dim, name in product(HEAD_DIMS, FORMATS):
         layout, arena = _layout(name, dim), _arena(dim)
         cells, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
-        for dtype in (torch.bfloat16, torch.float32)[: 2 if dim == 128 else 1]:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
             given = _meta(100, 8, dim, dtype=dtype)
             made = codec.plan_store(arena, layout, given, given, *cells, scores)
             yield f"{name} d{dim} {_short(dtype)}", made
@@ -210,4 +213,4 @@ def _section(name: str, dim: int, kind: Kind) -> Section:
 
 
 def _short(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}[dtype]

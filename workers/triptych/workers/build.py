@@ -89,9 +89,10 @@ def make_engines(
     if brain is None:
         return [CompressEngine(pool, plan, prefixes, device)]
     runner, answers = brain.runner, brain.answers
+    half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
-            runner, pool, plan, answers, config.prefill.chunk_tokens, prefixes, draw, device
+            runner, pool, plan, answers, config.prefill.chunk_tokens, prefixes, draw, device, half
         ),
         "compress": lambda: CompressEngine(pool, plan, prefixes, device),
         "decode": lambda: DecodeEngine(

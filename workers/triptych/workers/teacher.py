@@ -40,7 +40,7 @@ class Teacher:
         if row.length >= len(script.forced):
             return Drawn(token=int(seen.argmax()))
         if script.keep:
-            self.logits.setdefault(number, []).append(seen.clone())
+            self.logits.setdefault(number, []).append(seen.to("cpu", copy=True))
         return Drawn(token=script.forced[row.length])
 
 

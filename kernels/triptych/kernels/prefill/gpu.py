@@ -40,6 +40,7 @@ class Block:
         return self.warps, self.stages
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
 """By the largest head size that it is for. Chosen by registers: no spill for any format."""
 EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
@@ -60,7 +61,7 @@ def prefill_attention(
 ) -> Tensor:
     """See ``reference.prefill_attention``.
 
-    bfloat16 is multiplied as such, past keys and values too; float32 keeps its accuracy.
+    Numbers of 16 bits are multiplied as such, past keys and values too; float32 keeps its accuracy.
     A page id that the arena does not have gives NaN.
 
     Source:  FlashAttention (online softmax over blocks); column sums in a second pass over
@@ -110,8 +111,7 @@ def plan(
         "KEYS": block.keys,
         "CAPPED": softcap > 0,
         "WINDOWED": window > 0,
-        # The interpreter cannot multiply bfloat16.
-        "TYPE": tl.float32 if is_exact or is_interpreted() else tl.bfloat16,
+        "TYPE": _type_of(query.dtype),
     }
     arguments = (
         query, key, value, out, lse, starts, first, *key.stride()[:2], *value.stride()[:2],
@@ -132,6 +132,13 @@ def plan(
         if count:
             launches.append(Launch(sum_columns, grid, arguments, which, *block.size))
     return launches
+
+
+def _type_of(dtype: torch.dtype) -> tl.dtype:
+    """In what is multiplied; the interpreter cannot multiply bfloat16."""
+    if dtype == torch.float16:
+        return tl.float16
+    return tl.float32 if dtype == torch.float32 or is_interpreted() else tl.bfloat16
 
 
 def block_of(dim: int, is_exact: bool) -> Block:
@@ -167,12 +174,10 @@ def _check(
     """Raise ``ConfigError`` unless a kernel can be compiled for the inputs."""
     check_device("prefill_attention", query, key, value, significance)
     dim = query.shape[2]
-    if query.dtype not in (torch.float32, torch.bfloat16) or {key.dtype, value.dtype} != {
-        query.dtype
-    }:
+    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         raise ConfigError(
             f"prefill_attention: query {query.dtype}, key {key.dtype}, value {value.dtype}: "
-            "expected float32 or bfloat16 for all"
+            "expected float32, bfloat16 or float16 for all"
         )
     if dim > max(BLOCKS):
         raise ConfigError(

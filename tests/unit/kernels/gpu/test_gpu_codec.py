@@ -37,7 +37,7 @@ def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
     return vectors.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "order", "name"), WAYS)
 def test_storing_writes_the_bytes_of_the_reference_and_loading_reads_them(
     head_dim: int, order: KeyOrder, name: str, dtype: torch.dtype, device: Any

@@ -11,6 +11,7 @@ from triptych.kernels import Past, prefill_attention
 
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 RAGGED = [1, 70, 0, 40]
 """New tokens of each sequence."""
 
@@ -50,9 +51,9 @@ def check(
     attend = prefill_attention.on("cuda")
     got = attend(*inputs, offsets, past=moved, significance=got_sums, **options)
     assert got.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    limit = tolerance if dtype == torch.float32 else 2 * tolerance
     torch.testing.assert_close(got_sums.cpu(), want_sums, rtol=limit, atol=limit)
     plain = attend(*inputs, offsets, past=moved, **options)
     torch.testing.assert_close(plain, got, rtol=tolerance, atol=tolerance)
@@ -68,9 +69,12 @@ def test_query_heads_share_the_keys_of_their_group(heads: int, kv_heads: int, de
     check(device, [35, 3], heads, kv_heads, 64)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_bfloat16_in_is_bfloat16_out(head_dim: int, device: Any) -> None:
-    check(device, RAGGED, 4, 2, head_dim, torch.bfloat16)
+def test_sixteen_bits_in_are_sixteen_bits_out(
+    head_dim: int, dtype: torch.dtype, device: Any
+) -> None:
+    check(device, RAGGED, 4, 2, head_dim, dtype)
 
 
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 33}, {"softcap": 1.5}])

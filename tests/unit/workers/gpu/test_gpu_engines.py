@@ -55,7 +55,7 @@ def answers(
     return found
 
 
-def check_alike(here: list[Completion], there: list[Completion]) -> None:
+def check_alike(here: list[Completion], there: list[Completion], *, within: float = 1e-2) -> None:
     for one, other in zip(here, there, strict=True):
         assert one.error is None
         assert other.error is None
@@ -64,7 +64,7 @@ def check_alike(here: list[Completion], there: list[Completion]) -> None:
         assert one.finish == other.finish
         assert one.cached_tokens == other.cached_tokens
         pairs = zip(one.logprobs, other.logprobs, strict=True)
-        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-2
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < within
 
 
 @pytest.mark.parametrize("policy", ["uniform:fp16", "uniform:k8v4", "diffkv", "leankv"])
@@ -108,6 +108,14 @@ def test_kernels_of_a_gpu_say_the_same(tiny_model: Path, device: Device) -> None
     settings, few = config(decode={"selection": SELECTION}), replace(GREEDY, max_tokens=16)
     here = answers(settings, tiny_model, CPU, few, (60,))
     check_alike(here, answers(settings, tiny_model, device, few, (60,)))
+
+
+def test_prompts_are_read_in_16_bits_where_the_model_is(tiny_model: Path, device: Device) -> None:
+    model = {"name": "tiny", "dtype": "bfloat16"}
+    settings = config(model=model, compressor={"policy": "uniform:fp16"})
+    few = replace(GREEDY, max_tokens=2)
+    here = answers(settings, tiny_model, CPU, few)
+    check_alike(here, answers(settings, tiny_model, device, few), within=0.1)
 
 
 def test_the_arena_has_what_a_gpu_worker_wrote(

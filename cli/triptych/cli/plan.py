@@ -11,6 +11,7 @@ from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.servefile import read_serve_file
 from triptych.core.config import AppConfig, ModelConfig
 from triptych.core.errors import ConfigError
+from triptych.core.pages import NEAR_SHARE
 
 if TYPE_CHECKING:
     from triptych.core.profile import Profile
@@ -29,10 +30,10 @@ Memory = Annotated[
     str | None, typer.Option(help="Page memory of the pool, such as 4GiB; overrides the file.")
 ]
 Gpus = Annotated[
-    int, typer.Option(min=0, help="GPUs, a pool on each beside a copy of the weights.")
+    int,
+    typer.Option(min=0, help="GPUs, each with copies of a pool's pages beside the weights."),
 ]
 GpuMemory = Annotated[str, typer.Option(help="Memory of each GPU.")]
-GpuShare = Annotated[float, typer.Option(min=0.1, max=1, help="Share of it that is used.")]
 Prompt = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
 Answer = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
 
@@ -43,14 +44,14 @@ def plan(
     memory: Memory = None,
     gpus: Gpus = 0,
     gpu_memory: GpuMemory = "80GiB",
-    gpu_share: GpuShare = 0.9,
     prompt_tokens: Prompt = 1024,
     answer_tokens: Answer = 256,
     as_json: JsonFlag = False,
 ) -> None:
     """Show how many pages, tokens and requests fit, by policy and format.
 
-    With --gpus it is arithmetic only: so far pages lie in the memory of the machine.
+    With --gpus there is a cell for each (router.cells), whose pool has as many pages as the GPU has
+    room to copy; the machine's memory has them all.
     """
     from triptych.cli.sizing import Load, app_plan, fits, sizes
 
@@ -59,7 +60,7 @@ def plan(
     weights_bytes = shape.parameters * DTYPE_BYTES[settings.model.dtype]
     if gpus:
         settings = _with_capacity(
-            settings, _bytes_beside_weights(byte_count(gpu_memory), gpu_share, weights_bytes)
+            settings, _bytes_beside_weights(byte_count(gpu_memory), weights_bytes)
         )
     elif memory is not None:
         settings = _with_capacity(settings, byte_count(memory))
@@ -74,7 +75,7 @@ def plan(
         "context_tokens": context,
         "parameters": shape.parameters,
         "weights_bytes": weights_bytes,
-        "pools": max(1, gpus) * settings.router.cells,
+        "pools": gpus or settings.router.cells,
         "load": asdict(load),
         "per_pool": asdict(needs),
         "fits": [asdict(fit) for fit in found],
@@ -136,14 +137,14 @@ def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None]":
     return shape_of(path), find_profile(settings, describe(path))
 
 
-def _bytes_beside_weights(gpu_bytes: int, share: float, weights_bytes: int) -> int:
-    left = int(gpu_bytes * share) - weights_bytes
+def _bytes_beside_weights(gpu_bytes: int, weights_bytes: int) -> int:
+    left = gpu_bytes - weights_bytes
     if left <= 0:
         raise ConfigError(
-            f"--gpu-memory={gpu_bytes}: {share:.0%} of it is less than the weights, "
-            f"{weights_bytes} bytes: take a larger GPU or a smaller model"
+            f"--gpu-memory={gpu_bytes}: less than the weights, {weights_bytes} bytes: take a "
+            "larger GPU or a smaller model"
         )
-    return left
+    return int(NEAR_SHARE * left)
 
 
 def _with_capacity(settings: AppConfig, capacity_bytes: int) -> AppConfig:

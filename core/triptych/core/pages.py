@@ -9,6 +9,9 @@ from triptych.core.layout import FORMATS, Geometry, PageLayout, default_page_byt
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile
 
+NEAR_SHARE = 0.8
+"""Of a GPU's memory beside the model, at most so much is for copies of the pool's pages: steps need
+some for what they compute."""
 BLOCK_PAGES = 2
 """High pages of a head row in one block of a prefix: coarser blocks match less, finer ones cost
 more look-ups and leases."""

@@ -116,7 +116,7 @@ def test_a_model_is_planned_from_its_config_alone(run: Run, tmp_path: Path) -> N
     code, out, _ = run(*asked, "--gpus", "2", "--gpu-memory", "1GiB")
     data = json.loads(out)
     assert data["pools"] == 2
-    assert data["per_pool"]["capacity_bytes"] == int(0.9 * GIB) - data["weights_bytes"]
+    assert data["per_pool"]["capacity_bytes"] == int(0.8 * (GIB - data["weights_bytes"]))
     code, _, err = run(*asked, "--gpus", "1", "--gpu-memory", "1k")
     assert code == 2
     assert "less than the weights" in err

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
+from triptych.core.pages import NEAR_SHARE
 from triptych.kernels.pages import segments
 from triptych.kvpool import Arena
 from triptych.workers.device import Device
@@ -22,10 +23,6 @@ from triptych.workers.device import Device
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
-
-SHARE = 0.8
-"""Of the memory that is free beside the model, at most so much is for copies of pages: steps need
-some for what they compute."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,13 @@ class PageMemory:
         memory, wanted, free = cls.in_place(arena, device), arena.data.nbytes, device.free_bytes
         if device.is_host:
             return memory
-        if wanted > SHARE * free:
+        if wanted > NEAR_SHARE * free:
             logger.warning(
                 "pages are read over the bus at each step: copies of pool.capacity_bytes=%s take "
                 "more than %.0f %% of the GPU's %s free bytes; lower it, or add cells "
                 "(router.cells), which have a pool each",
                 f"{wanted:,}",
-                100 * SHARE,
+                100 * NEAR_SHARE,
                 f"{free:,}",
             )
             return memory

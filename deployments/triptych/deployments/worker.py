@@ -59,6 +59,7 @@ class WorkerShell:
         self._events = asyncio.get_running_loop()
         self._pool, self._lost_since = await asyncio.to_thread(self._join_pool), 0.0
         self._device = await asyncio.to_thread(device_of, plan.config, self._stages)
+        logger.info("%s: computes on %s", self._pool.worker, self._device.name)
         self._brain = await asyncio.to_thread(
             load_brain, plan.config, plan.pages, plan.model_path, stages, self._device
         )

@@ -75,7 +75,9 @@ class Gpu(Device):
 
     @property
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info()[0]
+        free, _ = torch.cuda.mem_get_info()
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, unused
+        return free + kept
 
     def wait(self) -> None:
         torch.cuda.synchronize()

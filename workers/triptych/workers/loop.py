@@ -148,6 +148,7 @@ class StageLoop:
             logger.warning("%s: the compute loop ends: %s", self.name, error)
         finally:
             self._cores.read(has_more=False)  # whoever writes need not wait for this one any more
+            self._engines = ()  # with what they have of a GPU's memory: the next ones need it
 
     def _serve(self) -> None:
         while self._wait():

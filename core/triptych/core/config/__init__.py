@@ -1,0 +1,42 @@
+"""Settings of every component: frozen dataclasses, one owner per value, units in names."""
+
+from triptych.core.config.app import AppConfig, WorkerGroup
+from triptych.core.config.ingress import IngressConfig
+from triptych.core.config.model import DType, ModelConfig, cache_dir
+from triptych.core.config.network import NetworkConfig
+from triptych.core.config.pool import PoolConfig
+from triptych.core.config.router import RouterConfig
+from triptych.core.config.stages import (
+    ActorConfig,
+    AutoscalingConfig,
+    CompressorConfig,
+    DecodeConfig,
+    PrefillConfig,
+    check_policy,
+)
+from triptych.core.config.steps import SelectionConfig, StepPluginConfig
+from triptych.core.config.values import GIB, MIB, Auto, require
+
+__all__ = [
+    "GIB",
+    "MIB",
+    "ActorConfig",
+    "AppConfig",
+    "Auto",
+    "AutoscalingConfig",
+    "CompressorConfig",
+    "DType",
+    "DecodeConfig",
+    "IngressConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "PoolConfig",
+    "PrefillConfig",
+    "RouterConfig",
+    "SelectionConfig",
+    "StepPluginConfig",
+    "WorkerGroup",
+    "cache_dir",
+    "check_policy",
+    "require",
+]

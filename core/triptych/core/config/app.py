@@ -1,0 +1,140 @@
+"""All settings of an application."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Self
+
+from triptych.core.config.ingress import IngressConfig
+from triptych.core.config.model import ModelConfig
+from triptych.core.config.network import NetworkConfig
+from triptych.core.config.pool import PoolConfig
+from triptych.core.config.router import RouterConfig
+from triptych.core.config.stages import (
+    ActorConfig,
+    AutoscalingConfig,
+    CompressorConfig,
+    DecodeConfig,
+    PrefillConfig,
+)
+from triptych.core.config.values import require
+from triptych.core.errors import ConfigError
+from triptych.core.schema import SchemaError, build
+
+
+class WorkerGroup(NamedTuple):
+    """Workers that are alike."""
+
+    actor: ActorConfig
+    most: int
+    """Copies that there may ever be at once, if the group is scaled."""
+
+    @property
+    def most_cpus(self) -> float:
+        return self.actor.num_cpus * self.most
+
+    @property
+    def most_gpus(self) -> float:
+        return self.actor.num_gpus * self.most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppConfig:
+    """Everything under ``args:`` of ``config.yaml``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+
+    topology: Literal["disaggregated", "colocated"] = "disaggregated"
+    """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process."""
+
+    node_resource: str = ""
+    """A custom Ray resource: every actor of this application runs on nodes that have it. Empty: on
+    all nodes. If there are several, each has a pool of its own."""
+
+    min_nodes: int = 1
+    """How many nodes to wait for before the application starts. If there are several by then, it
+    uses those that join later too; if there is one, it keeps to that."""
+
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    """The prefill stage."""
+
+    compressor: CompressorConfig = field(default_factory=CompressorConfig)
+    """The compressor stage."""
+
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """The decode stage."""
+
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """The page pool."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """The router."""
+
+    ingress: IngressConfig = field(default_factory=IngressConfig)
+    """The HTTP ingress."""
+
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """What passes between nodes."""
+
+    def __post_init__(self) -> None:
+        require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
+        fits = self.router.roles == "both" or self.topology == "colocated"
+        expected = "'both', or topology: colocated (other workers have the role of their stage)"
+        require(fits, "router.roles", self.router.roles, expected)
+        on_gpus = [name for name, group in self.worker_groups().items() if group.actor.num_gpus]
+        fits = not self.pool.arena_path or not on_gpus
+        expected = f"empty while num_gpus > 0 ({', '.join(on_gpus)}): a GPU cannot read a disk"
+        require(fits, "pool.arena_path", self.pool.arena_path, expected)
+        for stage, (actor, scaling) in self._deployed.items():
+            self._check_cells(f"{stage}.actor.num_replicas", actor.num_replicas)
+            if scaling.is_on:
+                self._check_cells(f"{stage}.autoscaling.min_replicas", scaling.min_replicas)
+                self._check_cells(f"{stage}.autoscaling.max_replicas", scaling.max_replicas)
+
+    @property
+    def _deployed(self) -> dict[str, tuple[ActorConfig, AutoscalingConfig]]:
+        """Stages whose settings say how many workers there are."""
+        decode = {"decode": (self.decode.actor, self.decode.autoscaling)}
+        if self.topology == "colocated":
+            return decode
+        return {
+            "prefill": (self.prefill.actor, self.prefill.autoscaling),
+            "compressor": (self.compressor.actor, self.compressor.autoscaling),
+            **decode,
+        }
+
+    def _check_cells(self, name: str, count: int) -> None:
+        """Raise ConfigError unless each cell gets as many workers as every other one."""
+        cells = self.router.cells
+        expected = f"a multiple of router.cells ({cells}), since each cell has workers of its own"
+        require(count % cells == 0, name, count, expected)
+
+    def worker_groups(self) -> dict[str, WorkerGroup]:
+        """What Ray starts to compute: a group per stage, or one, sized by ``decode``."""
+        stages = {"prefill": self.prefill, "compressor": self.compressor, "decode": self.decode}
+        if self.topology == "colocated":
+            stages = {"decode": self.decode}
+        return {
+            name: WorkerGroup(stage.actor, stage.autoscaling.most(stage.actor))
+            for name, stage in stages.items()
+        }
+
+    def autoscaling(self, stage: Literal["prefill", "compress", "decode"]) -> AutoscalingConfig:
+        """When a stage gets more copies."""
+        by_stage = {
+            "prefill": self.prefill.autoscaling,
+            "compress": self.compressor.autoscaling,
+            "decode": self.decode.autoscaling,
+        }
+        return by_stage[stage]
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, object]) -> Self:
+        """Build from parsed YAML.
+
+        Raises: ConfigError naming the key, the value and what was expected
+        """
+        try:
+            return build(cls, data)
+        except SchemaError as error:
+            raise ConfigError(str(error)) from error

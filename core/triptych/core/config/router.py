@@ -1,0 +1,100 @@
+"""The router."""
+
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from triptych.core.config.values import require
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, or brackets that do not match
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What runs next, where, and whether at all."""
+
+    batch_policy: str = "greedy_by_memory"
+    """How waiting requests are chosen, and in what batches they go: ``greedy_by_memory``,
+    ``dynamic`` (the same, in batches whose sizes follow the load), the baselines ``fcfs`` and
+    ``static:p<X>c<Y>d<Z>`` (batches of fixed sizes, as in ``static:p2c2d8``), or ``module:object``:
+    a policy of your own (docs/extending.md)."""
+
+    placement: str = "least_bytes"
+    """Who reads a prompt: ``least_bytes`` (the prefill worker with the fewest tokens to read whose
+    arena has room), ``power_of_two``, ``prefix_affinity`` and ``dualmap`` (where its beginning is
+    cached, which matters on several nodes: each has a cache of its own), the baseline
+    ``single_hash``, or ``module:object``: a policy of your own (docs/extending.md)."""
+
+    affinity_ttft_s: float = 2.0
+    """Predicted seconds to the first token from which on ``dualmap`` leaves the cached beginning of
+    a prompt for a shorter queue, if the request does not say ``ttft_slo_ms``."""
+
+    patience_s: float = 5.0
+    """Seconds after which a waiting request can no longer be overtaken by its tenant's others."""
+
+    ageing_s: float = 10.0
+    """Seconds of waiting that count as much as one step of ``priority``."""
+
+    max_queued_requests: int = 256
+    """Requests that may wait; one more is answered with 429."""
+
+    prefill_batch_tokens: int = 2048
+    """Prompt tokens that are sent to one prefill worker at once. A longer prompt is sent alone, and
+    counts for half of it from then on: shorter ones may overtake it."""
+
+    cells: int = 1
+    """Routers behind one ingress, each with a pool and workers of its own: an equal part of all
+    replicas and bytes. A prompt goes to the cell that a hash of its beginning says."""
+
+    cell_overload: float = 1.25
+    """Times the mean of all cells that one of them may hold of an ingress's requests, in bytes of
+    pages, before the next one takes what would be its own. Above 1."""
+
+    rebalance_requests: int = 2
+    """Requests that a decode worker must have more than another one before one of them is moved
+    there while it is being answered; 0: none ever is."""
+
+    roles: Literal["both", "switch"] = "both"
+    """What workers of all stages do (``topology: colocated``): ``both`` read prompts and write
+    answers, all of them; ``switch``: as many as it takes at the moment only read, and the others
+    write, so that answers do not wait for the prompts of others."""
+
+    record: str = ""
+    """File to which every message to the router is written, prompts included, with what it
+    decided, for ``triptych simulate replay``; empty: none."""
+
+    trace_url: str = ""
+    """Where OpenTelemetry traces of requests go, in OTLP over HTTP, such as
+    ``http://127.0.0.1:4318/v1/traces``; empty: nowhere. They tell sizes and times, and no text."""
+
+    def __post_init__(self) -> None:
+        require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
+        limit_s = self.affinity_ttft_s
+        require(limit_s > 0, "router.affinity_ttft_s", limit_s, "> 0")
+        url = self.trace_url
+        fits = not url or _is_http(url)
+        require(fits, "router.trace_url", url, "an http:// or https:// URL, or nothing")
+        require(self.cells >= 1, "router.cells", self.cells, ">= 1")
+        times = self.cell_overload  # at 1 a request might find no cell below the bound
+        require(times > 1, "router.cell_overload", times, "> 1")
+        gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
+        require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
+        require(self.ageing_s > 0, "router.ageing_s", self.ageing_s, "> 0")
+        require(
+            self.max_queued_requests >= 1,
+            "router.max_queued_requests",
+            self.max_queued_requests,
+            ">= 1",
+        )
+        require(
+            self.prefill_batch_tokens >= 1,
+            "router.prefill_batch_tokens",
+            self.prefill_batch_tokens,
+            ">= 1",
+        )

@@ -1,0 +1,228 @@
+"""The three stages, and the actors that they run in."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from triptych.core.config.steps import SelectionConfig, StepPluginConfig
+from triptych.core.config.values import Auto, require
+from triptych.core.errors import ConfigError
+from triptych.core.layout import page_format
+from triptych.core.plugins import COMPRESSION_POLICIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """How many copies of a stage run, and what each copy gets."""
+
+    num_replicas: int = 1
+    """Copies of the stage, each an actor of its own."""
+
+    num_cpus: float = 0.0
+    """CPUs that Ray sets aside per copy; 0 lets the stages of a small machine share its cores."""
+
+    num_gpus: float = 0.0
+    """GPUs that Ray sets aside per copy, which then computes on one; 0: it computes on the CPU."""
+
+    resources: dict[str, float] = field(default_factory=dict[str, float])
+    """Custom resources of Ray that a copy takes, such as ``fast_disk: 0.01``: they say on which
+    nodes it may run."""
+
+    threads: int | Literal["auto"] = "auto"
+    """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages, or
+    one if the copy has a GPU."""
+
+    def __post_init__(self) -> None:
+        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")
+        require(self.num_cpus >= 0, "num_cpus", self.num_cpus, ">= 0")
+        require(self.num_gpus >= 0, "num_gpus", self.num_gpus, ">= 0")
+        positive = all(amount > 0 for amount in self.resources.values())
+        require(positive, "resources", self.resources, "amounts > 0")
+        require(
+            self.threads == "auto" or self.threads >= 1, "threads", self.threads, "'auto', >= 1"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalingConfig:
+    """Whether a stage gets more copies when it has much to do, and fewer when it has not."""
+
+    max_replicas: int = 0
+    """The most copies; 0: always ``actor.num_replicas``. It begins with that many."""
+
+    min_replicas: int = 1
+    """The fewest."""
+
+    target_utilization: float = 0.7
+    """Share of the copies' time, or of their decode slots, that is to be in use."""
+
+    upscale_delay_s: float = 10.0
+    """Seconds for which more copies must be wanted before they are started."""
+
+    downscale_delay_s: float = 300.0
+    """Seconds for which fewer must do before some are stopped; what they have goes on elsewhere."""
+
+    def __post_init__(self) -> None:
+        most, least = self.max_replicas, self.min_replicas
+        require(least >= 1, "autoscaling.min_replicas", least, ">= 1")
+        fits = most == 0 or most >= least
+        require(fits, "autoscaling.max_replicas", most, f"0, or min_replicas ({least}) and more")
+        share = self.target_utilization
+        require(0 < share <= 1, "autoscaling.target_utilization", share, "above 0, up to 1")
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            require(getattr(self, name) >= 0, f"autoscaling.{name}", getattr(self, name), ">= 0")
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_replicas > 0
+
+    def check(self, actor: ActorConfig, stage: str) -> None:
+        """Raise ConfigError if a stage begins with a number that it may not have."""
+        count, least, most = actor.num_replicas, self.min_replicas, self.max_replicas
+        fits = not self.is_on or least <= count <= most
+        expected = f"from {stage}.autoscaling.min_replicas ({least}) to max_replicas ({most})"
+        require(fits, f"{stage}.actor.num_replicas", count, expected)
+
+    def most(self, actor: ActorConfig) -> int:
+        """Copies that there may ever be at once."""
+        return max(actor.num_replicas, self.max_replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """The stage that reads prompts."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
+
+    chunk_tokens: int = 512
+    """Prompt tokens of one step; longer prompts take several steps."""
+
+    def __post_init__(self) -> None:
+        self.autoscaling.check(self.actor, "prefill")
+        require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, ">= 1")
+
+
+def check_policy(name: str) -> None:
+    """Raise ConfigError unless ``name`` is a policy, and its format one that pages have."""
+    kind, _, form = name.partition(":")
+    if kind == "uniform":
+        page_format(form)
+        return
+    try:
+        COMPRESSION_POLICIES.check(name)
+    except ConfigError as error:
+        expected = "'auto', 'uniform:<format>', 'diffkv', 'leankv' or a plug-in"
+        text = f"compressor.policy={name!r}: expected {expected}; {error}"
+        raise ConfigError(text) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorConfig:
+    """The stage that turns raw pages into compressed ones."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
+
+    profile: str = "auto"
+    """What calibration found for the model: a file that ``triptych calibrate`` wrote, ``none``, or
+    ``auto``: the one that comes with Triptych, if any. It answers for every ``auto`` below."""
+
+    policy: str = "auto"
+    """What becomes of each token: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
+    significant ones in ``high_format``, others in ``low_format`` or nowhere; ``leankv`` does so by
+    their share of all attention; ``module:object`` is a policy of your own (docs/extending.md).
+    ``auto`` without a profile: ``uniform:k8v4``."""
+
+    high_format: str = "auto"
+    """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
+
+    low_format: str = "auto"
+    """Format of the less significant ones (``diffkv``); ``auto`` without a profile: ``k4v2``."""
+
+    alpha_high: float | Auto = "auto"
+    """A token of n is high if its mean attention from later ones reaches ``alpha_high / n``;
+    ``auto`` without a profile: 1."""
+
+    alpha_low: float | Auto = "auto"
+    """Below ``alpha_low / n`` it is dropped; 0, which is ``auto`` without a profile, drops none."""
+
+    mass_high: float = 0.05
+    """The least significant tokens that together receive less than this share of all attention are
+    not high (``leankv``)."""
+
+    mass_low: float = 0.0
+    """Those that together receive less than this share are dropped (``leankv``)."""
+
+    recent_window_tokens: int | Auto = "auto"
+    """Newest tokens that stay in 16 bits; ``auto`` without a profile: 64."""
+
+    high_window_tokens: int = 64
+    """Newest tokens that are high at least: too young to be judged (``diffkv``)."""
+
+    sink_tokens: int = 1
+    """First tokens that stay in 16 bits, rounded up to whole pages: attention rests on them."""
+
+    score_every_tokens: int = 8
+    """Tokens of an answer from one look at who receives attention to the next (``diffkv``); 0: new
+    tokens are never told apart, all that leave the window are high."""
+
+    basis: Literal["auto", "plain", "rotated"] = "auto"
+    """In which coordinates pages hold keys and values: as the model makes them, or rotated, which
+    spreads outliers over all channels; ``auto``: rotated where a format is quantized."""
+
+    def __post_init__(self) -> None:
+        self.autoscaling.check(self.actor, "compressor")
+        require(bool(self.profile), "compressor.profile", self.profile, "'auto', 'none' or a file")
+        if self.policy != "auto":
+            check_policy(self.policy)
+        for name in (self.high_format, self.low_format):
+            if name != "auto":
+                page_format(name)
+        low, high = self.mass_low, self.mass_high
+        require(0 <= high <= 1, "compressor.mass_high", high, "0 to 1")
+        require(0 <= low <= high, "compressor.mass_low", low, f"0 to mass_high ({high})")
+        window = self.recent_window_tokens
+        require(window == "auto" or window >= 0, "compressor.recent_window_tokens", window, ">= 0")
+        require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")
+        young = self.high_window_tokens
+        require(young >= 0, "compressor.high_window_tokens", young, ">= 0")
+        every = self.score_every_tokens
+        require(every >= 0, "compressor.score_every_tokens", every, ">= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """The stage that writes answers."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
+
+    max_batch_requests: int = 32
+    """Requests that one copy decodes at once."""
+
+    plugins: tuple[StepPluginConfig | str, ...] = ()
+    """What looks at each step (docs/extending.md): names, or entries with a name and more."""
+
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    """Which pages a step reads."""
+
+    def __post_init__(self) -> None:
+        self.autoscaling.check(self.actor, "decode")
+        count = self.max_batch_requests
+        require(count >= 1, "decode.max_batch_requests", count, ">= 1")
+
+    @property
+    def steps(self) -> tuple[StepPluginConfig, ...]:
+        """The plug-ins, each as an entry."""
+        return tuple(
+            StepPluginConfig(name=one) if isinstance(one, str) else one for one in self.plugins
+        )

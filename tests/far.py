@@ -4,8 +4,8 @@
 
 What a GPU would refuse is refused here: operations on tensors of two devices, and numpy on what is
 not on the CPU. Numbers are real, so whole engines run, and kernels run in Triton's interpreter. It
-takes the place of a GPU in a process of its own; what it cannot show is the order in which a GPU
-and its host do things.
+takes the place of a GPU in a process of its own. All is done at once, but it knows what a GPU might
+not have done yet: ``FarDevice.pending``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,6 +24,9 @@ from triptych.kernels.launch import Launch
 from triptych.workers.device import Bytes, Device, Numbers
 
 _setup_privateuseone_for_python_backend("far")
+
+_queue: list[str] = []
+"""What was asked since the host waited last."""
 
 
 class FarTensor(Tensor):
@@ -45,6 +48,7 @@ class FarTensor(Tensor):
         return made
 
     def tolist(self) -> Any:
+        _queue.clear()
         return self.inner.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -63,6 +67,9 @@ class FarTensor(Tensor):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do on the host what was asked of far, unless a device would refuse."""
+    _queue.append(str(func))
+    if func is torch.ops.aten._local_scalar_dense.default:
+        _queue.clear()  # numbers for the host, which waits
     if func is torch.ops.aten.copy_.default:
         _inner(args[0]).copy_(_inner(args[1]))
         return args[0]
@@ -71,6 +78,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         wanted = inner_kwargs.pop("device", None)
         copy = func(*inner_args, **inner_kwargs)
         is_near = wanted is not None and torch.device(wanted).type == "cpu"
+        if is_near:
+            _queue.clear()
         return copy if is_near else FarTensor(copy)
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FarTensor) and leaf.dim():
@@ -125,6 +134,14 @@ class FarDevice(Device):
     def put(self, numbers: Numbers) -> Tensor:
         return FarTensor(torch.from_numpy(numbers).clone())
 
+    @property
+    def pending(self) -> list[str]:
+        """What a GPU may still be at."""
+        return list(_queue)
+
+    def wait(self) -> None:
+        _queue.clear()
+
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Device:
@@ -136,6 +153,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     def run_inner(one: Launch) -> None:
         _check_all_far(one.name, one.arguments)
+        _queue.append(one.name)
         run(replace(one, arguments=tuple(map(_inner, one.arguments))))
 
     monkeypatch.setattr(Launch, "run", run_inner)
@@ -155,6 +173,7 @@ def quick_far() -> Iterator[Device]:
 
 def _run_near(name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     _check_all_far(name, tree_leaves((args, kwargs)))
+    _queue.append(name)
     found = kernel(*map(_unwrapped, args), **{at: _unwrapped(kwargs[at]) for at in kwargs})
     return tree_map(_outer, found)
 

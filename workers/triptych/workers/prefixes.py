@@ -188,6 +188,7 @@ class PrefixStore:
         try:
             self._load(found, raw.reshape(self.plan.geometry.head_rows, -1), attention)
         finally:
+            self.device.wait()  # nobody may get the pages while they are read
             self.pool.release_prefix(found.hold)
         return found.tokens
 

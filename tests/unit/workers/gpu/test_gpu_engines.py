@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
+from triptych.kvpool import WorkerPool
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.device import CPU, Device
+from triptych.workers.journal import Journal
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.window import Window
 
 PROMPTS = (3, 40, 90)
 GREEDY = Sampling(temperature=0.0, max_tokens=18, ignore_eos=True, logprobs=2)
@@ -144,3 +148,32 @@ def test_the_arena_has_what_a_gpu_worker_wrote(
     monkeypatch.setattr(DecodeEngine, "step", checking)
     answers(config(), tiny_model, quick_device)
     assert sum(checked) > 100
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the fake device knows what is pending")
+def test_nobody_is_told_before_the_device_is_done(
+    tiny_model: Path, quick_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is handed pages, or gets them next, must not meet a kernel that is still at them."""
+    early = dict[str, list[str]]()
+
+    def watch(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: object, **kwargs: object) -> object:
+            if pending := quick_device.pending:
+                early.setdefault(name, pending)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("handoff", "give", "release", "withdraw", "release_prefix", "publish_prefix"):
+        watch(WorkerPool, name)
+    for name in ("say", "offer", "end"):
+        watch(Journal, name)
+    for name in ("_enter", "_close"):  # a phase of a retirement is noted before each
+        watch(Window, name)
+    pool = {"capacity_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}
+    for parts in ({"pool": pool}, {"decode": {"selection": SELECTION, "plugins": PLUGINS}}):
+        answers(config(**parts), tiny_model, quick_device)
+    assert early == {}

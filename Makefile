@@ -35,7 +35,7 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 	@echo "==> import-linter"
 	@$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@echo "==> architecture and unit tests, examples in docstrings"
-	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal --doctest-modules \
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal $(SLOWEST) --doctest-modules \
 		tests/arch tests/unit $(PARTS) -m "not ($(SLOW))"
 
 test: $(READY) ## the slower tests: integration and end to end, with the real model

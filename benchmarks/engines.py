@@ -138,7 +138,8 @@ def measure(path: Path, policy: str, batch: int, prompt: int, answer: int, *, gp
 def measure_transformers(path: Path, batch: int, prompt: int, answer: int, *, gpu: bool) -> Row:
     """``transformers`` with its own cache, step by step."""
     device = "cuda" if gpu else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
+    options = {"dtype": torch.bfloat16, "use_safetensors": True}
+    model = AutoModelForCausalLM.from_pretrained(path, **options).to(device).eval()
     tokens = torch.tensor(prompts_of(batch, prompt), device=device)
     took, cache = list[float](), None
     with torch.inference_mode():

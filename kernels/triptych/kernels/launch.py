@@ -27,6 +27,8 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+VECTOR_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of queries, keys and values."""
 DEFAULT_PROCESSORS = 132
 """Multiprocessors that work is cut for where there is no device to ask: those of an H100."""
 

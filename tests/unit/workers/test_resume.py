@@ -278,6 +278,10 @@ def stages(request: pytest.FixtureRequest, tiny_model: Path) -> Stages:
 
 @pytest.fixture(scope="module")
 def whole(stages: Stages) -> dict[str, list[int]]:
+    return uninterrupted(stages)
+
+
+def uninterrupted(stages: Stages) -> dict[str, list[int]]:
     """Answers that nothing interrupted."""
     client = Client()
     name, engine = stages.decoder()

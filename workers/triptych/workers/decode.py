@@ -126,8 +126,8 @@ class DecodeEngine:
 
     def __post_init__(self) -> None:
         arena, device = self.pool.arena, self.device
-        self._shared = PageMemory.in_place(arena, device)
         self._memory = PageMemory.nearest(arena, device)
+        self._shared = self._memory.behind
         # The one that was left first is used first: what was said there stays to be read longest.
         self._free_slots = deque(range(self.max_requests))
         longest = self.answers.context_tokens

@@ -94,7 +94,7 @@ class _Mapped:
         if error:
             raise PoolError(
                 f"the GPU cannot map {size:,} bytes of shared memory (CUDA error {error}): lower "
-                "pool.capacity_bytes, or raise the limit of locked memory (ulimit -l)"
+                "pool.capacity_bytes, or set num_gpus to 0 (the stage computes on the CPU)"
             )
         weakref.finalize(self, runtime.cudaHostUnregister, address)
 
@@ -109,7 +109,9 @@ class _Mapped:
         }
 
 
-@cache
+_gpu = cache(Gpu)  # one, since memory is mapped once
+
+
 def device_for(num_gpus: float) -> Device:
     """The device of a process to which Ray has given so many GPUs (a part of one is one, too).
 
@@ -122,4 +124,4 @@ def device_for(num_gpus: float) -> Device:
             f"num_gpus={num_gpus:g}, and torch {torch.__version__} sees no GPU: set it to 0 (the "
             "stage computes on the CPU), or install the CUDA build of torch where GPUs are"
         )
-    return Gpu()
+    return _gpu()

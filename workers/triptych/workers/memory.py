@@ -69,6 +69,11 @@ class PageMemory:
         return self.near is not self.shared
 
     @property
+    def behind(self) -> "PageMemory":
+        """The same arena, read in place."""
+        return PageMemory(self.device, self.shared, self.shared)
+
+    @property
     def arenas(self) -> list[Tensor]:
         """All that is to be written."""
         return [self.near, self.shared] if self.is_copied else [self.shared]

@@ -9,11 +9,10 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec.gpu_cells import load_cells, store_cells, transcode_cells
 from triptych.kernels.form import form_of
-from triptych.kernels.launch import Launch, check_device, dense, power_of_two
+from triptych.kernels.launch import VECTOR_TYPES, Launch, check_device, dense, power_of_two
 from triptych.kernels.pages import check_arena, check_indices
 
 COPY, NARROW, REQUANTIZE = range(3)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_NUMBERS = 4096
 """Numbers that a program has in registers."""
 
@@ -50,7 +49,7 @@ def plan_store(
     check_arena(arena, layout)
     check_indices(pages, rows, positions)
     check_device("store_tokens", arena, key, value, pages, rows, positions, scores)
-    if key.dtype not in DTYPES or value.dtype != key.dtype:
+    if key.dtype not in VECTOR_TYPES or value.dtype != key.dtype:
         raise ConfigError(f"store_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value = dense(key), dense(value)
     scores = None if scores is None else scores.float().contiguous()

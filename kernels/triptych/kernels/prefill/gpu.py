@@ -13,6 +13,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.kernels.form import MIN_DOT, form_of
 from triptych.kernels.launch import (
+    VECTOR_TYPES,
     Argument,
     Launch,
     check_device,
@@ -40,7 +41,6 @@ class Block:
         return self.warps, self.stages
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
 """By the largest head size that it is for. Chosen by registers: no spill for any format."""
 EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
@@ -174,7 +174,7 @@ def _check(
     """Raise ``ConfigError`` unless a kernel can be compiled for the inputs."""
     check_device("prefill_attention", query, key, value, significance)
     dim = query.shape[2]
-    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
+    if query.dtype not in VECTOR_TYPES or {key.dtype, value.dtype} != {query.dtype}:
         raise ConfigError(
             f"prefill_attention: query {query.dtype}, key {key.dtype}, value {value.dtype}: "
             "expected float32, bfloat16 or float16 for all"

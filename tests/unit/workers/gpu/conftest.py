@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 from triptych.workers.device import Device, device_for
 
@@ -13,17 +12,6 @@ if IS_INTERPRETED:
     from tests.far import far, quick_far
 
     __all__ = ["far", "quick_far"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Neither GPU nor interpreter: ``test_gpu.py`` starts the interpreter."""
-    skip = pytest.mark.skip(reason="no CUDA device, and not in Triton's interpreter")
-    quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN):RuntimeWarning")
-    for item in items:
-        if item.path.parent.name == "gpu":
-            item.add_marker(quiet)
-            if not IS_INTERPRETED and not torch.cuda.is_available():
-                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,10 @@ import pytest
 from tests.unit.workers.test_resume import (
     DECODE,
     RETIREMENT,
-    Client,
     Stages,
     die_and_go_on,
     lines_of_a_run,
-    requests,
-    run,
+    uninterrupted,
 )
 from triptych.workers.device import Device
 
@@ -34,22 +32,10 @@ def stages(
         yield stages
 
 
-@pytest.fixture(scope="module")
-def whole(stages: Stages) -> dict[str, list[int]]:
-    """Answers that nothing interrupted."""
-    client = Client()
-    name, engine = stages.decoder()
-    for request in requests():
-        client.hear(engine.accept(stages.join(request)) or ())
-    run(engine, client)
-    assert stages.pool.expel(name)
-    return {name: client.answer(name) for name in client.tokens}
-
-
 def test_the_next_worker_says_the_same_wherever_the_first_one_died(
-    stages: Stages, whole: dict[str, list[int]]
+    stages: Stages,
 ) -> None:
-    luck = random.Random(5)
+    whole, luck = uninterrupted(stages), random.Random(5)
     for files in (DECODE, RETIREMENT):
         total = lines_of_a_run(stages, files)
         die_and_go_on(stages, whole, luck.randrange(total), files)

@@ -1,7 +1,7 @@
-"""The Triton kernels without a GPU: their tests run in Triton's interpreter.
+"""What runs on a GPU, without one: kernels in Triton's interpreter, engines on a fake device.
 
-The interpreter is chosen before Triton is imported and holds for a whole process, so each
-file of ``gpu/`` has a process of its own. With a GPU, pytest runs these files as they are.
+The interpreter is chosen before Triton is imported and holds for a whole process, so each file of
+a folder ``gpu`` has a process of its own. With a GPU, pytest runs these files as they are.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
+CASES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
 
 
 @pytest.mark.timeout(900)  # a whole file, on cores that others may use too
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the files run on the GPU")
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_kernels_are_right_in_the_interpreter(path: Path, root: Path) -> None:
+def test_what_runs_on_a_gpu_is_right(path: Path, root: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)

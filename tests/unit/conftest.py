@@ -1,0 +1,22 @@
+"""Folders called ``gpu``: on a GPU, or on the CPU in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Neither GPU nor interpreter: ``test_gpu.py`` starts the interpreter.
+
+    Unlike tensor cores, numpy warns where a kernel multiplies garbage and then hides it.
+    """
+    skip = pytest.mark.skip(reason="no CUDA device, and not in Triton's interpreter")
+    quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN):RuntimeWarning")
+    for item in items:
+        if item.path.parent.name == "gpu":
+            item.add_marker(quiet)
+            if not IS_INTERPRETED and not torch.cuda.is_available():
+                item.add_marker(skip)

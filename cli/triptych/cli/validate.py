@@ -20,7 +20,7 @@ from triptych.router import check_policies
 
 if TYPE_CHECKING:
     from triptych.core.pages import PagePlan
-    from triptych.workers.models.load import ModelFacts
+    from triptych.workers.models.facts import ModelFacts
 
 ConfigPath = Annotated[
     Path,

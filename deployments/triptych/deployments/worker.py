@@ -64,7 +64,9 @@ class WorkerShell:
             load_brain, plan.config, plan.pages, plan.model_path, stages, self._device
         )
         brain = self._brain
-        self._onlooker = Onlooker(self._stages, brain.answers.model.step_bytes if brain else 0)
+        self._onlooker = Onlooker(
+            self._stages, brain.answers.model.network.step_bytes if brain else 0
+        )
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)
         self._inbound = self._make_inbound()

@@ -8,7 +8,6 @@ from functools import cached_property
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from triptych.core.errors import GrammarError
@@ -62,5 +61,6 @@ class Constraints:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
+        tokens = self.model.tokenizer.backend.to_str()
         ends = list(self.model.eos_token_ids)
-        return from_tokenizer(self.model.tokenizer, self.model.vocab_size, ends or None)
+        return LLTokenizer(tokens, n_vocab=self.model.vocab_size, eos_token=ends or None)

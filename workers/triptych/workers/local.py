@@ -129,7 +129,7 @@ class LocalServer:
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
         brain = load_brain(config, self.plan, path, STAGES, device)
-        self.weight_bytes = brain.answers.model.step_bytes if brain else 0
+        self.weight_bytes = brain.answers.model.network.step_bytes if brain else 0
         """That each forward pass reads."""
         self.vocab_size = facts.vocab_size
         self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights, device)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerFast
-
 from triptych.core.messages import Sampling
+from triptych.workers.tokenizer import BareTokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_TOKENS = 16
@@ -32,7 +31,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: BareTokenizer,
         sampling: Sampling,
         prompt_tail: Sequence[int] = (),
     ) -> None:
@@ -61,10 +60,9 @@ class _Window:
     where the text was settled, so characters are never cut.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, skip_special: bool) -> None:
-        self._decode = tokenizer.backend_tokenizer.decode
-        self._skip = frozenset(tokenizer.all_special_ids) | _special_ids(tokenizer)
-        self._skip = self._skip if skip_special else frozenset[int]()
+    def __init__(self, tokenizer: BareTokenizer, *, skip_special: bool) -> None:
+        self._decode = tokenizer.backend.decode
+        self._skip = frozenset(tokenizer.all_special_ids if skip_special else ())
         self._tokens = list[int]()
         self._border = 0
         """Tokens of the window whose text was settled when the next token came."""
@@ -108,11 +106,6 @@ class _Window:
 
     def _text(self, tokens: list[int]) -> str:
         return self._decode(tokens, skip_special_tokens=False)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return frozenset(token for token, content in added.items() if content.special)
 
 
 class _StopTexts:

@@ -7,22 +7,20 @@ kept, and whoever needs no more than the tokenizer reads that: an ingress that t
 dead one answers seconds sooner so.
 """
 
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from tokenizers import AddedToken, Tokenizer
 
-from triptych.core.config import cache_dir
+from triptych.workers.kept import kept
 
-_FORMAT = 1
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*/*.jinja")
 """Files of a model's directory that may say something about its tokenizer."""
 
@@ -44,6 +42,15 @@ class BareTokenizer:
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         return self.backend.get_added_tokens_decoder()
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Tokens that have a role, and those that were added as special."""
+        roles = self.special_tokens.values()
+        names = [name for role in roles for name in ([role] if isinstance(role, str) else role)]
+        known = [self.backend.token_to_id(name) for name in names]
+        added = [token for token, content in self.added_tokens_decoder.items() if content.special]
+        return sorted({token for token in (*known, *added) if token is not None})
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -101,21 +108,24 @@ def open_tokenizer(model: Path) -> BareTokenizer:
 
     Raises: ModelError if the directory has none that can be used
     """
-    kept = cache_dir() / "tokenizers" / f"{_key(model)}.json"
-    with suppress(OSError, ValueError, KeyError):  # none, or one that was cut short
-        return _parse(kept.read_text(encoding="utf-8"))
-    text = _as_text(model)
-    with suppress(OSError):  # a full or read-only disk costs time at the next start, no more
-        _put(kept, text)
-    return _parse(text)
+    files = [path for pattern in _PATTERNS for path in model.glob(pattern)]
+    return kept("tokenizers", files, __file__, lambda: _made_of(model), _parse)
 
 
-def _as_text(model: Path) -> str:
+def bare(made: "PreTrainedTokenizerFast") -> BareTokenizer:
+    """What is left of a tokenizer of transformers without it."""
+    return _parse(_as_text(made))
+
+
+def _made_of(model: Path) -> str:
     from triptych.workers.models.pretrained import (  # noqa: PLC0415 - it is what others avoid
         read_tokenizer,
     )
 
-    made = read_tokenizer(model)
+    return _as_text(read_tokenizer(model))
+
+
+def _as_text(made: "PreTrainedTokenizerFast") -> str:
     template: str | None = None
     # None: there is none, or there are several and none of them is the default.
     with suppress(ValueError):
@@ -140,26 +150,6 @@ def _parse(text: str) -> BareTokenizer:
         chat_template=cast("str | None", content["chat_template"]),
         special_tokens=cast("SpecialTokens", content["special_tokens"]),
     )
-
-
-def _key(model: Path) -> str:
-    """Changes with whatever the tokenizer is made of, and with whoever makes it."""
-    makers = [f"{name} {version(name)}" for name in ("tokenizers", "transformers")]
-    digest = hashlib.sha256(repr((_FORMAT, makers)).encode())
-    for path in sorted({path for pattern in _PATTERNS for path in model.glob(pattern)}):
-        content = path.read_bytes()
-        digest.update(repr((str(path.relative_to(model)), len(content))).encode())
-        digest.update(content)
-    return digest.hexdigest()[:32]
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
 
 
 class _Render(Protocol):

@@ -50,6 +50,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "original_max_position_embeddings": 32,
         },
     ),
+    "llama, yarn rope": LlamaConfig(
+        **TINY,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "qwen2": Qwen2Config(**TINY),
     "qwen2, windows above layer 0": Qwen2Config(
         **TINY, use_sliding_window=True, sliding_window=5, max_window_layers=1

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from triptych.core.errors import ModelError
-from triptych.workers.models import load
 from triptych.workers.models.convert import ARCHITECTURES, convert
 from triptych.workers.models.files import ignore_progress
 from triptych.workers.models.gguf import read_header
@@ -116,7 +115,7 @@ def test_converting_gives_back_the_weights(
     reports = list[tuple[str, int, int]]()
     convert(source, target, lambda *report: reports.append(report))
     original = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    converted = load(target, "float32").model.state_dict()
+    converted = AutoModelForCausalLM.from_pretrained(target).float().state_dict()
     assert original.keys() == converted.keys()
     for name, weight in original.items():
         rounded = weight.to(torch.bfloat16).float()

@@ -1,7 +1,10 @@
 """What can be served is described exactly; what cannot is refused with a reason."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,8 @@ from transformers import (
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models import describe, load
+from triptych.workers.models.stock import StockModel
+from triptych.workers.models.weights import read_plain
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 
@@ -63,10 +68,60 @@ def test_weights_come_in_the_type_that_was_asked_for(
 ) -> None:
     path = save_model(llama)
     for name in ("float32", "bfloat16"):
-        model = load(path, name).model
+        loaded = load(path, name, fused=False).network
+        assert isinstance(loaded, StockModel)
+        model = loaded.model
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
         assert not model.training
         assert not any(weight.requires_grad for weight in model.parameters())
+        assert load(path, name).network.step_bytes == loaded.step_bytes
+
+
+def test_the_second_process_describes_and_loads_plain_layers_without_transformers(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    load(path, "float32")
+    code = (
+        "import sys; from pathlib import Path; from triptych.workers.models import load;"
+        "loaded = load(Path(sys.argv[1]), 'float32'); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_what_is_known_of_a_model_changes_with_its_settings(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    before = describe(path)
+    assert describe(path) == before
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"max_position_embeddings": 77, "rms_norm_eps": 1e-3}
+    (path / "config.json").write_text(json.dumps(settings))
+    after = describe(path)
+    assert after.context_tokens == 77
+    assert before.plain is not None
+    assert after.plain == replace(before.plain, norm_epsilon=1e-3)
+
+
+def test_weights_under_other_names_are_read_by_transformers(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    """Models that were saved without their head lack the beginning of every name."""
+    llama.tie_word_embeddings = True
+    path = save_model(llama)
+    plain = describe(path).plain
+    assert plain is not None
+    direct = read_plain(path, plain, "float32", "cpu")
+    file = path / "model.safetensors"
+    weights = {name.removeprefix("model."): part for name, part in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    found = read_plain(path, plain, "float32", "cpu")
+    assert direct.keys() == found.keys() == plain.tensors.keys()
+    assert all(torch.equal(found[name], part) for name, part in direct.items())
 
 
 def test_the_revision_changes_with_one_weight(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from triptych.workers.models import LoadedModel, ModelRunner, load
+from triptych.workers.models import ModelRunner, load
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 LENGTHS = (1, 23, 12)
@@ -85,31 +85,32 @@ def random_sequences() -> list[Tensor]:
 
 
 @pytest.fixture(params=["stock layers", "fused if plain"])
-def runner_of(request: pytest.FixtureRequest) -> Callable[[LoadedModel], ModelRunner]:
-    return lambda loaded: ModelRunner(loaded, fused=request.param == "fused if plain")
+def runner_of(request: pytest.FixtureRequest) -> Callable[[Path], ModelRunner]:
+    is_fused = request.param == "fused if plain"
+    return lambda path: ModelRunner(load(path, "float32", fused=is_fused))
 
 
 def test_a_ragged_batch_gives_each_sequence_the_logits_it_has_alone(
-    family: PreTrainedConfig, save_model: SaveModel, runner_of: Callable[[LoadedModel], ModelRunner]
+    family: PreTrainedConfig, save_model: SaveModel, runner_of: Callable[[Path], ModelRunner]
 ) -> None:
     path = save_model(family)
     sequences = random_sequences()
     with torch.inference_mode():
         expected = torch.cat([stock(path)(tokens[None]).logits[0] for tokens in sequences])
     batch = [(i, 0, tokens) for i, tokens in enumerate(sequences)]
-    logits = forward(runner_of(load(path, "float32")), FakePages(), batch, every=True)
+    logits = forward(runner_of(path), FakePages(), batch, every=True)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_chunks_and_single_tokens_give_the_logits_of_one_pass(
-    family: PreTrainedConfig, save_model: SaveModel, runner_of: Callable[[LoadedModel], ModelRunner]
+    family: PreTrainedConfig, save_model: SaveModel, runner_of: Callable[[Path], ModelRunner]
 ) -> None:
     path = save_model(family)
     tokens, other = torch.randint(3, 320, (16,)), torch.randint(3, 320, (9,))
     with torch.inference_mode():
         expected = stock(path)(tokens[None]).logits[0]
-    runner, pages = runner_of(load(path, "float32")), FakePages()
+    runner, pages = runner_of(path), FakePages()
     borders = (0, 7, 11, 12, 13, 14, 15, 16)
     for i, (start, end) in enumerate(pairwise(borders)):
         batch = [(0, start, tokens[start:end]), (1, i, other[i : i + 1])]
@@ -139,10 +140,9 @@ def test_the_fused_pass_is_as_near_to_float32_as_the_stock_one_in_bfloat16(
     path = save_model(llama)
     batch = [(i, 0, tokens) for i, tokens in enumerate(random_sequences())]
     exact = forward(ModelRunner(load(path, "float32")), FakePages(), batch, every=True)
-    low = load(path, "bfloat16")
+    low = [ModelRunner(load(path, "bfloat16", fused=fused)) for fused in (False, True)]
     errors = [
-        float((forward(ModelRunner(low, fused=f), FakePages(), batch, every=True) - exact).norm())
-        for f in (False, True)
+        float((forward(runner, FakePages(), batch, every=True) - exact).norm()) for runner in low
     ]
     assert errors[1] < 1.5 * errors[0]
     assert errors[1] < 0.05 * float(exact.norm())

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from triptych.core.errors import ModelError
-from triptych.workers.models import catalogue, resolve, store, wheel
+from triptych.workers.models import catalogue, convert, resolve, store, wheel
 from triptych.workers.models.catalogue import KnownModel
 from triptych.workers.models.files import is_sealed, locked
 from triptych.workers.models.store import fetch
@@ -63,7 +63,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
         gguf_sha256=hashlib.sha256(gguf).hexdigest(),
     )
     monkeypatch.setitem(catalogue.KNOWN_MODELS, "tiny", model)
-    monkeypatch.setattr(store, "convert", fake_convert)
+    monkeypatch.setattr(convert, "convert", fake_convert)
     return model
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_broke_while_converting_goes_on_without_a_download(
         raise ModelError("broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "convert", fails)
+        patch.setattr(convert, "convert", fails)
         with pytest.raises(ModelError, match="broke"):
             fetch("tiny")
     assert not any(p.name.startswith("tiny") for p in (cache / "models").iterdir())
@@ -194,13 +194,13 @@ def test_a_directory_with_pickled_weights_only_is_refused(
 def test_a_local_gguf_is_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    monkeypatch.setattr(store, "convert", fake_convert)
+    monkeypatch.setattr(convert, "convert", fake_convert)
     path = tmp_path / "my model.gguf"
     path.write_bytes(os.urandom(2000))
     first = resolve(str(path))
     assert first.parent == cache / "models"
     assert first.name.startswith("my-model-")
-    monkeypatch.setattr(store, "convert", None)
+    monkeypatch.setattr(convert, "convert", None)
     assert resolve(str(path)) == first
     with pytest.raises(ModelError, match="no such file"):
         resolve(str(tmp_path / "other.gguf"))

@@ -5,69 +5,23 @@ one product, gate and up from another, and nothing is transposed, masked or wrap
 between. On a small model at batch 1 that is half of a step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from triptych.workers.models.attention import Attend, LayerTraits
 from triptych.workers.models.exits import Exits, Leaving
-from triptych.workers.models.load import LoadedModel
+from triptych.workers.models.facts import ModelFacts, PlainTraits
 from triptych.workers.models.packed import Linear, pack
+from triptych.workers.models.weights import EMBEDDING, HEAD, Weights
 
 EXACT_LOGITS = 64
 """Logits of a row that are computed in float32 whatever the model's type."""
 
 Norm = Callable[[Tensor], Tensor]
-
-
-class _NormModule(Protocol):
-    weight: Tensor
-    variance_epsilon: float
-
-
-class _AttentionModule(Protocol):
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-
-
-class _NormedAttentionModule(_AttentionModule, Protocol):
-    """Qwen3 normalises queries and keys per head."""
-
-    q_norm: _NormModule
-    k_norm: _NormModule
-
-
-class _MlpModule(Protocol):
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-
-class _LayerModule(Protocol):
-    input_layernorm: _NormModule
-    self_attn: _AttentionModule
-    post_attention_layernorm: _NormModule
-    mlp: _MlpModule
-
-
-class _InnerModule(Protocol):
-    embed_tokens: nn.Embedding
-    rotary_emb: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    layers: Iterable[_LayerModule]
-    norm: _NormModule
-
-
-class _PlainModule(Protocol):
-    """What models of plain layers have in common."""
-
-    model: _InnerModule
-    lm_head: nn.Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +48,26 @@ class FusedModel:
     twentieth of a decode step.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        model = cast("_PlainModule", loaded.model)
-        inner = model.model
-        self._embed = inner.embed_tokens
-        self._rotary = inner.rotary_emb
-        self._norm = _exact_norm(inner.norm)
-        self._head = _Head(model.lm_head)
+    can_exit = True
+
+    def __init__(self, facts: ModelFacts, plain: PlainTraits, weights: Weights) -> None:
+        self._embedding = weights[EMBEDDING]
+        frequencies = torch.tensor(plain.frequencies, dtype=torch.float32)
+        self._frequencies = frequencies.to(self._embedding.device)
+        self._rotary_scale = plain.rotary_scale
+        epsilon = plain.norm_epsilon
+        self._norm = _exact_norm(weights["model.norm.weight"], epsilon)
+        self._head = _Head(weights[HEAD])
         self._blocks = [
-            _block(layer, traits) for layer, traits in zip(inner.layers, loaded.layers, strict=True)
+            _block(weights, f"model.layers.{layer}", traits, epsilon)
+            for layer, traits in enumerate(facts.layers)
         ]
-        self._heads, self._kv_heads = loaded.num_heads, loaded.geometry.kv_heads
-        self._head_dim = loaded.geometry.head_dim
+        self._heads, self._kv_heads = facts.num_heads, facts.geometry.kv_heads
+        self._head_dim = facts.geometry.head_dim
+        # One of the two is the other where they are tied, and an embedding is read here and there.
+        read = [tensor for name, tensor in weights.items() if name != EMBEDDING]
+        self.step_bytes = sum(tensor.nbytes for tensor in read)
+        """Bytes of weights that a pass reads."""
 
     def __call__(
         self,
@@ -116,8 +78,8 @@ class FusedModel:
         exits: Exits | None = None,
     ) -> Tensor:
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
-        embedded = self._embed(tokens)
-        cos, sin = self._rotation(embedded, positions)
+        embedded = F.embedding(tokens, self._embedding)
+        cos, sin = self._rotation(positions)
         hidden = embedded.float()
         leaving = Leaving(exits, self._logits) if exits is not None else None
         for layer, block in enumerate(self._blocks):
@@ -134,12 +96,12 @@ class FusedModel:
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._head(self._norm(hidden))
 
-    def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine, and sine with the sign that ``rotate_half`` would give: both (T, 1, D)."""
-        cos, sin = self._rotary(hidden, positions.unsqueeze(0))
-        half = self._head_dim // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        return cos[0].unsqueeze(1), signed[0].unsqueeze(1)
+        angles = positions.float()[:, None, None] * self._frequencies
+        cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
+        both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return both[0].to(self._embedding.dtype), both[1].to(self._embedding.dtype)
 
     def _attention(
         self, layer: int, block: _Block, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
@@ -173,9 +135,8 @@ class _Head:
     between the two best ones. So the best ``EXACT_LOGITS`` of each row are computed again.
     """
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._rough = pack(module)
-        self._weight, self._bias = module.weight, cast("Tensor | None", module.bias)
+    def __init__(self, weight: Tensor) -> None:
+        self._rough, self._weight = pack([weight]), weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Shapes:  hidden (N, E) float32 -> (N, vocab) float32"""
@@ -185,14 +146,7 @@ class _Head:
             return logits
         ids = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
         exact = torch.einsum("ne,nke->nk", hidden, self._weight[ids].float())
-        if self._bias is not None:
-            exact += self._bias[ids].float()
         return logits.scatter(1, ids, exact)
-
-
-def fuse(loaded: LoadedModel) -> FusedModel | None:
-    """The fused pass of this model, or none if it is not of the plain kind."""
-    return FusedModel(loaded) if loaded.is_plain else None
 
 
 def _behind_attention(block: _Block, hidden: Tensor, mixed: Tensor) -> Tensor:
@@ -206,29 +160,36 @@ def _mlp(block: _Block, hidden: Tensor) -> Tensor:
     return block.down(F.silu(gate) * up)
 
 
-def _block(layer: _LayerModule, traits: LayerTraits) -> _Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    normed = cast("_NormedAttentionModule", attention) if hasattr(attention, "q_norm") else None
+def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) -> _Block:
+    def linear(*names: str) -> Linear:
+        full = [f"{layer}.{name}" for name in names]
+        biases = [weights.get(f"{name}.bias") for name in full]
+        return pack([weights[f"{name}.weight"] for name in full], biases)
+
+    def norm(name: str) -> Norm:
+        return _norm(weights[f"{layer}.{name}.weight"], epsilon)
+
+    # Qwen3 normalises queries and keys per head.
+    is_normed = f"{layer}.self_attn.q_norm.weight" in weights
     return _Block(
         traits=traits,
-        input_norm=_norm(layer.input_layernorm),
-        qkv=pack(attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=_norm(normed.q_norm) if normed else None,
-        key_norm=_norm(normed.k_norm) if normed else None,
-        out=pack(attention.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=pack(mlp.gate_proj, mlp.up_proj),
-        down=pack(mlp.down_proj),
+        input_norm=norm("input_layernorm"),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        query_norm=norm("self_attn.q_norm") if is_normed else None,
+        key_norm=norm("self_attn.k_norm") if is_normed else None,
+        out=linear("self_attn.o_proj"),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
     )
 
 
-def _norm(module: _NormModule) -> Norm:
+def _norm(weight: Tensor, epsilon: float) -> Norm:
     """A norm that computes in float32 and gives the model's type."""
-    exact, dtype = _exact_norm(module), module.weight.dtype
+    exact, dtype = _exact_norm(weight, epsilon), weight.dtype
     return lambda rows: exact(rows).to(dtype)
 
 
-def _exact_norm(module: _NormModule) -> Norm:
-    weight, epsilon = module.weight.float(), module.variance_epsilon
-    shape = weight.shape
-    return lambda rows: F.rms_norm(rows.float(), shape, weight, epsilon)
+def _exact_norm(weight: Tensor, epsilon: float) -> Norm:
+    exact, shape = weight.float(), weight.shape
+    return lambda rows: F.rms_norm(rows.float(), shape, exact, epsilon)

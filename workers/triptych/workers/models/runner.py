@@ -1,15 +1,13 @@
 """Tokens in, logits out: one forward pass over a ragged batch."""
 
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triptych.workers.models.attention import Attend, run_stock
+from triptych.workers.models.attention import Attend
 from triptych.workers.models.basis import Coordinates
 from triptych.workers.models.exits import Exits
-from triptych.workers.models.fused import fuse
 from triptych.workers.models.load import LoadedModel
 
 
@@ -45,21 +43,16 @@ class ModelRunner:
     position. Prefill chunks and decode steps are the same call.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, coordinates: Coordinates | None = None, *, fused: bool = True
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, coordinates: Coordinates | None = None) -> None:
         """``coordinates``: in which attention is to see keys and values; None: the model's own."""
-        with torch.inference_mode():
-            self._fused = fuse(loaded) if fused else None
-        self._run = self._fused or partial(run_stock, loaded.model)
-        self._coordinates = coordinates
+        self._network, self._coordinates = loaded.network, coordinates
         self.num_heads = loaded.num_heads
         """Query heads of each layer."""
 
     @property
     def can_exit(self) -> bool:
         """Whether tokens can leave before the last layer: not in transformers' own layers."""
-        return self._fused is not None
+        return self._network.can_exit
 
     def forward(
         self,
@@ -79,6 +72,4 @@ class ModelRunner:
         if self._coordinates is not None:
             attend = self._coordinates.around(attend)
         with torch.inference_mode():
-            if exits is None or self._fused is None:
-                return self._run(tokens, positions, attend, logits_at)
-            return self._fused(tokens, positions, attend, logits_at, exits)
+            return self._network(tokens, positions, attend, logits_at, exits)

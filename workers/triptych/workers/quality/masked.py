@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from triptych.core.errors import ModelError
 from triptych.workers.models import ModelFacts, describe
-from triptych.workers.models.attention import ATTENTION, Attend, run_stock
+from triptych.workers.models.attention import Attend
 from triptych.workers.models.pretrained import read_config, read_weights
+from triptych.workers.models.stock import ATTENTION, run_stock
 from triptych.workers.quality.cases import Case
 from triptych.workers.quality.evict import WINDOW_TOKENS, Seen
 from triptych.workers.quality.paging import Step

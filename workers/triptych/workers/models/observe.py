@@ -1,0 +1,141 @@
+"""What a model hands to attention, and how large it is: observed on transformers' own layers.
+
+Imported only where nobody has described the model yet (``facts``).
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from triptych.core.errors import ModelError
+from triptych.core.layout import Geometry
+from triptych.workers.models.attention import LayerTraits
+from triptych.workers.models.facts import ModelShape, Observed, PlainTraits
+from triptych.workers.models.pretrained import (
+    read_config,
+    read_end_tokens,
+    readable,
+    shapes_of,
+    without_weights,
+)
+from triptych.workers.models.stock import ATTENTION, run_stock
+
+PLAIN = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
+"""Of models whose layers are the plain pre-norm block."""
+_BATCH_ROPE = ("dynamic", "longrope")
+
+
+def observe(path: Path) -> Observed:
+    """Run one token through a model without memory, to see what its layers give to attention.
+
+    Raises: ModelError for what cannot be served, saying why
+    """
+    config = _servable_config(path)
+    model = without_weights(config, ATTENTION).eval()
+    layers, geometry, num_heads = _observe(path, config, model)
+    is_plain = type(config) in PLAIN and config.hidden_act == "silu"
+    return Observed(
+        geometry=geometry,
+        num_heads=num_heads,
+        layers=layers,
+        context_tokens=int(config.max_position_embeddings),
+        eos_token_ids=read_end_tokens(path, config),
+        vocab_size=int(config.vocab_size),
+        plain=_plain(config, model) if is_plain else None,
+    )
+
+
+def observe_shape(path: Path) -> ModelShape:
+    """Raises: ModelError for what cannot be served, saying why"""
+    config = _servable_config(path)
+    model = without_weights(config, ATTENTION).eval()
+    _, geometry, _ = _observe(path, config, model)
+    return ModelShape(
+        geometry=geometry,
+        context_tokens=int(config.max_position_embeddings),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+def _plain(config: PreTrainedConfig, model: PreTrainedModel) -> PlainTraits:
+    """The rotation is made anew on the CPU: a model without memory has no numbers."""
+    made = type(cast("Any", model).model.rotary_emb)(config=config)
+    return PlainTraits(
+        norm_epsilon=float(config.rms_norm_eps),
+        frequencies=tuple(made.inv_freq.tolist()),
+        rotary_scale=float(made.attention_scaling),
+        is_tied=bool(config.tie_word_embeddings),
+        tensors=shapes_of(model),
+    )
+
+
+def _servable_config(path: Path) -> PreTrainedConfig:
+    config = read_config(path)
+    rope: dict[str, object] = getattr(config, "rope_parameters", None) or {}
+    kind = str(rope.get("rope_type", "default"))
+    reasons = {
+        "it is an encoder-decoder model": bool(config.is_encoder_decoder),
+        "it reads more than text": "vision_config" in config or "audio_config" in config,
+        "it states no max_position_embeddings": "max_position_embeddings" not in config,
+        "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
+        f"{kind} rotary embeddings change with what shares the batch": kind in _BATCH_ROPE,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ModelError(f"{path}: cannot be served: {reason}")
+    return config
+
+
+def _observe(
+    path: Path, config: PreTrainedConfig, model: PreTrainedModel
+) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
+    """Run one token without weights and note what each layer gives to attention."""
+    seen = dict[int, LayerTraits]()
+    shapes = set[tuple[int, int, int, int]]()
+
+    def note(
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        seen[layer] = LayerTraits(scale=scale, window=window, softcap=softcap)
+        shapes.add((query.shape[1], key.shape[1], key.shape[2], value.shape[2]))
+        return torch.empty_like(query)
+
+    token = torch.zeros(1, dtype=torch.int64, device="meta")
+    with readable(path, "cannot run on a ragged batch"), torch.inference_mode():
+        run_stock(model, token, token, note, token)
+    return _uniform(path, int(config.num_hidden_layers), seen, shapes)
+
+
+def _uniform(
+    path: Path,
+    layers: int,
+    seen: dict[int, LayerTraits],
+    shapes: set[tuple[int, int, int, int]],
+) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
+    """One geometry for all layers, or an error that says what is in the way."""
+    if sorted(seen) != list(range(layers)):
+        raise ModelError(f"{path}: {len(seen)} of {layers} layers have attention of the usual kind")
+    if len(shapes) != 1:
+        raise ModelError(f"{path}: layers differ in query heads, KV heads, dims: {sorted(shapes)}")
+    heads, kv_heads, key_dim, value_dim = shapes.pop()
+    if key_dim != value_dim:
+        raise ModelError(f"{path}: keys have {key_dim} dimensions, values {value_dim}")
+    geometry = Geometry(layers=layers, kv_heads=kv_heads, head_dim=key_dim)
+    return tuple(seen[layer] for layer in range(layers)), geometry, heads

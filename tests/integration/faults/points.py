@@ -13,6 +13,7 @@ from triptych.router import Coordinator
 from triptych.workers import compress
 from triptych.workers.answered import AnswerKeeper, StoredTokens
 from triptych.workers.decode import DecodeEngine
+from triptych.workers.growth import Growth
 from triptych.workers.journal import Journal
 from triptych.workers.prefill import PrefillEngine
 from triptych.workers.rows import SectionTable
@@ -44,7 +45,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "fill the tables": (SectionTable, "fill"),
         "enter the journal": (Journal, "join"),
         "note a token": (Journal, "say"),
-        "grow": (DecodeEngine, "_grow"),
+        "grow": (Growth, "_grow"),
         "get pages": (RemotePool, "grant"),
         "compute": (DecodeEngine, "_forward"),
         "plan a retirement": (Window, "leaving"),

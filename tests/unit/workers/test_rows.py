@@ -53,13 +53,14 @@ class Slots:
     def step(self, slot: int) -> None:
         """One more token; raises PoolExhausted."""
         self.seen.setdefault(slot, 0)
-        if self.window.is_full(slot):
-            leaving = self.window.leaving(self.sections, [slot], [self.seen[slot]])
+        at = np.array([slot], np.int32)
+        if self.window.are_full(at)[0]:
+            leaving = self.window.leaving(self.sections, at, [self.seen[slot]])
             for column, table in enumerate((self.high, self.low)):
                 self._grow(table, slot, leaving.counts[:, 0, :, column])
             self.spare[slot] += self.window.move(leaving)[0].tolist()
         self._grow(self.raw, slot, self.raw.tokens[:, slot] + 1)
-        pages, rows = self.raw.next_cells(np.array([slot], np.int32))
+        pages, rows = self.raw.next_cells(at)
         parts = segments(self.arena, self.plan.raw)
         for page, row in zip(pages.ravel().tolist(), rows.ravel().tolist(), strict=True):
             parts.positions[page, row] = self.seen[slot]
@@ -78,7 +79,7 @@ class Slots:
         """Every page that a table or the spare ones name."""
         ids = list(self.spare[slot])
         for table in self.tables:
-            used = np.arange(table.pages.shape[3]) < -(
+            used: np.ndarray = np.arange(table.pages.shape[3]) < -(
                 -table.tokens[:, slot, :, None] // table.layout.tokens
             )
             ids += table.pages[:, slot][used].tolist()

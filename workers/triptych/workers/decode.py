@@ -30,72 +30,28 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import About, WorkerPool
 from triptych.router.tempo import Tempo
 from triptych.workers.answer import Answer, AnswerFactory
-from triptych.workers.answered import AnswerKeeper, Ended, KeepAnswers
+from triptych.workers.answered import AnswerKeeper, KeepAnswers
 from triptych.workers.attention import PageAttention
 from triptych.workers.device import CPU, Device
+from triptych.workers.growth import Growth
 from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import MOST_MEMORY, Journal
 from triptych.workers.memory import PageMemory
 from triptych.workers.models import Runner
-from triptych.workers.models.exits import Exits
 from triptych.workers.prefetch import Prefetcher
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import Sections, SectionTable
+from triptych.workers.running import Running, Wanted, exits_of
 from triptych.workers.sampling import Draw, Drawn, sample
 from triptych.workers.selection import Selector
 from triptych.workers.stage import refuse
-from triptych.workers.steps.pipeline import Chosen, Pipeline, Seen, Verdict, selection_for
+from triptych.workers.steps.pipeline import Pipeline, Seen, Verdict, selection_for
 from triptych.workers.steps.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_ENTROPY
 from triptych.workers.window import Window
 
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What one request has of what a step can do."""
-
-    plugins: Chosen
-    selection: SelectionConfig | None
-    """Which pages it reads; None: all."""
-    alpha_low: float
-    """Tokens of its answer below this are dropped, if the policy has no higher limit."""
-    exit_entropy: float
-    """Nats below which its tokens skip the last layers; 0: they never do."""
-    exit_layers: int
-    """Layers that they all go through."""
-
-
-@dataclass(eq=False)
-class Running:
-    """One request in the batch: where its pages are, and what it said so far."""
-
-    slot: int
-    claim: Claim
-    answer: Answer
-    wanted: Wanted
-    position: int
-    """Position of the token that the next step reads."""
-    spare: list[int] = field(default_factory=list[int])
-    """Pages of this request that hold nothing at present; its next pages come from here."""
-    grown: list[int] = field(default_factory=list[int])
-    """Pages that came from this worker's own stock."""
-    token_s: float = 0.0
-    """Seconds that a token of its prompt took to compute."""
-    is_asked_back: bool = False
-    """Whether it is put on offer after the next step."""
-
-    @property
-    def id(self) -> str:
-        return self.answer.request.id
-
-    @property
-    def ended(self) -> Ended:
-        """What there is to keep, once the answer is complete."""
-        answer = self.answer
-        return Ended(answer.request, answer.tokens, self.slot, self.position, self.token_s)
 
 
 @dataclass
@@ -137,6 +93,7 @@ class DecodeEngine:
         self._window = self._window_of(self._journal, self._memory)
         self._sections = Sections(self._journal.sections, device)
         self._selector = Selector.of(self.selection, self.plan, arena, self._memory, self._sections)
+        self._growth = Growth(self.pool, self._tables, self._sections, self._window, self._selector)
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._keeper = AnswerKeeper.of(
@@ -204,7 +161,9 @@ class DecodeEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        refused = [*self._keep_a_block(), *self._make_room()]
+        refused = self._keep_a_block()
+        for one, error in self._growth.make_room(self._running):
+            refused.append(self._give_up(one, error))
         batch = list(self._running.values())
         if not batch:
             return refused
@@ -493,75 +452,9 @@ class DecodeEngine:
             self._selector.leave(one.slot)
         self._free_slots.append(one.slot)
 
-    # ---------------------------------------------------------------- pages of a step
-
-    def _make_room(self) -> list[Send]:
-        """Move old tokens out of raw pages, and see that every row can take one more token."""
-        refused = self._retire_old_pages()
-        for one in list(self._running.values()):
-            if self._raw.has_room(one.slot):
-                continue
-            if self._selector is not None:
-                self._selector.fill(one.slot)
-            try:
-                self._grow(one, self._raw, self._raw.tokens[:, one.slot] + 1)
-            except TriptychError as error:
-                refused.append(self._give_up(one, error))
-        return refused
-
-    def _retire_old_pages(self) -> list[Send]:
-        """Compress the raw page behind the sink, in each row, once it is older than the window."""
-        window, groups = self._window, dict[float, list[Running]]()
-        if window is None:
-            return []
-        for one in self._running.values():
-            if window.is_full(one.slot):
-                groups.setdefault(one.wanted.alpha_low, []).append(one)
-        return [
-            send
-            for alpha_low, full in groups.items()
-            for send in self._retire(window, full, alpha_low)
-        ]
-
-    def _retire(self, window: Window, full: Sequence[Running], alpha_low: float) -> list[Send]:
-        """The same for requests whose tokens are judged alike."""
-        refused, moving = list[Send](), list[int]()
-        slots, seen = [one.slot for one in full], [one.position for one in full]
-        leaving = window.leaving(self._sections, slots, seen, alpha_low)
-        for index, one in enumerate(full):
-            try:
-                for column, table in enumerate(self._tables[1:]):
-                    self._grow(one, table, leaving.counts[:, index, :, column])
-                moving.append(index)
-            except TriptychError as error:
-                refused.append(self._give_up(one, error))
-        leaving = leaving.of(moving)
-        for index, free in zip(moving, window.move(leaving), strict=True):
-            full[index].spare.extend(free.tolist())
-            self._sections.moved(full[index].slot)
-        if self._selector is not None:
-            self._selector.retire(leaving)
-        return refused
-
     def _give_up(self, one: Running, error: TriptychError) -> Send:
         self._leave(one)
         return refuse(one.id, error, tokens=len(one.answer.tokens))
-
-    def _grow(self, one: Running, table: SectionTable, tokens: Ids) -> None:
-        """Give each row of a request the pages for ``tokens``; raises PoolExhausted."""
-        shortage = table.shortage(one.slot, tokens)
-        count = int(shortage.sum())
-        if count:
-            table.append_pages(one.slot, shortage, self._take(one, count))
-            self._sections.moved(one.slot)
-
-    def _take(self, one: Running, count: int) -> Ids:
-        """Pages for one request: its own spare ones first, then this worker's stock."""
-        from_spare = min(count, len(one.spare))
-        fresh = self.pool.take(count - from_spare)
-        one.grown.extend(fresh.tolist())
-        reused, one.spare = one.spare[:from_spare], one.spare[from_spare:]
-        return np.concatenate([np.array(reused, np.int32), fresh])
 
     # ---------------------------------------------------------------- forward
 
@@ -584,16 +477,6 @@ class DecodeEngine:
         every, put = np.arange(len(batch)), self.device.put
         exits = exits_of(batch, self.device)
         return self.runner.forward(put(tokens), put(positions), attend, put(every), exits)
-
-
-def exits_of(batch: Sequence[Running], device: Device) -> Exits | None:
-    """When the tokens of a step may skip the last layers; None: no request wants that."""
-    wanted = [one.wanted for one in batch]
-    if not any(one.exit_entropy for one in wanted):
-        return None
-    entropy = np.array([one.exit_entropy for one in wanted], np.float32)
-    layers = np.array([one.exit_layers for one in wanted], np.int64)
-    return Exits(device.put(entropy), device.put(layers))
 
 
 def finished(answer: Answer) -> Send:

@@ -81,9 +81,9 @@ class SectionTable:
         used: Mask = np.arange(self.width) < counts[..., None]
         return self.pages[layer, slots][used]
 
-    def has_room(self, slot: int) -> bool:
-        """Whether each row can take one more token; for tables whose rows are equally long."""
-        return int(self.tokens[0, slot, 0]) % self.layout.tokens != 0
+    def have_room(self, slots: Ids) -> Mask:
+        """Whether each row of a slot can take one more token; for tables of equally long rows."""
+        return self.tokens[0, slots, 0] % self.layout.tokens != 0
 
     def shortage(self, slot: int, tokens: Ids) -> Ids:
         """Pages that each head row lacks to hold ``tokens`` in all, [layers, kv_heads]."""
@@ -91,20 +91,24 @@ class SectionTable:
         return np.maximum(-(-tokens // self.layout.tokens) - have, 0)
 
     def append_pages(self, slot: int, shortage: Ids, ids: Ids) -> None:
-        """Put new pages behind the present ones of each row, in row order."""
-        have = -(-self.tokens[:, slot] // self.layout.tokens)
-        wanted = shortage.ravel()
-        row = np.repeat(np.arange(wanted.size), wanted)
-        behind = np.arange(len(ids)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        layer, head = np.divmod(row, shortage.shape[1])
-        self.pages[layer, slot, head, have.ravel()[row] + behind] = ids
+        """Put new pages behind the present ones of each row, one each in row order, and again."""
+        have, given = -(-self.tokens[:, slot] // self.layout.tokens), 0
+        for more in range(int(shortage.max(initial=0))):
+            layer, head = np.nonzero(shortage > more)
+            new = ids[given : given + len(layer)]
+            self.pages[layer, slot, head, have[layer, head] + more] = new
+            given += len(layer)
 
     def next_cells(self, slots: Ids) -> tuple[Ids, Ids]:
-        """Page and row of the next token of each head row, [layers, slots, kv_heads] each."""
-        page, row = np.divmod(self.tokens[:, slots], np.int32(self.layout.tokens))
-        layers, _, kv_heads, _ = self.pages.shape
-        layer, head = np.arange(layers)[:, None, None], np.arange(kv_heads)
-        return self.pages[layer, slots[:, None], head, page], row
+        """Page and row of the next token of each head row, [layers, slots, kv_heads] each.
+
+        For tables of equally long rows.
+        """
+        column, row = np.divmod(self.tokens[0, slots, 0], np.int32(self.layout.tokens))
+        pages = np.ascontiguousarray(self.pages[:, slots, :, column].swapaxes(0, 1))
+        rows = np.empty_like(pages)
+        rows[:] = row[:, None]
+        return pages, rows
 
 
 class Sections:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from triptych.kernels import plan_retirement, transcode
 from triptych.workers.journal import Journal
 from triptych.workers.memory import PageMemory
-from triptych.workers.rows import Sections, SectionTable
+from triptych.workers.rows import Mask, Sections, SectionTable
 
 Ids = NDArray[np.int32]
 Cells = tuple[Ids, Ids]
@@ -57,18 +57,24 @@ class Window:
         self.memory, self.plan, self.moving = memory, journal.plan, journal.retirements
         self.raw, self.high, *low = journal.tables
         self.low = low[0] if low else None
+        layers, all_slots = self.raw.pages.shape[:2]
+        self._first_rows: Ids = np.arange(layers, dtype=np.int32)[:, None] * np.int32(all_slots)
+        self._full_tokens = (
+            self.plan.sink_tokens + self.plan.policy.window_tokens + self.raw.layout.tokens
+        )
+        """Raw tokens of a row from which a page is older than the window."""
 
-    def is_full(self, slot: int) -> bool:
-        """Whether a raw page is older than the window.
+    def are_full(self, slots: Ids) -> Mask:
+        """Whether a raw page of each slot is older than the window.
 
         All rows hold equally many raw tokens, so the first one speaks for all.
         """
-        return self.plan.leaving_pages(int(self.raw.tokens[0, slot, 0])) > 0
+        return self.raw.tokens[0, slots, 0] >= self._full_tokens
 
     def leaving(
         self,
         sections: Sections,
-        slots: Sequence[int],
+        slots: Ids,
         seen: Sequence[int],
         least_alpha_low: float = 0.0,
     ) -> Leaving:
@@ -80,34 +86,36 @@ class Window:
         Its tokens become high. As many older ones leave the window of tokens that are high in any
         case, and are judged: their positions are a fixed distance behind those of the page.
         """
-        at = np.array(slots, np.int32)
-        layers, all_slots, kv_heads, _ = self.raw.pages.shape
-        first: Ids = np.arange(layers, dtype=np.int32) * np.int32(all_slots)
-        rows: Ids = (first[:, None] + at).ravel()
+        layers, _, kv_heads, _ = self.raw.pages.shape
+        rows: Ids = (self._first_rows + slots).ravel()
         now: Ids = np.array(seen, np.int32)
         alpha_high, alpha_low = self.plan.policy.answer_alphas
         alpha_low = min(max(alpha_low, least_alpha_low), alpha_high)
-        sections.renew(at)
+        sections.renew(slots)
         put = self.memory.device.put
         plan = plan_retirement(
             self.memory.near,
             sections.every_layer[1],
             sections.every_layer[2] if self.low is not None else None,
             put(rows),
-            put(np.tile(now, layers)),
-            put(np.tile(self._first_judged(at, now), layers)),
+            put(self._of_every_layer(now)),
+            put(self._of_every_layer(self._first_judged(slots, now))),
             count=self.raw.layout.tokens,
             alpha_high=alpha_high,
             alpha_low=alpha_low,
         )
         shape = (layers, len(slots), kv_heads, -1)
         return Leaving(
-            slots=at,
+            slots=slots,
             places=plan.places.cpu().numpy().reshape(shape),
             movers=plan.movers.cpu().numpy().reshape(shape),
             mover_places=plan.mover_places.cpu().numpy().reshape(shape),
             counts=plan.counts.cpu().numpy().reshape(shape),
         )
+
+    def _of_every_layer(self, numbers: Ids) -> Ids:
+        """Numbers of requests, once for each layer."""
+        return np.concatenate([numbers] * len(self.raw.pages))
 
     def _first_judged(self, slots: Ids, seen: Ids) -> Ids:
         """The oldest position that leaves the high window with this page.

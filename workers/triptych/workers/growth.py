@@ -1,0 +1,106 @@
+"""Pages for the next token of every running request, and old tokens moved out of raw pages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.errors import TriptychError
+from triptych.kvpool import WorkerPool
+from triptych.workers.rows import Mask, Sections, SectionTable
+from triptych.workers.running import Running
+from triptych.workers.selection import Selector
+from triptych.workers.window import Window
+
+Ids = NDArray[np.int32]
+Failure = tuple[Running, TriptychError]
+"""Who got no pages, and why."""
+
+
+class Growth:
+    """What a decode worker does to pages between two steps."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        tables: Sequence[SectionTable],
+        sections: Sections,
+        window: Window | None,
+        selector: Selector | None,
+    ) -> None:
+        """``tables``: raw pages first. ``window``: None if raw pages are the final ones."""
+        self._pool, self._tables, self._sections = pool, tables, sections
+        self._raw, self._window, self._selector = tables[0], window, selector
+
+    def make_room(self, running: Mapping[str, Running]) -> Iterator[Failure]:
+        """Move old tokens out of raw pages, and see that every row can take one more token.
+
+        Yields:  who got no pages. It must be gone before the next one is asked for: its pages may
+                 be what others lack.
+        """
+        if self._window is not None:
+            yield from self._retire_old_pages(self._window, list(running.values()))
+        batch = list(running.values())
+        for one in _those(batch, ~self._raw.have_room(_slots(batch))):
+            if self._selector is not None:
+                self._selector.fill(one.slot)
+            try:
+                self._grow(one, self._raw, self._raw.tokens[:, one.slot] + 1)
+            except TriptychError as error:
+                yield one, error
+
+    def _retire_old_pages(self, window: Window, batch: Sequence[Running]) -> Iterator[Failure]:
+        """Compress the raw page behind the sink, in each row, once it is older than the window."""
+        groups = dict[float, list[Running]]()
+        for one in _those(batch, window.are_full(_slots(batch))):
+            groups.setdefault(one.wanted.alpha_low, []).append(one)
+        for alpha_low, full in groups.items():
+            yield from self._retire(window, full, alpha_low)
+
+    def _retire(
+        self, window: Window, full: Sequence[Running], alpha_low: float
+    ) -> Iterator[Failure]:
+        """The same for requests whose tokens are judged alike."""
+        moving, seen = list[int](), [one.position for one in full]
+        leaving = window.leaving(self._sections, _slots(full), seen, alpha_low)
+        for index, one in enumerate(full):
+            try:
+                for column, table in enumerate(self._tables[1:]):
+                    self._grow(one, table, leaving.counts[:, index, :, column])
+                moving.append(index)
+            except TriptychError as error:
+                yield one, error
+        leaving = leaving.of(moving)
+        for index, free in zip(moving, window.move(leaving), strict=True):
+            full[index].spare.extend(free.tolist())
+            self._sections.moved(full[index].slot)
+        if self._selector is not None:
+            self._selector.retire(leaving)
+
+    def _grow(self, one: Running, table: SectionTable, tokens: Ids) -> None:
+        """Give each row of a request the pages for ``tokens``; raises PoolExhausted."""
+        shortage = table.shortage(one.slot, tokens)
+        count = int(shortage.sum())
+        if count:
+            table.append_pages(one.slot, shortage, self._take(one, count))
+            self._sections.moved(one.slot)
+
+    def _take(self, one: Running, count: int) -> Ids:
+        """Pages for one request: its own spare ones first, then this worker's stock."""
+        from_spare = min(count, len(one.spare))
+        reused = np.array(one.spare[:from_spare], np.int32)
+        if from_spare == count:
+            one.spare = one.spare[from_spare:]
+            return reused
+        fresh = self._pool.take(count - from_spare)
+        one.grown.extend(fresh.tolist())
+        one.spare = one.spare[from_spare:]
+        return np.concatenate([reused, fresh])
+
+
+def _slots(batch: Sequence[Running]) -> Ids:
+    return np.array([one.slot for one in batch], np.int32)
+
+
+def _those(batch: Sequence[Running], chosen: Mask) -> list[Running]:
+    return [batch[index] for index in np.flatnonzero(chosen).tolist()]

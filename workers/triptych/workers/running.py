@@ -1,0 +1,69 @@
+"""The requests of a decode batch: what each wants of a step, and what it has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from triptych.core.config import SelectionConfig
+from triptych.core.handles import Claim
+from triptych.workers.answer import Answer
+from triptych.workers.answered import Ended
+from triptych.workers.device import Device
+from triptych.workers.models.exits import Exits
+from triptych.workers.steps.pipeline import Chosen
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one request has of what a step can do."""
+
+    plugins: Chosen
+    selection: SelectionConfig | None
+    """Which pages it reads; None: all."""
+    alpha_low: float
+    """Tokens of its answer below this are dropped, if the policy has no higher limit."""
+    exit_entropy: float
+    """Nats below which its tokens skip the last layers; 0: they never do."""
+    exit_layers: int
+    """Layers that they all go through."""
+
+
+@dataclass(eq=False)
+class Running:
+    """One request in the batch: where its pages are, and what it said so far."""
+
+    slot: int
+    claim: Claim
+    answer: Answer
+    wanted: Wanted
+    position: int
+    """Position of the token that the next step reads."""
+    spare: list[int] = field(default_factory=list[int])
+    """Pages of this request that hold nothing at present; its next pages come from here."""
+    grown: list[int] = field(default_factory=list[int])
+    """Pages that came from this worker's own stock."""
+    token_s: float = 0.0
+    """Seconds that a token of its prompt took to compute."""
+    is_asked_back: bool = False
+    """Whether it is put on offer after the next step."""
+
+    @property
+    def id(self) -> str:
+        return self.answer.request.id
+
+    @property
+    def ended(self) -> Ended:
+        """What there is to keep, once the answer is complete."""
+        answer = self.answer
+        return Ended(answer.request, answer.tokens, self.slot, self.position, self.token_s)
+
+
+def exits_of(batch: Sequence[Running], device: Device) -> Exits | None:
+    """When the tokens of a step may skip the last layers; None: no request wants that."""
+    wanted = [one.wanted for one in batch]
+    if not any(one.exit_entropy for one in wanted):
+        return None
+    entropy = np.array([one.exit_entropy for one in wanted], np.float32)
+    layers = np.array([one.exit_layers for one in wanted], np.int64)
+    return Exits(device.put(entropy), device.put(layers))

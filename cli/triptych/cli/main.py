@@ -14,6 +14,7 @@ from triptych.cli.output import notes
 from triptych.cli.plan import plan
 from triptych.cli.profile import profile
 from triptych.cli.serve import serve
+from triptych.cli.spread import spread
 from triptych.cli.top import top
 from triptych.cli.validate import validate
 from triptych.core.errors import ConfigError, TriptychError
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(validate)
 app.command()(calibrate)
+app.command()(spread)
 app.command()(doctor)
 app.command()(drain)
 app.command()(plan)

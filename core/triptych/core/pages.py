@@ -35,6 +35,8 @@ class PagePlan:
     """Page memory that keeps prefixes of prompts; 0: none is kept."""
     share_pages: bool = False
     """Whether requests read the pages of cached prefixes where they lie, if they can."""
+    spread: bytes = b""
+    """How the pages that a decode step reads are spread over head rows; empty: evenly."""
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class PagePlan:
             else page,
             Policy.of(config.compressor, profile),
             share_pages=config.pool.share_pages,
+            spread=_spread(config, profile),
         )
         plan.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
@@ -184,3 +187,8 @@ class PagePlan:
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without any page."""
         return tokens * self.geometry.head_rows * self.geometry.head_dim * 4
+
+
+def _spread(config: AppConfig, profile: Profile | None) -> bytes:
+    is_even = config.decode.selection.spread == "even"
+    return b"" if is_even or profile is None else profile.spread_codes

@@ -11,6 +11,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
 from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.core.schema import SchemaError, build
+from triptych.core.spread import Spread, check_spread
 
 VERSION = 1
 
@@ -56,6 +57,9 @@ class Profile:
     Softmax does not see what is subtracted from all keys of a head alike, and smaller keys lose
     less by rounding.
     """
+    spread: str = ""
+    """How the pages that a decode step reads are spread over head rows (``core.spread``), in
+    base64; empty: evenly."""
     measured: tuple[Fidelity, ...] = field(default=())
     texts: str = ""
     """Hash of the texts it was calibrated on."""
@@ -79,13 +83,22 @@ class Profile:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
-    def pack_centre(values: bytes) -> str:
+    def pack(values: bytes) -> str:
         return b64encode(values).decode()
 
     @property
     def centre(self) -> bytes:
         """Little-endian fp16 [layers, kv_heads, head_dim], or nothing."""
         return b64decode(self.key_centre, validate=True)
+
+    def with_spread(self, spread: Spread) -> "Profile":
+        """The same, with another spread."""
+        return replace(self, spread=self.pack(spread))
+
+    @property
+    def spread_codes(self) -> Spread:
+        """[layers, kv_heads, steps], or nothing."""
+        return b64decode(self.spread, validate=True)
 
     def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
         """What was measured, if these settings are the ones that it was measured with."""
@@ -127,5 +140,10 @@ class Profile:
             raise ConfigError(f"{name}: {error}") from error
         except ValueError as error:
             raise ConfigError(f"{name}: key_centre: {error}") from error
+        try:
+            if self.spread:
+                check_spread(self.spread_codes, shape)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}; run 'triptych spread' again") from error
         if found not in (0, wanted):
             raise ConfigError(f"{name}: key_centre has {found} bytes, expected {wanted}")

@@ -16,6 +16,7 @@ from tests.unit.cli.conftest import Run
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
 from triptych.cli.servefile import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
+from triptych.core.profile import Profile
 from triptych.deployments.http.keys import KeyRing
 
 
@@ -375,3 +376,15 @@ def test_validate_looks_at_the_plugins_of_the_decode_step(
         code, _, err = run("validate", serve_file(args))
         assert code == 2
         assert says in err.replace("\n", " ")
+
+
+def test_a_spread_goes_into_a_profile_that_a_server_takes(run: Run, tmp_path: Path) -> None:
+    model, profile, rows = save_tiny_model(tmp_path / "tiny"), tmp_path / "p.json", tmp_path / "r"
+    asked = ["spread", str(model), "--context", "256", "--documents", "1", "--steps", "4"]
+    code, out, _ = run(*asked, "--output", str(profile), "--json", str(rows))
+    assert code == 0
+    assert "KV head" in out
+    found = json.loads(rows.read_text())["rows"]
+    assert [(row["layer"], row["kv_head"]) for row in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(row["shares"][0] == 0 and row["shares"][-1] == 1 for row in found)
+    assert Profile.read(profile).spread_codes

@@ -20,7 +20,7 @@ PROFILE = Profile(
     weights="abc123",
     geometry=GEOMETRY,
     settings=Settings(policy="diffkv", alpha_high=5.0, recent_window_tokens=16),
-    key_centre=Profile.pack_centre(CENTRE),
+    key_centre=Profile.pack(CENTRE),
     measured=(
         Fidelity(
             context=1024, bytes_ratio=0.3, kl=0.004, top1_agreement=0.97, perplexity_ratio=1.002

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.core.spread import SPREAD_STEPS
 from triptych.kernels import (
     PageLists,
     Rule,
@@ -27,7 +30,7 @@ from triptych.kernels import (
 )
 from triptych.kernels.hadamard import hadamard
 from triptych.kernels.select import reference
-from triptych.kernels.select.summary import KINDS, Kind, summary_bytes, tile_bytes
+from triptych.kernels.select.summary import KINDS, WHOLE, Kind, summary_bytes, tile_bytes
 
 BACKENDS = [name for name in select_pages.backends if name != "cuda"]
 NewCache = Callable[..., Any]
@@ -82,6 +85,7 @@ def select(
     summaries: Sequence[Summaries | None],
     rule: Rule,
     position: int = 10**6,
+    spread: Tensor | None = None,
 ) -> Chosen:
     requests = len(query)
     lists = new_lists(sections, requests)
@@ -90,7 +94,7 @@ def select(
     positions = torch.full((requests,), position, dtype=torch.int32)
     choose = select_pages.on(backend)
     arguments = query, sections, summaries, slots, positions, rule, lists
-    choose(*arguments, scale=DIM**-0.5, scores=scores)
+    choose(*arguments, scale=DIM**-0.5, spread=spread, scores=scores)
     return Chosen(lists, scores)
 
 
@@ -329,6 +333,44 @@ def best(scores: Tensor, count: int) -> list[int]:
     return sorted(order[: max(count, forced)])
 
 
+def random_spread(kv_heads: int) -> Tensor:
+    """What each head reads grows with what all read, from nothing to everything."""
+    shares = torch.randint(0, WHOLE + 1, (kv_heads, SPREAD_STEPS + 1), dtype=torch.int32)
+    shares[:, 0], shares[:, -1] = 0, WHOLE
+    return shares.sort(1).values
+
+
+@given(
+    keep=st.integers(0, WHOLE),
+    budget=st.integers(0, 40_000),
+    pages=st.integers(1, 5_000),
+    tokens=st.integers(1, 40_000),
+)
+def test_an_even_spread_is_none(keep: int, budget: int, pages: int, tokens: int) -> None:
+    """And where none is given, no less is read than was asked for, and a page more at most."""
+    rule, even = Rule(keep=keep, budget_tokens=budget), range(0, WHOLE + 1, WHOLE // SPREAD_STEPS)
+    found = rule.pages(pages, tokens)
+    assert found == rule.pages(pages, tokens, even)
+    asked = min(pages, max(-(-pages * keep // WHOLE), -(-pages * budget // tokens)))
+    assert asked <= found <= asked + 1
+
+
+def test_between_two_steps_a_head_reads_what_lies_between_them() -> None:
+    shares = [0, 0, *[WHOLE // 2] * 30, WHOLE]
+    read = [Rule.of(mean / 64).pages(1000, 1, shares) for mean in range(65)]
+    assert read == [0, 0, 0, 250, *[500] * 59, 750, 1000]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spread", [torch.zeros(3, 33), torch.zeros(2, 33, dtype=torch.int32)])
+def test_a_spread_that_does_not_fit_is_refused(
+    backend: str, spread: Tensor, new_cache: NewCache
+) -> None:
+    sections, summaries = filled(new_cache(DIM), "moments", MIXED)
+    with pytest.raises(ConfigError, match="spread"):
+        select(backend, torch.randn(2, 6, DIM), sections, summaries, ANY, spread=spread)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_chosen_pages_are_the_best_by_their_scores(backend: str, new_cache: NewCache) -> None:
     """A thousand head rows; every page stands in its list twice, so scores are often equal."""
@@ -340,15 +382,18 @@ def test_the_chosen_pages_are_the_best_by_their_scores(backend: str, new_cache: 
     section = Section(section.layout, doubled, tokens)
     summaries = new_summaries(section, "moments")
     summarize("cpu", cache.arena, section, summaries)
-    rounds = 10 if backend == "cpu" else 1
-    for keep in torch.rand(rounds).tolist():
+    rounds = 10 if backend == "cpu" else 2
+    for turn, keep in enumerate(torch.rand(rounds).tolist()):
         rule = Rule.of(keep, sink_tokens=3, window_tokens=0)
-        chosen = select(backend, torch.randn(20, 10, DIM), [section], [summaries], rule)
+        spread = random_spread(5) if turn % 2 else None
+        query = torch.randn(20, 10, DIM)
+        chosen = select(backend, query, [section], [summaries], rule, spread=spread)
         for request in range(20):
             for head in range(5):
                 pages = int(tokens[request, head]) // 56
                 scores = chosen.scores[request, head, :pages]
-                count = rule.pages(pages, int(tokens[request, head]))
+                own = () if spread is None else spread[head].tolist()
+                count = rule.pages(pages, int(tokens[request, head]), own)
                 assert chosen.of(request, head) == best(scores, count)
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from triptych.core.config import SelectionConfig
 from triptych.core.pages import PagePlan
+from triptych.core.spread import SPREAD_TOP
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
-from triptych.kernels.select import TILE_PAGES, Kind, tile_bytes
+from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
 from triptych.kvpool import Arena
 from triptych.workers.memory import PageMemory
 from triptych.workers.rows import Sections, SectionTable
@@ -32,6 +33,8 @@ Mask = NDArray[np.bool_]
 ALL_TOKENS = (1 << 31) - 1
 WORTH = 2
 """Choosing takes longer than it saves where more than one part in so many is read (measured)."""
+DENSE_LAYERS = 2
+"""First layers that read every page, where it is not known what each layer needs."""
 PAGES_AT_ONCE = 4096
 """That are summarized together, and read together from a disk: they must all fit into memory."""
 MAP_NORESERVE = 0x4000
@@ -125,7 +128,7 @@ class StepChoice:
         A layer whose own window hides most keys reads its few pages as they are.
         """
         owner = self.owner
-        if layer < owner.config.dense_layers or window > 0:
+        if layer < owner.dense_layers or window > 0:
             return None
         ordinals, counts = owner.ordinals[layer], owner.counts[layer]
         for rule, due in self.due.items():
@@ -138,6 +141,7 @@ class StepChoice:
                 rule,
                 PageLists(ordinals, counts, due),
                 scale=scale,
+                spread=owner.spread[layer] if owner.spread is not None else None,
             )
         return PageLists(ordinals, counts, self.read)
 
@@ -161,6 +165,12 @@ class Selector:
         """
         tables = sections.tables
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
+        dense = config.dense_layers
+        self.dense_layers = (0 if plan.spread else DENSE_LAYERS) if dense == "auto" else dense
+        self.spread: Tensor | None = None
+        """What each head row reads, int32 [layers, kv_heads, steps]; None: all alike."""
+        if plan.spread:
+            self.spread = memory.device.put(_shares(plan))
         known = tables[1:] if plan.compresses else tables
         rotated = plan.policy.basis.rotated
         self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
@@ -253,6 +263,14 @@ class Selector:
             },
             read=put(np.where(reads_all, np.int32(-1), slots)),
         )
+
+
+def _shares(plan: PagePlan) -> Ids:
+    """A plan's spread as ``select_pages`` takes it, [layers, kv_heads, steps]."""
+    parts = np.frombuffer(plan.spread, np.uint8).astype(np.int64) * WHOLE
+    rounded_up = -(-parts // SPREAD_TOP)
+    geometry = plan.geometry
+    return rounded_up.reshape(geometry.layers, geometry.kv_heads, -1).astype(np.int32)
 
 
 def _rule(config: SelectionConfig) -> Rule:

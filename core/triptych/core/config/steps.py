@@ -33,8 +33,13 @@ class SelectionConfig:
     window_tokens: int = 64
     """Newest tokens whose pages are read in any case."""
 
-    dense_layers: int = 2
-    """First layers that read every page."""
+    spread: Literal["auto", "even"] = "auto"
+    """How the pages that are read are spread over heads: ``auto`` as the model's profile says, by
+    what each misses (``triptych spread``), or evenly where it does not; ``even``: evenly."""
+
+    dense_layers: int | Literal["auto"] = "auto"
+    """First layers that read every page. ``auto``: 2; none where pages are spread by a profile,
+    which knows what these layers need."""
 
     reselect_every: int = 1
     """Tokens of an answer from one choice of pages to the next."""
@@ -48,7 +53,10 @@ class SelectionConfig:
     def __post_init__(self) -> None:
         kept = self.keep_fraction
         require(0 <= kept <= 1, "decode.selection.keep_fraction", kept, "0 to 1")
-        for name in ("budget_tokens", "sink_tokens", "window_tokens", "dense_layers"):
+        dense = self.dense_layers
+        fits = dense == "auto" or 0 <= dense < 1 << 31
+        require(fits, "decode.selection.dense_layers", dense, "auto, or 0 or more")
+        for name in ("budget_tokens", "sink_tokens", "window_tokens"):
             value = getattr(self, name)
             require(0 <= value < 1 << 31, f"decode.selection.{name}", value, "0 or more")
         mass, told = self.omitted_mass, self.method == "moments"

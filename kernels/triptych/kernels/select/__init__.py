@@ -3,7 +3,15 @@
 from triptych.kernels.lists import PageLists
 from triptych.kernels.op import Op
 from triptych.kernels.select import reference
-from triptych.kernels.select.summary import KINDS, TILE_PAGES, Kind, Rule, Summaries, tile_bytes
+from triptych.kernels.select.summary import (
+    KINDS,
+    TILE_PAGES,
+    WHOLE,
+    Kind,
+    Rule,
+    Summaries,
+    tile_bytes,
+)
 
 summarize_pages = Op(
     name="summarize_pages",
@@ -26,6 +34,7 @@ select_pages = Op(
 __all__ = [
     "KINDS",
     "TILE_PAGES",
+    "WHOLE",
     "Kind",
     "PageLists",
     "Rule",

@@ -22,6 +22,7 @@ from triptych.kernels.select.summary import (
     NUMBERS,
     Rule,
     Summaries,
+    check_spread,
     check_summaries,
 )
 
@@ -77,6 +78,7 @@ def select_pages(
     lists: PageLists,
     *,
     scale: float,
+    spread: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
     """See ``reference.select_pages``."""
@@ -87,6 +89,7 @@ def select_pages(
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
     check_indices(slots, positions)
     check_lists(lists, rows, kv_heads)
+    check_spread(spread, kv_heads)
     query = unrotated(query.float(), known).contiguous()
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
     table = np.concatenate(
@@ -96,7 +99,7 @@ def select_pages(
         ]
     )
     job = np.zeros(driver.JOB_WORDS, np.int64)
-    job[2:31] = (
+    job[2:32] = (
         query.data_ptr(),
         slots.data_ptr(),
         positions.data_ptr(),
@@ -120,8 +123,9 @@ def select_pages(
         rule.window_tokens,
         *_form(known),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
+        0 if spread is None else spread.data_ptr(),
     )
-    job[31:].view(np.float64)[:] = scale, rule.omitted_mass
+    job[32:].view(np.float64)[:] = scale, rule.omitted_mass
     if not driver.run_choice(job, team_address(), driver.choose_rows.address, team_threads()):
         raise ConfigError("select_pages: a slot, a token count or a list is out of range")
 

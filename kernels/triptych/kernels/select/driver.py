@@ -7,6 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
+from triptych.core.spread import SPREAD_STEPS
 from triptych.kernels.codec.vectors import PART_WORDS, decode, part_of
 from triptych.kernels.compiled import (
     call_score_tile,
@@ -18,7 +19,7 @@ from triptych.kernels.compiled import (
     summing_kernel,
     team_body,
 )
-from triptych.kernels.select.summary import BLOCKS, POSITIONS, TILE_PAGES
+from triptych.kernels.select.summary import BLOCKS, POSITIONS, TILE_PAGES, WHOLE
 
 # ------------------------------------------------------------------ summaries
 
@@ -270,6 +271,7 @@ TILE_AT, TILE_SLOT, TILE_HEAD, TILE_COUNT = range(6, 10)
 SECTION_COLUMNS = 10
 """Columns of the table of sections; without summaries ``TILE_AT`` is 0."""
 
+SPREAD_SIZE = WHOLE // SPREAD_STEPS
 SERIAL_PAGES = 512
 """So few pages (10 us) are scored sooner by one thread than a sleeping one wakes up."""
 
@@ -277,7 +279,7 @@ Job = namedtuple(
     "Job",
     "counter bad query slots positions rows kv_heads group dim sections section_count"
     " step lists list_slots ordinals list_slot list_head room counts count_slot count_head"
-    " keep budget sinks window is_box codes numbers scores score_row score_head scale"
+    " keep budget sinks window is_box codes numbers scores score_row score_head spread scale"
     " omitted",
 )
 JOB_WORDS = len(Job._fields)
@@ -308,8 +310,8 @@ def _job(address):
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
         words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
         words[16], words[17], words[18], words[19], words[20], words[21], words[22], words[23],
-        words[24], words[25], words[26], words[27], words[28], words[29], words[30],
-        np.float32(numbers[31]), np.float32(numbers[32]),
+        words[24], words[25], words[26], words[27], words[28], words[29], words[30], words[31],
+        np.float32(numbers[32]), np.float32(numbers[33]),
     )  # fmt: skip
 
 
@@ -329,8 +331,8 @@ def _choose(job, sections, row, keys, found, query, masses):
     pages, forced, tokens = _mark(job, sections, slot, head, _word(job.positions, request), keys)
     if pages < 0:
         return False
-    share = -(-pages * job.keep // 65536)
-    budget = min(pages, max(forced, share, -(-pages * job.budget // max(1, tokens))))
+    share = _share(job, head, tokens)
+    budget = min(pages, max(forced, -(-pages * share // WHOLE)))
     if budget > job.room:
         return False
     if budget < pages or job.scores:
@@ -353,6 +355,19 @@ def _choose(job, sections, row, keys, found, query, masses):
     _list(keys[:pages], budget, ordinals)
     count[0] = budget
     return True
+
+
+@kernel
+def _share(job, head, tokens):
+    """Of ``WHOLE`` parts of a head row's pages those that are read (``Rule.pages``)."""
+    mean = min(WHOLE, max(job.keep, -(-job.budget * WHOLE // max(1, tokens))))
+    if job.spread == 0:
+        return mean
+    step, rest = mean // SPREAD_SIZE, mean % SPREAD_SIZE
+    first = head * (SPREAD_STEPS + 1)
+    low = np.int64(_word(job.spread, first + step))
+    high = np.int64(_word(job.spread, first + min(step + 1, SPREAD_STEPS)))
+    return low + -(-(high - low) * rest // SPREAD_SIZE)
 
 
 @kernel

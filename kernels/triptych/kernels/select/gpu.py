@@ -12,6 +12,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
+from triptych.core.spread import SPREAD_STEPS
 from triptych.kernels.codec import gpu as codec
 from triptych.kernels.launch import Launch, check_device, power_of_two
 from triptych.kernels.lists import PageLists, check_lists
@@ -23,6 +24,7 @@ from triptych.kernels.select.summary import (
     WHOLE,
     Rule,
     Summaries,
+    check_spread,
     check_summaries,
 )
 
@@ -53,6 +55,7 @@ def select_pages(
     lists: PageLists,
     *,
     scale: float,
+    spread: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
     """See ``reference.select_pages``.
@@ -61,6 +64,7 @@ def select_pages(
     """
     kv_heads = sections[0].tokens.shape[1]
     check_lists(lists, len(query), kv_heads)
+    check_spread(spread, kv_heads)
     known = check_summaries(summaries, rule)
     if known is not None:
         query = reference.unrotated(query.float(), known)
@@ -85,7 +89,7 @@ def select_pages(
         query, sections, summaries, slots, positions, rule, scale, found, means
     ):
         launch.run()
-    _write(sections, held, widths, rule, lists, found, means, scores)
+    _write(sections, held, widths, rule, spread, lists, found, means, scores)
 
 
 def plan_scores(
@@ -137,6 +141,7 @@ def _write(
     held: Sequence[Tensor],
     widths: Sequence[int],
     rule: Rule,
+    spread: Tensor | None,
     lists: PageLists,
     found: Tensor,
     means: Tensor | None,
@@ -148,9 +153,10 @@ def _write(
         for section, tokens in zip(sections, held, strict=True)
     ]
     total, tokens = sum(pages[1:], pages[0]), sum(held[1:], held[0]).clamp(min=1)
-    count = torch.maximum(
-        _share(total.long() * rule.keep, WHOLE), _share(total.long() * rule.budget_tokens, tokens)
-    )
+    budget = torch.full_like(tokens, rule.budget_tokens, dtype=torch.int64) * WHOLE
+    mean = _share(budget, tokens).clamp(min=rule.keep, max=WHOLE)
+    own = mean if spread is None else _between(spread, mean)
+    count = _share(total.long() * own, WHOLE)
     count = torch.maximum(torch.minimum(count, total), found.isposinf().sum(2))
     order = torch.sort(found, dim=2, descending=True, stable=True).indices
     if means is not None:
@@ -174,6 +180,16 @@ def _write(
 def _share(whole: Tensor, parts: Tensor | int) -> Tensor:
     """``whole / parts``, rounded up."""
     return (whole + parts - 1) // parts
+
+
+def _between(spread: Tensor, mean: Tensor) -> Tensor:
+    """``summary.between`` for all head rows: spread [KH, steps + 1], mean [R, KH]."""
+    size = WHOLE // SPREAD_STEPS
+    step, rest = mean // size, mean % size
+    steps = spread.long().expand(len(mean), *spread.shape)
+    low = steps.gather(2, step[..., None])[..., 0]
+    high = steps.gather(2, (step + 1).clamp(max=SPREAD_STEPS)[..., None])[..., 0]
+    return low + _share((high - low) * rest, size)
 
 
 def _places(like: Tensor) -> Tensor:

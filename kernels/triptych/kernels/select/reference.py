@@ -19,6 +19,7 @@ from triptych.kernels.select.summary import (
     Rule,
     Summaries,
     block_ends,
+    check_spread,
     check_summaries,
 )
 
@@ -134,6 +135,7 @@ def select_pages(
     lists: PageLists,
     *,
     scale: float,
+    spread: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
     """Choose the pages that each KV head of each request reads, and write them to ``lists``.
@@ -149,14 +151,18 @@ def select_pages(
     is expected to be ``n exp(q mean + sum of q**2 deviation**2 / 2)``, as if its keys were normally
     distributed: an estimate, no bound (a bound by boxes says nothing in practice).
 
-    ``summaries`` has one entry for each section; None: all its pages are read. ``scores``, if
+    ``summaries`` has one entry for each section; None: all its pages are read. ``spread`` says how
+    the pages that are read are spread over KV heads (``Rule.pages``); None: evenly. ``scores``, if
     given, receives the score of every page that competes, and infinity for those that need not.
 
-    Shapes:  query [R, H, d]; slots, positions [R]; scores float32 [R, KH, M]
+    Shapes:  query [R, H, d]; slots, positions [R]; spread int32 [KH, ``SPREAD_STEPS`` + 1];
+             scores float32 [R, KH, M]
     Promise: lists are sorted and without doubles; if the rule keeps all pages, all are listed
     Source:  TinyServe, section 3 (Algorithm 1); Quest; one set per KV head is ours
     """
     known, kv_heads = check_summaries(summaries, rule), sections[0].tokens.shape[1]
+    check_spread(spread, kv_heads)
+    steps: list[list[int]] = [[]] * kv_heads if spread is None else spread.tolist()
     asked = query.float() if known is None else unrotated(query.float(), known)
     grouped = asked.unflatten(1, (kv_heads, -1)) * scale
     for request, place in enumerate(lists.rows.tolist()):
@@ -165,7 +171,7 @@ def select_pages(
             row = _row(sections, summaries, slot, head)
             found = _scores(grouped[request, head], row, int(positions[request]), rule)
             tokens = sum(int(section.tokens[slot, head]) for section in sections)
-            count = rule.pages(len(found), tokens)
+            count = rule.pages(len(found), tokens, steps[head])
             if rule.omitted_mass > 0:
                 masses = expected(grouped[request, head], row)
                 count = max(count, enough(found, masses, rule.omitted_mass))

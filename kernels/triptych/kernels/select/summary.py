@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.core.spread import SPREAD_STEPS
 
 Kind = Literal["box", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -155,11 +156,35 @@ class Rule:
             omitted_mass=omitted_mass,
         )
 
-    def pages(self, pages: int, tokens: int) -> int:
-        """Pages to read of a head row that has so many, rounded up."""
-        share = -(-pages * self.keep // WHOLE)
-        budget = -(-pages * self.budget_tokens // max(1, tokens))
-        return min(pages, max(share, budget))
+    def pages(self, pages: int, tokens: int, spread: Sequence[int] = ()) -> int:
+        """Pages to read of a head row that has so many, rounded up.
+
+        ``spread``: what this head reads, of ``WHOLE``, where all together are to read 0, 1 and on
+        to ``SPREAD_STEPS`` of as many parts of their pages; none: the same.
+        """
+        mean = min(WHOLE, max(self.keep, -(-self.budget_tokens * WHOLE // max(1, tokens))))
+        own = between(spread, mean) if spread else mean
+        return min(pages, -(-pages * own // WHOLE))
+
+
+def between(spread: Sequence[int], mean: int) -> int:
+    """What a head reads for any mean share, on the line between two steps, rounded up."""
+    size = WHOLE // SPREAD_STEPS
+    step, rest = divmod(mean, size)
+    low, high = spread[step], spread[min(step + 1, SPREAD_STEPS)]
+    return low + -(-(high - low) * rest // size)
+
+
+def check_spread(spread: Tensor | None, kv_heads: int) -> None:
+    """Raises: ConfigError if it is not int32 [KV heads, ``SPREAD_STEPS`` + 1], dense"""
+    if spread is None:
+        return
+    shape = (kv_heads, SPREAD_STEPS + 1)
+    if spread.dtype != torch.int32 or spread.shape != shape or not spread.is_contiguous():
+        raise ConfigError(
+            f"select_pages: spread {tuple(spread.shape)} {spread.dtype}: expected a dense int32 "
+            f"{shape}"
+        )
 
 
 def check_summaries(summaries: Sequence[Summaries | None], rule: Rule) -> Summaries | None:

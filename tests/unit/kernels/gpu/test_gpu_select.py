@@ -16,7 +16,7 @@ from triptych.kernels import (
     summarize_pages,
 )
 from triptych.kernels.select import reference
-from triptych.kernels.select.summary import KINDS, Kind, tile_bytes
+from triptych.kernels.select.summary import KINDS, WHOLE, Kind, tile_bytes
 
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
@@ -63,6 +63,10 @@ def test_summaries_are_those_of_the_reference(
     assert torch.equal(got.positions, want.positions)
 
 
+UNEVEN = torch.tensor([[0] * 12 + [WHOLE] * 21, list(range(0, WHOLE + 1, WHOLE // 32))]).int()
+"""One of two heads reads nothing below 3/8 of the pages and all above; the other what is asked."""
+
+
 def select(
     backend: str,
     device: Any,
@@ -71,6 +75,7 @@ def select(
     summaries: Sequence[Summaries | None],
     rule: Rule,
     rows: list[int],
+    spread: Tensor | None = None,
 ) -> tuple[PageLists, Tensor]:
     """Lists and scores, on the CPU again."""
     slots, heads = sections[0].tokens.shape
@@ -91,22 +96,30 @@ def select(
         torch.full((len(query),), POSITION, dtype=torch.int32),
     )
     choose = select_pages.on(backend)
-    choose(asked, there, here, which, now, rule, lists, scale=0.125, scores=scores)
+    shares = None if spread is None else take(spread)[0]
+    choose(asked, there, here, which, now, rule, lists, scale=0.125, spread=shares, scores=scores)
     return PageLists(*(part.cpu() for part in made)), scores.cpu()
 
 
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "rule", "rows"),
+    ("kind", "head_dim", "rule", "spread", "rows"),
     [
-        ("box", 64, Rule.of(0.4, sink_tokens=33, window_tokens=20), [1, 0]),
-        ("moments", 64, Rule.of(0.0, budget_tokens=150, sink_tokens=0, window_tokens=0), [0, 1]),
-        ("moments", 96, Rule.of(0.5), [1, -1]),
-        ("moments", 64, Rule.of(0.0, sink_tokens=1, omitted_mass=0.3), [0, 1]),
-        ("moments", 64, Rule.of(1.0), [0, 1]),
+        ("box", 64, Rule.of(0.4, sink_tokens=33, window_tokens=20), None, [1, 0]),
+        ("moments", 64, Rule.of(0.0, 150, sink_tokens=0, window_tokens=0), None, [0, 1]),
+        ("moments", 96, Rule.of(0.5), None, [1, -1]),
+        ("moments", 64, Rule.of(0.37, sink_tokens=0, window_tokens=0), UNEVEN, [1, 0]),
+        ("moments", 64, Rule.of(0.0, sink_tokens=1, omitted_mass=0.3), None, [0, 1]),
+        ("moments", 64, Rule.of(1.0), UNEVEN, [0, 1]),
     ],
 )
 def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
-    kind: Kind, head_dim: int, rule: Rule, rows: list[int], device: Any, new_cache: NewCache
+    kind: Kind,
+    head_dim: int,
+    rule: Rule,
+    spread: Tensor | None,
+    rows: list[int],
+    device: Any,
+    new_cache: NewCache,
 ) -> None:
     cache = new_cache(head_dim, pages=80)
     sections = [cache.fill(name, counts).section for name, counts in MIXED.items()]
@@ -116,8 +129,8 @@ def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
     here = Here()
     known = [summarized(op, here, cache.arena, one, kind, kind == "box") for one in forward[:2]]
     query = torch.randn(2, 6, head_dim)
-    want, wanted = select("reference", here, query, sections, [*known, None], rule, rows)
-    got, found = select("cuda", device, query, sections, [*known, None], rule, rows)
+    want, wanted = select("reference", here, query, sections, [*known, None], rule, rows, spread)
+    got, found = select("cuda", device, query, sections, [*known, None], rule, rows, spread)
     torch.testing.assert_close(
         found[torch.tensor(rows) >= 0], wanted[torch.tensor(rows) >= 0], rtol=1e-5, atol=1e-5,
         equal_nan=True,

@@ -149,7 +149,7 @@ def profile_with_centre(plan: Calibration) -> Profile:
         weights=facts.weights,
         geometry=facts.geometry,
         settings=next(iter(plan.candidates.values())),
-        key_centre=Profile.pack_centre(packed),
+        key_centre=Profile.pack(packed),
         texts=text_hash("calibration"),
     )
 

@@ -83,13 +83,14 @@ def _received(step: Step, full: int, page_tokens: int) -> Tensor:
     return scores[:, None].expand(-1, step.query.shape[2], -1)
 
 
-def visible_tokens(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:
-    """Which tokens each query reads, its own among them: bool [KH, T, tokens].
+def marked_scores(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:
+    """Scores of all pages; infinity for those that are read in any case, and less than nothing for
+    those behind a query.
 
-    Read in any case, and counted, are pages that hold a first or a newest token, and the page
-    that is being filled. Among the others the best are read.
+    Read in any case are pages that hold a first or a newest token, and the page that is being
+    filled.
 
-    Shapes:  scores [KH, T, full pages]; queries stand at ``first`` to ``first + T - 1``
+    Shapes:  scores [KH, T, full pages] -> [KH, T, pages]; queries stand at ``first`` and on
     """
     heads, queries, full = scores.shape
     pages = -(-tokens // page_tokens)
@@ -101,7 +102,20 @@ def visible_tokens(scores: Tensor, rule: Rule, first: int, tokens: int, page_tok
     competes &= page < position // page_tokens
     padded = torch.full((heads, queries, pages), float("inf"))
     padded[..., :full] = scores
-    padded = padded.where(competes, float("inf")).where(exists, float("-inf"))
+    return padded.where(competes, float("inf")).where(exists, float("-inf"))
+
+
+def visible_tokens(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:
+    """Which tokens each query reads, its own among them: bool [KH, T, tokens].
+
+    Beside those that are read in any case, which count, the best are read.
+
+    Shapes:  scores [KH, T, full pages]; queries stand at ``first`` to ``first + T - 1``
+    """
+    queries = scores.shape[1]
+    position = torch.arange(first, first + queries)[:, None]
+    padded = marked_scores(scores, rule, first, tokens, page_tokens)
+    page = torch.arange(padded.shape[2])
     there = range(first + 1, first + queries + 1)  # tokens that each query may see
     counts = torch.tensor([rule.pages(-(-seen // page_tokens), seen) for seen in there])
     counts = counts.maximum(padded.isposinf().sum(-1))

@@ -32,6 +32,7 @@ from triptych.workers.attention import Ids64
 from triptych.workers.build import load_brain, make_engines
 from triptych.workers.handles import make_handle
 from triptych.workers.models import describe, resolve
+from triptych.workers.profiles import find_profile
 from triptych.workers.selection import Ids, Mask, Selector, StepChoice
 from triptych.workers.stage import Engine
 
@@ -77,11 +78,11 @@ class Turns:
         choice = self._choose(selector, slots, positions, is_dense)
         if self.is_whole or choice is None:
             return None
-        layer = selector.config.dense_layers
+        chosen = slice(selector.dense_layers, None)
         for slot in choice.read[choice.read >= 0].tolist():
-            read = int(selector.counts[layer, slot].sum())  # of the step before
+            read = int(selector.counts[chosen, slot].sum())  # of the step before
             held = sum(
-                int((-(-table.tokens[layer, slot] // table.layout.tokens)).sum())
+                int((-(-table.tokens[chosen, slot] // table.layout.tokens)).sum())
                 for table in selector.tables
             )
             if read:
@@ -89,18 +90,24 @@ class Turns:
         return choice
 
 
-def measure(requests: int, prompt: int, answer: int, keep: float) -> Row:
+def measure(requests: int, prompt: int, answer: int, keep: float, spread: str) -> Row:
     config = AppConfig.from_mapping(
         {
             "compressor": {"policy": "uniform:k8v4"},
             "pool": {"prefix_bytes": 0},
             "decode": {
-                "selection": {"method": "moments", "keep_fraction": keep, "budget_tokens": 0}
+                "selection": {
+                    "method": "moments",
+                    "keep_fraction": keep,
+                    "budget_tokens": 0,
+                    "spread": spread,
+                }
             },
         }
     )
     path = resolve(config.model.name)
-    plan = PagePlan.of(config, describe(path).geometry)
+    facts = describe(path)
+    plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
     pages = (plan.high.pages(prompt) + plan.raw_pages(prompt) + answer) * plan.geometry.head_rows
     pool = LocalPool(requests * pages, plan.page_bytes)
     brain = load_brain(config, plan, path, ("decode",))
@@ -167,18 +174,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=7900)
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--keep", type=float, default=0.3)
+    parser.add_argument("--spread", choices=("auto", "even"), default="auto")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     host = host_info()
     torch.set_num_threads(options.threads)
     rows = [
-        measure(int(requests), options.prompt, options.answer, options.keep)
+        measure(int(requests), options.prompt, options.answer, options.keep, options.spread)
         for requests in options.requests.split(",")
     ]
     columns = list(asdict(rows[0]))
     console.print(make_table(columns, [list(asdict(row).values()) for row in rows]))
     if options.json:
-        told = {key: getattr(options, key) for key in ("prompt", "answer", "keep", "threads")}
+        asked = ("prompt", "answer", "keep", "spread", "threads")
+        told = {key: getattr(options, key) for key in asked}
         write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
 
 

@@ -1,5 +1,7 @@
 """``triptych spread``: find how pages are best spread over heads, and write it into a profile."""
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
 
 SHOWN = (0.125, 0.25, 0.5, 0.75)
 """Mean shares of the table."""
+
+
+@dataclass(frozen=True)
+class HeadShares:
+    """What one head row reads of its pages, for each step of the mean share."""
+
+    layer: int
+    kv_head: int
+    shares: list[float]
 
 
 def spread(
@@ -55,33 +66,25 @@ def spread(
     made.write(output)
     rows = _rows(made)
     if json_file:
-        write_json({"host": host_info(), "context": context, "rows": rows}, json_file)
+        shares = [asdict(row) for row in rows]
+        write_json({"host": host_info(), "context": context, "rows": shares}, json_file)
     _show(rows)
     notes.print(f"wrote {output}", markup=False, soft_wrap=True)
 
 
-def _rows(made: "Profile") -> list[dict[str, object]]:
-    """Layer, head, and its share for each mean share."""
-    codes, size = made.spread_codes, SPREAD_STEPS + 1
-    rows = [codes[first : first + size] for first in range(0, len(codes), size)]
-    heads = made.geometry.kv_heads
+def _rows(made: "Profile") -> list[HeadShares]:
+    codes, size, heads = made.spread_codes, SPREAD_STEPS + 1, made.geometry.kv_heads
     return [
-        {
-            "layer": row // heads,
-            "kv_head": row % heads,
-            "shares": [round(code / SPREAD_TOP, 3) for code in shares],
-        }
-        for row, shares in enumerate(rows)
+        HeadShares(
+            layer=row // heads,
+            kv_head=row % heads,
+            shares=[round(code / SPREAD_TOP, 3) for code in codes[row * size : (row + 1) * size]],
+        )
+        for row in range(made.geometry.head_rows)
     ]
 
 
-def _show(rows: list[dict[str, object]]) -> None:
-    """A line for each head row."""
-    lines = list[list[object]]()
-    for row in rows:
-        shares = row["shares"]
-        assert isinstance(shares, list)
-        lines.append(
-            [row["layer"], row["kv_head"], *(shares[round(m * SPREAD_STEPS)] for m in SHOWN)]
-        )
+def _show(rows: Sequence[HeadShares]) -> None:
+    steps = [round(mean * SPREAD_STEPS) for mean in SHOWN]
+    lines = [[row.layer, row.kv_head, *(row.shares[step] for step in steps)] for row in rows]
     console.print(make_table(("layer", "KV head", *(f"at {mean:g}" for mean in SHOWN)), lines))

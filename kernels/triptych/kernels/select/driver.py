@@ -360,7 +360,7 @@ def _choose(job, sections, row, keys, found, query, masses):
 @kernel
 def _share(job, head, tokens):
     """Of ``WHOLE`` parts of a head row's pages those that are read (``Rule.pages``)."""
-    mean = min(WHOLE, max(job.keep, -(-job.budget * WHOLE // max(1, tokens))))
+    mean = min(WHOLE, max(job.keep, job.budget * WHOLE // max(1, tokens)))
     if job.spread == 0:
         return mean
     step, rest = mean // SPREAD_SIZE, mean % SPREAD_SIZE

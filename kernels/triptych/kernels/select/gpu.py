@@ -154,7 +154,7 @@ def _write(
     ]
     total, tokens = sum(pages[1:], pages[0]), sum(held[1:], held[0]).clamp(min=1)
     budget = torch.full_like(tokens, rule.budget_tokens, dtype=torch.int64) * WHOLE
-    mean = _share(budget, tokens).clamp(min=rule.keep, max=WHOLE)
+    mean = (budget // tokens).clamp(min=rule.keep, max=WHOLE)
     own = mean if spread is None else _between(spread, mean)
     count = _share(total.long() * own, WHOLE)
     count = torch.maximum(torch.minimum(count, total), found.isposinf().sum(2))

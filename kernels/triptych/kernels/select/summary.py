@@ -162,7 +162,7 @@ class Rule:
         ``spread``: what this head reads, of ``WHOLE``, where all together are to read 0, 1 and on
         to ``SPREAD_STEPS`` of as many parts of their pages; none: the same.
         """
-        mean = min(WHOLE, max(self.keep, -(-self.budget_tokens * WHOLE // max(1, tokens))))
+        mean = min(WHOLE, max(self.keep, self.budget_tokens * WHOLE // max(1, tokens)))
         own = between(spread, mean) if spread else mean
         return min(pages, -(-pages * own // WHOLE))
 

@@ -127,8 +127,12 @@ class PagePlan:
 
     def raw_pages(self, tokens: int) -> int:
         """The most raw pages of a head row of ``tokens`` tokens once the others are encoded."""
-        held = self.sink_tokens + self.policy.window_tokens + self.raw.tokens
-        return self.raw.pages(min(tokens, held) if self.compresses else tokens)
+        return self.raw.pages(min(tokens, self.full_raw_tokens) if self.compresses else tokens)
+
+    @cached_property
+    def full_raw_tokens(self) -> int:
+        """Raw tokens of a head row from which on its first page behind the sink may leave."""
+        return self.sink_tokens + self.policy.window_tokens + self.raw.tokens
 
     @property
     def sink_pages(self) -> int:

@@ -123,6 +123,17 @@ def test_what_was_kept_is_made_anew_when_it_is_broken_or_of_other_files(
     assert len(list(cache.iterdir())) == 2
 
 
+def test_the_same_file_in_another_folder_is_another_tokenizer(cache: Path, tmp_path: Path) -> None:
+    """A template among additional ones is not the model's own."""
+    path = save_tokenizer(tmp_path / "model")
+    (path / "other.jinja").write_text("x")
+    open_tokenizer(path)
+    (path / "additional_chat_templates").mkdir()
+    (path / "other.jinja").rename(path / "additional_chat_templates" / "other.jinja")
+    open_tokenizer(path)
+    assert len(list(cache.iterdir())) == 2
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     path = save_tokenizer(tmp_path / "model")

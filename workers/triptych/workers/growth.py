@@ -88,14 +88,10 @@ class Growth:
     def _take(self, one: Running, count: int) -> Ids:
         """Pages for one request: its own spare ones first, then this worker's stock."""
         from_spare = min(count, len(one.spare))
-        reused = np.array(one.spare[:from_spare], np.int32)
-        if from_spare == count:
-            one.spare = one.spare[from_spare:]
-            return reused
         fresh = self._pool.take(count - from_spare)
         one.grown.extend(fresh.tolist())
-        one.spare = one.spare[from_spare:]
-        return np.concatenate([reused, fresh])
+        reused, one.spare = one.spare[:from_spare], one.spare[from_spare:]
+        return np.concatenate([np.array(reused, np.int32), fresh])
 
 
 def _slots(batch: Sequence[Running]) -> Ids:

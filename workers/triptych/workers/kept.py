@@ -21,19 +21,20 @@ T = TypeVar("T")
 
 def kept(
     kind: str,
-    files: Iterable[Path],
+    model: Path,
+    patterns: Iterable[str],
     maker: str,
     make: Callable[[], str],
     parse: Callable[[str], T],
 ) -> T:
     """What ``parse`` gives of a text that is kept, or else of a new one, which is kept from now.
 
-    ``files`` are what it is made of, ``maker`` the file of the code that makes it: it is made
-    anew when one of them changes, or when what is kept cannot be read.
+    It is made of the files of ``model`` that match ``patterns``, by the code in the file ``maker``:
+    made anew when one of them changes, or when what is kept cannot be read.
 
     Raises: what ``make`` raises; nothing is kept of that
     """
-    path = cache_dir() / kind / f"{_key(files, maker)}.json"
+    path = cache_dir() / kind / f"{_key(model, patterns, maker)}.json"
     with suppress(OSError, ValueError, KeyError):  # none, or one that was cut short
         return parse(path.read_text(encoding="utf-8"))
     text = make()
@@ -42,13 +43,13 @@ def kept(
     return parse(text)
 
 
-def _key(files: Iterable[Path], maker: str) -> str:
+def _key(model: Path, patterns: Iterable[str], maker: str) -> str:
     """Changes with whatever a thing is made of, and with whoever makes it."""
     makers = [f"{name} {version(name)}" for name in ("tokenizers", "transformers")]
-    digest = hashlib.sha256(repr(makers).encode())
-    for path in (Path(maker), *sorted(set(files))):
+    digest = hashlib.sha256(repr(makers).encode() + Path(maker).read_bytes())
+    for path in sorted({path for pattern in patterns for path in model.glob(pattern)}):
         content = path.read_bytes()
-        digest.update(repr((path.name, len(content))).encode())
+        digest.update(repr((str(path.relative_to(model)), len(content))).encode())
         digest.update(content)
     return digest.hexdigest()[:32]
 

@@ -108,8 +108,7 @@ def open_tokenizer(model: Path) -> BareTokenizer:
 
     Raises: ModelError if the directory has none that can be used
     """
-    files = [path for pattern in _PATTERNS for path in model.glob(pattern)]
-    return kept("tokenizers", files, __file__, lambda: _made_of(model), _parse)
+    return kept("tokenizers", model, _PATTERNS, __file__, lambda: _made_of(model), _parse)
 
 
 def bare(made: "PreTrainedTokenizerFast") -> BareTokenizer:

@@ -59,17 +59,13 @@ class Window:
         self.low = low[0] if low else None
         layers, all_slots = self.raw.pages.shape[:2]
         self._first_rows: Ids = np.arange(layers, dtype=np.int32)[:, None] * np.int32(all_slots)
-        self._full_tokens = (
-            self.plan.sink_tokens + self.plan.policy.window_tokens + self.raw.layout.tokens
-        )
-        """Raw tokens of a row from which a page is older than the window."""
 
     def are_full(self, slots: Ids) -> Mask:
         """Whether a raw page of each slot is older than the window.
 
         All rows hold equally many raw tokens, so the first one speaks for all.
         """
-        return self.raw.tokens[0, slots, 0] >= self._full_tokens
+        return self.raw.tokens[0, slots, 0] >= self.plan.full_raw_tokens
 
     def leaving(
         self,

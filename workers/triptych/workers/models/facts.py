@@ -83,8 +83,7 @@ def describe(path: Path) -> ModelFacts:
 
     Raises: ModelError for what cannot be served, saying why
     """
-    files = [path / name for name in _SETTINGS if (path / name).is_file()]
-    seen = kept("facts", files, _OBSERVER, lambda: _as_text(path), _parse)
+    seen = kept("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
     known = {field.name: getattr(seen, field.name) for field in fields(Observed)}
     return ModelFacts(**known, revision=revision_of(path), weights=weights_of(path))
 

@@ -152,9 +152,9 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Device:
     run = Launch.run
 
     def run_inner(one: Launch) -> None:
-        _check_all_far(one.name, one.arguments)
+        _check_all_far(one.name, tree_leaves(one.arguments))
         _queue.append(one.name)
-        run(replace(one, arguments=tuple(map(_inner, one.arguments))))
+        run(replace(one, arguments=tree_map(_inner, one.arguments)))
 
     monkeypatch.setattr(Launch, "run", run_inner)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # has no place for subclasses

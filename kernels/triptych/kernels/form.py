@@ -7,10 +7,15 @@ from functools import cache
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.launch import Argument, power_of_two
+from triptych.kernels.lists import PageLists
 from triptych.kernels.pages import Section, is_channel_major
 
 MIN_DOT = 16
 """Tensor cores multiply no tile that is narrower."""
+LISTED_AT_ONCE = 1024
+"""Entries of a list of pages that a program looks at together."""
+MOST_AT_ONCE = 2048
+"""Numbers of a tile, if they come in several rows."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +98,19 @@ def section_arguments(section: Section) -> Iterator[Argument]:
     yield section.pages.shape[2]
     yield from section.pages.stride()
     yield from section.tokens.stride()
+
+
+def list_arguments(lists: PageLists) -> Iterator[Argument]:
+    """Lists as kernels take them: entries, their counts, whose they are, sizes, and strides."""
+    yield lists.ordinals
+    yield lists.counts
+    yield lists.rows.contiguous()
+    yield min(lists.ordinals.shape[0], lists.counts.shape[0])
+    yield lists.ordinals.shape[2]
+    yield from lists.ordinals.stride()[:2]
+    yield from lists.counts.stride()
+
+
+def chunk_of(entries: int, rows: int = 1) -> int:
+    """How many entries of so many lists, of one length, a program takes together."""
+    return max(MIN_DOT, min(LISTED_AT_ONCE, MOST_AT_ONCE // rows, power_of_two(entries)))

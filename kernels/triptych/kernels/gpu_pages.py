@@ -48,11 +48,52 @@ def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot
 
 
 @triton.jit
+def held_of(tokens, slot, slot_count, count_slot, count_head, width, room):
+    """Tokens and pages of a section of this head row; none where there is no such slot."""
+    is_known = (slot >= 0) & (slot < slot_count)
+    at = tokens + slot.to(tl.int64) * count_slot + tl.program_id(1) * count_head
+    count = tl.load(at, mask=is_known, other=0)
+    return count, tl.minimum((count + room - 1) // room, width)
+
+
+@triton.jit
+def listed_of(lists, base, count, pages, room, CHUNK: tl.constexpr):
+    """Which pages of a section this request's list names, and how many tokens they hold.
+
+    Lists are ascending and name the last page of a section if they name any that is not full. So a
+    section's entries lie side by side, and only the last one may be shorter than a page.
+
+    base: pages of the sections before; count, pages: what this section holds.
+    Returns entries (a pointer to the section's first), whether there is a list, and tokens.
+    """
+    ordinals, counts, rows, row_count, most, by_row, by_head, count_row, count_head = lists
+    head, place = tl.program_id(1), tl.load(rows + tl.program_id(2))
+    has_list = (place >= 0) & (place < row_count)
+    row = tl.where(has_list, place, 0).to(tl.int64)
+    entries = ordinals + row * by_row + head * by_head
+    length = tl.load(counts + row * count_row + head * count_head, mask=has_list, other=0)
+    length = tl.minimum(length, most)
+    start, end = 0, 0
+    for first in range(0, length, CHUNK):
+        entry = first + tl.arange(0, CHUNK)
+        named = tl.load(entries + entry, mask=entry < length, other=2**31 - 1)
+        start += tl.sum((named < base).to(tl.int32), 0)
+        end += tl.sum((named < base + pages).to(tl.int32), 0)
+    last = tl.load(entries + end - 1, mask=end > start, other=-1)
+    held = (end - start) * room
+    held -= tl.where(last == base + pages - 1, pages * room - count, 0)
+    return entries + start, has_list, tl.where(has_list, held, count)
+
+
+@triton.jit
 def cells_of(
     arena, page_count, table, width, stride, first, tokens,
-    FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr, listed=None, base=0,
 ):  # fmt: skip
     """Where the tokens ``first`` to ``first + TILE`` of a head row lie.
+
+    ``listed``: the pages that are read, counted from ``base`` on, and whether only those are, as
+    ``listed_of`` says; None: all are.
 
     Returns page (pointers to bytes), row, live, and wrong: the token should be there, but its
     page id is none of the arena's. Pages of tokens that are not live are page 0.
@@ -61,10 +102,14 @@ def cells_of(
     index = (token.to(tl.uint32) // FORM.tokens).to(tl.int32)
     row = token - index * FORM.tokens
     live = token < tokens
+    if listed is not None:
+        entries, has_list = listed
+        entry = tl.load(entries + index, mask=live & has_list, other=0)
+        index = tl.where(has_list, entry - base, index)
     column = index
     if BACKWARD:
         column = width - 1 - index
-    named = live & (index < width)
+    named = live & (index >= 0) & (index < width)
     page = tl.load(table + column.to(tl.int64) * stride, mask=named, other=-1)
     known = named & (page >= 0) & (page < page_count)
     offset = tl.where(known, page, 0).to(tl.int64) * FORM.page_bytes
@@ -116,6 +161,25 @@ def query_part(
 
 
 @triton.jit
+def unit_of(largest):
+    """A power of two near numbers that are not negative, and what to multiply by to divide by it.
+
+    fp16 holds numbers up to the largest if they are divided by it.
+    """
+    exponent = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.maximum(exponent, 27 << 23), 227 << 23)
+    unit = tl.cast(exponent, tl.float32, bitcast=True)
+    return unit, tl.cast((254 << 23) - exponent, tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves(numbers):
+    """A float32 tile as fp16, and what rounding lost."""
+    high = numbers.to(tl.float16)
+    return high, (numbers - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
 def split_query(query, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
     """A group's query as fp16 tiles, one for each part of a packed key.
 
@@ -132,16 +196,9 @@ def split_query(query, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr)
         second = query_part(query, heads, 1, G, FORM)
         largest = tl.maximum(largest, tl.max(tl.abs(second), 1))
         total += tl.sum(second, 1)
-    exponent = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
-    exponent = tl.minimum(tl.maximum(exponent, 27 << 23), 227 << 23)
-    unit = tl.cast(exponent, tl.float32, bitcast=True)
-    inverse = tl.cast((254 << 23) - exponent, tl.float32, bitcast=True)
-    first *= inverse[:, None]
-    second *= inverse[:, None]
-    first_high = first.to(tl.float16)
-    second_high = second.to(tl.float16)
-    first_low = (first - first_high.to(tl.float32)).to(tl.float16)
-    second_low = (second - second_high.to(tl.float32)).to(tl.float16)
+    unit, inverse = unit_of(largest)
+    first_high, first_low = halves(first * inverse[:, None])
+    second_high, second_low = halves(second * inverse[:, None])
     return first_high, first_low, second_high, second_low, total * inverse, unit
 
 

@@ -6,9 +6,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 @cache
-def hadamard(dim: int) -> Tensor:
+def hadamard(dim: int, device: torch.device = CPU) -> Tensor:
     """Orthogonal and symmetric [dim, dim]: blocks of the largest power of two that divides ``dim``.
 
     Source: Sylvester's construction; QuaRot, section 3 (a Hadamard matrix after RoPE)
@@ -17,7 +19,7 @@ def hadamard(dim: int) -> Tensor:
     size = block_size(dim)
     while len(block) < size:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
-    return torch.kron(torch.eye(dim // size), block / math.sqrt(size))
+    return torch.kron(torch.eye(dim // size), block / math.sqrt(size)).to(device)
 
 
 def block_size(dim: int) -> int:

@@ -2,12 +2,12 @@
 # Neither torch's device properties nor Triton's settings are typed.
 """A Triton kernel with all it needs to start, or to be compiled on a machine without a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from math import e, log2
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -16,7 +16,9 @@ from triton.compiler import ASTSource
 
 from triptych.core.errors import ConfigError
 
-Argument = Tensor | int | float | None
+Scalar = Tensor | int | float | None
+Argument: TypeAlias = "Scalar | tuple[Argument, ...]"
+"""Tuples hold no None: Triton 3.6 cannot compile one ahead of time."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -75,20 +77,41 @@ class Launch:
     def source(self) -> ASTSource:
         """What the compiler takes: the types that this launch would be specialised on."""
         names = self.kernel.arg_names
-        signature: dict[str, str] = dict.fromkeys(names, "constexpr")
-        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        signature: dict[str, Type] = dict.fromkeys(names, "constexpr")
+        constants: dict[tuple[int, ...], object] = {
+            (names.index(name),): value for name, value in self.constants.items()
+        }
         attributes: dict[tuple[int, ...], list[list[object]]] = {}
-        for at, value in enumerate(self.arguments):
-            kind, is_aligned = _specialised(value)
-            signature[names[at]] = kind
-            if kind == "constexpr":
-                constants[(at,)] = value
-            if is_aligned:
-                attributes[(at,)] = [["tt.divisibility", 16]]
+        for at, argument in enumerate(self.arguments):
+            signature[names[at]] = _type_of(argument)
+            for path, value in _leaves(argument, (at,)):
+                kind, is_aligned = _specialised(value)
+                if kind == "constexpr":
+                    constants[path] = value
+                if is_aligned:
+                    attributes[path] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature, constants, attributes)
 
 
-def _specialised(value: Argument) -> tuple[str, bool]:
+Type: TypeAlias = "str | tuple[Type, ...]"
+
+
+def _type_of(argument: Argument) -> Type:
+    if isinstance(argument, tuple):
+        return tuple(_type_of(item) for item in argument)
+    return _specialised(argument)[0]
+
+
+def _leaves(argument: Argument, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Scalar]]:
+    """What an argument consists of, each with its way there."""
+    if isinstance(argument, tuple):
+        for at, item in enumerate(argument):
+            yield from _leaves(item, (*path, at))
+    else:
+        yield path, argument
+
+
+def _specialised(value: Scalar) -> tuple[str, bool]:
     """The type of an argument, and whether the compiler may count on a multiple of 16."""
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype], True

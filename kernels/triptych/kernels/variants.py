@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.core.spread import SPREAD_STEPS
 from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
 from triptych.kernels.compact import gpu as compact
 from triptych.kernels.decode import gpu as decode
 from triptych.kernels.launch import Launch
+from triptych.kernels.lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import gpu as prefill
 from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
@@ -70,10 +72,11 @@ def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -
 
 
 USUAL_VARIANTS = {
-    "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16",
+    "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16 listed",
     "merge_runs": "k8v4+k4v2+fp16 d128 g4 bf16",
     "score_run": "k8v4 d128 g4 bf16",
-    "score_tiles": "moments d128 g4 bf16",
+    "score_spans": "moments d128 g4 bf16",
+    "choose_pages": "moments d128 g4 bf16 means short",
     "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
     "sum_columns": "past k8v4 d128 g4 bf16 window cap #2",
     "find_first": "past k8v4 d128 g4 bf16 window cap",
@@ -93,15 +96,20 @@ def usual_variants() -> dict[tuple[str, str], Launch]:
 
 
 def _decode() -> Iterator[Planned]:
+    """All pages, and those of a list."""
+    listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
     kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
-    for dim, mix, kind in product(HEAD_DIMS, MIXES, kinds):
+    wanted = chain(
+        product(HEAD_DIMS, MIXES, kinds, (None,)), product(HEAD_DIMS, MIXES[:1], kinds, (listed,))
+    )
+    for dim, mix, kind, lists in wanted:
         query, cache = _query(dim, kind), [_section(name, dim, kind) for name in mix]
         out, lse = query.float(), _meta(4, 8 * kind.group, dtype=torch.float32)
         yield (
-            f"{'+'.join(mix)} d{dim} {kind}",
+            f"{'+'.join(mix)} d{dim} {kind}{' listed' if lists else ''}",
             decode.plan(
                 query, _arena(dim), cache, _meta(4), 0.1, kind.window, kind.softcap, _meta(4),
-                lse, out,
+                lse, lists, out,
             ),
         )  # fmt: skip
 
@@ -124,20 +132,23 @@ def _scores() -> Iterator[Planned]:
 
 
 def _select() -> Iterator[Planned]:
+    """Rows of three sections, the last without summaries; short ones take one launch."""
+    adaptive = Rule.of(0.3, omitted_mass=0.1)
     wanted = chain(
-        product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (False,)),
-        product((64, 128), ("moments",), (USUAL, EXACT), (True,)),
+        product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (Rule.of(0.3),), (16, 300)),
+        product((64, 128), ("moments",), (USUAL, Kind(group=32), EXACT), (adaptive,), (16, 300)),
     )
-    for dim, how, kind, has_means in wanted:
-        query, cache = _query(dim, kind), _section("k8v4", dim, kind)
-        memory = _meta(4, 8, 19, tile_bytes(how, dim), dtype=torch.uint8)
-        found = _meta(4, 8, 300, dtype=torch.float32)
-        means = _meta(4, 8, kind.group, 300, dtype=torch.float32) if has_means else None
+    for dim, how, kind, rule, width in wanted:
+        cache = [_section(name, dim, kind, width) for name in MIXES[0]]
+        memory = _meta(4, 8, -(-width // 16), tile_bytes(how, dim), dtype=torch.uint8)
+        known = Summaries(how, memory, dim)
+        lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
+        means = " means" if rule.omitted_mass else ""
         yield (
-            f"{how} d{dim} {kind}{' means' if has_means else ''}",
-            select.plan_scores(
-                query, [cache], [Summaries(how, memory, dim)], _meta(4), _meta(4), Rule.of(0.3),
-                0.1, found, means,
+            f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
+            select.plan(
+                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule, lists,
+                0.1, _meta(8, SPREAD_STEPS + 1),
             ),
         )  # fmt: skip
 
@@ -207,9 +218,9 @@ def _layout(name: str, dim: int) -> PageLayout:
     return PageLayout(FORMATS[name], dim, default_page_bytes(dim), "token")
 
 
-def _section(name: str, dim: int, kind: Kind) -> Section:
+def _section(name: str, dim: int, kind: Kind, width: int = 300) -> Section:
     """A section of 4 slots; read from the right where there is a window."""
-    return Section(_layout(name, dim), _meta(4, 8, 300), _meta(4, 8), kind.window > 0)
+    return Section(_layout(name, dim), _meta(4, 8, width), _meta(4, 8), kind.window > 0)
 
 
 def _short(dtype: torch.dtype) -> str:

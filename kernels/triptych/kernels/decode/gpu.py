@@ -2,7 +2,7 @@
 # The arguments of kernels have no types.
 """Decode attention on the GPU: runs of each section in parallel, merged by log-sum-exp."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +10,14 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, score_run
-from triptych.kernels.form import MIN_DOT, form_of, section_arguments
+from triptych.kernels.form import (
+    MIN_DOT,
+    chunk_of,
+    form_of,
+    list_arguments,
+    section_arguments,
+)
 from triptych.kernels.launch import (
-    Argument,
     Launch,
     check_device,
     factors_of,
@@ -21,9 +26,6 @@ from triptych.kernels.launch import (
 )
 from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
-
-SECTIONS = 3
-"""Sections that one launch reads; a program reads one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,12 @@ def decode_attention(
     float32 queries are multiplied as two fp16 halves, which keeps float32 accuracy; bfloat16
     ones once, and weights are rounded to fp16: errors of about 2**-12 of a value. A request
     without a visible token gets zeros. Nothing here waits for the device, so wrong page
-    ids cannot raise: they give NaN. Lists of pages become short page tables first, by some
-    small launches of torch.
+    ids cannot raise: they give NaN.
     """
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
-    if lists is not None:
-        sections = listed_sections(sections, slots, lists)
-        slots = torch.arange(len(query), dtype=torch.int32, device=query.device)
-    for launch in plan(query, arena, sections, slots, scale, window, softcap, positions, lse, out):
+    for launch in plan(
+        query, arena, sections, slots, scale, window, softcap, positions, lse, lists, out
+    ):
         launch.run()
     return out
 
@@ -101,41 +101,6 @@ def score_tokens(
         launch.run()
 
 
-def listed_sections(sections: Sequence[Section], slots: Tensor, lists: PageLists) -> list[Section]:
-    """Sections that hold the listed pages of each request, one slot for each.
-
-    Lists are ascending and name the last page of a section if they name any that is not full. So a
-    section's entries lie side by side, and only the last one may be shorter than a page.
-    """
-    check_lists(lists, len(slots), sections[0].tokens.shape[1])
-    place, slot = lists.rows.long().clamp(min=0), slots.long()
-    reads_all = (lists.rows < 0)[:, None]
-    entry = torch.arange(lists.ordinals.shape[2], device=slots.device)
-    end = torch.iinfo(torch.int32).max
-    listed = lists.ordinals[place].where(entry < lists.counts[place][..., None], end)
-    short: list[Section] = []
-    base = torch.zeros_like(lists.counts[place])
-    for section in sections:
-        tokens, room = section.tokens[slot], section.layout.tokens
-        pages = (tokens + room - 1) // room
-        first = (listed < base[..., None]).sum(2)
-        count = (listed < (base + pages)[..., None]).sum(2) - first
-        column = torch.arange(section.pages.shape[2], device=slots.device)
-        at = (first[..., None] + column).clamp(max=listed.shape[2] - 1)
-        chosen = listed.gather(2, at) - base[..., None]
-        chosen = torch.where(reads_all[..., None], column, chosen)
-        count = torch.where(reads_all, pages, count)
-        chosen = chosen.clamp(0, len(column) - 1)
-        last = chosen.gather(2, (count - 1).clamp(min=0).long()[..., None])[..., 0]
-        held = count * room - torch.where(
-            (count > 0) & (last == pages - 1), pages * room - tokens, 0
-        )
-        table = section.forward_pages[slot].gather(2, chosen.long())
-        short.append(Section(section.layout, table, held.int()))
-        base = base + pages
-    return short
-
-
 def plan(
     query: Tensor,
     arena: Tensor,
@@ -146,28 +111,35 @@ def plan(
     softcap: float,
     positions: Tensor | None,
     lse: Tensor | None,
+    lists: PageLists | None,
     out: Tensor,
 ) -> list[Launch]:
-    """The launches of one call: one for up to three sections, and one that merges."""
+    """The launches of one call: one for all sections, and one that merges."""
     asked = _ask("decode_attention", query, arena, sections, slots, window, positions, lse)
     rows, heads, dim = query.shape
     total = sum(asked.runs)
     partial = query.new_empty((rows, heads, total, dim), dtype=torch.float32)
     peaks, sums = query.new_empty((2, rows, heads, total), dtype=torch.float32)
-    launches: list[Launch] = []
-    for first in range(0, len(sections), SECTIONS):
-        some, runs = sections[first : first + SECTIONS], asked.runs[first : first + SECTIONS]
-        arguments = (
-            asked.query, arena, asked.slots, asked.positions, partial, peaks, sums,
-            arena.shape[0], total, sum(asked.runs[:first]), *factors_of(scale, softcap), window,
-            *_places(some),
-        )  # fmt: skip
-        constants = {**asked.constants(softcap), **_forms(some, runs)}
-        grid = (sum(runs), asked.kv_heads, rows)
-        launches.append(Launch(attend_sections, grid, arguments, constants, *asked.tile.size))
+    if lists is not None:
+        check_lists(lists, rows, asked.kv_heads)
+        check_device("decode_attention", query, lists.ordinals, lists.counts, lists.rows)
+    arguments = (
+        asked.query, arena, asked.slots, asked.positions, partial, peaks, sums, arena.shape[0],
+        total, *factors_of(scale, softcap), window,
+        tuple(tuple(section_arguments(section)) for section in sections),
+        None if lists is None else tuple(list_arguments(lists)),
+    )  # fmt: skip
+    constants = asked.constants(softcap) | {
+        "FORMS": tuple(form_of(section.layout) for section in sections),
+        "BACKWARD": tuple(section.backward for section in sections),
+        "RUNS": tuple(asked.runs),
+        "CHUNK": 0 if lists is None else chunk_of(lists.ordinals.shape[2]),
+    }
+    grid = (total, asked.kv_heads, rows)
+    attend = Launch(attend_sections, grid, arguments, constants, *asked.tile.size)
     merge = {"DIM": dim, "WIDE": power_of_two(dim), "RUNS": power_of_two(total), "STEP": 16}
     merged = (partial, peaks, sums, out, lse, total)
-    return [*launches, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
+    return [attend, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
 
 
 def plan_scores(
@@ -290,22 +262,3 @@ def _runs(sections: Sequence[Section], tile: Tile, head_rows: int, processors: i
         share = -(-wanted * width // max(1, sum(widths)))
         runs.append(power_of_two(max(1, min(share, tiles, MAX_RUNS))))
     return runs
-
-
-def _places(sections: Sequence[Section]) -> Iterator[Argument]:
-    """Arguments for each of the places that a launch has for sections."""
-    for section in sections:
-        yield from section_arguments(section)
-    for _ in range(SECTIONS - len(sections)):
-        yield from (None, None, 0, 0, 0, 0, 0, 0, 0)
-
-
-def _forms(sections: Sequence[Section], runs: Sequence[int]) -> dict[str, object]:
-    """What kernels are compiled for: layout, direction and runs of each place."""
-    constants: dict[str, object] = {}
-    for place in range(SECTIONS):
-        section = sections[place] if place < len(sections) else None
-        constants[f"FORM_{place}"] = None if section is None else form_of(section.layout)
-        constants[f"BACKWARD_{place}"] = section is not None and section.backward
-        constants[f"RUNS_{place}"] = 0 if section is None else runs[place]
-    return constants

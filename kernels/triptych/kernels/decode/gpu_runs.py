@@ -1,5 +1,4 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: SIM102
 # Triton's language is not Python: the checker sees integers where tiles will be, and a
 # condition on constants must not share an `if` with one on numbers.
 """Kernels of decode attention: a program reads a run of a section, for all heads of a group."""
@@ -11,6 +10,9 @@ from triptych.kernels.gpu_pages import (
     capped,
     cells_of,
     half_of,
+    halves,
+    held_of,
+    listed_of,
     metadata_of,
     positions_of,
     products,
@@ -24,66 +26,47 @@ from triptych.kernels.gpu_pages import (
 
 @triton.jit
 def attend_sections(
-    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, first_run,
-    scale, cap, window,
-    table_0, tokens_0, slots_0, width_0, by_slot_0, by_head_0, by_page_0,
-    count_slot_0, count_head_0,
-    table_1, tokens_1, slots_1, width_1, by_slot_1, by_head_1, by_page_1,
-    count_slot_1, count_head_1,
-    table_2, tokens_2, slots_2, width_2, by_slot_2, by_head_2, by_page_2,
-    count_slot_2, count_head_2,
-    FORM_0: tl.constexpr, BACKWARD_0: tl.constexpr, RUNS_0: tl.constexpr,
-    FORM_1: tl.constexpr, BACKWARD_1: tl.constexpr, RUNS_1: tl.constexpr,
-    FORM_2: tl.constexpr, BACKWARD_2: tl.constexpr, RUNS_2: tl.constexpr,
+    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, scale, cap, window,
+    sections, lists,
+    FORMS: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one run of one section of one head row, for all query heads of its group.
 
-    Grid: runs of the sections side by side, KV heads, requests.
+    Grid: runs of the sections side by side, KV heads, requests. ``lists``: None, or the pages
+    that each request reads, of which a program looks at ``CHUNK`` entries at a time.
     """
     run = tl.program_id(0)
-    if run < RUNS_0:
-        attend_run(
-            query, arena, slots, positions, partial, peaks, sums, page_count, all_runs,
-            first_run + run, run, scale, cap, window, table_0, tokens_0, slots_0, width_0,
-            by_slot_0, by_head_0, by_page_0, count_slot_0, count_head_0,
-            FORM_0, BACKWARD_0, RUNS_0, G, HEADS, TILE, EXACT, CAPPED,
-        )  # fmt: skip
-    if FORM_1 is not None:
-        if (run >= RUNS_0) & (run < RUNS_0 + RUNS_1):
+    for at in tl.static_range(len(sections)):
+        if (run >= 0) & (run < RUNS[at]):
             attend_run(
-                query, arena, slots, positions, partial, peaks, sums, page_count, all_runs,
-                first_run + run, run - RUNS_0, scale, cap, window, table_1, tokens_1, slots_1,
-                width_1, by_slot_1, by_head_1, by_page_1, count_slot_1, count_head_1,
-                FORM_1, BACKWARD_1, RUNS_1, G, HEADS, TILE, EXACT, CAPPED,
+                query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
+                scale, cap, window, sections, lists, at, FORMS, BACKWARD[at], RUNS[at], CHUNK,
+                G, HEADS, TILE, EXACT, CAPPED,
             )  # fmt: skip
-    if FORM_2 is not None:
-        if run >= RUNS_0 + RUNS_1:
-            attend_run(
-                query, arena, slots, positions, partial, peaks, sums, page_count, all_runs,
-                first_run + run, run - RUNS_0 - RUNS_1, scale, cap, window, table_2, tokens_2,
-                slots_2, width_2, by_slot_2, by_head_2, by_page_2, count_slot_2, count_head_2,
-                FORM_2, BACKWARD_2, RUNS_2, G, HEADS, TILE, EXACT, CAPPED,
-            )  # fmt: skip
+        run -= RUNS[at]
 
 
 @triton.jit
-def run_of(
-    table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, run,
-    RUNS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Table, width, tokens, first and last tile (exclusive) of a run of this head row.
-
-    Runs differ by no more than one tile.
-    """
-    table, width, count = row_of(
-        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
-    )
+def tiles_of(count, run, RUNS: tl.constexpr, TILE: tl.constexpr):
+    """First and last tile (exclusive) of a run of so many tokens; runs differ by one at most."""
     tiles = (count + TILE - 1) // TILE
     each = (tiles + RUNS - 1) // RUNS
     first = run * each
-    return table, width, count, first, tl.minimum(first + each, tiles)
+    return first, tl.minimum(first + each, tiles)
+
+
+@triton.jit
+def pages_before(sections, slots, at: tl.constexpr, FORMS: tl.constexpr):
+    """Pages of this head row that the sections before number ``at`` hold."""
+    slot = tl.load(slots + tl.program_id(2))
+    base = 0
+    for before in tl.static_range(at):
+        _table, tokens, count, width, _slot, _head, _page, by_slot, by_head = sections[before]
+        room = FORMS[before].tokens
+        base += held_of(tokens, slot, count, by_slot, by_head, width, room)[1]
+    return base
 
 
 @triton.jit
@@ -97,18 +80,28 @@ def oldest_of(positions, window):
 
 @triton.jit
 def attend_run(
-    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, place, run,
-    scale, cap, window, table, tokens, slot_count, width, by_slot, by_head, by_page,
-    count_slot, count_head,
-    FORM: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr,
+    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
+    scale, cap, window, sections, lists, at: tl.constexpr, FORMS: tl.constexpr,
+    BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """A softmax over a run of tokens: its largest logit, sum, and unnormalised output."""
-    table, width, count, first_tile, last_tile = run_of(
-        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, run,
-        RUNS, TILE,
-    )  # fmt: skip
+    FORM: tl.constexpr = FORMS[at]
+    table, tokens, slot_count, width, by_slot, by_head, by_page, count_slot, count_head = sections[
+        at
+    ]
+    table, width, count = row_of(
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
+    )
+    listed = None
+    base = 0
+    if lists is not None:
+        base = pages_before(sections, slots, at, FORMS)
+        pages = tl.minimum((count + FORM.tokens - 1) // FORM.tokens, width)
+        entries, has_list, count = listed_of(lists, base, count, pages, FORM.tokens, CHUNK)
+        listed = (entries, has_list)
+    first_tile, last_tile = tiles_of(count, run, RUNS, TILE)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
     first_high, first_low, second_high, second_low, total, unit = split_query(
         query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM
@@ -123,8 +116,9 @@ def attend_run(
     out_3 = out_0
     for tile in range(first_tile, last_tile):
         page, row, live, wrong = cells_of(
-            arena, page_count, table, width, by_page, tile * TILE, count, FORM, BACKWARD, TILE
-        )
+            arena, page_count, table, width, by_page, tile * TILE, count, FORM,
+            BACKWARD, TILE, listed, base,
+        )  # fmt: skip
         logits = tile_logits(
             first_high, first_low, second_high, second_low, total, page, row, live, FORM, EXACT
         )
@@ -140,7 +134,7 @@ def attend_run(
             out_3 * rescale[:, None], weights, page, row, live, FORM, EXACT,
         )  # fmt: skip
     heads = tl.arange(0, HEADS)
-    slot_of_run = (group + heads) * all_runs + place
+    slot_of_run = (group + heads) * all_runs + tl.program_id(0)
     tl.store(peaks + slot_of_run, peak, mask=heads < G)
     tl.store(sums + slot_of_run, weight_sum, mask=heads < G)
     units = tl.arange(0, FORM.value_tile)
@@ -188,13 +182,6 @@ def add_values(
 
 
 @triton.jit
-def halves(numbers):
-    """A float32 tile as fp16, and what rounding lost."""
-    high = numbers.to(tl.float16)
-    return high, (numbers - high.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
 def score_run(
     query, arena, slots, positions, lse, page_count, scale, cap, window, weight,
     table, tokens, slot_count, width, by_slot, by_head, by_page, count_slot, count_head,
@@ -206,10 +193,10 @@ def score_run(
 
     Grid: runs of one section, KV heads, requests.
     """
-    table, width, count, first_tile, last_tile = run_of(
-        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head,
-        tl.program_id(0), RUNS, TILE,
-    )  # fmt: skip
+    table, width, count = row_of(
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
+    )
+    first_tile, last_tile = tiles_of(count, tl.program_id(0), RUNS, TILE)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
     first_high, first_low, second_high, second_low, total, unit = split_query(
         query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM

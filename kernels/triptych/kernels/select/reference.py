@@ -72,7 +72,7 @@ def unrotated(vectors: Tensor, summaries: Summaries) -> Tensor:
     """Vectors [..., d] in the coordinates of the model."""
     if not summaries.rotated:
         return vectors
-    return vectors @ hadamard(summaries.head_dim).to(vectors.device)
+    return vectors @ hadamard(summaries.head_dim, vectors.device)
 
 
 def moments(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from triptych.kernels import (
     Section,
     Summaries,
     decode_attention,
+    form,
     select_pages,
     summarize_pages,
 )
-from triptych.kernels.select import reference
+from triptych.kernels.select import gpu, reference
 from triptych.kernels.select.summary import KINDS, WHOLE, Kind, tile_bytes
 
 NewCache = Callable[..., Any]
@@ -101,6 +103,14 @@ def select(
     return PageLists(*(part.cpu() for part in made)), scores.cpu()
 
 
+@pytest.fixture(params=["one launch", "two launches in chunks"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How rows are scored and chosen from, whatever their length would decide."""
+    monkeypatch.setattr(gpu, "fuses", lambda *_: request.param == "one launch")
+    monkeypatch.setattr(form, "LISTED_AT_ONCE", 1024 if request.param == "one launch" else 16)
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("kind", "head_dim", "rule", "spread", "rows"),
     [
@@ -113,6 +123,7 @@ def select(
     ],
 )
 def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
+    launches: str,
     kind: Kind,
     head_dim: int,
     rule: Rule,
@@ -151,6 +162,67 @@ def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
     asked, arena, which = device.take(query, cache.arena, slots)
     mixed = decode_attention.on("cuda")(asked, arena, moved, which, scale=0.125, lists=lists)
     torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("keep", "omitted"), [(0.3, 0.0), (0.0, 0.05), (0.9, 0.6)])
+def test_of_equal_pages_the_earlier_ones_are_read(
+    launches: str, keep: float, omitted: float, device: Any, new_cache: NewCache
+) -> None:
+    """Pages with few different scores, zeros of both signs among them."""
+    cache = new_cache(64, pages=100)
+    sections = [cache.fill("k8v4", [[400, 33], [64, 600]]).section]
+    op = summarize_pages.on("reference")
+    known = summarized(op, Here(), cache.arena, sections[0], "moments")
+    page = torch.arange(16) % 3
+    known.codes[:] = known.codes[:, :, :1][..., page]
+    known.numbers[:] = known.numbers[:, :, :1][..., page]
+    rule = Rule.of(keep, sink_tokens=1, window_tokens=1, omitted_mass=omitted)
+    for query in (torch.randn(2, 4, 64), torch.zeros(2, 4, 64)):
+        want, _ = select("reference", Here(), query, sections, [known], rule, [0, 1])
+        got, _ = select("cuda", device, query, sections, [known], rule, [0, 1])
+        assert torch.equal(got.counts, want.counts)
+        for row, head in product(range(2), range(2)):
+            count = int(want.counts[row, head])
+            assert got.ordinals[row, head, :count].tolist() == (
+                want.ordinals[row, head, :count].tolist()
+            )
+
+
+@pytest.mark.parametrize("group", [1, 7, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_the_reference_for_any_group_and_size_of_query(
+    launches: str, kind: Kind, group: int, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(96, pages=60)
+    sections = [cache.fill("k4v2", [[700, 5]]).section]
+    known = summarized(summarize_pages.on("reference"), Here(), cache.arena, sections[0], kind)
+    rule = Rule.of(0.5, sink_tokens=0, window_tokens=0)
+    for size in (1e-6, 1.0, 3e4):
+        query = torch.randn(1, 2 * group, 96) * size
+        query[:, 0] = 0
+        _, want = select("reference", Here(), query, sections, [known], rule, [0])
+        _, got = select("cuda", device, query, sections, [known], rule, [0])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * size, equal_nan=True)
+
+
+def test_nobody_reads_what_is_not_there(launches: str, device: Any, new_cache: NewCache) -> None:
+    """A slot and a list that do not exist: nothing is read or written there, nothing raises."""
+    cache = new_cache(64, pages=40)
+    section = cache.fill("k8v4", [[200, 90], [150, 60]]).section
+    known = summarized(summarize_pages.on("reference"), Here(), cache.arena, section, "moments")
+    (memory,) = device.take(known.memory)
+    made = device.take(
+        torch.full((2, 2, 30), -7).int(), torch.full((2, 2), -9).int(), torch.tensor([1, 5]).int()
+    )
+    asked, slots, now = device.take(
+        torch.randn(2, 4, 64), torch.tensor([9, 0]).int(), torch.tensor([POSITION] * 2).int()
+    )
+    select_pages.on("cuda")(
+        asked, [device.section(section)], [replace(known, memory=memory)], slots, now,
+        Rule.of(0.3), PageLists(*made), scale=0.125,
+    )  # fmt: skip
+    assert made[1].tolist() == [[-9, -9], [0, 0]]
+    assert (made[0] == -7).all()
 
 
 class Here:

@@ -1,0 +1,201 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# Triton's language is not Python: the checker sees integers where tiles will be.
+"""The choice of pages: a program owns a head row.
+
+The page that is the last to be read is found by its score, digit by digit, and not by sorting:
+a score's bits, turned so that they order as the scores do, are four digits of 256. A sweep over
+the row counts the next digit of those that share the digits before; so four sweeps find the
+threshold, whatever the length of the row, and one more writes the list in its order.
+"""
+
+import triton
+import triton.language as tl
+
+from triptych.kernels.select.gpu_scores import asked_of, pages_of, score_pages
+
+WHOLE = tl.constexpr(1 << 16)
+STEPS = tl.constexpr(32)
+"""``WHOLE`` and ``SPREAD_STEPS``, as kernels need them."""
+DIGITS = tl.constexpr(256)
+
+
+@triton.jit
+def choose_pages(
+    query, slots, positions, sections, scores, by_row, by_head, means, all_pages,
+    scale, deviations, sinks, window, lists, spread, keep, budget, omitted,
+    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, SPAN: tl.constexpr,
+    FUSED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write the list of a head row of each request that has one. Grid: 1, KV heads, requests.
+
+    ``FUSED``: its scores are to be computed first; else ``score_spans`` has written them.
+    """
+    ordinals, counts, rows, row_count, most, list_row, list_head, count_row, count_head = lists
+    request, head = tl.program_id(2), tl.program_id(1)
+    place = tl.load(rows + request)
+    if (place >= 0) & (place < row_count):
+        total, tokens = 0, 0
+        if FUSED:
+            asked = asked_of(query, scale, G, HEADS, DIM)
+        for at in tl.static_range(len(sections)):
+            count, pages = pages_of(sections[at], slots)
+            if FUSED:
+                for first in range(0, pages, SPAN):
+                    score_pages(
+                        asked, slots, positions, sections[at], count, pages, total, first, scores,
+                        by_row, by_head, means, all_pages, deviations, sinks, window,
+                        KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
+                    )  # fmt: skip
+            total += pages
+            tokens += count
+        if FUSED:
+            tl.debug_barrier()  # each thread reads what others wrote
+        found = scores + request.to(tl.int64) * by_row + head * by_head
+        wanted = tl.minimum(share_of(total, tokens, spread, keep, budget), total)
+        wanted = tl.maximum(wanted, always_read(found, total, CHUNK))
+        if means is not None:
+            row = (request * tl.num_programs(1) + head).to(tl.int64)
+            masses = means + row * G * all_pages
+            needed = enough(found, masses, all_pages, total, omitted, G, GROUP, CHUNK)
+            wanted = tl.maximum(wanted, needed)
+        last, ties = threshold(found, total, wanted, CHUNK)
+        entries = ordinals + place.to(tl.int64) * list_row + head * list_head
+        length, equal = 0, 0
+        for first in range(0, total, CHUNK):
+            page = first + tl.arange(0, CHUNK)
+            key = ordered(found, page, page < total)
+            is_tie = (key == last) & (page < total)
+            tie = equal + tl.cumsum(is_tie.to(tl.int32), 0)
+            chosen = (page < total) & ((key > last) | (is_tie & (tie <= ties)))
+            to = length + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(entries + to, page, mask=chosen & (to < most))
+            length += tl.sum(chosen.to(tl.int32), 0)
+            equal += tl.sum(is_tie.to(tl.int32), 0)
+        at_count = counts + place.to(tl.int64) * count_row + head * count_head
+        tl.store(at_count, tl.minimum(length, most))
+
+
+@triton.jit
+def share_of(total, tokens, spread, keep, budget):
+    """``Rule.pages``, before the number of pages limits it."""
+    whole: tl.constexpr = WHOLE
+    own = tl.minimum(budget.to(tl.int64) * whole // tl.maximum(tokens, 1), whole).to(tl.int32)
+    own = tl.maximum(own, keep)
+    if spread is not None:
+        size: tl.constexpr = WHOLE // STEPS
+        steps = spread + tl.program_id(1) * (STEPS + 1)
+        step, rest = own // size, own % size
+        low, high = tl.load(steps + step), tl.load(steps + tl.minimum(step + 1, STEPS))
+        own = low + ((high - low) * rest + size - 1) // size
+    return ((total.to(tl.int64) * own + whole - 1) // whole).to(tl.int32)
+
+
+@triton.jit
+def always_read(found, total, CHUNK: tl.constexpr):
+    """How many pages are read in any case."""
+    number = 0
+    for first in range(0, total, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        score = tl.load(found + page, mask=page < total, other=0.0)
+        number += tl.sum((score == float("inf")).to(tl.int32), 0)
+    return number
+
+
+@triton.jit
+def ordered(found, page, live):
+    """Scores as unsigned numbers in the same order; a zero has one sign."""
+    score = tl.load(found + page, mask=live, other=0.0)
+    bits = tl.cast(tl.where(score == 0.0, 0.0, score), tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) > 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def threshold(found, total, wanted, CHUNK: tl.constexpr):
+    """The smallest of the ``wanted`` largest scores, and how many that equal it are among them."""
+    digit = tl.arange(0, DIGITS)
+    last = tl.full([], 0, tl.uint32)
+    left = wanted
+    for shift in tl.static_range(24, -8, -8):
+        number = tl.zeros([DIGITS], tl.int32)
+        for first in range(0, total, CHUNK):
+            page = first + tl.arange(0, CHUNK)
+            key = ordered(found, page, page < total)
+            alike = page < total
+            if shift < 24:
+                alike = alike & ((key >> (shift + 8)) == last)
+            number += tl.histogram(((key >> shift) & 255).to(tl.int32), DIGITS, mask=alike)
+        reached = tl.cumsum(number, 0, reverse=True)
+        at = tl.sum((reached >= left).to(tl.int32), 0) - 1
+        left -= tl.sum(tl.where(digit > at, number, 0), 0)
+        last = (last << 8) | at.to(tl.uint32)
+    return last, left
+
+
+@triton.jit
+def enough(
+    found, masses, by_member, total, omitted,
+    G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``reference.enough``: bit by bit the largest score down to which pages suffice.
+
+    masses: logarithms of what pages are expected to receive from each of G heads.
+    """
+    # Sums and maxima are over tiles, and of a tile at the end: a reduction in each turn of a loop
+    # is slower, and one whose result is used twice does not compile (Triton 3.6 and 3.7).
+    most = tl.full([GROUP, CHUNK], float("-inf"), tl.float32)
+    for first in range(0, total, CHUNK):
+        most = tl.maximum(most, masses_of(masses, by_member, first, total, G, GROUP, CHUNK))
+    peak = tl.max(most, 1)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)[:, None]
+    sums = tl.zeros([GROUP, CHUNK], tl.float32)
+    for first in range(0, total, CHUNK):
+        sums += tl.exp(masses_of(masses, by_member, first, total, G, GROUP, CHUNK) - peak)
+    whole = tl.sum(sums, 1)
+    unit = 1.0 / tl.where(whole > 0, whole, 1.0)
+    last = tl.full([], 0, tl.uint32)
+    for bit in range(32):
+        tried = last | (tl.full([], 0x80000000, tl.uint32) >> bit)
+        sums = tl.zeros([GROUP, CHUNK], tl.float32)
+        for first in range(0, total, CHUNK):
+            page = first + tl.arange(0, CHUNK)
+            reached = (page < total) & (ordered(found, page, page < total) >= tried)
+            mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
+            sums += tl.where(reached[None, :], tl.exp(mass - peak), 0.0)
+        last = tl.where(rest_of(tl.sum(sums, 1) * unit, G, GROUP) <= omitted, tried, last)
+    sums = tl.zeros([GROUP, CHUNK], tl.float32)
+    number = 1
+    for first in range(0, total, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        above = (page < total) & (ordered(found, page, page < total) > last)
+        mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
+        sums += tl.where(above[None, :], tl.exp(mass - peak), 0.0)
+        number += tl.sum(above.to(tl.int32), 0)
+    got = tl.sum(sums, 1)
+    for first in range(0, total, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        tie = (page < total) & (ordered(found, page, page < total) == last)
+        mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
+        sums = got[:, None] + tl.cumsum(tl.where(tie[None, :], tl.exp(mass - peak), 0.0), 1)
+        shares = tl.where((tl.arange(0, GROUP) < G)[:, None], sums * unit[:, None], 1.0)
+        number += tl.sum((tie & (1.0 - tl.min(shares, 0) > omitted)).to(tl.int32), 0)
+        got = tl.max(sums, 1)
+    return tl.where(tl.max(whole, 0) > 0, number, 0)
+
+
+@triton.jit
+def rest_of(shares, G: tl.constexpr, GROUP: tl.constexpr):
+    """What is left of the attention of the head that has received the smallest share."""
+    return 1.0 - tl.min(tl.where(tl.arange(0, GROUP) < G, shares, 1.0), 0)
+
+
+@triton.jit
+def masses_of(
+    masses, by_member, first, total,
+    G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """[GROUP, CHUNK]; minus infinity where there is no page, or no head."""
+    page, member = first + tl.arange(0, CHUNK), tl.arange(0, GROUP)
+    at = masses + member[:, None] * by_member + page[None, :]
+    mask = (member < G)[:, None] & (page < total)[None, :]
+    return tl.load(at, mask=mask, other=float("-inf"))

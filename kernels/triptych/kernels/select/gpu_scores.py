@@ -1,0 +1,208 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# Triton's language is not Python: the checker sees integers where tiles will be.
+"""Scores of pages from their summaries: the tensor cores multiply queries by codes.
+
+Codes are exact in fp16. Queries, and their squares, are two fp16 numbers each, which keeps
+float32 accuracy; squares of deviations are two bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from triptych.kernels.gpu_pages import half_of, halves, held_of, products, unit_of
+
+PAGES = tl.constexpr(16)
+BLOCKS = tl.constexpr(4)
+POSITIONS = tl.constexpr(2)
+"""``TILE_PAGES``, ``BLOCKS`` and ``POSITIONS`` of ``summary``, as kernels need them."""
+STEP = tl.constexpr(32)
+"""Channels that are multiplied at a time: few, so that all halves and codes fit registers."""
+
+
+@triton.jit
+def score_spans(
+    query, slots, positions, rows, row_count, sections, scores, by_row, by_head, means, all_pages,
+    scale, deviations, sinks, window,
+    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Score the pages of requests that have a list.
+
+    Grid: spans of the sections side by side, KV heads, requests. Scores of a row lie side by
+    side, those of its first section first.
+    """
+    place = tl.load(rows + tl.program_id(2))
+    if (place >= 0) & (place < row_count):
+        asked = asked_of(query, scale, G, HEADS, DIM)
+        span, base = tl.program_id(0), 0
+        for at in tl.static_range(len(sections)):
+            count, pages = pages_of(sections[at], slots)
+            if (span >= 0) & (span * SPAN < pages):
+                score_pages(
+                    asked, slots, positions, sections[at], count, pages, base, span * SPAN,
+                    scores, by_row, by_head, means, all_pages, deviations, sinks, window,
+                    KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
+                )  # fmt: skip
+            base += pages
+            span -= (sections[at][5] + SPAN - 1) // SPAN
+
+
+@triton.jit
+def pages_of(section, slots):
+    """Tokens and pages that a section has of this head row."""
+    tokens, count_slot, count_head, slot_count, room, width, _memory, _by_slot, _by_head = section
+    slot = tl.load(slots + tl.program_id(2))
+    return held_of(tokens, slot, slot_count, count_slot, count_head, width, room)
+
+
+@triton.jit
+def asked_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Queries of a group, times ``scale``: where they lie, their unit and its inverse, and the
+    sums of their positive and of their negative numbers, [HEADS] each."""
+    group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * G
+    lines = query + (group + tl.arange(0, HEADS)) * DIM
+    largest = tl.zeros([HEADS], tl.float32)
+    above, below = largest, largest
+    for first in range(0, DIM, STEP):
+        asked = channels_of(lines, scale, first, G, HEADS, DIM)
+        largest = tl.maximum(largest, tl.max(tl.abs(asked), 1))
+        above += tl.sum(tl.maximum(asked, 0.0), 1)
+        below += tl.sum(tl.minimum(asked, 0.0), 1)
+    unit, inverse = unit_of(largest)
+    return lines, scale, unit, inverse, above, below
+
+
+@triton.jit
+def channels_of(
+    lines, scale, first, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """Some channels of the queries [HEADS, STEP], times ``scale``; 0 where there is none."""
+    channel = first + tl.arange(0, STEP)
+    inside = (tl.arange(0, HEADS) < G)[:, None] & (channel < DIM)[None, :]
+    return tl.load(lines[:, None] + channel[None, :], mask=inside, other=0.0) * scale
+
+
+@triton.jit
+def score_pages(
+    asked, slots, positions, section, count, pages, base, first, scores, by_row, by_head, means,
+    all_pages, deviations, sinks, window,
+    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Write scores of pages of a section, from ``first`` on: infinity for those read in any case.
+
+    ``means``: also what they are expected to receive from each query head, as a logarithm.
+    """
+    _tokens, _count_slot, _count_head, _slots, room, _width, memory, by_slot, of_head = section
+    request, head = tl.program_id(2), tl.program_id(1)
+    page = first + tl.arange(0, SPAN)
+    live = page < pages
+    best = tl.full([SPAN], float("inf"), tl.float32)
+    mass = tl.full([HEADS, SPAN], float("-inf"), tl.float32)
+    if KNOWN:
+        codes: tl.constexpr = (2 if IS_BOX else 3) * DIM * PAGES
+        numbers: tl.constexpr = (4 if IS_BOX else 3 * BLOCKS) * PAGES
+        tile_bytes: tl.constexpr = codes + 4 * (numbers + POSITIONS * PAGES)
+        row = memory + tl.load(slots + request).to(tl.int64) * by_slot + head * of_head
+        tile, place = row + (page // PAGES) * tile_bytes, page % PAGES
+        at = (tile + codes).to(tl.pointer_type(tl.float32)) + place
+        if IS_BOX:
+            best = box_scores(asked, tile + place, live, at, G, HEADS, DIM)
+        else:
+            best, mass = moment_scores(
+                asked, tile + place, live, at, room, deviations, means is not None, G, HEADS, DIM
+            )
+        best = tl.max(tl.where((tl.arange(0, HEADS) < G)[:, None], best, float("-inf")), 0)
+        competing = tl.maximum(count - 1, 0) // room
+        mass = tl.where((page < competing)[None, :], mass, float("-inf"))
+        ends = (tile + codes + 4 * numbers).to(tl.pointer_type(tl.int32)) + place
+        oldest = tl.load(ends, mask=live, other=0)
+        newest = tl.load(ends + PAGES, mask=live, other=0)
+        now = tl.load(positions + request)
+        competes = (oldest >= sinks) & (newest <= now - window) & (page < competing)
+        best = tl.where(competes, best, float("inf"))
+    to = scores + request.to(tl.int64) * by_row + head * by_head + base + page
+    tl.store(to, best, mask=live)
+    if means is not None:
+        member = tl.arange(0, HEADS)
+        group = (request * tl.num_programs(1) + head).to(tl.int64) * G
+        to = means + (group + member)[:, None] * all_pages + (base + page)[None, :]
+        tl.store(to, mass, mask=(member < G)[:, None] & live[None, :])
+
+
+@triton.jit
+def box_scores(
+    asked, codes, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """The largest products [HEADS, SPAN] that keys in a page's box can have."""
+    lines, scale, unit, inverse, above, below = asked
+    out = tl.zeros([HEADS, live.shape[0]], tl.float32)
+    largest, smallest = out, out
+    for first in range(0, DIM, STEP):
+        near = channels_of(lines, scale, first, G, HEADS, DIM) * inverse[:, None]
+        byte = bytes_of(codes, live, first, 0, DIM)
+        high, low = halves(tl.maximum(near, 0.0))
+        largest += products(high, low, half_of(byte), True)
+        byte = bytes_of(codes, live, first, 1, DIM)
+        high, low = halves(tl.minimum(near, 0.0))
+        smallest += products(high, low, half_of(byte), True)
+    out = largest * unit[:, None] * number_of(at, 0, live)
+    out += above[:, None] * number_of(at, 1, live)
+    out += smallest * unit[:, None] * number_of(at, 2, live)
+    return out + below[:, None] * number_of(at, 3, live)
+
+
+@triton.jit
+def moment_scores(
+    asked, codes, live, at, room, deviations, HAS_MASS: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The largest logits [HEADS, SPAN] that a page's blocks are likely to have; and the logarithm
+    of what they are expected to receive together, where asked for."""
+    lines, scale, unit, inverse, above, below = asked
+    first_mean = tl.zeros([HEADS, live.shape[0]], tl.float32)
+    second_mean, third_mean, fourth_mean, variance = first_mean, first_mean, first_mean, first_mean
+    for first in range(0, DIM, STEP):
+        near = channels_of(lines, scale, first, G, HEADS, DIM) * inverse[:, None]
+        high, low = halves(near)
+        pair = bytes_of(codes, live, first, 0, DIM)
+        first_mean += products(high, low, half_of(pair & 15), True)
+        second_mean += products(high, low, half_of(pair >> 4), True)
+        pair = bytes_of(codes, live, first, 1, DIM)
+        third_mean += products(high, low, half_of(pair & 15), True)
+        fourth_mean += products(high, low, half_of(pair >> 4), True)
+        square = bytes_of(codes, live, first, 2, DIM).to(tl.uint16)
+        square = square * square
+        high, low = halves(near * near)
+        variance += products(high, low, half_of(square >> 8) * 256.0, True)
+        variance += products(high, low, half_of(square & 255), True)
+    variance = tl.maximum(variance, 0.0) * (unit * unit)[:, None]
+    best = tl.full(variance.shape, float("-inf"), tl.float32)
+    mass = best
+    means = (first_mean, second_mean, third_mean, fourth_mean)
+    for block in tl.static_range(BLOCKS):
+        mean = means[block] * unit[:, None] * number_of(at, 3 * block, live)
+        mean += (above + below)[:, None] * number_of(at, 3 * block + 1, live)
+        spread = number_of(at, 3 * block + 2, live)
+        best = tl.maximum(best, mean + deviations * tl.sqrt(variance) * spread)
+        if HAS_MASS:
+            size = (block + 1) * room // BLOCKS - block * room // BLOCKS
+            logit = mean + variance * spread * spread * 0.5
+            logit += tl.log(tl.maximum(size, 1).to(tl.float32))
+            peak = tl.maximum(mass, logit)
+            mass = peak + tl.log(tl.exp(mass - peak) + tl.exp(logit - peak))
+    return best, mass
+
+
+@triton.jit
+def bytes_of(codes, live, first, vector: tl.constexpr, DIM: tl.constexpr):
+    """Some channels of one of the vectors of each page [STEP, SPAN]."""
+    channel = first + tl.arange(0, STEP)
+    at = codes[None, :] + ((vector * DIM + channel) * PAGES)[:, None]
+    return tl.load(at, mask=(channel < DIM)[:, None] & live[None, :], other=0)
+
+
+@triton.jit
+def number_of(at, index, live):
+    """One of the numbers of each page, [1, SPAN]."""
+    return tl.load(at + index * PAGES, mask=live, other=0.0)[None, :]

@@ -1,4 +1,4 @@
-"""Check every Triton kernel and the engines on a GPU, then time decode attention.
+"""Check every Triton kernel and the engines on a GPU, then time decode attention and selection.
 
     python benchmarks/gpu.py --json FILE
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from triptych.cli.loadgen.host import host_info
-from triptych.kernels import bench_gpu
+from triptych.kernels import bench_gpu, bench_selection
 
 ROOT = Path(__file__).parents[1]
 TESTS = [
@@ -34,6 +34,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,k8v4+k4v2+fp16")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--selection-batch", default="1,8,32")
+    parser.add_argument("--selection-context", default="4096,8192,16384,32768")
     parser.add_argument("--repeats", type=int, default=50)
     return parser.parse_args()
 
@@ -48,8 +50,24 @@ def main() -> None:
     for row in bench_gpu.run(asked.formats.split(","), **options):
         rows.append(asdict(row))
         print(json.dumps(rows[-1]), flush=True)
+    chosen: list[dict[str, object]] = []
+    for row in bench_selection.run_selection(
+        ("cuda",),
+        batches=[int(word) for word in asked.selection_batch.split(",")],
+        contexts=[int(word) for word in asked.selection_context.split(",")],
+        shape=bench_gpu.LAYER,
+        repeats=asked.repeats,
+        device="cuda",
+    ):
+        chosen.append(asdict(row))
+        print(json.dumps(chosen[-1]), flush=True)
     if asked.json:
-        found = {"host": host_info(), "device": torch.cuda.get_device_name(), "rows": rows}
+        found = {
+            "selection": chosen,
+            "host": host_info(),
+            "device": torch.cuda.get_device_name(),
+            "rows": rows,
+        }
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
-"""Time decode attention over chosen pages beside the same pages read whole."""
+"""Time decode attention over chosen pages beside the same pages read whole, on CPU or GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.core.errors import TriptychError
 from triptych.kernels.bench import TOLERANCE, Case, Shape, build_case, in_turns
+from triptych.kernels.bench_gpu import device_seconds
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.lists import PageLists
 from triptych.kernels.pages import Section
@@ -69,14 +70,15 @@ class SelectionCase:
     def of(cls, case: Case, kind: Kind, rule: Rule, context: int) -> "SelectionCase":
         batch, heads = case.sections[0].tokens.shape
         most = sum(section.pages.shape[2] for section in case.sections)
-        slots = torch.arange(batch, dtype=torch.int32)
+        device = case.query.device
+        slots = torch.arange(batch, dtype=torch.int32, device=device)
         return cls(
             case=case,
             summaries=[summaries_of(case.arena, section, kind) for section in case.sections],
             rule=rule,
             lists=PageLists(
-                torch.zeros(batch, heads, most, dtype=torch.int32),
-                torch.zeros(batch, heads, dtype=torch.int32),
+                torch.zeros(batch, heads, most, dtype=torch.int32, device=device),
+                torch.zeros(batch, heads, dtype=torch.int32, device=device),
                 slots,
             ),
             slots=slots,
@@ -160,11 +162,12 @@ def summaries_of(arena: Tensor, section: Section, kind: Kind) -> Summaries:
     batch, heads, width = section.pages.shape
     dim = section.layout.head_dim
     tiles = -(-width // TILE_PAGES)
-    memory = torch.zeros(batch, heads, tiles, tile_bytes(kind, dim), dtype=torch.uint8)
+    size, device = (batch, heads, tiles, tile_bytes(kind, dim)), arena.device
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
     summaries = Summaries(kind, memory, dim)
     full = section.tokens // section.layout.tokens
-    column = torch.arange(width).expand(batch, heads, width)
-    row = torch.arange(batch * heads).view(batch, heads, 1).expand_as(column)
+    column = torch.arange(width, device=device).expand(batch, heads, width)
+    row = torch.arange(batch * heads, device=device).view(batch, heads, 1).expand_as(column)
     live = column < full[..., None]
     pages, rows, columns = (part[live].int() for part in (section.pages, row, column))
     summarize_pages(arena, section.layout, pages, summaries, rows, columns)
@@ -182,8 +185,10 @@ def run_selection(
     *,
     shape: Shape | None = None,
     repeats: int = 30,
+    device: str = "cpu",
 ) -> list[SelectionRow]:
-    """Measure every combination on the CPU, with the threads that torch has.
+    """Measure every combination: on the CPU with the threads that torch has, in turns; on a GPU
+    each captured in a graph and replayed.
 
     Raises:  TriptychError if a backend disagrees with the reference over the chosen pages
     """
@@ -192,7 +197,8 @@ def run_selection(
     rules += [(f"budget {tokens}", Rule.of(0.0, tokens)) for tokens in budgets]
     rows: list[SelectionRow] = []
     for batch, context, name in product(batches, contexts, formats):
-        query = torch.randn(batch, shape.heads, shape.head_dim)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        query = torch.randn(batch, shape.heads, shape.head_dim, device=device).to(dtype)
         whole = build_case(shape, name, query, context)
         for kind, (label, rule) in product(methods, rules):
             case = SelectionCase.of(whole, kind, rule, context)
@@ -212,14 +218,15 @@ def check_selection(case: SelectionCase, backend: str, name: str) -> None:
 def _measure(
     case: SelectionCase, backend: str, kind: Kind, name: str, label: str, repeats: int
 ) -> SelectionRow:
-    whole, selected, select = in_turns(
-        [
-            lambda: case.case.attend(backend),
-            lambda: case.run(backend),
-            lambda: case.select(backend),
-        ],
-        repeats,
-    )
+    calls: list[Callable[[], object]] = [
+        lambda: case.case.attend(backend),
+        lambda: case.run(backend),
+        lambda: case.select(backend),
+    ]
+    if case.case.query.is_cuda:
+        whole, selected, select = (device_seconds(call, repeats) for call in calls)
+    else:
+        whole, selected, select = in_turns(calls, repeats)
     read = int(case.lists.counts.sum())
     return SelectionRow(
         backend=backend,

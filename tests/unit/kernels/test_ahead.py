@@ -12,6 +12,8 @@ from triptych.core.errors import ConfigError
 from triptych.kernels import ahead, variants
 
 WIDE = variants.USUAL_VARIANTS["attend_chunks"]
+USUAL_TARGETS = "sm_90", "gfx942"
+"""One of each maker: all four take a minute; ``triptych kernels check`` compiles for all."""
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -22,15 +24,16 @@ def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.timeout(900)  # the first time nothing is in Triton's cache
-def test_every_kernel_fits_every_target(
+def test_every_kernel_fits_the_usual_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "kernels.json"
-    assert check(monkeypatch, "--quick", "--jobs", "1", "--json", str(path)) == 0
+    asked = [word for name in USUAL_TARGETS for word in ("--target", name)]
+    assert check(monkeypatch, "--quick", "--jobs", "1", "--json", str(path), *asked) == 0
     rows = json.loads(path.read_text())["rows"]
     every = {kernel for kernel, _ in variants.all_variants()}
     assert {(row["kernel"], row["target"]) for row in rows} == {
-        (kernel, target) for kernel in every for target in ahead.TARGETS
+        (kernel, target) for kernel in every for target in USUAL_TARGETS
     }
     assert all(row["spill_bytes"] == 0 < row["registers"] for row in rows)
     assert "attend_sections" in capsys.readouterr().out

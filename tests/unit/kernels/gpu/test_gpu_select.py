@@ -111,6 +111,19 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
+def mixed_case(
+    new_cache: NewCache, head_dim: int, kind: Kind
+) -> tuple[Any, list[Section], list[Summaries | None]]:
+    """A cache, sections of three formats, one of them backward, and summaries of two."""
+    cache = new_cache(head_dim, pages=80)
+    sections = [cache.fill(name, counts).section for name, counts in MIXED.items()]
+    sections[1] = replace(sections[1], pages=sections[1].pages.flip(-1), backward=True)
+    forward = [replace(s, pages=s.forward_pages, backward=False) for s in sections]
+    op = summarize_pages.on("reference")
+    known = [summarized(op, Here(), cache.arena, one, kind, kind == "box") for one in forward[:2]]
+    return cache, sections, [*known, None]
+
+
 @pytest.mark.parametrize(
     ("kind", "head_dim", "rule", "spread", "rows"),
     [
@@ -122,7 +135,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         ("moments", 64, Rule.of(1.0), UNEVEN, [0, 1]),
     ],
 )
-def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
+def test_the_choice_is_that_of_the_reference(
     launches: str,
     kind: Kind,
     head_dim: int,
@@ -132,16 +145,10 @@ def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
     device: Any,
     new_cache: NewCache,
 ) -> None:
-    cache = new_cache(head_dim, pages=80)
-    sections = [cache.fill(name, counts).section for name, counts in MIXED.items()]
-    sections[1] = replace(sections[1], pages=sections[1].pages.flip(-1), backward=True)
-    forward = [replace(s, pages=s.forward_pages, backward=False) for s in sections]
-    op = summarize_pages.on("reference")
-    here = Here()
-    known = [summarized(op, here, cache.arena, one, kind, kind == "box") for one in forward[:2]]
+    _, sections, known = mixed_case(new_cache, head_dim, kind)
     query = torch.randn(2, 6, head_dim)
-    want, wanted = select("reference", here, query, sections, [*known, None], rule, rows, spread)
-    got, found = select("cuda", device, query, sections, [*known, None], rule, rows, spread)
+    want, wanted = select("reference", Here(), query, sections, known, rule, rows, spread)
+    got, found = select("cuda", device, query, sections, known, rule, rows, spread)
     torch.testing.assert_close(
         found[torch.tensor(rows) >= 0], wanted[torch.tensor(rows) >= 0], rtol=1e-5, atol=1e-5,
         equal_nan=True,
@@ -153,6 +160,23 @@ def test_the_choice_is_that_of_the_reference_and_attention_follows_it(
             assert torch.equal(
                 got.ordinals[place, head, :count], want.ordinals[place, head, :count]
             )
+
+
+@pytest.mark.parametrize("at_once", [16, 1024])
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, [1, 0]), (96, [1, -1])])
+def test_attention_reads_what_is_listed(
+    head_dim: int,
+    rows: list[int],
+    at_once: int,
+    device: Any,
+    new_cache: NewCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of the requests may have no list: it reads all. ``at_once``: entries looked through."""
+    monkeypatch.setattr(form, "LISTED_AT_ONCE", at_once)
+    cache, sections, known = mixed_case(new_cache, head_dim, "moments")
+    query, rule = torch.randn(2, 6, head_dim), Rule.of(0.4)
+    want, _ = select("reference", Here(), query, sections, known, rule, rows)
     slots = torch.arange(2, dtype=torch.int32)
     expected = decode_attention.on("reference")(
         query, cache.arena, sections, slots, scale=0.125, lists=want

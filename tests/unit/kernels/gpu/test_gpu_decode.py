@@ -53,17 +53,16 @@ def backward(section: Section) -> Section:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "order"),
+    ("name", "head_dim", "order"),
     [
-        (16, "token"),
-        (64, "token"),
-        (64, "channel"),
-        (96, "channel"),
-        (128, "token"),
-        (256, "token"),
+        *((name, 64, "token") for name in FORMATS),
+        *((name, 96, "channel") for name in FORMATS),
+        ("k8v4", 16, "token"),
+        ("k4v2", 128, "token"),
+        ("fp16", 256, "channel"),
+        ("k4v4", 256, "token"),
     ],
 )
-@pytest.mark.parametrize("name", FORMATS)
 def test_attention_over_pages_is_attention_over_what_they_hold(
     name: str, head_dim: int, order: KeyOrder, device: Any, new_cache: NewCache
 ) -> None:

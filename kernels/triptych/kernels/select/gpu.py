@@ -87,7 +87,7 @@ def plan(
     spread: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> list[Launch]:
-    """The launches of one call: one, or one that scores tiles of pages and one that chooses."""
+    """The launches of one call: one, or one that scores spans of pages and one that chooses."""
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
     group = heads // kv_heads
@@ -99,13 +99,7 @@ def plan(
     check_indices(slots, positions)
     check_device("select_pages", query, slots, positions, scores, spread, lists.ordinals)
     pages = sum(section.pages.shape[2] for section in sections)
-    if scores is None:
-        scores = query.new_empty((rows, kv_heads, pages), dtype=torch.float32)
-    if scores.shape[2] < pages or scores.stride(2) != 1 or scores.dtype != torch.float32:
-        raise ConfigError(
-            f"select_pages: scores {tuple(scores.shape)} {scores.dtype}: expected float32 with "
-            f"room for {pages} pages, the last dimension dense"
-        )
+    scores = _scores(query, (rows, kv_heads, pages), scores)
     means = None
     if rule.omitted_mass > 0:
         means = query.new_empty((rows, kv_heads, group, pages), dtype=torch.float32)
@@ -157,6 +151,19 @@ def fuses(pages: int, head_rows: int, processors: int) -> bool:
         return False
     is_short = pages <= FUSED_SPANS * SPAN
     return is_short or (pages <= FUSED_PAGES and head_rows >= processors)
+
+
+def _scores(query: Tensor, shape: tuple[int, int, int], given: Tensor | None) -> Tensor:
+    """Room for the scores of a call's pages: what was given, if there is enough."""
+    if given is None:
+        return query.new_empty(shape, dtype=torch.float32)
+    is_dense = given.dim() == 3 and given.stride(2) == 1 and given.dtype == torch.float32
+    if not is_dense or given.shape[:2] != shape[:2] or given.shape[2] < shape[2]:
+        raise ConfigError(
+            f"select_pages: scores {tuple(given.shape)} {given.dtype}: expected float32 {shape}, "
+            "the last dimension dense"
+        )
+    return given
 
 
 def _place(section: Section, summaries: Summaries | None, kv_heads: int, dim: int) -> Argument:

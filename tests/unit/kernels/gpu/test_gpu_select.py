@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triptych.core.errors import ConfigError
 from triptych.kernels import (
     PageLists,
     Rule,
@@ -247,6 +248,24 @@ def test_nobody_reads_what_is_not_there(launches: str, device: Any, new_cache: N
     )  # fmt: skip
     assert made[1].tolist() == [[-9, -9], [0, 0]]
     assert (made[0] == -7).all()
+
+
+def test_what_does_not_fit_is_an_error(device: Any, new_cache: NewCache) -> None:
+    cache = new_cache(64, pages=40)
+    section = cache.fill("k8v4", [[200, 90]]).section
+    known = summarized(summarize_pages.on("reference"), Here(), cache.arena, section, "moments")
+    narrow = replace(known, memory=known.memory[:, :1])
+    query, rule = torch.randn(1, 4, 64), Rule.of(0.3)
+    with pytest.raises(ConfigError, match="no section has summaries"):
+        select("cuda", device, query, [section], [None], rule, [0])
+    with pytest.raises(ConfigError, match="summaries of 1 KV heads"):
+        select("cuda", device, query, [section], [narrow], rule, [0])
+    with pytest.raises(ConfigError, match=r"scores \(1, 2, 1\)"):
+        gpu.plan(
+            query, [section], [known], torch.zeros(1).int(), torch.zeros(1).int(), rule,
+            PageLists(torch.zeros(1, 2, 9).int(), torch.zeros(1, 2).int(), torch.zeros(1).int()),
+            0.125, scores=torch.zeros(1, 2, 1),
+        )  # fmt: skip
 
 
 class Here:

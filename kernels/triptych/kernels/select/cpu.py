@@ -1,4 +1,4 @@
-"""Page summaries and page selection on the CPU: checks and addresses here, numba in ``driver``."""
+"""Page summaries and their choice on the CPU: checks and addresses here, numba in two modules."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.hadamard import block_size
 from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
-from triptych.kernels.select import driver
+from triptych.kernels.select import cpu_choice, cpu_summaries
 from triptych.kernels.select.reference import unrotated
 from triptych.kernels.select.score_tile import ScoreTile, score_tile_address
 from triptych.kernels.select.summary import (
@@ -63,8 +63,8 @@ def summarize_pages(
         ),
         np.int64,
     )
-    body = driver.summarize.address
-    if not driver.run_summaries(job, team_address(), body, team_threads()):
+    body = cpu_summaries.summarize.address
+    if not cpu_summaries.run_summaries(job, team_address(), body, team_threads()):
         raise ConfigError("summarize_pages: a page, a row or a column is out of range")
 
 
@@ -98,7 +98,7 @@ def select_pages(
             for section, part in zip(sections, summaries, strict=True)
         ]
     )
-    job = np.zeros(driver.JOB_WORDS, np.int64)
+    job = np.zeros(cpu_choice.JOB_WORDS, np.int64)
     job[2:32] = (
         query.data_ptr(),
         slots.data_ptr(),
@@ -126,12 +126,14 @@ def select_pages(
         0 if spread is None else spread.data_ptr(),
     )
     job[32:].view(np.float64)[:] = scale, rule.omitted_mass
-    if not driver.run_choice(job, team_address(), driver.choose_rows.address, team_threads()):
+    if not cpu_choice.run_choice(
+        job, team_address(), cpu_choice.choose_rows.address, team_threads()
+    ):
         raise ConfigError("select_pages: a slot, a token count or a list is out of range")
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:
-    """What the driver knows of how summaries lie: is it a box, codes, numbers."""
+    """What numba is told of how summaries lie: is it a box, codes, numbers."""
     kind = summaries.kind
     return kind == "box", CODE_BYTES[kind], NUMBERS[kind]
 
@@ -139,7 +141,7 @@ def _form(summaries: Summaries) -> tuple[int, ...]:
 def _words(
     section: Section, summaries: Summaries | None, kv_heads: int, dim: int
 ) -> NDArray[np.int64]:
-    """What the driver knows of a section; its columns are named there.
+    """What numba is told of a section; ``cpu_choice`` names the columns.
 
     Raises:  ConfigError unless it fits its summaries and the queries
     """

@@ -63,10 +63,10 @@ def main() -> None:
         print(json.dumps(chosen[-1]), flush=True)
     if asked.json:
         found = {
-            "selection": chosen,
             "host": host_info(),
             "device": torch.cuda.get_device_name(),
             "rows": rows,
+            "selection": chosen,
         }
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from triptych.cli import main as command
 from triptych.core.errors import ConfigError
-from triptych.kernels import ahead, variants
+from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.kernels import PageLists, Rule, Section, Summaries, ahead, variants
+from triptych.kernels.select import gpu, tile_bytes
 
 WIDE = variants.USUAL_VARIANTS["attend_chunks"]
 USUAL_TARGETS = "sm_90", "gfx942"
@@ -54,3 +57,22 @@ def test_a_kernel_that_spills_is_exit_code_1(
 def test_an_unknown_target_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no target 'sm_1'"):
         ahead.tasks(["sm_90", "sm_1"])
+
+
+@pytest.mark.parametrize("width", [1, 300])
+def test_settings_and_sizes_of_one_compile(width: int) -> None:
+    """Triton takes an argument that is 1 for a constant, which not every operation does."""
+
+    def ones(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    layout = PageLayout(FORMATS["k8v4"], 64, default_page_bytes(64))
+    section = Section(layout, ones(1, 1, width), ones(1, 1))
+    memory = ones(1, 1, -(-width // 16), tile_bytes("moments", 64), dtype=torch.uint8)
+    known = [Summaries("moments", memory, 64), None]
+    rule = Rule(keep=1, budget_tokens=1, sink_tokens=1, window_tokens=1)
+    lists = PageLists(ones(1, 1, 2 * width), ones(1, 1), ones(1))
+    query = ones(1, 1, 64, dtype=torch.bfloat16)
+    for launch in gpu.plan(query, [section] * 2, known, ones(1), ones(1), rule, lists, 1.0):
+        made = ahead.compile_launch(launch, ahead.Task(launch.name, "ones", "sm_90"))
+        assert made.registers > 0

@@ -1,6 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be, and a
-# condition on constants must not share an `if` with one on numbers.
+# Triton's language is not Python: the checker sees integers where tiles will be.
 """Kernels of decode attention: a program reads a run of a section, for all heads of a group."""
 
 import triton

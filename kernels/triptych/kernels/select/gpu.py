@@ -18,7 +18,7 @@ from triptych.kernels.form import MIN_DOT, chunk_of, list_arguments
 from triptych.kernels.launch import Argument, Launch, check_device, power_of_two, processors
 from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_indices
-from triptych.kernels.select.gpu_rows import choose_pages
+from triptych.kernels.select.gpu_choice import choose_pages
 from triptych.kernels.select.gpu_scores import score_spans
 from triptych.kernels.select.reference import unrotated, write_summaries
 from triptych.kernels.select.summary import (

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from triptych.kernels.gpu_pages import half_of, halves, held_of, products, unit_of
+from triptych.kernels.select import summary
 
-PAGES = tl.constexpr(16)
-BLOCKS = tl.constexpr(4)
-POSITIONS = tl.constexpr(2)
-"""``TILE_PAGES``, ``BLOCKS`` and ``POSITIONS`` of ``summary``, as kernels need them."""
+PAGES = tl.constexpr(summary.TILE_PAGES)
+BLOCKS = tl.constexpr(summary.BLOCKS)
+POSITIONS = tl.constexpr(summary.POSITIONS)
 STEP = tl.constexpr(32)
 """Channels that are multiplied at a time: few, so that all halves and codes fit registers."""
 
@@ -36,7 +36,7 @@ def score_spans(
         asked = asked_of(query, scale, G, HEADS, DIM)
         span, base = tl.program_id(0), 0
         for at in tl.static_range(len(sections)):
-            count, pages = pages_of(sections[at], slots)
+            count, pages, width = pages_of(sections[at], slots)
             if (span >= 0) & (span * SPAN < pages):
                 score_pages(
                     asked, slots, positions, sections[at], count, pages, base, span * SPAN,
@@ -44,15 +44,16 @@ def score_spans(
                     KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
                 )  # fmt: skip
             base += pages
-            span -= (sections[at][5] + SPAN - 1) // SPAN
+            span -= (width + SPAN - 1) // SPAN
 
 
 @triton.jit
 def pages_of(section, slots):
-    """Tokens and pages that a section has of this head row."""
+    """Tokens and pages that a section has of this head row, and columns of its table."""
     tokens, count_slot, count_head, slot_count, room, width, _memory, _by_slot, _by_head = section
     slot = tl.load(slots + tl.program_id(2))
-    return held_of(tokens, slot, slot_count, count_slot, count_head, width, room)
+    count, pages = held_of(tokens, slot, slot_count, count_slot, count_head, width, room)
+    return count, pages, width
 
 
 @triton.jit

@@ -11,11 +11,12 @@ threshold, whatever the length of the row, and one more writes the list in its o
 import triton
 import triton.language as tl
 
+from triptych.core import spread as core_spread
+from triptych.kernels.select import summary
 from triptych.kernels.select.gpu_scores import asked_of, pages_of, score_pages
 
-WHOLE = tl.constexpr(1 << 16)
-STEPS = tl.constexpr(32)
-"""``WHOLE`` and ``SPREAD_STEPS``, as kernels need them."""
+WHOLE = tl.constexpr(summary.WHOLE)
+STEPS = tl.constexpr(core_spread.SPREAD_STEPS)
 DIGITS = tl.constexpr(256)
 
 
@@ -39,7 +40,7 @@ def choose_pages(
         if FUSED:
             asked = asked_of(query, scale, G, HEADS, DIM)
         for at in tl.static_range(len(sections)):
-            count, pages = pages_of(sections[at], slots)
+            count, pages, _width = pages_of(sections[at], slots)
             if FUSED:
                 for first in range(0, pages, SPAN):
                     score_pages(
@@ -61,17 +62,7 @@ def choose_pages(
             wanted = tl.maximum(wanted, needed)
         last, ties = threshold(found, total, wanted, CHUNK)
         entries = ordinals + place.to(tl.int64) * list_row + head * list_head
-        length, equal = 0, 0
-        for first in range(0, total, CHUNK):
-            page = first + tl.arange(0, CHUNK)
-            key = ordered(found, page, page < total)
-            is_tie = (key == last) & (page < total)
-            tie = equal + tl.cumsum(is_tie.to(tl.int32), 0)
-            chosen = (page < total) & ((key > last) | (is_tie & (tie <= ties)))
-            to = length + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(entries + to, page, mask=chosen & (to < most))
-            length += tl.sum(chosen.to(tl.int32), 0)
-            equal += tl.sum(is_tie.to(tl.int32), 0)
+        length = write_list(entries, most, found, total, last, ties, CHUNK)
         at_count = counts + place.to(tl.int64) * count_row + head * count_head
         tl.store(at_count, tl.minimum(length, most))
 
@@ -79,8 +70,9 @@ def choose_pages(
 @triton.jit
 def share_of(total, tokens, spread, keep, budget):
     """``Rule.pages``, before the number of pages limits it."""
-    whole: tl.constexpr = WHOLE
-    own = tl.minimum(budget.to(tl.int64) * whole // tl.maximum(tokens, 1), whole).to(tl.int32)
+    # A tensor, since an argument that is 1 comes as a constant, which has no wider type.
+    whole = tl.full([], WHOLE, tl.int64)
+    own = tl.minimum(budget * whole // tl.maximum(tokens, 1), whole).to(tl.int32)
     own = tl.maximum(own, keep)
     if spread is not None:
         size: tl.constexpr = WHOLE // STEPS
@@ -88,7 +80,7 @@ def share_of(total, tokens, spread, keep, budget):
         step, rest = own // size, own % size
         low, high = tl.load(steps + step), tl.load(steps + tl.minimum(step + 1, STEPS))
         own = low + ((high - low) * rest + size - 1) // size
-    return ((total.to(tl.int64) * own + whole - 1) // whole).to(tl.int32)
+    return ((whole - 1 + total * own.to(tl.int64)) // whole).to(tl.int32)
 
 
 @triton.jit
@@ -133,6 +125,23 @@ def threshold(found, total, wanted, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def write_list(entries, most, found, total, last, ties, CHUNK: tl.constexpr):
+    """The pages above a threshold and the first ``ties`` of those at it; returns how many."""
+    length, equal = 0, 0
+    for first in range(0, total, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        key = ordered(found, page, page < total)
+        is_tie = (key == last) & (page < total)
+        tie = equal + tl.cumsum(is_tie.to(tl.int32), 0)
+        chosen = (page < total) & ((key > last) | (is_tie & (tie <= ties)))
+        to = length + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(entries + to, page, mask=chosen & (to < most))
+        length += tl.sum(chosen.to(tl.int32), 0)
+        equal += tl.sum(is_tie.to(tl.int32), 0)
+    return length
+
+
+@triton.jit
 def enough(
     found, masses, by_member, total, omitted,
     G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
@@ -141,52 +150,55 @@ def enough(
 
     masses: logarithms of what pages are expected to receive from each of G heads.
     """
-    # Sums and maxima are over tiles, and of a tile at the end: a reduction in each turn of a loop
-    # is slower, and one whose result is used twice does not compile (Triton 3.6 and 3.7).
-    most = tl.full([GROUP, CHUNK], float("-inf"), tl.float32)
+    largest = tl.full([GROUP, CHUNK], float("-inf"), tl.float32)
     for first in range(0, total, CHUNK):
-        most = tl.maximum(most, masses_of(masses, by_member, first, total, G, GROUP, CHUNK))
-    peak = tl.max(most, 1)
+        largest = tl.maximum(largest, masses_of(masses, by_member, first, total, G, GROUP, CHUNK))
+    peak = tl.max(largest, 1)
     peak = tl.where(peak == float("-inf"), 0.0, peak)[:, None]
-    sums = tl.zeros([GROUP, CHUNK], tl.float32)
-    for first in range(0, total, CHUNK):
-        sums += tl.exp(masses_of(masses, by_member, first, total, G, GROUP, CHUNK) - peak)
-    whole = tl.sum(sums, 1)
-    unit = 1.0 / tl.where(whole > 0, whole, 1.0)
     last = tl.full([], 0, tl.uint32)
+    whole = received(found, masses, by_member, total, peak, last, G, GROUP, CHUNK)
+    unit = 1.0 / tl.where(whole > 0, whole, 1.0)
     for bit in range(32):
         tried = last | (tl.full([], 0x80000000, tl.uint32) >> bit)
-        sums = tl.zeros([GROUP, CHUNK], tl.float32)
-        for first in range(0, total, CHUNK):
-            page = first + tl.arange(0, CHUNK)
-            reached = (page < total) & (ordered(found, page, page < total) >= tried)
-            mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
-            sums += tl.where(reached[None, :], tl.exp(mass - peak), 0.0)
-        last = tl.where(rest_of(tl.sum(sums, 1) * unit, G, GROUP) <= omitted, tried, last)
-    sums = tl.zeros([GROUP, CHUNK], tl.float32)
+        got = received(found, masses, by_member, total, peak, tried, G, GROUP, CHUNK)
+        left = tl.max(rest_of((got * unit)[:, None], G, GROUP), 0)
+        last = tl.where(left <= omitted, tried, last)
+    # No score is the largest number of all, so there is one above.
+    got = received(found, masses, by_member, total, peak, last + 1, G, GROUP, CHUNK)
     number = 1
     for first in range(0, total, CHUNK):
         page = first + tl.arange(0, CHUNK)
-        above = (page < total) & (ordered(found, page, page < total) > last)
-        mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
-        sums += tl.where(above[None, :], tl.exp(mass - peak), 0.0)
-        number += tl.sum(above.to(tl.int32), 0)
-    got = tl.sum(sums, 1)
-    for first in range(0, total, CHUNK):
-        page = first + tl.arange(0, CHUNK)
-        tie = (page < total) & (ordered(found, page, page < total) == last)
+        key = ordered(found, page, page < total)
+        tie = (page < total) & (key == last)
         mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
         sums = got[:, None] + tl.cumsum(tl.where(tie[None, :], tl.exp(mass - peak), 0.0), 1)
-        shares = tl.where((tl.arange(0, GROUP) < G)[:, None], sums * unit[:, None], 1.0)
-        number += tl.sum((tie & (1.0 - tl.min(shares, 0) > omitted)).to(tl.int32), 0)
+        more = tie & (rest_of(sums * unit[:, None], G, GROUP) > omitted)
+        number += tl.sum((((page < total) & (key > last)) | more).to(tl.int32), 0)
         got = tl.max(sums, 1)
     return tl.where(tl.max(whole, 0) > 0, number, 0)
 
 
 @triton.jit
+def received(
+    found, masses, by_member, total, peak, least,
+    G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What pages with scores from ``least`` on are expected to receive, [GROUP]."""
+    # Of a tile, and of its rows at the end: a reduction in each turn of a loop is slower, and one
+    # whose result is used twice does not compile (Triton 3.6 and 3.7).
+    sums = tl.zeros([GROUP, CHUNK], tl.float32)
+    for first in range(0, total, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        reached = ordered(found, page, page < total) >= least
+        mass = masses_of(masses, by_member, first, total, G, GROUP, CHUNK)
+        sums += tl.where(reached[None, :], tl.exp(mass - peak), 0.0)
+    return tl.sum(sums, 1)
+
+
+@triton.jit
 def rest_of(shares, G: tl.constexpr, GROUP: tl.constexpr):
-    """What is left of the attention of the head that has received the smallest share."""
-    return 1.0 - tl.min(tl.where(tl.arange(0, GROUP) < G, shares, 1.0), 0)
+    """What is left for the head with the smallest of shares [GROUP, n], [n]."""
+    return 1.0 - tl.min(tl.where((tl.arange(0, GROUP) < G)[:, None], shares, 1.0), 0)
 
 
 @triton.jit

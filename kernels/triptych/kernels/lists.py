@@ -1,14 +1,15 @@
 """Which pages of each head row attention reads, where it does not read all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.kernels.known import Known
 from triptych.kernels.pages import check_indices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PageLists:
     """Which pages of a head row are read, as places in its sections laid end to end.
 
@@ -22,14 +23,42 @@ class PageLists:
     rows: Tensor
     """int32 [R]: which of the S lists each request of a call has. Negative: none, it reads all
     pages."""
+    known: Known = field(default_factory=Known, repr=False)
+
+    def of(self, rows: Tensor) -> "PageLists":
+        """The same lists for the requests of another call."""
+        return PageLists(self.ordinals, self.counts, rows, self.known)
 
 
 def check_lists(lists: PageLists, rows: int, kv_heads: int) -> None:
     """Raise ``ConfigError`` unless there is a list for each KV head, and a place for each row."""
-    check_indices(lists.ordinals, lists.counts, lists.rows)
-    heads = {lists.ordinals.shape[1], lists.counts.shape[1]}
-    if heads != {kv_heads} or lists.rows.shape != (rows,) or lists.ordinals.stride(2) != 1:
+    check_list_memory(lists.ordinals, lists.counts, kv_heads)
+    check_list_rows(lists.rows, rows)
+
+
+def check_list_memory(ordinals: Tensor, counts: Tensor, kv_heads: int) -> None:
+    check_indices(ordinals, counts)
+    if {ordinals.shape[1], counts.shape[1]} != {kv_heads} or ordinals.stride(2) != 1:
         raise ConfigError(
-            f"lists of pages {tuple(lists.ordinals.shape)} for {tuple(lists.rows.shape)} requests: "
-            f"expected {kv_heads} KV heads and {rows} requests, ordinals dense"
+            f"lists of pages {tuple(ordinals.shape)}, counts {tuple(counts.shape)}: "
+            f"expected {kv_heads} KV heads, ordinals dense"
         )
+
+
+def check_list_rows(listed: Tensor, rows: int) -> None:
+    check_indices(listed)
+    if listed.shape != (rows,):
+        raise ConfigError(f"lists of pages for {tuple(listed.shape)} requests: expected {rows}")
+
+
+def list_words(ordinals: Tensor, counts: Tensor, kv_heads: int) -> tuple[int, ...]:
+    """What compiled code is told of lists: slots, addresses, strides and the room of a row."""
+    check_list_memory(ordinals, counts, kv_heads)
+    return (
+        min(ordinals.shape[0], counts.shape[0]),
+        ordinals.data_ptr(),
+        *ordinals.stride()[:2],
+        ordinals.shape[2],
+        counts.data_ptr(),
+        *counts.stride(),
+    )

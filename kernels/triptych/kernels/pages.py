@@ -1,19 +1,16 @@
 """How kernels see pages: typed views of an arena, and the page tables of a batch."""
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
+from triptych.kernels.known import Known
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Section:
     """Tokens of one format: the part of each request's cache that one page table names.
 
@@ -31,19 +28,7 @@ class Section:
 
     So two sections share one table, one from each side (DiffKV's bidirectional page table).
     """
-    _known: dict[Hashable, Any] = field(
-        default_factory=dict[Hashable, Any], init=False, repr=False, compare=False
-    )
-
-    def recall(self, find: Callable[..., T], *about: Hashable) -> T:
-        """``find(self, *about)``, found once: checks and addresses of tensors, which do not move.
-
-        A step asks each layer's sections again, and finding out takes longer than a few pages do.
-        """
-        key = (find, *about)
-        if key not in self._known:
-            self._known[key] = find(self, *about)
-        return self._known[key]
+    known: Known = field(default_factory=Known, init=False, repr=False)
 
     @property
     def forward_pages(self) -> Tensor:

@@ -130,20 +130,31 @@ class StepChoice:
         owner = self.owner
         if layer < owner.dense_layers or window > 0:
             return None
-        ordinals, counts = owner.ordinals[layer], owner.counts[layer]
+        known = owner.of_layer[layer]
         for rule, due in self.due.items():
             select_pages(
                 query,
                 owner.sections.of_layer[layer],
-                owner.summaries_of(layer),
+                known.summaries,
                 self.slots,
                 self.positions,
                 rule,
-                PageLists(ordinals, counts, due),
+                known.lists.of(due),
                 scale=scale,
-                spread=owner.spread[layer] if owner.spread is not None else None,
+                spread=known.spread,
             )
-        return PageLists(ordinals, counts, self.read)
+        return known.lists.of(self.read)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerChoice:
+    """What a layer's pages are chosen by, and the lists of those that are."""
+
+    summaries: list[Summaries | None]
+    """One for each table; None for that of the window."""
+    lists: PageLists
+    spread: Tensor | None
+    """What each head row reads, int32 [kv_heads, steps]; None: all alike."""
 
 
 class Selector:
@@ -167,10 +178,6 @@ class Selector:
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
         self.dense_layers = (0 if plan.spread else DENSE_LAYERS) if dense == "auto" else dense
-        self.spread: Tensor | None = None
-        """What each head row reads, int32 [layers, kv_heads, steps]; None: all alike."""
-        if plan.spread:
-            self.spread = memory.device.put(_shares(plan))
         known = tables[1:] if plan.compresses else tables
         rotated = plan.policy.basis.rotated
         self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
@@ -180,6 +187,17 @@ class Selector:
         most = sum(table.width for table in tables)
         self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
         self.counts = memory.device.put(np.zeros((layers, slots, kv_heads), np.int32))
+        spread = memory.device.put(_shares(plan)) if plan.spread else None
+        nobody = memory.device.put(np.zeros(0, np.int32))
+        self.of_layer = [
+            LayerChoice(
+                summaries=[None] * (len(tables) - len(known))
+                + [part.of_layer[layer] for part in self._summaries],
+                lists=PageLists(self.ordinals[layer], self.counts[layer], nobody),
+                spread=None if spread is None else spread[layer],
+            )
+            for layer in range(layers)
+        ]
         self._is_chosen: Mask = np.zeros(slots, np.bool_)
         """Slots whose lists name the pages that their rows still have."""
         self._rules: list[Rule | None] = [None] * slots
@@ -198,11 +216,6 @@ class Selector:
         if config.method == "none":
             return None
         return cls(config, config.method, plan, arena, memory, sections)
-
-    def summaries_of(self, layer: int) -> list[Summaries | None]:
-        """One for each table; None for that of the window."""
-        known: list[Summaries | None] = [part.of_layer[layer] for part in self._summaries]
-        return [None] * (len(self.tables) - len(known)) + known
 
     # ---------------------------------------------------------------- what changes in a slot
 

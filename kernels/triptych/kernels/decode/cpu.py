@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import e, log2
+from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +16,8 @@ from triptych.core.errors import ConfigError
 from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.decode import driver
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
-from triptych.kernels.lists import PageLists, check_lists
-from triptych.kernels.pages import Section, check_arena, check_indices, check_page_bytes
+from triptych.kernels.lists import PageLists, check_list_rows, list_words
+from triptych.kernels.pages import Section, check_arena, check_indices
 
 
 def decode_attention(
@@ -31,7 +34,7 @@ def decode_attention(
     lists: PageLists | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``."""
-    out = torch.empty(query.shape)
+    out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     traits = Traits(scale, window, softcap)
     _attend(query, arena, sections, slots, traits, positions, out=out, lse=lse, lists=lists)
     return out
@@ -65,12 +68,11 @@ class Traits:
     window: int
     softcap: float
 
-    @property
-    def factors(self) -> tuple[float, float]:
-        """What multiplies the query and the cap, so that logits are in powers of two."""
-        if self.softcap > 0:
-            return self.scale / self.softcap, self.softcap * log2(e)
-        return self.scale * log2(e), 0.0
+
+@lru_cache(4096)
+def _factors(scale: float, softcap: float) -> tuple[float, float]:
+    """What multiplies the query and the cap, so that logits are in powers of two."""
+    return (scale / softcap, softcap * log2(e)) if softcap > 0 else (scale * log2(e), 0.0)
 
 
 def _attend(
@@ -88,12 +90,9 @@ def _attend(
 ) -> None:
     """Fill ``out`` and ``lse``; or, with a weight, read ``lse`` and add to the scores."""
     rows, heads, dim = query.shape
-    kv_heads = sections[0].tokens.shape[1]
-    group = heads // kv_heads
-    check_arena(arena, sections[0].layout)
-    form = arena.shape[1], kv_heads, dim, group, traits.window > 0, traits.softcap > 0, weight > 0
-    known = [section.recall(_words_and_scratch, form) for section in sections]
-    check_indices(slots, *(() if positions is None else (positions,)))
+    form = Form(heads, dim, traits.window > 0, traits.softcap > 0, weight > 0)
+    table = sections[0].known(_table, arena, tuple(sections), form)
+    check_indices(slots) if positions is None else check_indices(slots, positions)
     if traits.window > 0 and positions is None:
         raise ConfigError("decode attention: a window needs the positions of the queries")
     if lse is not None and (lse.shape != (rows, heads) or not _is_plain_float(lse)):
@@ -101,67 +100,81 @@ def _attend(
     query = query.float().contiguous()
     slots = slots.contiguous()
     asked = slots if positions is None else positions.contiguous()
-    table = np.concatenate([words for words, _ in known])
-    job = np.zeros(driver.JOB_WORDS, np.int64)
-    job[:16] = (
+    places, listed = None, NO_LISTS
+    if lists is not None:
+        check_list_rows(lists.rows, rows)
+        places = lists.rows.contiguous()
+        listed = lists.known(list_words, lists.ordinals, lists.counts, table.kv_heads)
+    job = np.empty(driver.JOB_WORDS, np.int64)
+    JOB.pack_into(
+        job.data,
+        0,
         query.data_ptr(),
         0 if out is None else out.data_ptr(),
-        arena.data_ptr(),
-        *arena.shape,
         slots.data_ptr(),
         asked.data_ptr(),
-        rows,
-        kv_heads,
-        group,
-        dim,
-        max(floats for _, floats in known),
-        traits.window,
-        table.ctypes.data,
-        len(known),
         0 if lse is None else lse.data_ptr(),
+        rows,
+        traits.window,
+        *table.words,
+        *_factors(traits.scale, traits.softcap),
+        weight,
+        0 if places is None else places.data_ptr(),
+        *listed,
     )
-    job[16:19].view(np.float64)[:] = (*traits.factors, weight)
-    if lists is not None:
-        places = lists.rows.contiguous()
-        job[19 : 19 + LIST_WORDS] = _lists(lists, places, rows, kv_heads)
     if not driver.attend(job, team_address(), driver.take_runs.address, team_threads()):
         raise ConfigError("decode attention: a slot, a token count or a page id is out of range")
 
 
-LIST_WORDS = 9
+JOB = Struct("16q 3d 9q")
+"""The fields of ``driver.Job`` that a caller fills in."""
 
-
-def _lists(lists: PageLists, places: Tensor, rows: int, kv_heads: int) -> tuple[int, ...]:
-    """What the driver knows of lists of pages, in the order of its job."""
-    check_lists(lists, rows, kv_heads)
-    return (
-        places.data_ptr(),
-        min(lists.ordinals.shape[0], lists.counts.shape[0]),
-        lists.ordinals.data_ptr(),
-        *lists.ordinals.stride()[:2],
-        lists.ordinals.shape[2],
-        lists.counts.data_ptr(),
-        *lists.counts.stride(),
-    )
+NO_LISTS = (0,) * 8
 
 
 def _is_plain_float(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
-Form = tuple[int, int, int, int, bool, bool, bool]
-"""Of a call: bytes of a page, KV heads, head_dim, query heads of one, and is there a window, a cap,
-and a weight."""
+class Form(NamedTuple):
+    """What code for a page is made for, besides the page."""
+
+    heads: int
+    dim: int
+    has_window: bool
+    has_cap: bool
+    has_weight: bool
 
 
-def _words_and_scratch(section: Section, form: Form) -> tuple[NDArray[np.int64], int]:
-    """What the driver knows of a section, and the floats of scratch that its pages need.
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What the driver knows of an arena and the sections of a layer."""
 
-    Raises:  ConfigError unless vector code can be made for the section's pages
-    """
-    page_bytes, kv_heads, dim, group, *flags = form
+    kv_heads: int
+    words: tuple[int, ...]
+    """In the order of its job; the last but one is the address of ``sections``."""
+    sections: NDArray[np.int64]
+
+
+def _table(arena: Tensor, sections: tuple[Section, ...], form: Form) -> Table:
+    """Raises:  ConfigError unless vector code can be made for the pages of all sections"""
+    kv_heads = sections[0].tokens.shape[1]
+    group = form.heads // kv_heads
+    steps: list[PageStep] = []
+    for section in sections:
+        check_arena(arena, section.layout)
+        _check_section(section, kv_heads, form.dim)
+        steps.append(
+            PageStep(section.layout, group, form.has_window, form.has_cap, form.has_weight)
+        )
+    words = np.array([_words(*each) for each in zip(sections, steps, strict=True)], np.int64)
+    scratch = max(scratch_floats(step) for step in steps)
+    shared = arena.data_ptr(), *arena.shape, kv_heads, group, form.dim, scratch
+    return Table(kv_heads, (*shared, words.ctypes.data, len(words)), words)
+
+
+def _check_section(section: Section, kv_heads: int, dim: int) -> None:
     layout = section.layout
-    check_page_bytes(page_bytes, layout)
     check_indices(section.pages, section.tokens)
     if layout.head_dim != dim or dim % 16 or section.tokens.shape[1] != kv_heads:
         raise ConfigError(
@@ -172,8 +185,6 @@ def _words_and_scratch(section: Section, form: Form) -> tuple[NDArray[np.int64],
         raise ConfigError(
             f"decode attention on the CPU reads one group per vector: {layout.format}"
         )
-    step = PageStep(layout, group, *flags)
-    return np.array(_words(section, step)), scratch_floats(step)
 
 
 def _words(section: Section, step: PageStep) -> tuple[int, ...]:

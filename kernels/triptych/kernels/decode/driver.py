@@ -28,8 +28,9 @@ MIN_RUN_PAGES = 4
 
 Job = namedtuple(
     "Job",
-    "query out arena page_count page_bytes slots positions rows kv_heads group dim"
-    " scratch_floats window sections section_count lse scale cap weight"
+    "query out slots positions lse rows window"
+    " arena page_count page_bytes kv_heads group dim scratch_floats sections section_count"
+    " scale cap weight"
     " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
     " runs run_count partial counter bad",
 )

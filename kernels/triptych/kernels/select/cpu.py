@@ -1,6 +1,8 @@
 """Page summaries and their choice on the CPU: checks and addresses here, numba in two modules."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
 from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.hadamard import block_size
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.lists import PageLists, check_list_rows, list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import cpu_choice, cpu_summaries
 from triptych.kernels.select.reference import unrotated
@@ -83,53 +85,71 @@ def select_pages(
 ) -> None:
     """See ``reference.select_pages``."""
     rows, heads, dim = query.shape
-    kv_heads = sections[0].tokens.shape[1]
-    known = check_summaries(summaries, rule)
-    if known is None:
-        raise ConfigError("select_pages: no section has summaries: expected those of one at least")
+    table = sections[0].known(_table, tuple(sections), tuple(summaries), rule, heads, dim)
     check_indices(slots, positions)
-    check_lists(lists, rows, kv_heads)
-    check_spread(spread, kv_heads)
-    query = unrotated(query.float(), known).contiguous()
+    check_list_rows(lists.rows, rows)
+    check_spread(spread, table.kv_heads)
+    query = unrotated(query.float(), table.summaries).contiguous()
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
-    table = np.concatenate(
-        [
-            section.recall(_words, part, kv_heads, dim)
-            for section, part in zip(sections, summaries, strict=True)
-        ]
-    )
-    job = np.zeros(cpu_choice.JOB_WORDS, np.int64)
-    job[2:32] = (
+    job = np.empty(cpu_choice.JOB_WORDS, np.int64)
+    JOB.pack_into(
+        job.data,
+        0,
+        0,
+        0,
         query.data_ptr(),
         slots.data_ptr(),
         positions.data_ptr(),
         rows,
-        kv_heads,
-        heads // kv_heads,
-        dim,
-        table.ctypes.data,
-        len(sections),
-        score_tile_address(ScoreTile(known.kind, heads // kv_heads, dim, rule.omitted_mass > 0)),
         lists_of.data_ptr(),
-        min(lists.ordinals.shape[0], lists.counts.shape[0]),
-        lists.ordinals.data_ptr(),
-        *lists.ordinals.stride()[:2],
-        lists.ordinals.shape[2],
-        lists.counts.data_ptr(),
-        *lists.counts.stride(),
-        rule.keep,
-        rule.budget_tokens,
-        rule.sink_tokens,
-        rule.window_tokens,
-        *_form(known),
-        *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
+        *lists.known(list_words, lists.ordinals, lists.counts, table.kv_heads),
         0 if spread is None else spread.data_ptr(),
+        *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
+        *table.words,
+        scale,
+        rule.omitted_mass,
     )
-    job[32:].view(np.float64)[:] = scale, rule.omitted_mass
     if not cpu_choice.run_choice(
         job, team_address(), cpu_choice.choose_rows.address, team_threads()
     ):
         raise ConfigError("select_pages: a slot, a token count or a list is out of range")
+
+
+JOB = Struct("32q 2d")
+"""The fields of ``cpu_choice.Job``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What numba is told of the sections of a layer, their summaries and a rule."""
+
+    kv_heads: int
+    summaries: Summaries
+    """The first ones; the others have their form."""
+    words: tuple[int, ...]
+    """In the order of its job, the address of ``sections`` among them."""
+    sections: NDArray[np.int64]
+
+
+def _table(
+    sections: tuple[Section, ...],
+    summaries: tuple[Summaries | None, ...],
+    rule: Rule,
+    heads: int,
+    dim: int,
+) -> Table:
+    """Raises:  ConfigError unless all fit one another and the queries"""
+    known = check_summaries(summaries, rule)
+    if known is None:
+        raise ConfigError("select_pages: no section has summaries: expected those of one at least")
+    kv_heads = sections[0].tokens.shape[1]
+    group = heads // kv_heads
+    pairs = zip(sections, summaries, strict=True)
+    words = np.array([_words(*pair, kv_heads, dim) for pair in pairs], np.int64)
+    tile = ScoreTile(known.kind, group, dim, rule.omitted_mass > 0)
+    shared = kv_heads, group, dim, words.ctypes.data, len(words), score_tile_address(tile)
+    asked = rule.keep, rule.budget_tokens, rule.sink_tokens, rule.window_tokens
+    return Table(kv_heads, known, (*shared, *asked, *_form(known)), words)
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:
@@ -140,7 +160,7 @@ def _form(summaries: Summaries) -> tuple[int, ...]:
 
 def _words(
     section: Section, summaries: Summaries | None, kv_heads: int, dim: int
-) -> NDArray[np.int64]:
+) -> tuple[int, ...]:
     """What numba is told of a section; ``cpu_choice`` names the columns.
 
     Raises:  ConfigError unless it fits its summaries and the queries
@@ -160,4 +180,4 @@ def _words(
         slots = min(slots, memory.shape[0])
         known = (memory.data_ptr(), *memory.stride()[:2], memory.shape[2])
     room = section.layout.tokens, section.pages.shape[2]
-    return np.array((*room, tokens.data_ptr(), *tokens.stride(), slots, *known), np.int64)
+    return *room, tokens.data_ptr(), *tokens.stride(), slots, *known

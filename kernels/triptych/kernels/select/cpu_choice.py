@@ -31,10 +31,12 @@ SERIAL_PAGES = 512
 
 Job = namedtuple(
     "Job",
-    "counter bad query slots positions rows kv_heads group dim sections section_count"
-    " step lists list_slots ordinals list_slot list_head room counts count_slot count_head"
-    " keep budget sinks window is_box codes numbers scores score_row score_head spread scale"
-    " omitted",
+    "counter bad query slots positions rows"
+    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " spread scores score_row score_head"
+    " kv_heads group dim sections section_count step keep budget sinks window"
+    " is_box codes numbers"
+    " scale omitted",
 )
 JOB_WORDS = len(Job._fields)
 

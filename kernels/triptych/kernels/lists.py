@@ -32,11 +32,8 @@ class PageLists:
 
 def check_lists(lists: PageLists, rows: int, kv_heads: int) -> None:
     """Raise ``ConfigError`` unless there is a list for each KV head, and a place for each row."""
-    check_list_memory(lists.ordinals, lists.counts, kv_heads)
-    check_list_rows(lists.rows, rows)
-
-
-def check_list_memory(ordinals: Tensor, counts: Tensor, kv_heads: int) -> None:
+    _check_rows(lists, rows)
+    ordinals, counts = lists.ordinals, lists.counts
     check_indices(ordinals, counts)
     if {ordinals.shape[1], counts.shape[1]} != {kv_heads} or ordinals.stride(2) != 1:
         raise ConfigError(
@@ -45,15 +42,21 @@ def check_list_memory(ordinals: Tensor, counts: Tensor, kv_heads: int) -> None:
         )
 
 
-def check_list_rows(listed: Tensor, rows: int) -> None:
-    check_indices(listed)
-    if listed.shape != (rows,):
-        raise ConfigError(f"lists of pages for {tuple(listed.shape)} requests: expected {rows}")
+def _check_rows(lists: PageLists, rows: int) -> None:
+    check_indices(lists.rows)
+    if lists.rows.shape != (rows,):
+        raise ConfigError(f"lists of pages for {tuple(lists.rows.shape)} requests: expected {rows}")
 
 
-def list_words(ordinals: Tensor, counts: Tensor, kv_heads: int) -> tuple[int, ...]:
-    """What compiled code is told of lists: slots, addresses, strides and the room of a row."""
-    check_list_memory(ordinals, counts, kv_heads)
+def list_words(lists: PageLists, rows: int, kv_heads: int) -> tuple[int, ...]:
+    """What compiled code is told of checked lists: slots, addresses, strides, room of a row."""
+    _check_rows(lists, rows)
+    return lists.known(lambda: _words(lists, kv_heads), kv_heads)
+
+
+def _words(lists: PageLists, kv_heads: int) -> tuple[int, ...]:
+    check_lists(lists, len(lists.rows), kv_heads)
+    ordinals, counts = lists.ordinals, lists.counts
     return (
         min(ordinals.shape[0], counts.shape[0]),
         ordinals.data_ptr(),

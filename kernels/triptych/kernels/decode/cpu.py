@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import e, log2
 from struct import Struct
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from triptych.core.errors import ConfigError
 from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.decode import driver
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
-from triptych.kernels.lists import PageLists, check_list_rows, list_words
+from triptych.kernels.lists import PageLists, list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 
@@ -60,19 +59,19 @@ def score_tokens(
     _attend(query, arena, sections, slots, traits, positions, lse=lse, weight=weight)
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(NamedTuple):
     """How a layer turns products into logits."""
 
     scale: float
     window: int
     softcap: float
 
-
-@lru_cache(4096)
-def _factors(scale: float, softcap: float) -> tuple[float, float]:
-    """What multiplies the query and the cap, so that logits are in powers of two."""
-    return (scale / softcap, softcap * log2(e)) if softcap > 0 else (scale * log2(e), 0.0)
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What multiplies the query and the cap, so that logits are in powers of two."""
+        if self.softcap > 0:
+            return self.scale / self.softcap, self.softcap * log2(e)
+        return self.scale * log2(e), 0.0
 
 
 def _attend(
@@ -90,8 +89,10 @@ def _attend(
 ) -> None:
     """Fill ``out`` and ``lse``; or, with a weight, read ``lse`` and add to the scores."""
     rows, heads, dim = query.shape
-    form = Form(heads, dim, traits.window > 0, traits.softcap > 0, weight > 0)
-    table = sections[0].known(_table, arena, tuple(sections), form)
+    asked = Asked(heads, dim, traits, weight > 0)
+    table = sections[0].known(
+        lambda: _table(arena, sections, asked), arena, tuple(sections[1:]), asked
+    )
     check_indices(slots) if positions is None else check_indices(slots, positions)
     if traits.window > 0 and positions is None:
         raise ConfigError("decode attention: a window needs the positions of the queries")
@@ -99,12 +100,11 @@ def _attend(
         raise ConfigError(f"lse {tuple(lse.shape)} {lse.dtype}: expected float32 {(rows, heads)}")
     query = query.float().contiguous()
     slots = slots.contiguous()
-    asked = slots if positions is None else positions.contiguous()
+    positions = slots if positions is None else positions.contiguous()
     places, listed = None, NO_LISTS
     if lists is not None:
-        check_list_rows(lists.rows, rows)
         places = lists.rows.contiguous()
-        listed = lists.known(list_words, lists.ordinals, lists.counts, table.kv_heads)
+        listed = list_words(lists, rows, table.kv_heads)
     job = np.empty(driver.JOB_WORDS, np.int64)
     JOB.pack_into(
         job.data,
@@ -112,12 +112,11 @@ def _attend(
         query.data_ptr(),
         0 if out is None else out.data_ptr(),
         slots.data_ptr(),
-        asked.data_ptr(),
+        positions.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         rows,
         traits.window,
         *table.words,
-        *_factors(traits.scale, traits.softcap),
         weight,
         0 if places is None else places.data_ptr(),
         *listed,
@@ -136,14 +135,13 @@ def _is_plain_float(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
-class Form(NamedTuple):
-    """What code for a page is made for, besides the page."""
+class Asked(NamedTuple):
+    """What code for the pages of a layer is made for, besides the pages."""
 
     heads: int
     dim: int
-    has_window: bool
-    has_cap: bool
-    has_weight: bool
+    traits: Traits
+    is_scoring: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,26 +149,25 @@ class Table:
     """What the driver knows of an arena and the sections of a layer."""
 
     kv_heads: int
-    words: tuple[int, ...]
-    """In the order of its job; the last but one is the address of ``sections``."""
+    words: tuple[float, ...]
+    """In the order of its job; one is the address of ``sections``."""
     sections: NDArray[np.int64]
 
 
-def _table(arena: Tensor, sections: tuple[Section, ...], form: Form) -> Table:
+def _table(arena: Tensor, sections: Sequence[Section], asked: Asked) -> Table:
     """Raises:  ConfigError unless vector code can be made for the pages of all sections"""
+    heads, dim, traits, is_scoring = asked
     kv_heads = sections[0].tokens.shape[1]
-    group = form.heads // kv_heads
-    steps: list[PageStep] = []
+    group = heads // kv_heads
     for section in sections:
         check_arena(arena, section.layout)
-        _check_section(section, kv_heads, form.dim)
-        steps.append(
-            PageStep(section.layout, group, form.has_window, form.has_cap, form.has_weight)
-        )
+        _check_section(section, kv_heads, dim)
+    flags = traits.window > 0, traits.softcap > 0, is_scoring
+    steps = [PageStep(section.layout, group, *flags) for section in sections]
     words = np.array([_words(*each) for each in zip(sections, steps, strict=True)], np.int64)
     scratch = max(scratch_floats(step) for step in steps)
-    shared = arena.data_ptr(), *arena.shape, kv_heads, group, form.dim, scratch
-    return Table(kv_heads, (*shared, words.ctypes.data, len(words)), words)
+    shared = arena.data_ptr(), *arena.shape, kv_heads, group, dim, scratch
+    return Table(kv_heads, (*shared, words.ctypes.data, len(words), *traits.factors), words)
 
 
 def _check_section(section: Section, kv_heads: int, dim: int) -> None:

@@ -14,7 +14,7 @@ from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
 from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.hadamard import block_size
-from triptych.kernels.lists import PageLists, check_list_rows, list_words
+from triptych.kernels.lists import PageLists, list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import cpu_choice, cpu_summaries
 from triptych.kernels.select.reference import unrotated
@@ -85,9 +85,11 @@ def select_pages(
 ) -> None:
     """See ``reference.select_pages``."""
     rows, heads, dim = query.shape
-    table = sections[0].known(_table, tuple(sections), tuple(summaries), rule, heads, dim)
+    table = sections[0].known(
+        lambda: _table(sections, summaries, rule, heads, dim),
+        *(tuple(sections[1:]), tuple(summaries), rule, heads, dim),
+    )
     check_indices(slots, positions)
-    check_list_rows(lists.rows, rows)
     check_spread(spread, table.kv_heads)
     query = unrotated(query.float(), table.summaries).contiguous()
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
@@ -102,7 +104,7 @@ def select_pages(
         positions.data_ptr(),
         rows,
         lists_of.data_ptr(),
-        *lists.known(list_words, lists.ordinals, lists.counts, table.kv_heads),
+        *list_words(lists, rows, table.kv_heads),
         0 if spread is None else spread.data_ptr(),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
         *table.words,
@@ -132,8 +134,8 @@ class Table:
 
 
 def _table(
-    sections: tuple[Section, ...],
-    summaries: tuple[Summaries | None, ...],
+    sections: Sequence[Section],
+    summaries: Sequence[Summaries | None],
     rule: Rule,
     heads: int,
     dim: int,

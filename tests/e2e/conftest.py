@@ -217,7 +217,7 @@ def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
         )
     server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
     try:
-        _wait_for_health(server, process, log)
+        wait_for_health(server, process, log)
         yield server
     finally:
         _stop(process)
@@ -228,7 +228,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _wait_for_health(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_for_health(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:

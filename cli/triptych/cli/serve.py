@@ -1,12 +1,12 @@
-"""``triptych serve``: fetch what is missing, then become ``serve run``."""
+"""``triptych serve``: fetch what is missing, then run ``serve run`` to its end."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from triptych.cli.child import run_interruptible
 from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
 from triptych.cli.panel import start_panel
@@ -28,4 +28,6 @@ def serve(config: ConfigFile = None) -> None:
             notes.print(f"{title:>10}  {text}", markup=False, soft_wrap=True)
     notes.print(f"==> serve run {path}", soft_wrap=True)
     command = str(Path(sys.executable).with_name("serve"))
-    os.execv(command, [command, "run", str(path)])
+    # Ray answers SIGTERM by killing all it runs, and a killed pool leaves its pages in shared
+    # memory; an interrupt ends the application first.
+    raise typer.Exit(run_interruptible([command, "run", str(path)]))

@@ -211,7 +211,7 @@ def test_bench_refuses_loads_that_make_no_sense(run: Run) -> None:
         assert "expected" in err
 
 
-def test_serve_checks_the_file_fetches_the_model_and_becomes_serve_run(
+def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     run: Run,
     serve_file: Callable[[object], str],
     tmp_path: Path,
@@ -219,7 +219,12 @@ def test_serve_checks_the_file_fetches_the_model_and_becomes_serve_run(
 ) -> None:
     save_tiny_model(tmp_path)
     started = list[list[str]]()
-    monkeypatch.setattr("os.execv", lambda path, command: started.append([path, *command]))
+
+    def begin(command: list[str]) -> int:
+        started.append(command)
+        return 0
+
+    monkeypatch.setattr("triptych.cli.serve.run_interruptible", begin)
     path = serve_file({"model": {"name": str(tmp_path), "served_name": "tiny"}})
     code, _, err = run("serve", path)
     assert code == 0
@@ -231,7 +236,7 @@ def test_serve_checks_the_file_fetches_the_model_and_becomes_serve_run(
     assert '"model": "tiny"' in told
     ((program, *command),) = started
     assert Path(program).name == "serve"
-    assert command[1:] == ["run", path]
+    assert command == ["run", path]
 
 
 def test_serve_without_a_file_writes_the_defaults(
@@ -246,7 +251,10 @@ def test_serve_without_a_file_writes_the_defaults(
 def test_serve_of_a_wrong_file_starts_nothing(
     run: Run, serve_file: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
+    def begin(_command: list[str]) -> int:
+        pytest.fail("started")
+
+    monkeypatch.setattr("triptych.cli.serve.run_interruptible", begin)
     assert run("serve", serve_file({"modle": {}}))[0] == 2
 
 

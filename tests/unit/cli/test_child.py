@@ -1,0 +1,69 @@
+"""Real processes, told to end in each of the ways that there are."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+CHILD = """
+import os, sys, time
+try:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    open(sys.argv[1], "a").write("interrupted")
+    sys.exit(7)
+"""
+PARENT = """
+import sys
+from triptych.cli.child import run_interruptible
+sys.exit(run_interruptible(sys.argv[1:]))
+"""
+
+
+def start(note: Path, *, in_background: bool = False) -> tuple["subprocess.Popen[str]", int]:
+    command = [sys.executable, "-c", PARENT, sys.executable, "-c", CHILD, str(note)]
+    parent = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=ignore_interrupts if in_background else None,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        return parent, int(parent.stdout.readline())
+
+
+def ignore_interrupts() -> None:
+    """As a shell without a terminal does for what it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_it_is_interrupted_once_and_ends_in_its_own_way(
+    tmp_path: Path, number: signal.Signals, in_background: bool
+) -> None:
+    parent, _ = start(tmp_path / "note", in_background=in_background)
+    parent.send_signal(number)
+    assert parent.wait(timeout=20) == 7
+    assert (tmp_path / "note").read_text() == "interrupted"
+
+
+def test_it_does_not_outlive_whoever_waits_for_it(tmp_path: Path) -> None:
+    parent, child = start(tmp_path / "note")
+    left = psutil.Process(child)
+    parent.kill()
+    parent.wait(timeout=20)
+    psutil.wait_procs([left], timeout=20)
+    assert (tmp_path / "note").read_text() == "interrupted"
+
+
+def test_the_status_tells_what_killed_it(tmp_path: Path) -> None:
+    parent, child = start(tmp_path / "note")
+    os.kill(child, signal.SIGKILL)
+    assert parent.wait(timeout=20) == 128 + signal.SIGKILL

@@ -54,7 +54,7 @@ class Slots:
         """One more token; raises PoolExhausted."""
         self.seen.setdefault(slot, 0)
         at = np.array([slot], np.int32)
-        if self.window.are_full(at)[0]:
+        if self.window.is_full(int(at[0])):
             leaving = self.window.leaving(self.sections, at, [self.seen[slot]])
             for column, table in enumerate((self.high, self.low)):
                 self._grow(table, slot, leaving.counts[:, 0, :, column])

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import TriptychError
 from triptych.kvpool import WorkerPool
-from triptych.workers.rows import Mask, Sections, SectionTable
+from triptych.workers.rows import Sections, SectionTable
 from triptych.workers.running import Running
 from triptych.workers.selection import Selector
 from triptych.workers.window import Window
@@ -40,8 +40,10 @@ class Growth:
         """
         if self._window is not None:
             yield from self._retire_old_pages(self._window, list(running.values()))
-        batch = list(running.values())
-        for one in _those(batch, ~self._raw.have_room(_slots(batch))):
+        page_tokens = self._raw.layout.tokens
+        for one in list(running.values()):
+            if self._raw.length(one.slot) % page_tokens:
+                continue
             if self._selector is not None:
                 self._selector.fill(one.slot)
             try:
@@ -52,8 +54,9 @@ class Growth:
     def _retire_old_pages(self, window: Window, batch: Sequence[Running]) -> Iterator[Failure]:
         """Compress the raw page behind the sink, in each row, once it is older than the window."""
         groups = dict[float, list[Running]]()
-        for one in _those(batch, window.are_full(_slots(batch))):
-            groups.setdefault(one.wanted.alpha_low, []).append(one)
+        for one in batch:
+            if window.is_full(one.slot):
+                groups.setdefault(one.wanted.alpha_low, []).append(one)
         for alpha_low, full in groups.items():
             yield from self._retire(window, full, alpha_low)
 
@@ -62,7 +65,8 @@ class Growth:
     ) -> Iterator[Failure]:
         """The same for requests whose tokens are judged alike."""
         moving, seen = list[int](), [one.position for one in full]
-        leaving = window.leaving(self._sections, _slots(full), seen, alpha_low)
+        slots = np.array([one.slot for one in full], np.int32)
+        leaving = window.leaving(self._sections, slots, seen, alpha_low)
         for index, one in enumerate(full):
             try:
                 for column, table in enumerate(self._tables[1:]):
@@ -92,11 +96,3 @@ class Growth:
         one.grown.extend(fresh.tolist())
         reused, one.spare = one.spare[:from_spare], one.spare[from_spare:]
         return np.concatenate([np.array(reused, np.int32), fresh])
-
-
-def _slots(batch: Sequence[Running]) -> Ids:
-    return np.array([one.slot for one in batch], np.int32)
-
-
-def _those(batch: Sequence[Running], chosen: Mask) -> list[Running]:
-    return [batch[index] for index in np.flatnonzero(chosen).tolist()]

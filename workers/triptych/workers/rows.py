@@ -81,9 +81,9 @@ class SectionTable:
         used: Mask = np.arange(self.width) < counts[..., None]
         return self.pages[layer, slots][used]
 
-    def have_room(self, slots: Ids) -> Mask:
-        """Whether each row of a slot can take one more token; for tables of equally long rows."""
-        return self.tokens[0, slots, 0] % self.layout.tokens != 0
+    def length(self, slot: int) -> int:
+        """Tokens of each row of a slot; for tables of equally long rows."""
+        return self.tokens.item(0, slot, 0)
 
     def shortage(self, slot: int, tokens: Ids) -> Ids:
         """Pages that each head row lacks to hold ``tokens`` in all, [layers, kv_heads]."""

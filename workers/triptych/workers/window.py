@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from triptych.kernels import plan_retirement, transcode
 from triptych.workers.journal import Journal
 from triptych.workers.memory import PageMemory
-from triptych.workers.rows import Mask, Sections, SectionTable
+from triptych.workers.rows import Sections, SectionTable
 
 Ids = NDArray[np.int32]
 Cells = tuple[Ids, Ids]
@@ -58,14 +58,12 @@ class Window:
         self.raw, self.high, *low = journal.tables
         self.low = low[0] if low else None
         layers, all_slots = self.raw.pages.shape[:2]
+        self._full_tokens = self.plan.full_raw_tokens
         self._first_rows: Ids = np.arange(layers, dtype=np.int32)[:, None] * np.int32(all_slots)
 
-    def are_full(self, slots: Ids) -> Mask:
-        """Whether a raw page of each slot is older than the window.
-
-        All rows hold equally many raw tokens, so the first one speaks for all.
-        """
-        return self.raw.tokens[0, slots, 0] >= self.plan.full_raw_tokens
+    def is_full(self, slot: int) -> bool:
+        """Whether a raw page of a slot is older than the window."""
+        return self.raw.length(slot) >= self._full_tokens
 
     def leaving(
         self,

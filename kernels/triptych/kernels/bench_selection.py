@@ -51,7 +51,7 @@ class SelectionRow:
     bytes_read: int
     """Of listed pages and of the summaries that were scored, counted from the lists."""
     bytes_formula: int
-    """A summary for each page, and the rule's share of the pages."""
+    """The same, foretold from the rule and the sizes of pages alone."""
     bytes_whole: int
 
 
@@ -135,19 +135,32 @@ class SelectionCase:
                 inside = listed[(listed >= first) & (listed < first + pages)] - first
                 held = (tokens - inside * room).clamp(max=room).sum()
                 total += int(held) * section.layout.format.read_bytes(section.layout.head_dim)
-                tiles = -(-((tokens - 1) // room) // TILE_PAGES)
-                total += tiles * self.tile_bytes
+                total += _tiles(section, tokens) * self.tile_bytes
                 first += pages
         return total
 
     def formula_bytes(self) -> int:
-        """A summary for each page, and the rule's share of all that attention reads."""
-        pages = self.pages()
+        """Summaries of all pages, the pages that are always read, and an equal share of the others.
+
+        Only the others' share is the rule's: a section's last page is seldom full, and where a
+        context is short such pages are many. Which of the others are read is up to the data, so
+        one is as likely as another.
+        """
         batch, heads = self.lists.counts.shape
-        tokens = sum(n for _, n in self._counts()) // (batch * heads)
-        row = pages // (batch * heads)
-        share = self.rule.pages(row, tokens) / row
-        return round(pages * self.tile_bytes / TILE_PAGES + share * self.case.read_bytes)
+        position = int(self.positions[0])
+        context, tiles, always, chance = 0, 0, list[int](), list[int]()
+        for section in self.case.sections:
+            layout, tokens = section.layout, int(section.tokens[0, 0])
+            token_bytes = layout.format.read_bytes(layout.head_dim)
+            context, tiles = context + tokens, tiles + _tiles(section, tokens)
+            for first in range(0, tokens, layout.tokens):
+                end = min(tokens, first + layout.tokens)
+                is_new = end - 1 > position - self.rule.window_tokens
+                is_always = first < self.rule.sink_tokens or is_new or end == tokens
+                (always if is_always else chance).append((end - first) * token_bytes)
+        chosen = self.rule.pages(len(always) + len(chance), context) - len(always)
+        read = sum(always) + max(0, chosen) * sum(chance) / max(1, len(chance))
+        return round(batch * heads * (read + tiles * self.tile_bytes))
 
     def _counts(self) -> list[tuple[Section, int]]:
         return [
@@ -155,6 +168,11 @@ class SelectionCase:
             for section in self.case.sections
             for count in section.tokens.flatten()
         ]
+
+
+def _tiles(section: Section, tokens: int) -> int:
+    """Tiles of summaries of a head row that are scored: its last page has none that counts."""
+    return -(-((tokens - 1) // section.layout.tokens) // TILE_PAGES)
 
 
 def summaries_of(arena: Tensor, section: Section, kind: Kind) -> Summaries:

@@ -1,6 +1,6 @@
 """Which pages of each head row attention reads, where it does not read all."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -23,11 +23,14 @@ class PageLists:
     rows: Tensor
     """int32 [R]: which of the S lists each request of a call has. Negative: none, it reads all
     pages."""
-    known: Known = field(default_factory=Known, repr=False)
+    known: Known = field(default_factory=Known, init=False, repr=False)
+    """Not taken over by lists in other memory (``replace``)."""
 
     def of(self, rows: Tensor) -> "PageLists":
-        """The same lists for the requests of another call."""
-        return PageLists(self.ordinals, self.counts, rows, self.known)
+        """The same lists for the requests of another call, and what is known of them."""
+        lists = replace(self, rows=rows)
+        object.__setattr__(lists, "known", self.known)
+        return lists
 
 
 def check_lists(lists: PageLists, rows: int, kv_heads: int) -> None:

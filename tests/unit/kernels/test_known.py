@@ -71,6 +71,17 @@ def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
         )  # fmt: skip
 
 
+def test_lists_in_other_memory_are_read_there(case: Case) -> None:
+    chosen = SelectionCase.of(case, "moments", Rule.of(0.3), 200)
+    chosen.select("cpu")
+    chosen.attend("cpu")
+    first = chosen.lists
+    fewer = replace(first, ordinals=first.ordinals.clone(), counts=first.counts - 1)
+    few = replace(chosen, lists=fewer)
+    torch.testing.assert_close(few.attend("cpu"), few.attend("reference"), atol=1e-4, rtol=1e-4)
+    assert not torch.equal(few.attend("cpu"), chosen.attend("cpu"))
+
+
 def test_an_arena_goes_with_its_tables(case: Case) -> None:
     arena = case.arena.clone()
     held, sections = weakref.ref(arena), [replace(section) for section in case.sections]

@@ -12,6 +12,7 @@ from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.lists import PageLists
 from triptych.kernels.op import Op, hearing
 from triptych.kernels.pages import Past, Section
+from triptych.kernels.pointwise import gate, rms_norm, rotate
 from triptych.kernels.prefill import largest_sums, prefill_attention, significance_of
 from triptych.kernels.select import Rule, Summaries, select_pages, summarize_pages
 
@@ -25,6 +26,7 @@ __all__ = [
     "Section",
     "Summaries",
     "decode_attention",
+    "gate",
     "hearing",
     "largest_sums",
     "load_tokens",
@@ -32,6 +34,8 @@ __all__ = [
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
+    "rms_norm",
+    "rotate",
     "score_tokens",
     "select_pages",
     "significance_of",
@@ -53,6 +57,9 @@ OPS: dict[str, Op[..., Any]] = {
         score_tokens,
         summarize_pages,
         select_pages,
+        rms_norm,
+        rotate,
+        gate,
     )
 }
 """Every operation by name; tests and benchmarks iterate over this."""

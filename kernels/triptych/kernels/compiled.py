@@ -148,6 +148,16 @@ def to_half(typing_context, number):
 
 
 @intrinsic
+def float_of_bits(typing_context, bits):
+    """The float32 number that an int32 is the bits of."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), emit
+
+
+@intrinsic
 def fetch_add(typing_context, address, amount):
     """Add to the int64 at ``address`` as one step of all threads; returns the value before."""
 

@@ -11,6 +11,7 @@ from triptych.core.layout import PageLayout
 from triptych.kernels.codec import driver
 from triptych.kernels.codec.vectors import COPY, NARROW, REQUANTIZE
 from triptych.kernels.compiled import team_address, team_threads
+from triptych.kernels.floats import KINDS
 from triptych.kernels.pages import check_arena, check_indices, is_channel_major
 
 
@@ -39,7 +40,7 @@ def store_tokens(
         *form_words(layout),
         key.data_ptr(),
         value.data_ptr(),
-        key.dtype == torch.bfloat16,
+        KINDS[key.dtype],
         key.shape[1],
         *key.stride()[:2],
         *value.stride()[:2],

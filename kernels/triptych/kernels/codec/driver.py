@@ -9,6 +9,7 @@ from numba import carray
 
 from triptych.kernels.codec.vectors import PART_WORDS, decode, encode, part_of, recode
 from triptych.kernels.compiled import fetch_add, kernel, pointer, run_team, team_body
+from triptych.kernels.floats import read_floats
 
 Form = namedtuple("Form", "tokens scores positions keys values")
 """A page layout: tokens per page, offsets of two segments, and where the vectors lie."""
@@ -19,7 +20,7 @@ COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM = range(SHARED_WORD
 """Words that every job begins with; ``COUNTER`` and ``BAD`` are 0 at first."""
 
 STORE_FORM = SHARED_WORDS
-KEY, VALUE, IS_BFLOAT, KV_HEADS, TOKEN_STRIDE, HEAD_STRIDE, VALUE_TOKEN_STRIDE = range(
+KEY, VALUE, KIND, KV_HEADS, TOKEN_STRIDE, HEAD_STRIDE, VALUE_TOKEN_STRIDE = range(
     STORE_FORM + FORM_WORDS, STORE_FORM + FORM_WORDS + 7
 )
 VALUE_HEAD_STRIDE, PAGES, ROWS, POSITIONS, SCORES = range(
@@ -68,18 +69,6 @@ def _word(address, index):
     return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)
 
 
-@kernel
-def _read(address, offset, is_bfloat, numbers):
-    """A vector of float32 or bfloat16 numbers, ``offset`` elements after ``address``."""
-    if is_bfloat:
-        halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
-        bits = numbers.view(np.uint32)
-        for channel in range(len(numbers)):
-            bits[channel] = np.uint32(halves[channel]) << np.uint32(16)
-    else:
-        numbers[:] = carray(pointer(address + 4 * offset), len(numbers), np.float32)
-
-
 @team_body
 def store(address):
     job = carray(pointer(address), STORE_WORDS, np.int64)
@@ -101,10 +90,10 @@ def store(address):
             page, row = job[ARENA] + np.int64(pages[cell]) * job[PAGE_BYTES], rows[cell]
             token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
             offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
-            _read(job[KEY], offset, job[IS_BFLOAT], numbers)
+            read_floats(job[KEY], job[KIND], offset, numbers)
             encode(numbers, form.keys, page, row, codes)
             offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
-            _read(job[VALUE], offset, job[IS_BFLOAT], numbers)
+            read_floats(job[VALUE], job[KIND], offset, numbers)
             encode(numbers, form.values, page, row, codes)
             _word(page + form.positions, row)[0] = _word(job[POSITIONS], token)[0]
             score = _word(page + form.scores, row)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych.kernels import gate, rms_norm, rotate
 from triptych.workers.models.attention import Attend, LayerTraits
 from triptych.workers.models.exits import Exits, Leaving
 from triptych.workers.models.facts import ModelFacts, PlainTraits
@@ -56,7 +57,7 @@ class FusedModel:
         self._frequencies = frequencies.to(self._embedding.device)
         self._rotary_scale = plain.rotary_scale
         epsilon = plain.norm_epsilon
-        self._norm = _exact_norm(weights["model.norm.weight"], epsilon)
+        self._norm = _norm(weights["model.norm.weight"], epsilon, torch.float32)
         self._head = _Head(weights[HEAD])
         self._blocks = [
             _block(weights, f"model.layers.{layer}", traits, epsilon)
@@ -97,11 +98,9 @@ class FusedModel:
         return self._head(self._norm(hidden))
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine, and sine with the sign that ``rotate_half`` would give: both (T, 1, D)."""
-        angles = positions.float()[:, None, None] * self._frequencies
-        cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
-        both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return both[0].to(self._embedding.dtype), both[1].to(self._embedding.dtype)
+        """Cosine and sine of each pair of channels: both (T, D/2) float32."""
+        angles = positions.float()[:, None] * self._frequencies
+        return angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
 
     def _attention(
         self, layer: int, block: _Block, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
@@ -112,9 +111,7 @@ class FusedModel:
         if block.query_norm is not None and block.key_norm is not None:
             normed = (block.query_norm(qkv[:, :heads]), block.key_norm(qkv[:, heads:rotated]))
             query_key = torch.cat(normed, dim=1)
-        query_key = torch.addcmul(
-            query_key * cos, query_key.roll(self._head_dim // 2, dims=-1), sin
-        )
+        query_key = rotate(query_key, cos, sin)
         traits = block.traits
         mixed = attend(
             layer,
@@ -156,8 +153,7 @@ def _behind_attention(block: _Block, hidden: Tensor, mixed: Tensor) -> Tensor:
 
 
 def _mlp(block: _Block, hidden: Tensor) -> Tensor:
-    gate, up = block.gate_up(block.mlp_norm(hidden)).chunk(2, dim=-1)
-    return block.down(F.silu(gate) * up)
+    return block.down(gate(block.gate_up(block.mlp_norm(hidden))))
 
 
 def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) -> _Block:
@@ -167,7 +163,8 @@ def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) ->
         return pack([weights[f"{name}.weight"] for name in full], biases)
 
     def norm(name: str) -> Norm:
-        return _norm(weights[f"{layer}.{name}.weight"], epsilon)
+        weight = weights[f"{layer}.{name}.weight"]
+        return _norm(weight, epsilon, weight.dtype)
 
     # Qwen3 normalises queries and keys per head.
     is_normed = f"{layer}.self_attn.q_norm.weight" in weights
@@ -184,12 +181,7 @@ def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) ->
     )
 
 
-def _norm(weight: Tensor, epsilon: float) -> Norm:
-    """A norm that computes in float32 and gives the model's type."""
-    exact, dtype = _exact_norm(weight, epsilon), weight.dtype
-    return lambda rows: exact(rows).to(dtype)
-
-
-def _exact_norm(weight: Tensor, epsilon: float) -> Norm:
-    exact, shape = weight.float(), weight.shape
-    return lambda rows: F.rms_norm(rows.float(), shape, exact, epsilon)
+def _norm(weight: Tensor, epsilon: float, dtype: torch.dtype) -> Norm:
+    """A norm that computes in float32 and gives ``dtype``."""
+    exact = weight.float()
+    return lambda rows: rms_norm(rows, exact, epsilon, dtype)

@@ -1,0 +1,48 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""Vectors of 32-bit and 16-bit numbers in memory, as compiled code reads and writes them."""
+
+import numpy as np
+import torch
+from numba import carray
+
+from triptych.kernels.compiled import from_half, kernel, pointer, to_half
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT, BFLOAT, HALF = KINDS.values()
+
+
+@kernel
+def read_floats(address, kind, offset, numbers):
+    """Fill a float32 vector from what begins ``offset`` elements after ``address``."""
+    if kind == FLOAT:
+        numbers[:] = carray(pointer(address + 4 * offset), len(numbers), np.float32)
+        return
+    halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
+    if kind == BFLOAT:
+        bits = numbers.view(np.uint32)
+        for channel in range(len(numbers)):
+            bits[channel] = np.uint32(halves[channel]) << np.uint32(16)
+    else:
+        for channel in range(len(numbers)):
+            numbers[channel] = from_half(halves[channel])
+
+
+@kernel
+def write_floats(numbers, address, kind, offset):
+    """The way back: rounded to the nearest, ties to even; what is NaN stays so."""
+    if kind == FLOAT:
+        carray(pointer(address + 4 * offset), len(numbers), np.float32)[:] = numbers
+        return
+    halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
+    if kind == BFLOAT:
+        bits = numbers.view(np.uint32)
+        for channel in range(len(numbers)):
+            word = bits[channel]
+            odd = (word >> np.uint32(16)) & np.uint32(1)
+            rounded = (word + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+            is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            halves[channel] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+    else:
+        for channel in range(len(numbers)):
+            halves[channel] = to_half(numbers[channel])

@@ -1,0 +1,37 @@
+"""What lies between the matrix products of a layer: norms, rotation, activation.
+
+On one row each is a thousand numbers, which torch passes over ten times in as many calls.
+"""
+
+from triptych.kernels.op import Op
+from triptych.kernels.pointwise import reference
+
+__all__ = ["gate", "rms_norm", "rotate"]
+
+rms_norm = Op(
+    name="rms_norm",
+    spec=reference.rms_norm,
+    fast={
+        "cpu": "triptych.kernels.pointwise.cpu:rms_norm",
+        # torch has a fused kernel.
+        "cuda": "triptych.kernels.pointwise.reference:rms_norm",
+    },
+)
+
+rotate = Op(
+    name="rotate",
+    spec=reference.rotate,
+    fast={
+        "cpu": "triptych.kernels.pointwise.cpu:rotate",
+        "cuda": "triptych.kernels.pointwise.reference:rotate",
+    },
+)
+
+gate = Op(
+    name="gate",
+    spec=reference.gate,
+    fast={
+        "cpu": "triptych.kernels.pointwise.cpu:gate",
+        "cuda": "triptych.kernels.pointwise.reference:gate",
+    },
+)

@@ -1,0 +1,200 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""Norms, rotation and activation on the CPU: one pass over a row that stays in the cache."""
+
+from math import e, log2
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.kernels.compiled import (
+    fetch_add,
+    float_of_bits,
+    kernel,
+    pointer,
+    run_team,
+    summing_kernel,
+    team_address,
+    team_body,
+    team_threads,
+)
+from triptych.kernels.floats import KINDS, read_floats, write_floats
+from triptych.kernels.simd import EXP2
+
+NORM, ROTATE, GATE = range(3)
+
+WORDS = 17
+COUNTER, WHAT, ROWS, CHUNK, WIDTH, SOURCE, SOURCE_KIND, TARGET, TARGET_KIND, TARGET_WIDTH = range(
+    10
+)
+HEADS, TOKEN_STRIDE, HEAD_STRIDE, FIRST, SECOND, ANGLE_STRIDE, EPSILON = range(10, WORDS)
+"""Words of a job. A row is a head of a token, strides are in elements; ``FIRST`` and ``SECOND`` are
+addresses of weights, or of cosines and sines."""
+
+NUMBERS = 1 << 14
+"""About so many a thread takes at a time; fewer are not worth waking a second one."""
+
+SHIFT = np.float32(1.5 * 2**23)
+"""Added and taken away again, it leaves the nearest whole number."""
+LOG2_E = np.float32(log2(e))
+C0, C1, C2, C3, C4, C5, C6 = (np.float32(factor) for factor in EXP2)
+MOST = np.float32(126.0)
+ONE = np.float32(1.0)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """See ``reference.rms_norm``."""
+    if not (weight.is_contiguous() and weight.dtype == torch.float32):
+        raise ConfigError(f"rms_norm: weight {weight.dtype}: expected dense float32")
+    if weight.shape != rows.shape[-1:]:
+        raise ConfigError(f"rms_norm: {len(weight)} weights for rows of {rows.shape[-1]}")
+    out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    _run(NORM, rows, out, weight.data_ptr(), 0, 0, epsilon)
+    return out
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See ``reference.rotate``."""
+    expected = len(heads), heads.shape[2] // 2
+    for angles in (cos, sin):
+        if angles.shape != expected or angles.dtype != torch.float32 or angles.stride(1) != 1:
+            raise ConfigError(
+                f"rotate: angles {tuple(angles.shape)} {angles.dtype}: expected float32 {expected}"
+            )
+    if cos.stride(0) != sin.stride(0):
+        raise ConfigError("rotate: cosines and sines lie differently")
+    out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    _run(ROTATE, heads, out, cos.data_ptr(), sin.data_ptr(), cos.stride(0), 0.0)
+    return out
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """See ``reference.gate``."""
+    out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    _run(GATE, gate_up, out, 0, 0, 0, 0.0)
+    return out
+
+
+def _run(
+    what: int, source: Tensor, out: Tensor, first: int, second: int, stride: int, epsilon: float
+) -> None:
+    """Start a job over all rows of ``source`` [T, E] or [T, H, E], which are dense themselves."""
+    shape, strides = source.shape, source.stride()
+    width, is_headed = shape[-1], len(shape) == 3
+    if strides[-1] != 1 or len(shape) not in (2, 3):
+        raise ConfigError(
+            f"rows {tuple(shape)}, strides {strides}: expected dense [T, E], [T, H, E]"
+        )
+    if source.dtype not in KINDS or out.dtype not in KINDS:
+        raise ConfigError(
+            f"rows of {source.dtype} to {out.dtype}: have {', '.join(map(str, KINDS))}"
+        )
+    _start(
+        what,
+        _work.address,
+        team_address(),
+        team_threads(),
+        source.numel() // max(1, width),
+        width,
+        source.data_ptr(),
+        KINDS[source.dtype],
+        out.data_ptr(),
+        KINDS[out.dtype],
+        out.shape[-1],
+        shape[1] if is_headed else 1,
+        strides[0],
+        strides[1] if is_headed else 0,
+        first,
+        second,
+        stride,
+        epsilon,
+    )
+
+
+@kernel
+def _start(
+    what, body, team, threads, rows, width, source, source_kind, target, target_kind, target_width,
+    heads, token_stride, head_stride, first, second, angle_stride, epsilon,
+):  # fmt: skip
+    job = np.empty(WORDS, np.int64)
+    job[COUNTER], job[WHAT], job[ROWS], job[WIDTH] = 0, what, rows, width
+    job[CHUNK] = max(1, NUMBERS // width)
+    job[SOURCE], job[SOURCE_KIND] = source, source_kind
+    job[TARGET], job[TARGET_KIND], job[TARGET_WIDTH] = target, target_kind, target_width
+    job[HEADS], job[TOKEN_STRIDE], job[HEAD_STRIDE] = heads, token_stride, head_stride
+    job[FIRST], job[SECOND], job[ANGLE_STRIDE] = first, second, angle_stride
+    job.view(np.float64)[EPSILON] = epsilon
+    run_team(team, body, job.ctypes.data, threads if rows > job[CHUNK] else 1)
+
+
+@kernel
+def _norm(job, numbers, normed):
+    weight = carray(pointer(job[FIRST]), len(numbers), np.float32)
+    epsilon = np.float32(job.view(np.float64)[EPSILON])
+    factor = ONE / np.sqrt(_mean_square(numbers) + epsilon)
+    for channel in range(len(numbers)):
+        normed[channel] = numbers[channel] * factor * weight[channel]
+
+
+@summing_kernel
+def _mean_square(numbers):
+    total = np.float32(0.0)
+    for channel in range(len(numbers)):
+        total += numbers[channel] * numbers[channel]
+    return total / np.float32(len(numbers))
+
+
+@kernel
+def _rotate(job, token, numbers, turned):
+    half, angles = len(numbers) // 2, 4 * token * job[ANGLE_STRIDE]
+    cos = carray(pointer(job[FIRST] + angles), half, np.float32)
+    sin = carray(pointer(job[SECOND] + angles), half, np.float32)
+    for channel in range(half):
+        left, right = numbers[channel], numbers[half + channel]
+        turned[channel] = left * cos[channel] - right * sin[channel]
+        turned[half + channel] = right * cos[channel] + left * sin[channel]
+
+
+@kernel
+def _gate(numbers, gated):
+    half = len(gated)
+    for channel in range(half):
+        opened = numbers[channel]
+        gated[channel] = opened / (ONE + _exp2(-opened * LOG2_E)) * numbers[half + channel]
+
+
+@kernel
+def _exp2(power):
+    """As ``simd.Emitter.exp2``, for powers of any size; of NaN it is not NaN."""
+    power = power if power < MOST else MOST
+    power = power if power > -MOST else -MOST
+    whole = (power + SHIFT) - SHIFT
+    part = power - whole
+    result = (((((C0 * part + C1) * part + C2) * part + C3) * part + C4) * part + C5) * part + C6
+    return result * float_of_bits(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+
+
+@team_body
+def _work(address):
+    """Take rows until none is left."""
+    job = carray(pointer(address), WORDS, np.int64)
+    numbers = np.empty(job[WIDTH], np.float32)
+    result = np.empty(job[TARGET_WIDTH], np.float32)
+    while True:
+        start = fetch_add(address, job[CHUNK])
+        if start >= job[ROWS]:
+            break
+        for row in range(start, min(job[ROWS], start + job[CHUNK])):
+            token, head = row // job[HEADS], row % job[HEADS]
+            offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
+            read_floats(job[SOURCE], job[SOURCE_KIND], offset, numbers)
+            if job[WHAT] == NORM:
+                _norm(job, numbers, result)
+            elif job[WHAT] == ROTATE:
+                _rotate(job, token, numbers, result)
+            else:
+                _gate(numbers, result)
+            write_floats(result, job[TARGET], job[TARGET_KIND], row * len(result))

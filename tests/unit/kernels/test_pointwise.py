@@ -1,0 +1,113 @@
+"""Norms, rotation and activation, every backend against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.kernels import gate, rms_norm, rotate
+
+BACKENDS = ["reference", "cpu"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+each = pytest.mark.parametrize
+MANY = 700
+"""Rows for which more threads than one are woken."""
+
+
+def is_rounded(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    """Whether each number is next to the exact one, but for float32's own errors before that."""
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    near = (torch.finfo(dtype).eps + 4e-6) * exact.abs() + 1e-6
+    return bool(((found.double() - exact).abs() <= near).all())
+
+
+@each("backend", BACKENDS)
+@each("dtype", DTYPES)
+@each("rows", [0, 1, 3, MANY])
+def test_a_norm_divides_by_the_root_mean_square(
+    backend: str, dtype: torch.dtype, rows: int
+) -> None:
+    wide = torch.randn(rows, 2, 100).to(dtype)[:, 0]  # not dense, and no whole vector registers
+    weight = torch.randn(100)
+    exact = wide.double() / (wide.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    found = rms_norm.on(backend)(wide, weight, 1e-5, torch.bfloat16)
+    assert is_rounded(found, exact, torch.bfloat16)
+    found = rms_norm.on(backend)(wide, weight, 1e-5, torch.float32)
+    assert is_rounded(found, exact, torch.float32)
+
+
+@each("backend", BACKENDS)
+def test_a_norm_of_heads_is_one_for_each_head(backend: str) -> None:
+    heads = torch.randn(5, 4, 64).bfloat16()[:, 1:]
+    weight = torch.randn(64)
+    found = rms_norm.on(backend)(heads, weight, 1e-6, torch.bfloat16)
+    one_by_one = [
+        rms_norm.on(backend)(heads[:, head], weight, 1e-6, torch.bfloat16) for head in range(3)
+    ]
+    assert found.equal(torch.stack(one_by_one, 1))
+
+
+@each("backend", BACKENDS)
+@each("dtype", DTYPES)
+@each("rows", [0, 1, 3, MANY])
+def test_a_rotation_turns_pairs_of_channels(backend: str, dtype: torch.dtype, rows: int) -> None:
+    heads = torch.randn(rows, 5, 64).to(dtype)[:, :3]
+    angles = torch.rand(rows, 32, dtype=torch.float64) * 6
+    cos, sin = angles.cos().float(), angles.sin().float()
+    pairs = torch.complex(*heads.double().chunk(2, -1))
+    turned = pairs * torch.complex(cos.double(), sin.double())[:, None]
+    found = rotate.on(backend)(heads, cos, sin)
+    assert is_rounded(found, torch.cat((turned.real, turned.imag), -1), dtype)
+
+
+@each("backend", BACKENDS)
+@each("dtype", DTYPES)
+@each("rows", [0, 1, 3, MANY])
+def test_a_gate_is_silu_of_one_half_times_the_other(
+    backend: str, dtype: torch.dtype, rows: int
+) -> None:
+    both = (torch.randn(rows, 200) * 8).to(dtype)
+    left, right = both.double().chunk(2, -1)
+    found = gate.on(backend)(both)
+    assert is_rounded(found, left * right / (1 + (-left).exp()), dtype)
+
+
+@each("backend", BACKENDS)
+@each("dtype", DTYPES)
+def test_numbers_of_any_size_pass_a_gate(backend: str, dtype: torch.dtype) -> None:
+    left = torch.tensor([-60000.0, -100.0, 0.0, 100.0, 60000.0, float("nan")])
+    found = gate.on(backend)(torch.cat((left, torch.ones(6)))[None].to(dtype))[0]
+    assert found[:3].double().abs().max() < 1e-30
+    assert found[5].isnan()
+    assert found[3:5].equal(left[3:5].to(dtype))
+
+
+@each("backend", BACKENDS)
+def test_what_is_no_number_stays_none(backend: str) -> None:
+    """All bits of a NaN set must not become a zero when it is rounded."""
+    rows = torch.full((1, 16), -1, dtype=torch.int32).view(torch.float32)
+    assert rms_norm.on(backend)(rows, torch.ones(16), 1e-5, torch.bfloat16).isnan().all()
+
+
+@each("dtype", DTYPES)
+def test_a_row_is_the_same_beside_others(dtype: torch.dtype) -> None:
+    """So that what a request is told does not depend on who is served with it."""
+    rows, weight = torch.randn(MANY, 128).to(dtype), torch.randn(128)
+    angles = torch.randn(MANY, 32)
+    assert gate(rows)[7:8].equal(gate(rows[7:8]))
+    assert rms_norm(rows, weight, 1e-5, dtype)[7:8].equal(rms_norm(rows[7:8], weight, 1e-5, dtype))
+    turned = rotate(rows.view(MANY, 2, 64), angles, angles)
+    assert turned[7:8].equal(rotate(rows[7:8].view(1, 2, 64), angles[7:8], angles[7:8]))
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    rows = torch.randn(2, 8)
+    with pytest.raises(ConfigError, match="7 weights for rows of 8"):
+        rms_norm(rows, torch.ones(7), 1e-5, torch.float32)
+    with pytest.raises(ConfigError, match=r"expected float32 \(2, 4\)"):
+        rotate(rows[:, None], torch.ones(2, 8), torch.ones(2, 8))
+    with pytest.raises(ConfigError, match="expected dense"):
+        gate(rows.T)
+    with pytest.raises(ConfigError, match=r"torch\.float64"):
+        gate(rows.double())

@@ -31,14 +31,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
 
 
-def save_tiny_model(path: Path) -> Path:
-    """Two layers, four query heads on two KV heads, head_dim 32."""
+def save_tiny_model(path: Path, layers: int = 2) -> Path:
+    """Four query heads on two KV heads, head_dim 32."""
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

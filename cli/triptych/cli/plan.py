@@ -56,7 +56,7 @@ def plan(
     from triptych.cli.sizing import Load, app_plan, fits, sizes
 
     settings = _settings(config, model)
-    shape, profile = _shape(settings)
+    shape, profile, is_plain = _shape(settings)
     weights_bytes = shape.parameters * DTYPE_BYTES[settings.model.dtype]
     if gpus:
         settings = _with_capacity(
@@ -67,7 +67,7 @@ def plan(
     load = Load(prompt_tokens, answer_tokens)
     asked = settings.model.max_context_tokens
     context = shape.context_tokens if asked == "auto" else min(asked, shape.context_tokens)
-    found = fits(settings, shape.geometry, context, load, profile)
+    found = fits(settings, shape.geometry, context, load, profile, is_plain=is_plain)
     needs = sizes(app_plan(settings, shape.geometry, context, profile), weights_bytes)
     data = {
         "model": settings.model.name,
@@ -125,16 +125,18 @@ def _settings(path: Path | None, model: str | None) -> AppConfig:
     return settings if model is None else replace(settings, model=ModelConfig(name=model))
 
 
-def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None]":
-    """From config.json alone where that is all there is; then nobody knows a profile."""
+def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None, bool]":
+    """With whether its layers are plain; from config.json alone where that is all there is: then
+    nobody knows that, or a profile."""
     from triptych.workers.models import describe, resolve, shape_of
     from triptych.workers.profiles import find_profile
 
     path = Path(settings.model.name).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
-        return shape_of(path), None
+        return shape_of(path), None, False
     path = resolve(settings.model.name, allow_download=False)
-    return shape_of(path), find_profile(settings, describe(path))
+    facts = describe(path)
+    return shape_of(path), find_profile(settings, facts), facts.is_plain
 
 
 def _bytes_beside_weights(gpu_bytes: int, weights_bytes: int) -> int:

@@ -87,9 +87,15 @@ def policies(config: AppConfig, profile: Profile | None) -> Iterator[AppConfig]:
 
 
 def fits(
-    config: AppConfig, geometry: Geometry, context_tokens: int, load: Load, profile: Profile | None
+    config: AppConfig,
+    geometry: Geometry,
+    context_tokens: int,
+    load: Load,
+    profile: Profile | None,
+    *,
+    is_plain: bool = False,
 ) -> list[Fit]:
-    """What a pool of ``config`` holds, by policy.
+    """What a pool of ``config`` holds, by policy; ``is_plain``: as for ``PagePlan.of``.
 
     Raises: ConfigError if the pool is too small for the model, or the load for its context
     """
@@ -99,13 +105,18 @@ def fits(
             f"together they exceed the model's context of {context_tokens} tokens"
         )
     return [
-        _fit(app_plan(each, geometry, context_tokens, profile), load, profile)
+        _fit(app_plan(each, geometry, context_tokens, profile, is_plain=is_plain), load, profile)
         for each in policies(config, profile)
     ]
 
 
 def app_plan(
-    config: AppConfig, geometry: Geometry, context_tokens: int, profile: Profile | None
+    config: AppConfig,
+    geometry: Geometry,
+    context_tokens: int,
+    profile: Profile | None,
+    *,
+    is_plain: bool = False,
 ) -> AppPlan:
     """The plan that the builder would make of the first cell, less what belongs to a start.
 
@@ -115,7 +126,7 @@ def app_plan(
     plan = AppPlan(
         config=one,
         model_path=Path(),
-        pages=PagePlan.of(one, geometry, profile),
+        pages=PagePlan.of(one, geometry, profile, is_plain=is_plain),
         context_tokens=context_tokens,
         weights="",
         run_dir=Path(),
@@ -152,7 +163,8 @@ def _fit(plan: AppPlan, load: Load, profile: Profile | None) -> Fit:
     rows = pages.geometry.head_rows
     token_bytes = pages.page_bytes * rows / pages.high.tokens
     bookable_pages = plan.bookable_bytes // pages.page_bytes
-    estimate = ByteModel(pages).estimate(load.prompt_tokens, load.answer_tokens)
+    model, tokens = ByteModel(pages), (load.prompt_tokens, load.answer_tokens)
+    estimate = model.estimate_in_parts(*tokens) or model.estimate(*tokens)
     low = pages.policy.low_format
     return Fit(
         policy=pages.policy.name,

@@ -175,7 +175,8 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, No
     except ModelError:
         return None, None
     facts = describe(path)
-    return facts, PagePlan.of(cell_of(config, 0), facts.geometry, find_profile(config, facts))
+    profile, one = find_profile(config, facts), cell_of(config, 0)
+    return facts, PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
 
 
 def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object] | None:

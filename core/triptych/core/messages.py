@@ -392,6 +392,15 @@ class Prefill:
     """Router to prefill worker: read these prompts."""
 
     requests: tuple[Request, ...]
+    encoders: tuple[str, ...] = ()
+    """For each of them the address of the compressor that gets its layers as they are read; empty:
+    all are handed over at once. None for any: so for all."""
+    reader: str = ""
+    """The address of this worker, for such compressors."""
+
+    def __post_init__(self) -> None:
+        if self.encoders and len(self.encoders) != len(self.requests):
+            raise ValueError(f"{len(self.encoders)} encoders for {len(self.requests)} requests")
 
 
 @message
@@ -402,11 +411,36 @@ class Prefilled:
     request: str
     first_token: int
     handle: KVHandle | None
-    """The raw pages; none if the answer ended with the first token."""
+    """The raw pages, or those of the last layers if others went to a compressor before; none if the
+    answer ended with the first token."""
     token_s: float = 0.0
     """Seconds that a token of it took to compute, on the mean of those that were not cached."""
     cached_tokens: int = 0
     """Tokens of it that were not computed again."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Prefill worker to compressor: these layers of a prompt are read, encode them."""
+
+    request: str
+    first: int
+    """The first of them. They follow upon each other; the last ones come with ``Compress``."""
+    handle: KVHandle
+    """Their raw pages; ``tokens`` is the whole prompt."""
+    reader: str
+    """Who is to hear ``LayersEncoded``."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersEncoded:
+    """Compressor to prefill worker: the raw pages of some layers are free."""
+
+    request: str
+    first: int
+    """As that of ``Layers``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

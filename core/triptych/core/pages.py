@@ -37,12 +37,24 @@ class PagePlan:
     """Whether requests read the pages of cached prefixes where they lie, if they can."""
     spread: bytes = b""
     """How the pages that a decode step reads are spread over head rows; empty: evenly."""
+    chunk_tokens: int = 0
+    """Prompt tokens, all layers of them, that a step of the prefill stage reads at most."""
+    layers_at_once: int = 0
+    """Layers that are handed over at a time of a prompt that is longer; 0: all."""
 
     @classmethod
     def of(
-        cls, config: AppConfig, geometry: Geometry, profile: Profile | None = None
+        cls,
+        config: AppConfig,
+        geometry: Geometry,
+        profile: Profile | None = None,
+        *,
+        is_plain: bool = False,
     ) -> "PagePlan":
-        """Resolve the settings that depend on the model."""
+        """Resolve the settings that depend on the model.
+
+        ``is_plain``: whether its layers can be run a few at a time.
+        """
         page = config.pool.page_bytes
         plan = cls(
             geometry,
@@ -55,6 +67,11 @@ class PagePlan:
         )
         plan.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
+        if is_plain and plan.compresses and not plan.prefix_bytes:
+            prefill = config.prefill
+            plan = replace(
+                plan, chunk_tokens=prefill.chunk_tokens, layers_at_once=prefill.layers_at_once
+            )
         plan.check_capacity(config.pool.capacity_bytes - plan.prefix_bytes)
         return plan
 
@@ -133,6 +150,18 @@ class PagePlan:
     def full_raw_tokens(self) -> int:
         """Raw tokens of a head row from which on its first page behind the sink may leave."""
         return self.sink_tokens + self.policy.window_tokens + self.raw.tokens
+
+    def layers_of(self, prompt_tokens: int) -> int:
+        """Layers of a prompt that are read, handed over and encoded at a time.
+
+        All of them if it is read in one step anyway, or if a single layer would be more than a
+        step. No step has more to do than one that reads ``chunk_tokens`` through all layers.
+        """
+        every = self.geometry.layers
+        if not self.layers_at_once or prompt_tokens <= self.chunk_tokens:
+            return every
+        of_a_step = self.chunk_tokens * every // prompt_tokens
+        return min(self.layers_at_once, of_a_step) or every
 
     @property
     def sink_pages(self) -> int:

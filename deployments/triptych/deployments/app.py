@@ -65,7 +65,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     facts = describe(path)
     open_tokenizer(path)  # kept from now on, so that an ingress need not make it
     profile, one = find_profile(config, facts), cell_of(config, 0)
-    pages = PagePlan.of(one, facts.geometry, profile)
+    pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
     plan = AppPlan(
         config=one,
         model_path=path,

@@ -12,7 +12,7 @@ from triptych.router.pace import Pace
 from triptych.router.roster import Roster
 from triptych.router.schedule import Schedule
 from triptych.router.snapshot import WorkerLoad
-from triptych.router.state import Requests, is_being_compressed, is_being_read
+from triptych.router.state import Requests, compressor_of, is_being_read
 
 
 @dataclass
@@ -71,8 +71,8 @@ def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
         if is_being_read(entry):
             prefill[entry.worker] += entry.prompt_tokens
             queue[entry.worker] += min(entry.tokens_to_read, books.roster.long_tokens)
-        elif is_being_compressed(entry):
-            compress[entry.worker] += entry.prompt_tokens
+        if compressor := compressor_of(entry):
+            compress[compressor] += entry.prompt_tokens
     loads = dict[str, WorkerLoad]()
     for peer in books.fleet:
         if not peer.hello.stages:

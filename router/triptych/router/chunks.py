@@ -34,7 +34,7 @@ class Chunks:
     tokens of one prompt are read in never changes.
 
     Source: FlowPrefill (prefill that can be interrupted, earliest due first); we interrupt it
-        between chunks, not between layers, so nothing has to be saved
+        between chunks, or between layers where these are encoded as they are read
     """
 
     read_tokens: int = 0

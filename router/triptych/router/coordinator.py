@@ -250,6 +250,18 @@ class Coordinator:
                         self._give_up_on(entry, stage, absent, now)
         if fleet.absent_since("decode") is None:
             self._endings.leave_lost_arenas(now)
+        self._give_up_on_the_largest(now)
+
+    def _give_up_on_the_largest(self, now: float) -> None:
+        """Fail requests that wait for a compressor beside whoever reads: only in parts they fit."""
+        fleet, books = self._books.fleet, self._books
+        absent = [fleet.absent_since("compress", arena) for arena in books.roster.reading_arenas]
+        if None in absent or not absent:
+            return
+        since = max(moment for moment in absent if moment is not None)
+        for entry in books.requests.in_state(State.WAITING):
+            if entry.whole is not None and entry.whole.peak > books.ledger.capacity_bytes:
+                self._give_up_on(entry, "compress", since, now)
 
     def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
         limit_s = self._patience.grace_s
@@ -269,7 +281,8 @@ class Coordinator:
             return
         books.counters["submitted"] += 1
         left = max(0, request.sampling.max_tokens - len(request.said))
-        sizes = self._model.estimate(request.known_tokens, left)
+        whole = self._model.estimate(request.known_tokens, left)
+        sizes = self._sizes_in_parts(request, left) or whole
         if not len(books.requests.line):
             books.pace.begin_line()
         patience_s, ageing_s = self._config.patience_s, self._config.ageing_s
@@ -280,6 +293,7 @@ class Coordinator:
             entry = Entry(
                 request=request,
                 sizes=sizes,
+                whole=None if sizes is whole else whole,
                 arrived=now,
                 since=now,
                 due=promise.due,
@@ -291,6 +305,17 @@ class Coordinator:
         else:
             self._dispatch.reasons.refused(request, refusal, now)
             self._endings.refuse(request, refusal)
+
+    def _sizes_in_parts(self, request: Request, left: int) -> RequestBytes | None:
+        """What it takes if its layers are encoded while others are read; None if they cannot be.
+
+        A prompt whose every token is scored is read all layers at a time, and batches of fixed size
+        go to compressors whole.
+        """
+        is_scored = request.sampling.prompt_logprobs >= 0
+        if is_scored or self._dispatch.schedule.compress.most is not None:
+            return None
+        return self._model.estimate_in_parts(request.known_tokens, left)
 
     def _refusal(
         self, request: Request, sizes: RequestBytes, now: float
@@ -412,6 +437,9 @@ class Coordinator:
             self._endings.settle(entry, sender)
         elif sender == entry.worker:
             self._left_its_worker(entry, message, now)
+        elif sender == entry.encoder and message.error is not None:
+            entry.encoder = ""
+            self._endings.fail(entry, message.error, now)
         else:
             entry.giver = ""
 

@@ -19,6 +19,8 @@ MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, Sta
 """States in which a request waits for the router; those nearest to the end come first."""
 
 
+ENCODER_GRACE_S = 30.0
+"""Time for which prompts that are encoded layer by layer wait for a compressor after one died."""
 ROUND_REQUESTS = 4
 """Requests that the policy is asked for at a time: what it chose is lost when workers are full."""
 
@@ -208,14 +210,19 @@ class Dispatch:
     def _compress(self, entry: Entry, address: str, now: float) -> None:
         assert entry.handle is not None
         reason = "at_its_worker" if address == entry.worker else "fewest_tokens"
+        if entry.encoder:
+            reason = "has_its_layers"
         self.reasons.chosen(entry, "compress", reason, address, now)
         entry.giver, entry.worker, entry.stage = entry.worker, address, "compress"
+        entry.encoder = ""
         item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
         self.books.outbox.compress(address, item)
         self.books.requests.move(entry, State.COMPRESSING, now)
 
     def _compressor(self, entry: Entry) -> str | None:
         """A compressor where the request has booked one, or anywhere if none lives there."""
+        if entry.encoder:
+            return entry.encoder
         roster = self.books.roster
         is_fixed = self.schedule.compress.most is not None
         choose = roster.idle_compressor if is_fixed else roster.compressor
@@ -331,8 +338,10 @@ class Dispatch:
         """
 
         def fits(arena: str) -> bool:
-            return self._final_arena(entry, arena) is not None
+            return self._final_arena(entry, arena, now) is not None
 
+        if self._lacks_encoder(entry, now):
+            return None, "no_compressor"
         if together:
             has_bytes = fits(self.books.roster.arena_of(together))
             return (Choice(together, "its_batch"), "") if has_bytes else (None, "no_bytes")
@@ -365,11 +374,15 @@ class Dispatch:
         seen = self.reasons.looked_at("prefill")
         entry.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
         entry.work_arena = self._work_arena(arena)
-        entry.final_arena = self._final_arena(entry, arena) or ""
+        entry.final_arena = self._final_arena(entry, arena, now) or ""
+        if self._goes_in_parts(entry, arena, now):
+            entry.encoder = self.books.roster.compressor(address, arena) or ""
+        else:
+            entry.sizes = entry.whole or entry.sizes
         self.books.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
         if entry.ask is not None:
             entry.cached_tokens = self.placer.sent(entry.ask, arena)
-        self.books.outbox.prefill(address, entry.request)
+        self.books.outbox.prefill(address, entry.request, entry.encoder)
         self.books.requests.move(entry, State.PREFILLING, now)
         self.reasons.started(entry, reason, choice.reason, place, seen)
         entry.ahead_tokens = self._ahead_tokens(entry)
@@ -389,15 +402,38 @@ class Dispatch:
             return "began_before"
         return "lost_patience" if entry.due < now else "turn"
 
-    def _final_arena(self, entry: Entry, raw_arena: str) -> str | None:
+    def _final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
         """Where to book the pages that decoding will need, before a decode worker is chosen."""
-        work_arena = self._work_arena(raw_arena)
+        work_arena, sizes = self._work_arena(raw_arena), entry.whole or entry.sizes
+        if self._goes_in_parts(entry, raw_arena, now):
+            sizes = entry.sizes
+            if self.books.roster.compressor("", raw_arena) is None:
+                return None
 
         def fits(arena: str) -> bool:
-            lines = lines_before_encoding(entry.sizes, raw_arena, work_arena, arena)
+            lines = lines_before_encoding(sizes, raw_arena, work_arena, arena)
             return self.books.ledger.fits(entry.id, lines)
 
         return self.books.roster.final_arena({raw_arena, work_arena}, fits)
+
+    def _goes_in_parts(self, entry: Entry, arena: str, now: float) -> bool:
+        """Whether its layers are encoded as they are read, if it is read in an arena.
+
+        A compressor that died is waited for: a prompt that is read in another way gives an answer
+        that differs a little, and nobody's death is to change one.
+        """
+        if entry.whole is None:
+            return False
+        absent = self.books.fleet.absent_since("compress", arena)
+        return absent is None or now - absent < ENCODER_GRACE_S
+
+    def _lacks_encoder(self, entry: Entry, now: float) -> bool:
+        """Whether a compressor is what a request waits for, wherever it could be read."""
+        roster = self.books.roster
+        return all(
+            self._goes_in_parts(entry, arena, now) and roster.compressor("", arena) is None
+            for arena in roster.reading_arenas or [""]
+        )
 
 
 def join_of(entry: Entry, now: float) -> Join:

@@ -31,7 +31,7 @@ class Endings:
     """When, by whom, and what the ingress must hear if that worker dies right afterwards."""
 
     def finish(self, entry: Entry, worker: str, tokens: int, now: float) -> None:
-        """The answer is complete, as its last worker says; no worker holds anything.
+        """The answer is complete, as its last worker says; no decode worker holds anything.
 
         The last words go to the ingress on a way of their own, on which the worker's death may
         overtake them.
@@ -40,9 +40,12 @@ class Endings:
         self.books.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
-        self.books.requests.accrue(entry, now)
         if entry.read_at:
             self.books.pace.wrote(now - entry.read_at, tokens, entry.crowd_s, now)
+        if entry.encoder:  # the first token was the last one, and it has layers
+            self._part(entry, now)
+            return
+        self.books.requests.accrue(entry, now)
         self._remove(entry)
 
     def refuse(self, request: Request, error: TriptychError) -> None:
@@ -85,6 +88,8 @@ class Endings:
                 self._survive(entry, address)
             elif entry.worker == address:
                 self.fail(entry, StageLost(entry.stage), now)
+            elif entry.encoder == address:
+                self.fail(entry, StageLost("compress"), now)
             else:
                 self._survive(entry, address)
 

@@ -11,10 +11,12 @@ class RequestBytes:
     """Bytes of pages that one request takes at the stages of its life."""
 
     raw: int
-    """The prompt in raw 16-bit pages: from the start of prefill to the end of encoding."""
+    """The prompt in raw 16-bit pages, or as many of its layers as there are at once: from the start
+    of prefill to the end of encoding."""
 
     encoded: int
-    """New pages that the compressor fills while it still reads the raw ones."""
+    """What there is beside them at most: new pages that the compressor fills while it still reads
+    the raw ones, and what stays raw of layers that are encoded."""
 
     compressed: int
     """What the decode stage takes over: encoded pages, and the raw ones of sink and window."""
@@ -75,6 +77,19 @@ class ByteModel:
     """
 
     plan: PagePlan
+
+    def estimate_in_parts(self, prompt_tokens: int, max_tokens: int) -> RequestBytes | None:
+        """The same for a prompt that is encoded layer by layer as it is read; None if it cannot be.
+
+        Two parts are in raw pages at once: the one that is being read, and the one before it.
+        """
+        every, at_once = self.plan.geometry.layers, self.plan.layers_of(prompt_tokens)
+        if 2 * at_once >= every:
+            return None
+        whole = self.estimate(prompt_tokens, max_tokens)
+        kept = self._bytes(self.plan.raw_pages(prompt_tokens))
+        raw = whole.raw * 2 * at_once // every
+        return replace(whole, raw=raw, encoded=whole.encoded + kept)
 
     def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
         """Bound a request that reads ``prompt_tokens`` and writes up to ``max_tokens``."""

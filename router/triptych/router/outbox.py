@@ -21,7 +21,9 @@ class Outbox:
 
     _cancel: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _single: list[Send] = field(default_factory=list[Send])
-    _prefill: dict[str, list[Request]] = field(default_factory=dict[str, list[Request]])
+    _prefill: dict[str, list[tuple[Request, str]]] = field(
+        default_factory=dict[str, list[tuple[Request, str]]]
+    )
     _compress: dict[str, list[CompressItem]] = field(default_factory=dict[str, list[CompressItem]])
     _encode: dict[tuple[str, str], list[str]] = field(
         default_factory=dict[tuple[str, str], list[str]]
@@ -33,8 +35,9 @@ class Outbox:
     def cancel(self, to: str, request: str) -> None:
         self._cancel.setdefault(to, []).append(request)
 
-    def prefill(self, to: str, request: Request) -> None:
-        self._prefill.setdefault(to, []).append(request)
+    def prefill(self, to: str, request: Request, encoder: str = "") -> None:
+        """``encoder``: the compressor that gets its layers as they are read; empty: nobody."""
+        self._prefill.setdefault(to, []).append((request, encoder))
 
     def compress(self, to: str, item: CompressItem) -> None:
         self._compress.setdefault(to, []).append(item)
@@ -57,5 +60,13 @@ class Outbox:
             yield Send(to, Encode(requests=tuple(names), arena=arena))
         for to, items in self._compress.items():
             yield Send(to, Compress(items=tuple(items)))
-        for to, requests in self._prefill.items():
-            yield Send(to, Prefill(requests=tuple(requests)))
+        for to, prompts in self._prefill.items():
+            yield Send(to, _prefill_of(prompts, to))
+
+
+def _prefill_of(prompts: list[tuple[Request, str]], reader: str) -> Prefill:
+    requests = tuple(request for request, _ in prompts)
+    encoders = tuple(encoder for _, encoder in prompts)
+    if not any(encoders):
+        return Prefill(requests=requests)
+    return Prefill(requests=requests, encoders=encoders, reader=reader)

@@ -13,7 +13,7 @@ from typing import Literal
 from triptych.core.messages import Hello
 from triptych.router.ranking import Ranking
 from triptych.router.snapshot import Role, WorkerLoad
-from triptych.router.state import Entry, State, is_being_compressed, is_being_read
+from triptych.router.state import Entry, State, compressor_of, is_being_read
 
 Fits = Callable[[str], bool]
 """Whether an arena has room for what is to be booked."""
@@ -401,7 +401,7 @@ def share_of(entry: Entry) -> Share:
     """What a request counts for, by the same rules as ``books.worker_loads``."""
     return Share(
         read_at=entry.worker if is_being_read(entry) else "",
-        compressed_at=entry.worker if is_being_compressed(entry) else "",
+        compressed_at=compressor_of(entry),
         slot_at=entry.decode,
         tokens=entry.prompt_tokens,
         to_read=entry.tokens_to_read,

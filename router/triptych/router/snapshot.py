@@ -63,8 +63,18 @@ class WorkerLoad:
     role: Role = "both"
 
 
-HeldBy = Literal["", "no_prefill_worker", "prefill_busy", "no_decode_slot", "no_bytes", "gathering"]
+HeldBy = Literal[
+    "",
+    "no_prefill_worker",
+    "prefill_busy",
+    "no_compressor",
+    "no_decode_slot",
+    "no_bytes",
+    "gathering",
+]
 """Why the line waits; empty if nobody does.
+
+``no_compressor``: the first of it is to be encoded layer by layer, and nobody does that now.
 
 ``gathering``: a batch of fixed size is not full yet.
 

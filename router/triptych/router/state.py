@@ -58,6 +58,8 @@ class Entry:
     """When it loses patience."""
     latest: float = inf
     """When it must have started to keep its SLO."""
+    whole: RequestBytes | None = None
+    """What it takes where no compressor gets its layers as they are read; None: nowhere do they."""
     ask: Ask | None = None
     """How placement sees it, once it was to be placed."""
     cached_tokens: int = 0
@@ -77,6 +79,8 @@ class Entry:
     """The stage of that worker."""
     giver: str = ""
     """The worker before, while it may still hold the lease that ``worker`` is to attach."""
+    encoder: str = ""
+    """The compressor that gets its layers while others are read, until it is told of it."""
     decode: str = ""
     """The decode worker with a slot for it."""
     former: str = ""
@@ -142,7 +146,8 @@ class Entry:
     @property
     def holders(self) -> list[str]:
         """Workers that may hold pages of it."""
-        return list(dict.fromkeys(address for address in (self.worker, self.giver) if address))
+        may_hold = (self.worker, self.giver, self.encoder)
+        return list(dict.fromkeys(address for address in may_hold if address))
 
 
 def is_being_read(entry: Entry) -> bool:
@@ -157,6 +162,11 @@ def is_being_compressed(entry: Entry) -> bool:
     if entry.state is State.LEAVING:
         return entry.stage == "compress"
     return entry.state in (State.COMPRESSING, State.PLANNED, State.ENCODING)
+
+
+def compressor_of(entry: Entry) -> str:
+    """The compressor in whose queue it is, all of it or some layers; empty if there is none."""
+    return entry.worker if is_being_compressed(entry) else entry.encoder
 
 
 def _nothing(_entry: Entry) -> None:

@@ -1,8 +1,10 @@
 """Let processes die at every named point, with many seeds.
 
     python -m tests.integration.faults --seeds 20
+    python -m tests.integration.faults --seeds 20 --parts
 
-Writes ``benchmarks/results/fail_points.json``, and ends with 1 if anything was lost.
+Writes ``benchmarks/results/fail_points.json``, or ``fail_points_parts.json`` for prompts that are
+encoded layer by layer as they are read, and ends with 1 if anything was lost.
 """
 
 import argparse
@@ -14,21 +16,22 @@ from tempfile import TemporaryDirectory
 from rich.progress import track
 
 from tests.integration.faults.cluster import Cluster
-from tests.integration.faults.points import PLACES, POINTS
+from tests.integration.faults.points import PART_POINTS, PLACES, WHOLE_POINTS
 from tests.integration.faults.trial import Trial, Trials
 from tests.tiny import save_tiny_model
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "fail_points.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
-async def run(seeds: int, roles: set[str], out: Path) -> int:
-    points = [point for point in POINTS if point.role in roles]
+async def run(seeds: int, roles: set[str], out: Path, *, in_parts: bool) -> int:
+    points = [p for p in (PART_POINTS if in_parts else WHOLE_POINTS) if p.role in roles]
     trials = list[Trial]()
     bad = list[Trial]()
     with TemporaryDirectory() as folder:
-        async with Cluster(save_tiny_model(Path(folder))) as cluster:
+        model = save_tiny_model(Path(folder), layers=7 if in_parts else 2)
+        async with Cluster(model, in_parts=in_parts) as cluster:
             tries = await Trials.of(cluster)
             for seed in range(seeds):
                 for point in track(points, f"seed {seed}", console=console):
@@ -75,9 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--roles", default=",".join(PLACES))
-    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    sys.exit(asyncio.run(run(asked.seeds, set(asked.roles.split(",")), asked.json)))
+    out = asked.json or RESULTS / f"fail_points{'_parts' if asked.parts else ''}.json"
+    roles = set(asked.roles.split(","))
+    sys.exit(asyncio.run(run(asked.seeds, roles, out, in_parts=asked.parts)))
 
 
 if __name__ == "__main__":

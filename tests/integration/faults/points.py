@@ -92,6 +92,20 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
 from one that died."""
 
 
+PARTS: dict[str, dict[str, tuple[Any, str]]] = {
+    "prefill": {
+        "hand layers over": (PrefillEngine, "_hand_part_over"),
+        "hear that layers are encoded": (PrefillEngine, "_hear_encoded"),
+    },
+    "compress": {
+        "take layers": (compress.CompressEngine, "_take_layers"),
+        "encode layers": (compress.CompressEngine, "_step_early"),
+        "let raw layers go": (RemotePool, "release"),
+    },
+}
+"""The same where prompts are encoded layer by layer as they are read."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A moment right before or after a call."""
@@ -105,12 +119,17 @@ class Point:
         return f"{self.role}: {self.edge} {self.place}"
 
 
-POINTS = [
-    Point(role, edge, place)
-    for role, places in PLACES.items()
-    for place in places
-    for edge in ("before", "after")
-]
+def points_of(places: dict[str, dict[str, tuple[Any, str]]]) -> list[Point]:
+    return [
+        Point(role, edge, place)
+        for role, done in places.items()
+        for place in done
+        for edge in ("before", "after")
+    ]
+
+
+WHOLE_POINTS, PART_POINTS = points_of(PLACES), points_of(PARTS)
+POINTS = [*WHOLE_POINTS, *PART_POINTS]
 FIRST_DEATH = Point("decode", "before", "compute")
 """Where the worker dies whom an heir follows."""
 
@@ -152,7 +171,7 @@ def watch_points(role: str, board: Board) -> None:
     """From now on this process counts what it passes, and dies where it is told to."""
     for index, point in enumerate(POINTS):
         if point.role == role and point.edge == "before":
-            owner, name = PLACES[role][point.place]
+            owner, name = (PLACES[role] | PARTS.get(role, {}))[point.place]
             setattr(owner, name, _watched(getattr(owner, name), board, index))
 
 

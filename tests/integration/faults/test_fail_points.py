@@ -5,21 +5,29 @@ from pathlib import Path
 import pytest
 
 from tests.integration.faults.cluster import Cluster
-from tests.integration.faults.points import POINTS
-from tests.integration.faults.trial import Trials
+from tests.integration.faults.points import PART_POINTS, WHOLE_POINTS, Point
+from tests.integration.faults.trial import Trial, Trials
 from tests.tiny import save_tiny_model
 
-CHOSEN = [point for index, point in enumerate(POINTS) if index % 7 == 3]
+CHOSEN = [point for index, point in enumerate(WHOLE_POINTS) if index % 7 == 3]
 
 
 @pytest.mark.timeout(240)
 async def test_no_death_loses_a_request_or_a_page(tmp_path: Path) -> None:
     async with Cluster(save_tiny_model(tmp_path)) as cluster:
-        trials = await Trials.of(cluster)
-        bad = [
-            trial
-            for point in CHOSEN
-            if not (trial := await trials.run(point, seed=0)).is_good(point)
-        ]
-        assert bad == []
+        assert await die_at(cluster, CHOSEN) == []
         assert set(cluster.deaths) >= {point.role for point in CHOSEN} - {"heir"}
+
+
+@pytest.mark.timeout(240)
+async def test_nor_while_a_prompt_is_encoded_layer_by_layer(tmp_path: Path) -> None:
+    async with Cluster(save_tiny_model(tmp_path, layers=7), in_parts=True) as cluster:
+        assert await die_at(cluster, PART_POINTS[::2]) == []
+        assert set(cluster.deaths) == {"prefill", "compress"}
+
+
+async def die_at(cluster: Cluster, points: list[Point]) -> list[Trial]:
+    """What went wrong when a process died at each of some points."""
+    trials = await Trials.of(cluster)
+    tried = [(point, await trials.run(point, seed=0)) for point in points]
+    return [trial for point, trial in tried if not trial.is_good(point)]

@@ -67,6 +67,7 @@ class Driver:
         capacity: int = 10**9,
         arenas: dict[str, str] | None = None,
         patience: Patience = PATIENCE,
+        plan: PagePlan = MODEL.plan,
         **config: object,
     ) -> None:
         self.now = 0.0
@@ -74,7 +75,7 @@ class Driver:
         settings = {"patience_s": 5.0, **config}
         self.router = Coordinator(
             RouterConfig(**settings),  # pyright: ignore[reportArgumentType]
-            MODEL.plan,
+            plan,
             capacity,
             patience,
         )

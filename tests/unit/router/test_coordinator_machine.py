@@ -7,7 +7,7 @@ at the end whether anything was left behind.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 from typing import ClassVar, Literal
@@ -31,6 +31,8 @@ from triptych.core.messages import (
     Finished,
     Hello,
     Join,
+    Layers,
+    LayersEncoded,
     Message,
     Planned,
     Prefill,
@@ -54,11 +56,11 @@ from triptych.router.books import worker_loads
 from triptych.router.state import State
 
 PAGE, SLOTS = 3584, 3
-ROW_PAGES = 4  # head rows of the model: every row takes the same pages
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
-MODEL = ByteModel(PagePlan(Geometry(layers=2, kv_heads=2, head_dim=64), PAGE, POLICY))
+PLAN = PagePlan(Geometry(layers=6, kv_heads=1, head_dim=64), PAGE, POLICY)
+IN_PARTS = replace(PLAN, chunk_tokens=60, layers_at_once=2)
 RAW, STORED = PageLayout(FORMATS["fp16"], 64, PAGE), PageLayout(FORMATS["k8v4"], 64, PAGE)
-CAPACITY = 60 * ROW_PAGES * PAGE
+CAPACITY = 60 * PLAN.geometry.head_rows * PAGE
 LEASE_S = 4.0
 WORKERS: dict[str, tuple[Stage, ...]] = {
     "p0": ("prefill",),
@@ -76,13 +78,31 @@ INGRESSES = ("in0", "in1")
 
 @dataclass(eq=False)
 class Held:
-    """Pages per head row of one request in one process."""
+    """Pages of one request, or of some of its layers, in one process: as many in each head row."""
 
     pages: int
+    rows: int = PLAN.geometry.head_rows
     claim: Claim | None = None
     """Set once the pages are on offer to the next stage."""
     decoding: Request | None = None
     written: int = 0
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt that is read some layers at a time."""
+
+    request: Request
+    encoder: str
+    first: int = 0
+    unencoded: set[int] = field(default_factory=set[int])
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
+Task = Request | Reading | Layers | tuple[str, str]
 
 
 @dataclass(eq=False)
@@ -94,10 +114,9 @@ class FakeWorker:
     stages: tuple[Stage, ...]
     inbox: deque[Message] = field(default_factory=deque[Message])
     outbox: deque[Message] = field(default_factory=deque[Message])
-    queue: deque[Request | tuple[str, str]] = field(
-        default_factory=deque[Request | tuple[str, str]]
-    )
-    """Prompts to read, and (request, arena) to encode."""
+    """For the router; a ``Send`` is for another worker."""
+    queue: deque[Task] = field(default_factory=deque[Task])
+    """Prompts to read, and layers or (request, arena) to encode."""
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     prompts: dict[str, int] = field(default_factory=dict[str, int])
     """Prompt tokens of what is being compressed."""
@@ -106,12 +125,21 @@ class FakeWorker:
     def running(self) -> list[str]:
         return [name for name, held in self.held.items() if held.decoding is not None]
 
+    def next_task(self) -> Task | None:
+        """The first that need not wait for another worker."""
+        for task in self.queue:
+            if not isinstance(task, Reading) or len(task.unencoded) <= 1:
+                self.queue.remove(task)
+                return task
+        return None
+
 
 class FakeWorld:
     """Workers, the pool between them, and clients who remember what they were told."""
 
-    def __init__(self, coordinator: Coordinator, *, answers_cancel: bool) -> None:
+    def __init__(self, coordinator: Coordinator, plan: PagePlan, *, answers_cancel: bool) -> None:
         self.router, self.answers_cancel = coordinator, answers_cancel
+        self.shape = plan
         self.now, self.starts, self.leases = 0.0, 0, 0
         self.workers = dict[str, FakeWorker]()
         self.dead = list[tuple[FakeWorker, float]]()
@@ -128,6 +156,9 @@ class FakeWorld:
     # ---------------------------------------------------------------- the router's side
 
     def tell(self, message: Message, sender: str) -> None:
+        if isinstance(message, Send):
+            self.deliver([message])
+            return
         self.heard.append((sender, message))
         self.deliver(self.router.on(message, sender, self.now))
 
@@ -160,8 +191,8 @@ class FakeWorld:
 
     @property
     def bytes_held(self) -> int:
-        pages = sum(held.pages for worker in self.processes() for held in worker.held.values())
-        return pages * ROW_PAGES * PAGE
+        every = [held for worker in self.processes() for held in worker.held.values()]
+        return sum(held.pages * held.rows for held in every) * PAGE
 
     def offer(self, held: Held) -> Claim:
         self.leases += 1
@@ -196,13 +227,19 @@ class FakeWorld:
         worker = FakeWorker(address, f"{address}#{self.starts}", WORKERS[address])
         self.workers[address] = worker
         slots = SLOTS if "decode" in worker.stages else 0
-        hello = Hello(name=worker.name, address=address, stages=worker.stages, max_requests=slots)
+        hello = Hello(
+            name=worker.name,
+            address=address,
+            stages=worker.stages,
+            max_requests=slots,
+            arena="cpu",
+        )
         self.unnoticed = [gone for gone in self.unnoticed if gone != address]
         self.tell(hello, address)
         self.report(worker)
 
     def report(self, worker: FakeWorker) -> None:
-        held = sum(held.pages for held in worker.held.values())
+        held = sum(held.pages * held.rows for held in worker.held.values())
         report = Report(name=worker.name, running=0, waiting=0, pages_held=held, busy_s=0.0)
         self.tell(report, worker.address)
 
@@ -221,8 +258,8 @@ class FakeWorld:
         """One message or one unit of work; False if there is nothing to do."""
         if worker.inbox:
             self.accept(worker, worker.inbox.popleft())
-        elif worker.queue:
-            self.work(worker, worker.queue.popleft())
+        elif (task := worker.next_task()) is not None:
+            self.work(worker, task)
         elif worker.running:
             self.decode(worker, worker.running[0])
         else:
@@ -232,7 +269,17 @@ class FakeWorld:
     def accept(self, worker: FakeWorker, message: Message) -> None:
         match message:
             case Prefill():
-                worker.queue.extend(message.requests)
+                encoders = message.encoders or [""] * len(message.requests)
+                worker.queue.extend(
+                    Reading(request, encoder) if encoder else request
+                    for request, encoder in zip(message.requests, encoders, strict=True)
+                )
+            case Layers():
+                self.take_layers(worker, message)
+            case LayersEncoded():
+                for task in worker.queue:
+                    if isinstance(task, Reading) and task.id == message.request:
+                        task.unencoded.discard(message.first)
             case Compress():
                 for item in message.items:
                     self.plan(worker, item.request, item.handle)
@@ -253,28 +300,79 @@ class FakeWorld:
                 raise AssertionError(f"{worker.name} was sent {message}")
 
     def cancel(self, worker: FakeWorker, name: str) -> None:
-        worker.held.pop(name, None)
+        for key in [key for key in worker.held if key.partition("/")[0] == name]:
+            del worker.held[key]
         worker.prompts.pop(name, None)
-        worker.queue = deque(
-            one for one in worker.queue if (one[0] if isinstance(one, tuple) else one.id) != name
-        )
+        worker.queue = deque(one for one in worker.queue if name_of(one) != name)
         if self.answers_cancel:
             worker.outbox.append(Finished(request=name, tokens=0))
 
     def refuse(self, worker: FakeWorker, name: str, error: TriptychError, tokens: int) -> None:
         worker.outbox.append(Finished(request=name, tokens=tokens, error=failed(name, error)))
 
-    def work(self, worker: FakeWorker, task: Request | tuple[str, str]) -> None:
-        if isinstance(task, tuple):
-            self.encode(worker, *task)
-        else:
-            self.prefill(worker, task)
+    def work(self, worker: FakeWorker, task: Task) -> None:
+        match task:
+            case Reading():
+                self.read_layers(worker, task)
+            case Layers():
+                self.encode_layers(worker, task)
+            case Request():
+                self.prefill(worker, task)
+            case _:
+                self.encode(worker, *task)
 
-    def prefill(self, worker: FakeWorker, request: Request) -> None:
+    def read_layers(self, worker: FakeWorker, task: Reading) -> None:
+        """Some layers of a prompt; the last ones go the way of a whole prompt."""
+        plan, tokens = self.shape, len(task.request.prompt)
+        at_once = plan.layers_of(tokens)
+        end = min(task.first + at_once, plan.geometry.layers)
+        held = Held(RAW.pages(tokens), end - task.first)
+        if end == plan.geometry.layers:
+            self.prefill(worker, task.request, held)
+            return
+        worker.held[f"{task.id}/{task.first}"] = held
+        handle = KVHandle(self.offer(held), (), tokens)
+        message = Layers(request=task.id, first=task.first, handle=handle, reader=worker.address)
+        worker.outbox.append(Send(task.encoder, message))
+        task.unencoded.add(task.first)
+        task.first = end
+        worker.queue.append(task)
+
+    def take_layers(self, worker: FakeWorker, message: Layers) -> None:
+        key = f"{message.request}/{message.first}"
+        before = sum(held.rows for held in self.parts(worker, message.request))
+        try:
+            if before != message.first:
+                raise StaleHandle(0, "layers before it are not here")
+            self.attach(message.handle.claim, key, worker)
+        except StaleHandle as error:
+            self.cancel_silently(worker, message.request)
+            self.refuse(worker, message.request, error, 0)
+            return
+        worker.queue.append(message)
+
+    def cancel_silently(self, worker: FakeWorker, name: str) -> None:
+        answers, self.answers_cancel = self.answers_cancel, False
+        self.cancel(worker, name)
+        self.answers_cancel = answers
+
+    def encode_layers(self, worker: FakeWorker, message: Layers) -> None:
+        held = worker.held[f"{message.request}/{message.first}"]
+        stored, kept = self.split(message.handle.tokens)
+        assert self.bytes_held + stored * held.rows * PAGE <= CAPACITY or not self.answers_cancel
+        held.pages = stored + kept
+        encoded = LayersEncoded(request=message.request, first=message.first)
+        worker.outbox.append(Send(message.reader, encoded))
+
+    @staticmethod
+    def parts(worker: FakeWorker, name: str) -> list[Held]:
+        return [held for key, held in worker.held.items() if key.startswith(f"{name}/")]
+
+    def prefill(self, worker: FakeWorker, request: Request, last: Held | None = None) -> None:
         prompt = len(request.prompt)
         handle = None
         if request.sampling.max_tokens > 1:
-            held = worker.held[request.id] = Held(RAW.pages(prompt))
+            held = worker.held[request.id] = last or Held(RAW.pages(prompt))
             handle = KVHandle(self.offer(held), (), prompt)
         else:
             self.end(request.id, "finished")
@@ -290,22 +388,29 @@ class FakeWorld:
             return
         worker.prompts[name] = handle.tokens
         stored, kept = self.split(handle.tokens)
-        worker.outbox.append(Planned(request=name, pages=ROW_PAGES * (stored + kept)))
+        rows = self.shape.geometry.head_rows
+        here = sum(part.rows for part in self.parts(worker, name)) + worker.held[name].rows
+        assert here == rows
+        worker.outbox.append(Planned(request=name, pages=rows * (stored + kept)))
 
     @staticmethod
     def split(tokens: int) -> tuple[int, int]:
         """Pages per row of encoded tokens, and raw pages that stay."""
-        leaving = MODEL.plan.leaving_pages(tokens)
+        leaving = PLAN.leaving_pages(tokens)
         return STORED.pages(leaving * RAW.tokens), RAW.pages(tokens) - leaving
 
     def encode(self, worker: FakeWorker, name: str, arena: str) -> None:
         assert arena == "cpu"
         stored, kept = self.split(worker.prompts[name])
-        new = stored * ROW_PAGES * PAGE
+        held = worker.held[name]
+        new = stored * held.rows * PAGE
         assert self.bytes_held + new <= CAPACITY or not self.answers_cancel
         tokens = worker.prompts.pop(name)
-        held = worker.held[name]
         held.pages = stored + kept
+        for key in [key for key in worker.held if key.startswith(f"{name}/")]:
+            part = worker.held.pop(key)
+            assert part.pages == held.pages  # encoded before
+            held.rows += part.rows
         handle = KVHandle(self.offer(held), (), tokens)
         report = CompressionReport(policy="uniform:k8v4", raw_bytes=1, stored_bytes=1)
         worker.outbox.append(Compressed(request=name, handle=handle, report=report))
@@ -362,15 +467,25 @@ class FakeWorld:
                 worker.outbox.append(Finished(request=name, tokens=held.written))
                 return
             tokens = len(request.prompt) + held.written
-            encoded = MODEL.plan.leaving_pages(tokens - 1) * RAW.tokens
+            encoded = PLAN.leaving_pages(tokens - 1) * RAW.tokens
             need = STORED.pages(encoded) + RAW.pages(tokens - encoded) + 1
             held.pages = max(held.pages, min(need, self.most_pages(request)))
         worker.held[name] = worker.held.pop(name)  # the next step takes another request
 
     @staticmethod
     def most_pages(request: Request) -> int:
-        sizes = MODEL.estimate(len(request.prompt), request.sampling.max_tokens)
-        return sizes.grown // (ROW_PAGES * PAGE)
+        sizes = ByteModel(PLAN).estimate(len(request.prompt), request.sampling.max_tokens)
+        return sizes.grown // (PLAN.geometry.head_rows * PAGE)
+
+
+def name_of(task: Task) -> str:
+    match task:
+        case Layers():
+            return task.request
+        case Request() | Reading():
+            return task.id
+        case _:
+            return task[0]
 
 
 class GreedyWorld(FakeWorld):
@@ -411,6 +526,7 @@ class RouterMachine(RuleBasedStateMachine):
     addresses: ClassVar[tuple[str, ...]] = ("p0", "p1", "c0", "c1", "d0", "d1")
     roles: ClassVar[Literal["both", "switch"]] = "both"
     priorities: ClassVar[tuple[int, ...]] = (0, 0, 0)
+    plan: ClassVar[PagePlan] = PLAN
 
     @initialize()
     def begin(self) -> None:
@@ -430,8 +546,8 @@ class RouterMachine(RuleBasedStateMachine):
         )
         kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
         kind = UrgentWorld if any(self.priorities) else kind
-        router = Coordinator(config, MODEL.plan, CAPACITY, patience)
-        self.world = kind(router, answers_cancel=self.answers_cancel)
+        router = Coordinator(config, self.plan, CAPACITY, patience)
+        self.world = kind(router, self.plan, answers_cancel=self.answers_cancel)
         for address in self.addresses:
             self.world.start(address)
         for address in INGRESSES:
@@ -687,6 +803,24 @@ class ColocatedMachine(RouterMachine):
     addresses = ("all0",)
 
 
+class PartsMachine(RouterMachine):
+    """Prompts are read two layers at a time, and encoded meanwhile."""
+
+    plan = IN_PARTS
+
+
+class ColocatedPartsMachine(ColocatedMachine):
+    """The same in one process."""
+
+    plan = IN_PARTS
+
+
+class SilentPartsMachine(SilentMachine):
+    """The same with workers that obey ``Cancel`` without a word."""
+
+    plan = IN_PARTS
+
+
 class RolesMachine(RouterMachine):
     """Three processes with all three stages; who reads and who writes follows the load."""
 
@@ -714,5 +848,11 @@ TestSilentWorkers = SilentMachine.TestCase
 TestSilentWorkers.settings = LIMITS
 TestColocated = ColocatedMachine.TestCase
 TestColocated.settings = LIMITS
+TestParts = PartsMachine.TestCase
+TestParts.settings = LIMITS
+TestColocatedParts = ColocatedPartsMachine.TestCase
+TestColocatedParts.settings = LIMITS
+TestSilentParts = SilentPartsMachine.TestCase
+TestSilentParts.settings = LIMITS
 TestRoles = RolesMachine.TestCase
 TestRoles.settings = LIMITS

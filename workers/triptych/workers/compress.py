@@ -7,16 +7,14 @@ of sink and window are not touched: they pass on to the decode stage as they are
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.errors import StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim
-from triptych.core.layout import PageLayout
+from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
+from triptych.core.handles import Claim, KVHandle
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -24,9 +22,9 @@ from triptych.core.messages import (
     CompressionReport,
     CompressItem,
     Encode,
+    Layers,
     Message,
     Planned,
-    Prefix,
     Send,
     Stage,
 )
@@ -36,75 +34,24 @@ from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
-from triptych.workers.handles import Run, make_handle, pages_of, unpack_run
+from triptych.workers.handles import Run, make_handle, unpack_run
+from triptych.workers.jobs import ClassPlan, Early, Job, Part, split_by_class
 from triptych.workers.memory import PageMemory
-from triptych.workers.prefixes import PrefixStore, RawPages, SharedPrefix
+from triptych.workers.prefixes import PrefixStore, RawPages
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class ClassPlan:
-    """Which tokens of a request go into pages of one format."""
-
-    layout: PageLayout
-    rows: Ids
-    """Head row of each token, ascending."""
-    tokens: Ids
-    """Position of each token in the sequence, ascending within a row."""
-    ranks: Ids
-    """Place of each token among those of its row and class."""
-    counts: Ids
-    """Tokens of each head row."""
-
-    @property
-    def pages(self) -> Ids:
-        """Pages of each head row."""
-        return pages_of(self.counts, self.layout)
-
-
-@dataclass(eq=False)
-class Job:
-    """One request between plan and encoding."""
-
-    request: str
-    claim: Claim
-    tokens: int
-    """Tokens of the sequence."""
-    raw: Ids
-    """Raw pages, [head rows, pages of a row]."""
-    leaving: slice
-    """Raw pages of a head row whose tokens are encoded."""
-    classes: list[ClassPlan]
-    """High, and low if the policy has it; none if the policy keeps 16 bits."""
-    prefix: Prefix | None = None
-    """What is to be kept for later requests."""
-    shared: SharedPrefix | None = None
-    """What is there already, and read where it is."""
-
-    @property
-    def kept(self) -> Ids:
-        """Raw pages of sink and window, which stay as they are."""
-        return np.delete(self.raw, self.leaving, axis=1)
-
-    @property
-    def new_pages(self) -> int:
-        return sum(int(part.pages.sum()) for part in self.classes)
-
-    @property
-    def total_pages(self) -> int:
-        """Pages of all head rows after encoding that are its own."""
-        return self.new_pages + self.kept.size
-
-    @property
-    def shared_pages(self) -> int:
-        return self.shared.pages.size if self.shared else 0
+NO_PAGES: Ids = np.empty(0, np.int32)
+NONE = range(0)
 
 
 @dataclass
 class CompressEngine:
-    """Encodes all requests that wait at one step with one kernel call."""
+    """Encodes all requests that wait at one step with one kernel call.
+
+    Of a prompt that is read some layers at a time the first layers come from its prefill worker
+    and are encoded at once; with the last ones comes the router's order, as for any other.
+    """
 
     pool: WorkerPool
     plan: PagePlan
@@ -112,6 +59,11 @@ class CompressEngine:
     """None: nothing is kept for later requests."""
     device: Device = CPU
     stage: Stage = "compress"
+    _open: dict[str, Job] = field(default_factory=dict[str, Job])
+    """Requests of which layers are to come."""
+    _early: list[Early] = field(default_factory=list[Early])
+    _ordered: dict[str, CompressItem] = field(default_factory=dict[str, CompressItem])
+    """Orders that came before layers that they follow upon."""
     _planned: dict[str, Job] = field(default_factory=dict[str, Job])
     _ready: list[Job] = field(default_factory=list[Job])
 
@@ -121,8 +73,10 @@ class CompressEngine:
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:
+        if isinstance(message, Layers):
+            return list(self._take_layers(message))
         if isinstance(message, Compress):
-            return [self._attach(item) for item in message.items]
+            return [send for item in message.items for send in self._order(item)]
         if isinstance(message, Encode):
             jobs = [self._planned.pop(name, None) for name in message.requests]
             self._ready.extend(job for job in jobs if job is not None)
@@ -130,7 +84,7 @@ class CompressEngine:
         return None
 
     def has_work(self) -> bool:
-        return bool(self._ready)
+        return bool(self._early or self._ready)
 
     def wait_s(self) -> float | None:
         return None
@@ -139,110 +93,164 @@ class CompressEngine:
         return False
 
     def requests(self) -> list[str]:
-        return [*self._planned, *(job.request for job in self._ready)]
+        return [*self._open, *self._planned, *(job.request for job in self._ready)]
 
     def cancel(self, requests: Sequence[str]) -> None:
         gone = set(requests)
-        for job in [*self._planned.values(), *self._ready]:
+        for job in [*self._open.values(), *self._planned.values(), *self._ready]:
             if job.request in gone:
                 self._let_go(job)
         for name in gone:
-            self._planned.pop(name, None)
+            for jobs in (self._open, self._planned, self._ordered):
+                jobs.pop(name, None)
         self._ready = [job for job in self._ready if job.request not in gone]
+        self._early = [one for one in self._early if one.job.request not in gone]
         self.pool.withdraw(requests)
 
     def _let_go(self, job: Job) -> None:
-        """End the hold of a job that was not handed over."""
+        """End the hold of a job that was not handed over, and give its encoded parts back."""
         if job.shared is not None:
             self.pool.release_prefix(job.shared.hold)
             job.shared = None
+        for part in job.parts:
+            if part.encoded:
+                self.pool.give(part.pages)
+                part.encoded = []
 
     def abandon(self) -> None:
         self.cancel(self.requests())
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        jobs = list(self._ready)  # they stay there to the end, so that a fault ends them too
+        return self._step_early() if self._early else self._step_ready()
+
+    def _step_early(self) -> list[Send]:
+        """Encode layers that came alone; what is left of them goes into stock here."""
+        early = list(self._early)  # they stay there to the end, so that a fault ends them too
+        parts = [one.part for one in early]
+        ids, refused = self._take_for(parts, [one.job.request for one in early])
+        if refused:
+            return refused
         try:
-            ids = self.pool.take(sum(job.new_pages for job in jobs))
-        except TriptychError as error:
-            self.cancel([job.request for job in jobs])
-            return [refuse(job.request, error) for job in jobs]
+            encoded = split_by_class(ids, parts)
+            self._encode(parts, encoded)
+            self.pool.release([part.claim.lease for part in parts], keep=True)
+        except Exception:
+            self._give_back(ids)
+            raise
+        for part, own in zip(parts, encoded, strict=True):
+            part.encoded = own
+        self.pool.give(np.concatenate([part.raw[:, part.leaving].ravel() for part in parts]))
+        self._early.clear()
+        return [one.answer for one in early]
+
+    def _step_ready(self) -> list[Send]:
+        jobs = list(self._ready)  # as above
+        parts = [job.last for job in jobs]
+        ids, refused = self._take_for(parts, [job.request for job in jobs])
+        if refused:
+            return refused
         try:
-            encoded = split_by_class(ids, jobs)
+            encoded = split_by_class(ids, parts)
             self._publish(jobs)
-            self._encode(jobs, encoded)
+            self._encode(parts, encoded)
             sends = self._hand_over(jobs, encoded)
         except Exception:
-            if not self.pool.is_lost:
-                self.pool.give(ids)
+            self._give_back(ids)
             raise
         self._ready.clear()
         return sends
 
+    def _take_for(self, parts: list[Part], requests: list[str]) -> tuple[Ids, list[Send]]:
+        """New pages for parts; if there are too few their requests end, and why."""
+        try:
+            return self.pool.take(sum(part.new_pages for part in parts)), []
+        except TriptychError as error:
+            names = list(dict.fromkeys(requests))
+            self.cancel(names)
+            return NO_PAGES, [refuse(name, error) for name in names]
+
+    def _give_back(self, ids: Ids) -> None:
+        if not self.pool.is_lost:
+            self.pool.give(ids)
+
     def _publish(self, jobs: list[Job]) -> None:
-        """Keep the beginnings of prompts while their raw pages are there, unless it cannot be."""
+        """Keep the beginnings of prompts while their raw pages are there, unless it cannot be.
+
+        Where prefixes are kept, all layers come at once.
+        """
         for job in jobs:
             if self.prefixes is not None and job.prefix is not None:
                 judged = self.plan.policy.needs_significance
-                significance = self._significance(job.raw, job.tokens) if judged else None
-                pages = RawPages(self._memory, self.plan, job.raw, significance)
+                significance = self._significance(job.last.raw, job.tokens) if judged else None
+                pages = RawPages(self._memory, self.plan, job.last.raw, significance)
                 self.prefixes.publish(job.prefix, pages)
 
     # ---------------------------------------------------------------- plan
 
-    def _attach(self, item: CompressItem) -> Send:
+    def _take_layers(self, message: Layers) -> list[Send]:
+        """Plan layers that came alone; if they were the last that an order waits for, all."""
+        name = message.request
+        job = self._open.setdefault(name, Job(name, message.handle.tokens))
+        rows = len(message.handle.runs[0].tokens) // 4
         try:
-            job = self._plan(item)
-        except StaleHandle:
-            return refuse(item.request, StageLost("prefill"))
+            if job.rows != message.first * self.plan.geometry.kv_heads:
+                raise MessageError(f"layers from {message.first} on behind {job.rows} head rows")
+            part = self._attach(message.handle, rows)
+            part.classes = self._classes(part, job.tokens)
         except TriptychError as error:
-            self.pool.withdraw([item.request])
-            return refuse(item.request, error)
-        self._planned[item.request] = job
-        planned = Planned(request=job.request, pages=job.total_pages, shared=job.shared_pages)
-        return Send(ROUTER, planned)
+            return [self._give_up(name, error)]
+        job.parts.append(part)
+        self._early.append(Early(job, part, message))
+        item = self._ordered.pop(name, None)
+        return [] if item is None else self._order(item)
 
-    def _plan(self, item: CompressItem) -> Job:
+    def _order(self, item: CompressItem) -> list[Send]:
+        """Plan a request to its end, once all of its layers are here."""
+        job = self._open.get(item.request) or Job(item.request, item.handle.tokens)
+        rows = self.plan.geometry.head_rows - job.rows
+        if len(item.handle.runs[0].tokens) // 4 < rows:
+            self._ordered[item.request] = item
+            return []
+        self._open[item.request] = job
+        try:
+            self._plan(job, item, rows)
+        except TriptychError as error:
+            return [self._give_up(item.request, error)]
+        self._planned[item.request] = self._open.pop(item.request)
+        planned = Planned(request=job.request, pages=job.total_pages, shared=job.shared_pages)
+        return [Send(ROUTER, planned)]
+
+    def _give_up(self, request: str, error: TriptychError) -> Send:
+        self.cancel([request])
+        return refuse(request, StageLost("prefill") if isinstance(error, StaleHandle) else error)
+
+    def _plan(self, job: Job, item: CompressItem, rows: int) -> None:
         """Attach the raw pages and count what the request will take."""
-        rows = self.plan.geometry.head_rows
-        handle = item.handle
-        tokens, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
+        part = self._attach(item.handle, rows)
+        job.parts.append(part)
+        job.prefix = item.prefix
+        if self.prefixes is not None and item.prefix is not None:
+            job.shared = self.prefixes.share(item.prefix, job.tokens)
+        if self.plan.compresses:
+            part.classes = self._classes(part, job.tokens, job.shared.span if job.shared else NONE)
+
+    def _attach(self, handle: KVHandle, rows: int) -> Part:
+        _, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
         (claim,) = self.pool.attach([(handle.claim, ids)])
-        raw = ids.reshape(rows, -1)
         sink = self.plan.sink_pages
         leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
-        shared = None
-        if self.prefixes is not None and item.prefix is not None:
-            shared = self.prefixes.share(item.prefix, handle.tokens)
-        job = Job(
-            request=item.request,
-            claim=claim,
-            tokens=int(tokens[0]),
-            raw=raw,
-            leaving=leaving,
-            classes=[],
-            prefix=item.prefix,
-            shared=shared,
-        )
-        span = shared.span if shared else range(0)
-        try:
-            if self.plan.compresses:
-                job.classes = self._classes(raw, leaving, handle.tokens, span)
-        except TriptychError:
-            self._let_go(job)
-            raise
-        return job
+        return Part(claim, ids.reshape(rows, -1), leaving)
 
-    def _classes(self, raw: Ids, leaving: slice, tokens: int, shared: range) -> list[ClassPlan]:
+    def _classes(self, part: Part, tokens: int, shared: range = NONE) -> list[ClassPlan]:
         """Class the tokens of the leaving pages but those that are shared; they are counted
         exactly, page by page.
 
         What is shared is judged as well, as it has a part in what the others are judged by; it is
         high, whatever comes of it.
         """
-        policy, rows = self.plan.policy, len(raw)
-        there = self.device.name
+        policy, raw, leaving = self.plan.policy, part.raw, part.leaving
+        rows, there = len(raw), self.device.name
         high, low = torch.zeros(2, rows, device=there)
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
         every = np.arange(first, end, dtype=np.int32)
@@ -261,7 +269,7 @@ class CompressEngine:
             window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
         wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
-        classes, ranks, counts = (part.cpu() for part in (classes, ranks, counts))
+        classes, ranks, counts = (found.cpu() for found in (classes, ranks, counts))
         plans = list[ClassPlan]()
         for column, (name, layout) in enumerate(wanted):
             if layout is not None:
@@ -298,61 +306,59 @@ class CompressEngine:
 
     # ---------------------------------------------------------------- encode
 
-    def _encode(self, jobs: list[Job], encoded: list[list[Ids]]) -> None:
-        """One kernel call per format for all requests."""
+    def _encode(self, parts: list[Part], encoded: list[list[Ids]]) -> None:
+        """One kernel call per format for all parts."""
         for index, layout in enumerate((self.plan.high, self.plan.low)):
             moves = [
-                self._moves(job, job.classes[index], ids[index])
-                for job, ids in zip(jobs, encoded, strict=True)
-                if index < len(job.classes)
+                self._moves(part, part.classes[index], ids[index])
+                for part, ids in zip(parts, encoded, strict=True)
+                if index < len(part.classes)
             ]
-            columns = [np.concatenate(parts) for parts in zip(*moves, strict=True)]
+            columns = [np.concatenate(cells) for cells in zip(*moves, strict=True)]
             if layout is not None and columns and columns[0].size:
                 cells = map(self.device.put, columns)
                 transcode(self._memory.near, self.plan.raw, layout, *cells)
         self.device.wait()
 
-    def _moves(self, job: Job, part: ClassPlan, ids: Ids) -> tuple[Ids, Ids, Ids, Ids]:
+    def _moves(self, part: Part, plan: ClassPlan, ids: Ids) -> tuple[Ids, Ids, Ids, Ids]:
         """Source page and row, target page and row of every token of a class."""
-        source_page, source_row = np.divmod(part.tokens, np.int32(self.plan.raw.tokens))
-        target_page, target_row = np.divmod(part.ranks, np.int32(part.layout.tokens))
-        pages = part.pages
+        source_page, source_row = np.divmod(plan.tokens, np.int32(self.plan.raw.tokens))
+        target_page, target_row = np.divmod(plan.ranks, np.int32(plan.layout.tokens))
+        pages = plan.pages
         first = np.cumsum(pages) - pages
         return (
-            job.raw[part.rows, source_page],
+            part.raw[plan.rows, source_page],
             source_row,
-            ids[first[part.rows] + target_page],
+            ids[first[plan.rows] + target_page],
             target_row,
         )
 
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
         """Commit new and kept pages, and free the raw ones, in one call."""
+        all_runs = [self._runs(job, last) for job, last in zip(jobs, encoded, strict=True)]
         claims = self.pool.handoff(
             [
-                (job.request, np.concatenate([*ids, job.kept.ravel(), *_fixed_pages(job)]))
-                for job, ids in zip(jobs, encoded, strict=True)
+                (job.request, np.concatenate([*(ids for *_, ids in runs), *_fixed_pages(job)]))
+                for job, runs in zip(jobs, all_runs, strict=True)
             ],
-            releases=[job.claim.lease for job in jobs],
-            about=[About(formats=self._formats(job)) for job in jobs],
+            releases=[job.last.claim.lease for job in jobs],
+            about=[_about(runs) for runs in all_runs],
             holds=[job.shared.hold if job.shared else None for job in jobs],
         )
         return [
-            self._compressed(job, ids, claim)
-            for job, ids, claim in zip(jobs, encoded, claims, strict=True)
+            self._compressed(job, runs, claim)
+            for job, runs, claim in zip(jobs, all_runs, claims, strict=True)
         ]
 
-    def _formats(self, job: Job) -> tuple[tuple[str, int], ...]:
-        """Pages by format, for the pool's books; whose they are it knows from the raw ones."""
-        new = [(part.layout.format.name, int(part.pages.sum())) for part in job.classes]
-        return ((self.plan.raw.format.name, job.kept.size), *new)
+    def _runs(self, job: Job, last: list[Ids]) -> list[Run]:
+        """What a request has by format, for its handle: raw pages that stay, and each class."""
+        leaving = job.last.leaving
+        left = (leaving.stop - leaving.start) * self.plan.raw.tokens
+        tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
+        return [(self.plan.raw.format.name, tokens, job.kept), *job.runs(last)]
 
-    def _compressed(self, job: Job, encoded: list[Ids], claim: Claim) -> Send:
+    def _compressed(self, job: Job, runs: list[Run], claim: Claim) -> Send:
         shared, job.shared = job.shared, None  # its hold is the request's now
-        left = (job.leaving.stop - job.leaving.start) * self.plan.raw.tokens
-        raw_tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
-        runs: list[Run] = [(self.plan.raw.format.name, raw_tokens, job.kept.ravel())]
-        for part, ids in zip(job.classes, encoded, strict=True):
-            runs.append((part.layout.format.name, part.counts, ids))
         report = CompressionReport(
             policy=self.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
@@ -365,14 +371,11 @@ class CompressEngine:
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
 
 
+def _about(runs: list[Run]) -> About:
+    """Pages by format, for the pool's books; whose they are it knows from the raw ones."""
+    return About(formats=tuple((name, ids.size) for name, _, ids in runs))
+
+
 def _fixed_pages(job: Job) -> list[Ids]:
     """Behind a request's own pages come those that it shares."""
     return [job.shared.pages.ravel()] if job.shared else []
-
-
-def split_by_class(ids: Ids, jobs: Sequence[Job]) -> list[list[Ids]]:
-    """The pages of every class of every job, each in row order, cut from one array."""
-    counts = [[int(part.pages.sum()) for part in job.classes] for job in jobs]
-    ends = np.cumsum([0, *chain.from_iterable(counts)])
-    parts = iter([ids[first:end] for first, end in pairwise(ends)])
-    return [[next(parts) for _ in count] for count in counts]

@@ -118,7 +118,9 @@ class LocalServer:
         device = device or device_of(config, STAGES)
         path = model_path or resolve(config.model.name)
         facts = describe(path)
-        self.plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
+        self.plan = PagePlan.of(
+            config, facts.geometry, find_profile(config, facts), is_plain=facts.is_plain
+        )
         # What does not fit together ends here.
         offers_of(config.decode, self.plan.policy, can_exit=facts.is_plain)
         pages = config.pool.capacity_bytes // self.plan.page_bytes

@@ -17,6 +17,8 @@ from triptych.core.messages import (
     Encode,
     Finished,
     Join,
+    Layers,
+    LayersEncoded,
     Message,
     Prefill,
     Report,
@@ -54,6 +56,8 @@ def requests_of(message: Message) -> list[str]:
             return [item.request for item in items]
         case Encode(requests=names) | Suspend(requests=names):
             return list(names)
+        case Layers(request=name) | LayersEncoded(request=name):
+            return [name]
         case Join(request=request) | Resume(join=Join(request=request)):
             return [request.id]
         case _:

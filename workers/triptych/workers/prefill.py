@@ -5,6 +5,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import cast
 
 import numpy as np
@@ -15,85 +16,36 @@ from torch import Tensor
 
 from triptych.core.errors import TriptychError
 from triptych.core.handles import KVHandle
-from triptych.core.messages import ROUTER, Message, Prefill, Prefilled, Request, Send, Stage
+from triptych.core.messages import (
+    ROUTER,
+    Layers,
+    LayersEncoded,
+    Message,
+    Prefill,
+    Prefilled,
+    Send,
+    Stage,
+)
 from triptych.core.pages import PagePlan
-from triptych.kernels import Past, largest_sums, prefill_attention, store_tokens
+from triptych.kernels import largest_sums
 from triptych.kernels.pages import segments
-from triptych.kvpool import About, Arena, WorkerPool
+from triptych.kvpool import About, WorkerPool
 from triptych.router.chunks import Chunks
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
+from triptych.workers.chunk import ChunkAttention
 from triptych.workers.device import CPU, Device
 from triptych.workers.handles import make_handle
 from triptych.workers.memory import PageMemory
 from triptych.workers.models import Runner
 from triptych.workers.prefixes import PrefixStore, asks_for_prompt
-from triptych.workers.promptscores import SCORED_TOKENS, PromptScores
+from triptych.workers.prompts import Ascent, Newcomer, Piece, Prompt, Room
+from triptych.workers.promptscores import PromptScores
 from triptych.workers.sampling import Draw, sample
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt that is being read."""
-
-    request: Request
-    due: float
-    """When it is to be read to its end, on the clock of the engine's chunks."""
-    pages: NDArray[np.int32]
-    """Raw pages, [layers, kv_heads, pages of a head row]."""
-    read: int = 0
-    """Tokens whose keys and values are written."""
-    attention: Tensor | None = None
-    """Attention that each token received so far, [layers, heads, tokens]; None: nobody asks."""
-    cached: int = 0
-    """Tokens that a prefix of another request saved."""
-    scores: PromptScores | None = None
-    """How likely its tokens were; None: nobody asks."""
-    seconds: float = 0.0
-    """Its share of the steps so far, by tokens."""
-
-    @property
-    def left(self) -> int:
-        return self.request.known_tokens - self.read
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per token that was computed here."""
-        return self.seconds / max(1, self.read - self.cached)
-
-
-@dataclass(frozen=True)
-class Newcomer:
-    """A request whose prompt has no pages yet."""
-
-    request: Request
-    due: float
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of a prompt that one step reads."""
-
-    prompt: Prompt
-    start: int
-    tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.tokens == self.prompt.request.known_tokens
-
-    @property
-    def logits_at(self) -> range:
-        """Which of its tokens' logits are needed: of all, or of the prompt's last one."""
-        first = 0 if self.prompt.scores is not None else self.tokens - self.is_last
-        return range(first, self.tokens)
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        return np.arange(self.start, self.start + self.tokens)
+NO_PAGES: Ids = np.empty((0, 0, 0), np.int32)
 
 
 @dataclass
@@ -101,6 +53,11 @@ class PrefillEngine:
     """Reads up to ``chunk_tokens`` prompt tokens a step, from one prompt or from several.
 
     Between two steps a shorter prompt may overtake a longer one that is being read.
+
+    A prompt that is longer than a step is read all tokens at once and some layers at a time, if the
+    router names a compressor for it: that one encodes the layers that are read while the next ones
+    are, so no more than two parts of the prompt are ever in raw pages. What passes from step
+    to step is the residual stream.
     """
 
     runner: Runner
@@ -128,19 +85,26 @@ class PrefillEngine:
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:
+        if isinstance(message, LayersEncoded):
+            self._hear_encoded(message)
+            return ()
         if not isinstance(message, Prefill):
             return None
-        for request in message.requests:
+        for request, encoder in zip(message.requests, message.encoders or repeat(""), strict=False):
             due = self._chunks.due(request.known_tokens, request.slo.ttft_s)
-            self._waiting.append(Newcomer(request, due))
+            at_once = self.plan.layers_of(request.known_tokens)
+            ascent = Ascent(encoder, message.reader, at_once) if encoder else None
+            self._waiting.append(Newcomer(request, due, ascent))
         if self._awaited is not None:
             for request in message.requests:
                 self._awaited.begin(request)
         return ()
 
     def has_work(self) -> bool:
-        if self._prompts or self._awaited is None:
-            return bool(self._prompts or self._waiting)
+        if not all(prompt.waits for prompt in self._prompts):
+            return True
+        if self._awaited is None:
+            return bool(self._waiting)
         return any(map(self._awaited.is_ready, (one.request.id for one in self._waiting)))
 
     def wait_s(self) -> float | None:
@@ -172,13 +136,14 @@ class PrefillEngine:
         began_s = time.perf_counter()
         logits = self._read(pieces)
         took_s, tokens = time.perf_counter() - began_s, sum(piece.tokens for piece in pieces)
-        self._chunks.note(tokens, took_s)
-        token_s = took_s / tokens
+        share = len(pieces[0].layers) / self.plan.geometry.layers
+        self._chunks.note(max(1, round(tokens * share)), took_s)
         for piece in pieces:
-            piece.prompt.read += piece.tokens
-            piece.prompt.seconds += piece.tokens * token_s
+            piece.prompt.read += piece.tokens * piece.is_through
+            piece.prompt.seconds += piece.tokens * took_s / tokens
         done = [piece.prompt for piece in pieces if piece.is_last]
-        return [*refused, *self._finish(done, logits)]
+        parts = [self._hand_part_over(piece) for piece in pieces if not piece.is_through]
+        return [*refused, *parts, *self._finish(done, logits)]
 
     # ---------------------------------------------------------------- taking prompts in
 
@@ -200,11 +165,10 @@ class PrefillEngine:
 
     def _prompt(self, one: Newcomer) -> Prompt:
         request = one.request
-        tokens = request.known_tokens
-        prompt = Prompt(request, one.due, self._take_pages(tokens))
-        if self.plan.policy.needs_significance:
-            shape = (self.plan.geometry.layers, self.runner.num_heads, tokens)
-            prompt.attention = torch.zeros(shape, device=self.device.name)
+        prompt = Prompt(request, one.due, NO_PAGES, ascent=one.ascent)
+        if prompt.ascent is not None:
+            return prompt
+        self._give_room(prompt, self.plan.geometry.layers)
         if asks_for_prompt(request):
             prompt.scores = PromptScores(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
@@ -221,11 +185,15 @@ class PrefillEngine:
                 self.pool.give(prompt.pages.ravel())
             raise
 
-    def _take_pages(self, tokens: int) -> NDArray[np.int32]:
-        geometry = self.plan.geometry
+    def _give_room(self, prompt: Prompt, layers: int) -> None:
+        """Raw pages and sums of attention for some layers."""
+        tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
         per_row = self.plan.raw.pages(tokens)
-        ids = self.pool.take(geometry.head_rows * per_row)
-        return ids.reshape(geometry.layers, geometry.kv_heads, per_row)
+        ids = self.pool.take(layers * kv_heads * per_row)
+        prompt.pages = ids.reshape(layers, kv_heads, per_row)
+        if self.plan.policy.needs_significance:
+            shape = (layers, self.runner.num_heads, tokens)
+            prompt.attention = torch.zeros(shape, device=self.device.name)
 
     def _drop(self, prompt: Prompt) -> None:
         self._prompts.remove(prompt)
@@ -239,25 +207,40 @@ class PrefillEngine:
         Of prompts whose every token is scored, less is read at once: their logits take memory.
         """
         refused, pieces = list[Send](), list[Piece]()
-        left, scorable = self.chunk_tokens, SCORED_TOKENS
+        room, layers = Room(self.chunk_tokens), range(self.plan.geometry.layers)
         queue: list[Prompt | Newcomer] = [*self._prompts, *self._waiting]
         for one in self._chunks.in_order(queue):
-            if not left:
+            if not room.tokens:
                 break
+            if one.ascent is not None and pieces:
+                continue  # all pieces of a step go through the same layers
             prompt = self._start(one, refused) if isinstance(one, Newcomer) else one
             if prompt is None:
                 continue
-            count = min(left, prompt.left)
-            if prompt.scores is not None:
-                count = min(count, scorable)
-                scorable -= count
-            if count:
-                pieces.append(Piece(prompt, prompt.read, count))
-                left -= count
+            if prompt.ascent is not None:
+                part = self._next_part(prompt, prompt.ascent, refused)
+                if part is not None:
+                    return refused, [part]
+            elif (piece := room.fill(prompt, layers)) is not None:
+                pieces.append(piece)
         return refused, pieces
 
+    def _next_part(self, prompt: Prompt, ascent: Ascent, refused: list[Send]) -> Piece | None:
+        """The next layers of a prompt; None if it waits for its compressor, or cannot go on."""
+        if prompt.waits:
+            return None
+        every = self.plan.geometry.layers
+        layers = range(ascent.layer, min(ascent.layer + ascent.at_once, every))
+        try:
+            self._give_room(prompt, len(layers))
+        except TriptychError as error:
+            refused.append(refuse(prompt.request.id, error))
+            self._prompts.remove(prompt)
+            return None
+        return Piece(prompt, 0, prompt.left, layers, is_through=layers.stop == every)
+
     def _read(self, pieces: list[Piece]) -> Tensor:
-        """Run the model over the pieces; logits [prompts that end here, vocab]."""
+        """Run the model, or some layers, over the pieces; logits [prompts that end here, vocab]."""
         tokens = [
             token
             for piece in pieces
@@ -274,7 +257,16 @@ class PrefillEngine:
         attend = ChunkAttention(arena, self._memory, self.plan, pieces, positions, half=half)
         put = self.device.put
         read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
-        logits = self.runner.forward(put(read), put(positions), attend, put(logits_at))
+        ascent = pieces[0].prompt.ascent
+        if ascent is None:
+            logits = self.runner.forward(put(read), put(positions), attend, put(logits_at))
+        else:
+            hidden = self.runner.embed(put(read)) if ascent.hidden is None else ascent.hidden
+            layers = pieces[0].layers
+            ascent.hidden = self.runner.through(layers, hidden, put(positions), attend)
+            ascent.layer = layers.stop
+            last = ascent.hidden[put(logits_at)]
+            logits = self.runner.logits(last) if len(last) else last
         self.device.wait()  # for the clock, and before anybody gives pages back
         return _score(pieces, logits)
 
@@ -308,27 +300,52 @@ class PrefillEngine:
             return
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
         sums = largest_sums(prompt.attention, geometry.kv_heads)
-        padded = F.pad(sums, (0, -prompt.read % per_page))
+        padded = F.pad(sums, (0, -prompt.request.known_tokens % per_page))
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
     def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
+        handles = self._commit([prompt for prompt, _ in going_on])
         for prompt, _ in going_on:
+            self._prompts.remove(prompt)
+        return [
+            _prefilled(prompt, answer, handle)
+            for (prompt, answer), handle in zip(going_on, handles, strict=True)
+        ]
+
+    def _hand_part_over(self, piece: Piece) -> Send:
+        """Give layers that are read to the compressor of their prompt."""
+        prompt, ascent = piece.prompt, piece.prompt.ascent
+        assert ascent is not None
+        (handle,) = self._commit([prompt])
+        prompt.pages, first = NO_PAGES, piece.layers.start
+        ascent.unencoded.add(first)
+        request, reader = prompt.request.id, ascent.reader
+        layers = Layers(request=request, first=first, handle=handle, reader=reader)
+        return Send(ascent.encoder, layers)
+
+    def _hear_encoded(self, message: LayersEncoded) -> None:
+        for prompt in self._prompts:
+            if prompt.request.id == message.request and prompt.ascent is not None:
+                prompt.ascent.unencoded.discard(message.first)
+
+    def _commit(self, prompts: list[Prompt]) -> list[KVHandle]:
+        """Put the pages of prompts under leases of their own, for compressors."""
+        for prompt in prompts:
             self._leave_significance(prompt)
         self.device.wait()
         raw = self.plan.raw.format.name
         claims = self.pool.handoff(
-            [(p.request.id, p.pages.ravel()) for p, _ in going_on],
-            about=[About(p.request.tenant, ((raw, p.pages.size),)) for p, _ in going_on],
+            [(p.request.id, p.pages.ravel()) for p in prompts],
+            about=[About(p.request.tenant, ((raw, p.pages.size),)) for p in prompts],
         )
-        sends = list[Send]()
-        for (prompt, answer), claim in zip(going_on, claims, strict=True):
-            self._prompts.remove(prompt)
-            tokens = np.full(self.plan.geometry.head_rows, prompt.read, np.int32)
-            runs = [(self.plan.raw.format.name, tokens, prompt.pages.ravel())]
-            handle = make_handle(claim, runs, prompt.read)
-            sends.append(_prefilled(prompt, answer, handle))
-        return sends
+        handles = list[KVHandle]()
+        for prompt, claim in zip(prompts, claims, strict=True):
+            layers, kv_heads, _ = prompt.pages.shape
+            count = prompt.request.known_tokens
+            tokens = np.full(layers * kv_heads, count, np.int32)
+            handles.append(make_handle(claim, [(raw, tokens, prompt.pages.ravel())], count))
+        return handles
 
 
 def _score(pieces: list[Piece], logits: Tensor) -> Tensor:
@@ -356,93 +373,3 @@ def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
         cached_tokens=prompt.cached,
     )
     return Send(ROUTER, message)
-
-
-class ChunkAttention:
-    """Attention of one prefill step: writes new keys and values to raw pages, reads old ones."""
-
-    def __init__(
-        self,
-        arena: Arena,
-        memory: PageMemory,
-        plan: PagePlan,
-        pieces: list[Piece],
-        positions: NDArray[np.int64],
-        *,
-        half: bool = False,
-    ) -> None:
-        self._arena, self._memory, self._half = arena, memory, half
-        self._layout, self._pieces = plan.raw, pieces
-        put = memory.device.put
-        self._positions = put(positions.astype(np.int32))
-        self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
-        per_page = plan.raw.tokens
-        cells = [p.prompt.pages[:, :, p.positions // per_page] for p in pieces]
-        self._pages = put(np.ascontiguousarray(np.concatenate(cells, axis=2).transpose(0, 2, 1)))
-        rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
-        self._rows = rows.contiguous()
-        self._past = _tables_of_past(plan, pieces)
-        self._past_there = None if self._past is None else tuple(map(put, self._past))
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> Tensor:
-        """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
-        memory = self._memory.near
-        store_tokens(
-            memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
-        )
-        past = None
-        if self._past is not None and self._past_there is not None:
-            self._arena.will_need(self._past[0][layer])
-            pages, tokens = self._past_there
-            past = Past(memory, self._layout, pages[layer], tokens)
-        given = (query, key, value)
-        if self._half:
-            given = (query.half(), key.half(), value.half())
-        wanted = self._pieces[0].prompt.attention is not None
-        sums = self._empty_sums(query.shape[1]) if wanted else None
-        mixed = prefill_attention(
-            *given,
-            self._offsets,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            past=past,
-            significance=sums,
-        )
-        if sums is not None:
-            self._add_to_prompts(layer, sums)
-        return mixed.to(query.dtype)
-
-    def _empty_sums(self, heads: int) -> Tensor:
-        longest = max(piece.start + piece.tokens for piece in self._pieces)
-        return torch.zeros(len(self._pieces), heads, longest, device=self._memory.device.name)
-
-    def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
-        for piece, part in zip(self._pieces, sums, strict=True):
-            end = piece.start + piece.tokens
-            if piece.prompt.attention is not None:
-                piece.prompt.attention[layer, :, :end] += part[:, :end]
-
-
-def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Ids, Ids] | None:
-    """Page tables [layers, pieces, kv_heads, pages] and tokens [pieces, kv_heads]."""
-    starts = [piece.start for piece in pieces]
-    if not any(starts):
-        return None
-    geometry, width = plan.geometry, plan.raw.pages(max(starts))
-    table = np.zeros((geometry.layers, len(pieces), geometry.kv_heads, width), np.int32)
-    for i, piece in enumerate(pieces):
-        used = plan.raw.pages(piece.start)
-        table[:, i, :, :used] = piece.prompt.pages[:, :, :used]
-    tokens = np.repeat(np.array(starts, np.int32)[:, None], geometry.kv_heads, axis=1)
-    return table, tokens

@@ -184,6 +184,11 @@ class Profiler:
 
         return watched
 
+    def end_layers(self, step: Step) -> None:
+        """Some layers are done; whether others come in this step is open."""
+        self._note(step, PRODUCTS)
+        self._layer, self._between = NO_LAYER, ANSWERS
+
     def end_forward(self, step: Step, engine: Engine) -> None:
         """The step's requests are all there still: none has ended at its new token."""
         self._layer = NO_LAYER
@@ -238,4 +243,20 @@ class _WatchedRunner:
         profiler.begin_forward(step, len(tokens))
         logits = self._inner.forward(tokens, positions, watched, logits_at, exits)
         profiler.end_forward(step, self._engine)
+        return logits
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._inner.embed(tokens)
+
+    def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        profiler, step = self._profiler, self._step
+        watched = profiler.around_attention(step, attend)
+        profiler.begin_forward(step, len(hidden))
+        passed = self._inner.through(layers, hidden, positions, watched)
+        profiler.end_layers(step)
+        return passed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._inner.logits(hidden)
+        self._profiler.end_forward(self._step, self._engine)
         return logits

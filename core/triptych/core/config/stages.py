@@ -100,9 +100,15 @@ class PrefillConfig:
     chunk_tokens: int = 512
     """Prompt tokens of one step; longer prompts take several steps."""
 
+    layers_at_once: int = 2
+    """Layers in which a prompt of more than ``chunk_tokens`` is read, handed over and encoded at a
+    time, so that its raw pages are never there all at once; 0: all layers. Where prefixes are kept
+    (``pool.prefix_bytes``) it is all of them: a block of a prefix has pages of each layer."""
+
     def __post_init__(self) -> None:
         self.autoscaling.check(self.actor, "prefill")
         require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, ">= 1")
+        require(self.layers_at_once >= 0, "prefill.layers_at_once", self.layers_at_once, ">= 0")
 
 
 def check_policy(name: str) -> None:

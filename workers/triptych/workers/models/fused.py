@@ -79,11 +79,33 @@ class FusedModel:
         exits: Exits | None = None,
     ) -> Tensor:
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
-        embedded = F.embedding(tokens, self._embedding)
+        leaving = Leaving(exits, self.logits) if exits is not None else None
+        every = range(len(self._blocks))
+        hidden = self.through(every, self.embed(tokens), positions, attend, leaving)
+        return self.logits(hidden[logits_at])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first layer reads.
+
+        Shapes:  tokens (T,) -> (T, E) float32
+        """
+        return F.embedding(tokens, self._embedding).float()
+
+    def through(
+        self,
+        layers: range,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        leaving: Leaving | None = None,
+    ) -> Tensor:
+        """Pass tokens through some layers.
+
+        Shapes:  hidden (T, E) float32; positions (T,) -> (T, E) float32
+        """
         cos, sin = self._rotation(positions)
-        hidden = embedded.float()
-        leaving = Leaving(exits, self._logits) if exits is not None else None
-        for layer, block in enumerate(self._blocks):
+        for layer in layers:
+            block = self._blocks[layer]
             staying = leaving.staying(layer, hidden) if leaving is not None else None
             # Whoever has left still gives the layer a key and a value.
             mixed = self._attention(layer, block, hidden, cos, sin, attend)
@@ -92,9 +114,13 @@ class FusedModel:
             elif len(staying):
                 rest = _behind_attention(block, hidden[staying], mixed[staying])
                 hidden = hidden.index_copy(0, staying, rest)
-        return self._logits(hidden[logits_at])
+        return hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What comes out of the last layer, for some tokens.
+
+        Shapes:  hidden (N, E) float32 -> (N, vocab) float32
+        """
         return self._head(self._norm(hidden))
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triptych.core.errors import ConfigError
 from triptych.workers.models.attention import Attend
 from triptych.workers.models.basis import Coordinates
 from triptych.workers.models.exits import Exits
+from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.load import LoadedModel
 
 
@@ -33,6 +35,18 @@ class Runner(Protocol):
         exits: Exits | None = None,
     ) -> Tensor:
         """As ``ModelRunner.forward``."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As ``ModelRunner.embed``."""
+        ...
+
+    def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """As ``ModelRunner.through``."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As ``ModelRunner.logits``."""
         ...
 
 
@@ -73,3 +87,36 @@ class ModelRunner:
             attend = self._coordinates.around(attend)
         with torch.inference_mode():
             return self._network(tokens, positions, attend, logits_at, exits)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first layer; for plain layers, as what follows.
+
+        Shapes:  tokens (T,) int64 -> (T, E) float32
+        """
+        with torch.inference_mode():
+            return self._plain.embed(tokens)
+
+    def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The residual stream behind some layers.
+
+        Shapes:  hidden (T, E) float32; positions (T,) int64 -> (T, E) float32
+        """
+        if self._coordinates is not None:
+            attend = self._coordinates.around(attend)
+        with torch.inference_mode():
+            return self._plain.through(layers, hidden, positions, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of what comes out of the last layer.
+
+        Shapes:  hidden (N, E) float32 -> (N, vocab) float32
+        """
+        with torch.inference_mode():
+            return self._plain.logits(hidden)
+
+    @property
+    def _plain(self) -> FusedModel:
+        """Raises ConfigError if only all layers can be run at once."""
+        if not isinstance(self._network, FusedModel):
+            raise ConfigError("this model's layers cannot be run a few at a time")
+        return self._network

@@ -3,8 +3,9 @@
     python benchmarks/budget.py --json benchmarks/results/budget.json
 
 More requests wait than fit; their prompts are different pieces of text. The batch is counted at
-every decode step while some still wait, so it is the batch that the memory sustains; prefill takes
-its raw pages from the same budget.
+every decode step from the end of the first answer, when memory has long been full, until nobody
+waits any more, so it is the batch that the memory sustains; prefill takes its raw pages from the
+same budget. It must be memory that limits the batch, not prefill: answers must be long enough.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from unittest.mock import patch
 from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB, AppConfig
-from triptych.core.messages import Sampling, Send
+from triptych.core.messages import Failed, Sampling, Send
 from triptych.workers.decode import DecodeEngine
 from triptych.workers.local import LocalServer
 from triptych.workers.models import resolve
@@ -31,7 +32,7 @@ class Row:
 
     policy: str
     mean_batch: float
-    """Requests of a decode step while others wait for memory."""
+    """Requests of a decode step while others wait for the memory of those that end."""
     largest_batch: int
     decode_tokens_per_s: float
     """Tokens of those steps over the time that they took."""
@@ -60,13 +61,19 @@ def measure(policy: str, budget: int, prompts: Sequence[Sequence[int]], answer: 
     with LocalServer(config) as server, patch.object(DecodeEngine, "step", step):
         sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
         start, begun = time.perf_counter(), set[str]()
-        crowded = 0
+        first, last = 0, 0
         for event in server.stream([server.request(list(asked), sampling) for asked in prompts]):
+            if isinstance(event, Failed):
+                raise SystemExit(f"{policy}: {event.message}")
+            if event.finish and not first:
+                first = len(steps)
             if len(begun) < requests:
                 begun.add(event.request)
-                crowded = len(steps)
+                last = len(steps)
         seconds = time.perf_counter() - start
-    waiting = steps[:crowded]
+    waiting = steps[first:last]
+    if not waiting:
+        raise SystemExit(f"{policy}: nobody waited for memory: ask for more or longer answers")
     tokens = sum(batch for batch, _ in waiting)
     return Row(
         policy=policy,

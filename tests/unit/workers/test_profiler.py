@@ -1,11 +1,12 @@
 """The profiler: every moment belongs to a part, and the engines notice nothing."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.tiny import DIFFKV
+from tests.tiny import DIFFKV, save_tiny_model
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Sampling
@@ -61,6 +62,22 @@ def test_every_moment_of_a_step_belongs_to_one_part(profiled: Profiled) -> None:
         assert sum(end_s - begin_s for *_, begin_s, end_s in step.spans) == pytest.approx(
             step.took_s
         )
+
+
+def test_a_prompt_that_is_read_in_parts_counts_once(tmp_path: Path) -> None:
+    config = settings(save_tiny_model(tmp_path, layers=5))
+    parts = replace(config, prefill=replace(config.prefill, chunk_tokens=60, layers_at_once=1))
+    profiler = Profiler(100)
+    run(parts, profiler)
+    prefill = [step for step in profiler.steps if step.stage == "prefill" and step.cuts[1::3]]
+    read = [
+        layer for step in prefill for part, layer, *_ in step.spans if part == "prefill_attention"
+    ]
+    assert sorted(read) == sorted(2 * [0, 1, 2, 3, 4])
+    assert sum(step.tokens for step in prefill) == 248 + 160
+    for step in prefill:
+        ends = [step.begin_s] + [end_s for *_, end_s in step.spans]
+        assert [begin_s for _, _, begin_s, _ in step.spans] == ends[:-1]
 
 
 def test_each_layer_of_a_decode_step_has_its_ops_and_its_bytes(profiled: Profiled) -> None:

@@ -246,12 +246,14 @@ class _WatchedRunner:
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens count where they begin: what follows are layers of the same ones."""
+        self._step.tokens += len(tokens)
         return self._inner.embed(tokens)
 
     def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         profiler, step = self._profiler, self._step
         watched = profiler.around_attention(step, attend)
-        profiler.begin_forward(step, len(hidden))
+        profiler.begin_forward(step, 0)
         passed = self._inner.through(layers, hidden, positions, watched)
         profiler.end_layers(step)
         return passed

@@ -421,6 +421,18 @@ class Prefilled:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expect:
+    """Router to compressor: layers of these prompts will come, straight from who reads them.
+
+    Others are not taken: after ``Cancel``, and where no router knows of them any more, nobody would
+    ever ask for them.
+    """
+
+    requests: tuple[str, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
     """Prefill worker to compressor: these layers of a prompt are read, encode them."""
 

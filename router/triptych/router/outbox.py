@@ -8,6 +8,7 @@ from triptych.core.messages import (
     Compress,
     CompressItem,
     Encode,
+    Expect,
     Message,
     Prefill,
     Request,
@@ -24,6 +25,7 @@ class Outbox:
     _prefill: dict[str, list[tuple[Request, str]]] = field(
         default_factory=dict[str, list[tuple[Request, str]]]
     )
+    _expect: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _compress: dict[str, list[CompressItem]] = field(default_factory=dict[str, list[CompressItem]])
     _encode: dict[tuple[str, str], list[str]] = field(
         default_factory=dict[tuple[str, str], list[str]]
@@ -38,6 +40,8 @@ class Outbox:
     def prefill(self, to: str, request: Request, encoder: str = "") -> None:
         """``encoder``: the compressor that gets its layers as they are read; empty: nobody."""
         self._prefill.setdefault(to, []).append((request, encoder))
+        if encoder:
+            self._expect.setdefault(encoder, []).append(request.id)
 
     def compress(self, to: str, item: CompressItem) -> None:
         self._compress.setdefault(to, []).append(item)
@@ -48,7 +52,9 @@ class Outbox:
     def take(self) -> list[Send]:
         """Everything gathered; the outbox is empty afterwards."""
         sends = list(self._drain())
-        for part in (self._cancel, self._single, self._prefill, self._compress, self._encode):
+        for part in (self._cancel, self._single, self._prefill, self._expect):
+            part.clear()
+        for part in (self._compress, self._encode):
             part.clear()
         return sends
 
@@ -60,6 +66,8 @@ class Outbox:
             yield Send(to, Encode(requests=tuple(names), arena=arena))
         for to, items in self._compress.items():
             yield Send(to, Compress(items=tuple(items)))
+        for to, names in self._expect.items():
+            yield Send(to, Expect(requests=tuple(names)))
         for to, prompts in self._prefill.items():
             yield Send(to, _prefill_of(prompts, to))
 

@@ -26,6 +26,7 @@ from triptych.core.messages import (
     Compressed,
     CompressionReport,
     Encode,
+    Expect,
     Expel,
     Failed,
     Finished,
@@ -120,6 +121,8 @@ class FakeWorker:
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     prompts: dict[str, int] = field(default_factory=dict[str, int])
     """Prompt tokens of what is being compressed."""
+    expected: set[str] = field(default_factory=set[str])
+    """Prompts of which layers may come."""
 
     @property
     def running(self) -> list[str]:
@@ -274,8 +277,11 @@ class FakeWorld:
                     Reading(request, encoder) if encoder else request
                     for request, encoder in zip(message.requests, encoders, strict=True)
                 )
+            case Expect():
+                worker.expected.update(message.requests)
             case Layers():
-                self.take_layers(worker, message)
+                if message.request in worker.expected:
+                    self.take_layers(worker, message)
             case LayersEncoded():
                 for task in worker.queue:
                     if isinstance(task, Reading) and task.id == message.request:
@@ -303,6 +309,7 @@ class FakeWorld:
         for key in [key for key in worker.held if key.partition("/")[0] == name]:
             del worker.held[key]
         worker.prompts.pop(name, None)
+        worker.expected.discard(name)
         worker.queue = deque(one for one in worker.queue if name_of(one) != name)
         if self.answers_cancel:
             worker.outbox.append(Finished(request=name, tokens=0))

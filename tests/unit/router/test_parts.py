@@ -20,6 +20,7 @@ from triptych.core.messages import (
     Cancel,
     Compress,
     CompressItem,
+    Expect,
     Finished,
     Hello,
     Prefill,
@@ -56,7 +57,7 @@ def test_the_compressor_that_gets_the_layers_gets_the_rest() -> None:
     driver.on(Hello(name="F#1", address="F", stages=("compress",), arena="arena"), "F")
     driver.on(Report(name="F#1", running=0, waiting=0, pages_held=0, busy_s=0), "F")
     prefill = Prefill(requests=(LONG,), encoders=("C",), reader="P")
-    assert driver.submit(LONG) == [Send("P", prefill)]
+    assert driver.submit(LONG) == [Send("C", Expect(requests=("r",))), Send("P", prefill)]
     short = request("s")
     assert driver.submit(short) == [Send("P", Prefill(requests=(short,)))]
     [send] = driver.prefilled("r")
@@ -141,7 +142,7 @@ def test_the_next_compressor_gets_what_waited() -> None:
     driver.router.lost("C", driver.now)
     assert driver.submit(LONG) == []
     assert driver.router.snapshot(driver.now).held_by == "no_compressor"
-    [send] = driver.hello("C", start=2)
+    _, send = driver.hello("C", start=2)
     assert send.message.encoders == ("C",)
 
 

@@ -18,6 +18,7 @@ from triptych.core.messages import (
     Compressed,
     CompressItem,
     Encode,
+    Expect,
     Finished,
     Layers,
     LayersEncoded,
@@ -176,6 +177,9 @@ class Bench:
     def read(self) -> list[Send]:
         return [send for send in self.run(self.prefill) if send.to != "client"]
 
+    def expect(self) -> None:
+        assert self.take(Expect(requests=("r",))) == []
+
     def take(self, message: Message) -> list[Message]:
         return [send.message for send in self.compress.accept(message) or ()]
 
@@ -226,6 +230,7 @@ def test_an_order_waits_for_layers_that_are_on_their_way(bench: Bench) -> None:
     """Layers come straight from the prefill worker, the order through the router."""
     bench.begin()
     parts = layers_of(bench.read())
+    bench.expect()
     for part in parts[:2]:
         bench.take(part)
         bench.run(bench.compress)
@@ -253,6 +258,7 @@ def test_an_order_waits_for_layers_that_are_on_their_way(bench: Bench) -> None:
 def test_layers_without_those_before_them_end_the_request(bench: Bench) -> None:
     bench.begin()
     _, second = layers_of(bench.read())
+    bench.expect()
     (finished,) = bench.take(second)
     assert isinstance(finished, Finished)
     assert finished.error is not None
@@ -264,6 +270,7 @@ def test_layers_without_those_before_them_end_the_request(bench: Bench) -> None:
 def test_layers_of_a_prefill_worker_that_is_gone_end_the_request(bench: Bench) -> None:
     bench.begin()
     first, second = layers_of(bench.read())
+    bench.expect()
     assert bench.take(first) == []
     bench.run(bench.compress)
     bench.prefill.cancel(["r"])
@@ -275,9 +282,50 @@ def test_layers_of_a_prefill_worker_that_is_gone_end_the_request(bench: Bench) -
     assert bench.pool.stat().request_pages == 0
 
 
+def test_layers_may_come_before_the_word_that_they_will(bench: Bench) -> None:
+    bench.begin()
+    for part in layers_of(bench.read()):
+        assert bench.take(part) == []
+    assert not bench.compress.has_work()
+    assert bench.compress.requests() == []
+    bench.expect()
+    assert [send.message for send in bench.run(bench.compress)] == [
+        bench.encoded(0),
+        bench.encoded(2),
+    ]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "abandoned"])
+def test_layers_that_come_too_late_stay_with_who_read_them(bench: Bench, how: str) -> None:
+    """Nobody would ever tell the compressor to let them go."""
+    bench.begin()
+    first, _ = layers_of(bench.read())
+    bench.expect()
+    if how == "cancelled":
+        bench.compress.cancel(["r"])
+    else:  # the router died; its workers notice one after the other
+        bench.compress.abandon()
+    assert bench.take(first) == []
+    assert not bench.compress.has_work()
+    bench.prefill.cancel(["r"])
+    assert bench.pool.stat().request_pages == 0
+    assert bench.pool.taken_pages == 0
+
+
+def test_an_order_without_its_layers_ends_the_request(bench: Bench) -> None:
+    bench.begin()
+    first, _ = layers_of(bench.read())
+    (finished,) = bench.take(Compress(items=(CompressItem(request="r", handle=first.handle),)))
+    assert isinstance(finished, Finished)
+    assert finished.error is not None
+    assert "4 head rows, the model 14" in finished.error.message
+    assert bench.compress.requests() == []
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_cancelled_request_gives_back_what_was_encoded(bench: Bench, steps: int) -> None:
     bench.begin()
+    bench.expect()
     for part in layers_of(bench.read()):
         bench.take(part)
     bench.run(bench.compress, steps)
@@ -289,6 +337,7 @@ def test_a_cancelled_request_gives_back_what_was_encoded(bench: Bench, steps: in
 
 def test_without_pages_to_encode_into_the_request_ends(bench: Bench) -> None:
     bench.begin()
+    bench.expect()
     for part in layers_of(bench.read()):
         bench.take(part)
     others = bench.pool.take(bench.pool.capacity_pages - bench.pool.stat().request_pages)

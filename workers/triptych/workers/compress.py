@@ -5,6 +5,7 @@ request really takes; the papers reserve high pages for all and give back the re
 of sink and window are not touched: they pass on to the decode stage as they are.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from triptych.core.messages import (
     CompressionReport,
     CompressItem,
     Encode,
+    Expect,
     Layers,
     Message,
     Planned,
@@ -43,6 +45,8 @@ from triptych.workers.stage import refuse
 Ids = NDArray[np.int32]
 NO_PAGES: Ids = np.empty(0, np.int32)
 NONE = range(0)
+UNANNOUNCED = 1024
+"""Layers of which the router has said nothing that are remembered, in case it is about to."""
 
 
 @dataclass
@@ -61,6 +65,9 @@ class CompressEngine:
     stage: Stage = "compress"
     _open: dict[str, Job] = field(default_factory=dict[str, Job])
     """Requests of which layers are to come."""
+    _unannounced: deque[Layers] = field(default_factory=lambda: deque(maxlen=UNANNOUNCED))
+    """Layers that came before the router's word that they will, or after it was taken back: their
+    pages are whose they were."""
     _early: list[Early] = field(default_factory=list[Early])
     _ordered: dict[str, CompressItem] = field(default_factory=dict[str, CompressItem])
     """Orders that came before layers that they follow upon."""
@@ -73,8 +80,10 @@ class CompressEngine:
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:
+        if isinstance(message, Expect):
+            return [send for name in message.requests for send in self._expect(name)]
         if isinstance(message, Layers):
-            return list(self._take_layers(message))
+            return self._take_layers(message)
         if isinstance(message, Compress):
             return [send for item in message.items for send in self._order(item)]
         if isinstance(message, Encode):
@@ -188,15 +197,25 @@ class CompressEngine:
 
     # ---------------------------------------------------------------- plan
 
+    def _expect(self, request: str) -> list[Send]:
+        self._open[request] = Job(request)
+        early = [layers for layers in self._unannounced if layers.request == request]
+        for layers in early:
+            self._unannounced.remove(layers)
+        return [send for layers in early for send in self._take_layers(layers)]
+
     def _take_layers(self, message: Layers) -> list[Send]:
         """Plan layers that came alone; if they were the last that an order waits for, all."""
         name = message.request
-        job = self._open.setdefault(name, Job(name, message.handle.tokens))
-        rows = len(message.handle.runs[0].tokens) // 4
+        job = self._open.get(name)
+        if job is None:
+            self._unannounced.append(message)
+            return []
+        job.tokens = message.handle.tokens
         try:
             if job.rows != message.first * self.plan.geometry.kv_heads:
                 raise MessageError(f"layers from {message.first} on behind {job.rows} head rows")
-            part = self._attach(message.handle, rows)
+            part = self._attach(message.handle, rows_of(message.handle))
             part.classes = self._classes(part, job.tokens)
         except TriptychError as error:
             return [self._give_up(name, error)]
@@ -207,14 +226,14 @@ class CompressEngine:
 
     def _order(self, item: CompressItem) -> list[Send]:
         """Plan a request to its end, once all of its layers are here."""
-        job = self._open.get(item.request) or Job(item.request, item.handle.tokens)
-        rows = self.plan.geometry.head_rows - job.rows
-        if len(item.handle.runs[0].tokens) // 4 < rows:
+        announced, every = self._open.get(item.request), self.plan.geometry.head_rows
+        if announced is not None and announced.rows + rows_of(item.handle) < every:
             self._ordered[item.request] = item
             return []
-        self._open[item.request] = job
+        job = self._open.setdefault(item.request, Job(item.request))
+        job.tokens = item.handle.tokens
         try:
-            self._plan(job, item, rows)
+            self._plan(job, item, every - job.rows)
         except TriptychError as error:
             return [self._give_up(item.request, error)]
         self._planned[item.request] = self._open.pop(item.request)
@@ -369,6 +388,11 @@ class CompressEngine:
         fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
         handle = make_handle(claim, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
+
+
+def rows_of(handle: KVHandle) -> int:
+    """Head rows of the raw pages of a handle."""
+    return len(handle.runs[0].tokens) // 4
 
 
 def _about(runs: list[Run]) -> About:

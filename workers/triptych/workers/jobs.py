@@ -70,8 +70,8 @@ class Job:
     """One request between plan and encoding."""
 
     request: str
-    tokens: int
-    """Tokens of the sequence."""
+    tokens: int = 0
+    """Tokens of the sequence; 0 before anything of it is here."""
     parts: list[Part] = field(default_factory=list[Part])
     """From the first layer on. All but the last are encoded as they come."""
     prefix: Prefix | None = None

@@ -15,6 +15,7 @@ from triptych.core.messages import (
     Cancel,
     Compress,
     Encode,
+    Expect,
     Finished,
     Join,
     Layers,
@@ -54,7 +55,7 @@ def requests_of(message: Message) -> list[str]:
             return [request.id for request in requests]
         case Compress(items=items):
             return [item.request for item in items]
-        case Encode(requests=names) | Suspend(requests=names):
+        case Encode(requests=names) | Suspend(requests=names) | Expect(requests=names):
             return list(names)
         case Layers(request=name) | LayersEncoded(request=name):
             return [name]

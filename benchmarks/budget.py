@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--answer", type=int, default=512)
     parser.add_argument("--policies", default="uniform:fp16,uniform:k8v4,auto")
+    parser.add_argument("--rounds", type=int, default=1, help="the policies in turns, so often")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     host = host_info()
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = [text.context for text in texts]
     rows = [
         measure(policy, options.budget_mib * MIB, prompts, options.answer)
+        for _ in range(options.rounds)
         for policy in options.policies.split(",")
     ]
     columns = list(asdict(rows[0]))

@@ -393,8 +393,8 @@ class Prefill:
 
     requests: tuple[Request, ...]
     encoders: tuple[str, ...] = ()
-    """For each of them the address of the compressor that gets its layers as they are read; empty:
-    all are handed over at once. None for any: so for all."""
+    """For each of them the compressor's address that gets its layers as they are read; empty, or no
+    address for anybody: all layers are handed over at once."""
     reader: str = ""
     """The address of this worker, for such compressors."""
 

@@ -432,7 +432,7 @@ class Dispatch:
         roster = self.books.roster
         return all(
             self._goes_in_parts(entry, arena, now) and roster.compressor("", arena) is None
-            for arena in roster.reading_arenas or [""]
+            for arena in roster.reading_arenas or [""]  # an arena without a name is not counted
         )
 
 

@@ -31,7 +31,8 @@ class Endings:
     """When, by whom, and what the ingress must hear if that worker dies right afterwards."""
 
     def finish(self, entry: Entry, worker: str, tokens: int, now: float) -> None:
-        """The answer is complete, as its last worker says; no decode worker holds anything.
+        """The answer is complete, as its last worker says; nobody holds anything of it, unless a
+        compressor has layers of its prompt.
 
         The last words go to the ingress on a way of their own, on which the worker's death may
         overtake them.

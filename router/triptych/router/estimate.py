@@ -78,6 +78,16 @@ class ByteModel:
 
     plan: PagePlan
 
+    def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
+        """Bound a request that reads ``prompt_tokens`` and writes up to ``max_tokens``."""
+        return RequestBytes(
+            raw=self._bytes(self.plan.raw.pages(prompt_tokens)),
+            encoded=self._bytes(self._encoded_pages(prompt_tokens)),
+            compressed=self._bytes(self._decode_pages(prompt_tokens)),
+            growth=self._bytes(self._growth_pages(prompt_tokens, max_tokens)),
+            grown=self._bytes(self._decode_pages(prompt_tokens + max_tokens)),
+        )
+
     def estimate_in_parts(self, prompt_tokens: int, max_tokens: int) -> RequestBytes | None:
         """The same for a prompt that is encoded layer by layer as it is read; None if it cannot be.
 
@@ -90,16 +100,6 @@ class ByteModel:
         kept = self._bytes(self.plan.raw_pages(prompt_tokens))
         raw = whole.raw * 2 * at_once // every
         return replace(whole, raw=raw, encoded=whole.encoded + kept)
-
-    def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
-        """Bound a request that reads ``prompt_tokens`` and writes up to ``max_tokens``."""
-        return RequestBytes(
-            raw=self._bytes(self.plan.raw.pages(prompt_tokens)),
-            encoded=self._bytes(self._encoded_pages(prompt_tokens)),
-            compressed=self._bytes(self._decode_pages(prompt_tokens)),
-            growth=self._bytes(self._growth_pages(prompt_tokens, max_tokens)),
-            grown=self._bytes(self._decode_pages(prompt_tokens + max_tokens)),
-        )
 
     def _bytes(self, pages_per_row: int) -> int:
         return pages_per_row * self.plan.geometry.head_rows * self.plan.page_bytes

@@ -52,9 +52,8 @@ class Outbox:
     def take(self) -> list[Send]:
         """Everything gathered; the outbox is empty afterwards."""
         sends = list(self._drain())
-        for part in (self._cancel, self._single, self._prefill, self._expect):
-            part.clear()
-        for part in (self._compress, self._encode):
+        gathered = (self._cancel, self._single, self._prefill, self._expect, self._compress)
+        for part in (*gathered, self._encode):
             part.clear()
         return sends
 

@@ -33,11 +33,11 @@ from triptych.kvpool import About, WorkerPool
 from triptych.router.chunks import Chunks
 from triptych.workers.answer import Answer, AnswerFactory
 from triptych.workers.awaited import Awaited
-from triptych.workers.chunk import ChunkAttention
 from triptych.workers.device import CPU, Device
 from triptych.workers.handles import make_handle
 from triptych.workers.memory import PageMemory
 from triptych.workers.models import Runner
+from triptych.workers.prefill_attention import ChunkAttention
 from triptych.workers.prefixes import PrefixStore, asks_for_prompt
 from triptych.workers.prompts import Ascent, Newcomer, Piece, Prompt, Room
 from triptych.workers.promptscores import PromptScores

@@ -195,9 +195,8 @@ def _compact() -> Iterator[Planned]:
     outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
     yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
     for dim, names in product(HEAD_DIMS, (("k8v4", "k4v2"), ("k8v4",))):
-        cells, row = _meta(4, 8, 20), _meta(4)
+        row, found = _meta(4), Retirement(_meta(4, 8, Retirement.width(20)))
         high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
-        found = Retirement(cells, cells, cells, _meta(4, 8, 2))
         made = compact.plan_rows(_arena(dim), high, low, row, row, row, (1.0, 0.3), found)
         yield f"{'+'.join(names)} d{dim}", made
 

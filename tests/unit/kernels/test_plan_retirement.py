@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from triptych.core.layout import FORMATS, PageLayout
 from triptych.kernels import Retirement, Section, plan_retirement
@@ -90,9 +91,10 @@ class Cache:
         high, low = ([self.read(head, k, i) for i in range(counts[k])] for k in (0, 1))
         return Row(high, low)
 
-    def apply(self, head: int, plan: Retirement, coming: list[Token]) -> None:
+    def apply(self, head: int, plan: Retirement[Tensor], coming: list[Token]) -> None:
         """Move as the plan says: down first, then in."""
-        places, movers, mover_places, counts = (part[0, head].tolist() for part in plan)
+        parts = plan.places, plan.movers, plan.mover_places, plan.counts
+        places, movers, mover_places, counts = (part[0, head].tolist() for part in parts)
         down = [
             (self.read(head, 0, mover), place)
             for mover, place in zip(movers, mover_places, strict=True)
@@ -114,7 +116,7 @@ def random_scores(generator: np.random.Generator, positions: list[int], now: int
 
 def call(
     backend: str, cache: Cache, now: int, judged: int, alpha_high: float, alpha_low: float
-) -> Retirement:
+) -> Retirement[Tensor]:
     return plan_retirement.on(backend)(
         cache.arena,
         cache.section(0),

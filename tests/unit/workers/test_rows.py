@@ -56,16 +56,15 @@ class Slots:
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
             leaving = self.window.leaving(self.sections, at, [self.seen[slot]])
-            for column, table in enumerate((self.high, self.low)):
-                self._grow(table, slot, leaving.counts[:, 0, :, column])
+            for table, counts in zip((self.high, self.low), leaving.counts(0), strict=True):
+                self._grow(table, slot, counts)
             self.spare[slot] += self.window.move(leaving)[0].tolist()
         self._grow(self.raw, slot, self.raw.tokens[:, slot] + 1)
-        pages, rows = self.raw.next_cells(at)
+        pages, rows = self.raw.add_tokens(at)
         parts = segments(self.arena, self.plan.raw)
         for page, row in zip(pages.ravel().tolist(), rows.ravel().tolist(), strict=True):
             parts.positions[page, row] = self.seen[slot]
             parts.scores[page, row] = random.choice([0.0, 0.1, 0.5, 5.0])
-        self.raw.tokens[:, slot] += 1
         self.seen[slot] += 1
 
     def end(self, slot: int) -> None:
@@ -95,13 +94,12 @@ class Slots:
         return found
 
     def _grow(self, table: SectionTable, slot: int, tokens: np.ndarray) -> None:
-        shortage = table.shortage(slot, tokens)
-        count, spare = int(shortage.sum()), self.spare[slot]
+        count, spare = table.lacking_pages(slot, tokens), self.spare[slot]
         reused = spare[:count]
         fresh = self.free.take(count - len(reused))
         self.taken[slot] += fresh.tolist()
         del spare[: len(reused)]
-        table.append_pages(slot, shortage, np.concatenate([np.array(reused, np.int32), fresh]))
+        table.append_pages(slot, tokens, np.concatenate([np.array(reused, np.int32), fresh]))
 
 
 @pytest.mark.parametrize(

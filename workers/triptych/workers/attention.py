@@ -5,10 +5,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.kernels import decode_attention, score_tokens, store_tokens
+from triptych.kernels import books, decode_attention, score_tokens, store_tokens
 from triptych.workers.memory import PageMemory
 from triptych.workers.prefetch import Prefetcher
-from triptych.workers.rows import Mask, Sections, SectionTable
+from triptych.workers.rows import Sections, SectionTable
 from triptych.workers.selection import Selector, StepChoice
 
 Ids = NDArray[np.int32]
@@ -48,21 +48,17 @@ class PageAttention:
         self._tables = sections.tables[:-1] if fixed is not None else sections.tables
         self._ids, self._progress, self._score_every = slots, progress, score_every
         put, raw = memory.device.put, self._tables[0]
-        is_scored: Mask = (
-            positions % score_every == 0 if score_every else np.zeros(len(positions), np.bool_)
+        self._scored, self._before, begun, is_begun = books.due_scores(
+            positions, slots, progress, len(raw.pages), score_every
         )
-        self._scored = np.flatnonzero(is_scored)
-        self._before, done = positions * len(raw.pages), progress[slots]
-        begun = done - self._before
-        self._begun = begun if (begun > 0).any() else None
-        pages, rows = raw.next_cells(slots)
-        raw.tokens[:, slots] += 1
+        self._begun = begun if is_begun else None
+        pages, rows = raw.add_tokens(slots)
         sections.renew(slots)
         self._slots, self._positions = put(slots), put(positions.astype(np.int32))
         self._pages, self._rows = put(pages), put(rows)
         self._choice: StepChoice | None = None
         if selector is not None:
-            self._choice = selector.step(slots, positions, is_scored)
+            self._choice = selector.step(slots, positions, self._scored)
         if prefetcher is not None:
             prefetcher.begin_step()
 

@@ -41,7 +41,7 @@ from triptych.workers.models import Runner
 from triptych.workers.prefetch import Prefetcher
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import Sections, SectionTable
-from triptych.workers.running import Running, Wanted, exits_of
+from triptych.workers.running import NO_PAGES, Running, Wanted, exits_of
 from triptych.workers.sampling import Draw, Drawn, sample
 from triptych.workers.selection import Selector
 from triptych.workers.stage import refuse
@@ -87,6 +87,7 @@ class DecodeEngine:
         # The one that was left first is used first: what was said there stays to be read longest.
         self._free_slots = deque(range(self.max_requests))
         longest = self.answers.context_tokens
+        self._every = np.arange(self.max_requests)
         self._journal = Journal.begin(self.plan, self.pool.journal, self.max_requests, longest)
         self._tables = self._journal.tables
         self._raw = self._tables[0]
@@ -321,7 +322,7 @@ class DecodeEngine:
         (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
         handle = make_handle(claim, runs, one.position, fixed)
         words, memory = tuple(journal.words(one.slot)), tuple(journal.remembered(one.slot).tolist())
-        one.grown = np.setdiff1d(np.array(one.grown, np.int32), held).tolist()
+        one.grown = [np.setdiff1d(np.concatenate(one.grown), held)]
         self._free(one)
         return Send(ROUTER, Suspended(request=one.id, words=words, handle=handle, memory=memory))
 
@@ -358,7 +359,7 @@ class DecodeEngine:
         claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
         # What it left is in the arena; it comes near once it is whole.
         window = self._window_of(left, self._shared)
-        emptied = window.finish(at) if window else np.empty(0, np.int32)
+        emptied = window.finish(at) if window else NO_PAGES
         # The first spare pages are the next ones that the rows get, in this order.
         spare = np.concatenate([begun, emptied])
         # A step that was cut short may have counted its token already.
@@ -393,7 +394,7 @@ class DecodeEngine:
         slot: int,
         claim: Claim,
         wanted: Wanted,
-        spare: Sequence[int] | Ids = (),
+        spare: Ids = NO_PAGES,
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
         self._memory.fetch(self._journal.pages(slot))
@@ -401,8 +402,8 @@ class DecodeEngine:
         if self._selector is not None:
             self._selector.join(slot, wanted.selection)
         sends = self._repeat(answer, self._journal, slot)
-        position, pages = self._journal.position(slot), [int(page) for page in spare]
-        one = Running(slot, claim, answer, wanted, position, pages, token_s=join.token_s)
+        position = self._journal.position(slot)
+        one = Running(slot, claim, answer, wanted, position, spare, token_s=join.token_s)
         self._running[one.id] = one
         written, asked = int(self._journal.said[slot]), join.request.slo.tpot_s
         self._tempo.join(one.id, asked, written, join.age_s, time.monotonic())
@@ -447,7 +448,7 @@ class DecodeEngine:
         self._tempo.leave(one.id)
         if self._kept.pop(one.id, None) and self._keeper:
             self._keeper.forget(one.id)
-        self.pool.give(np.array(one.grown, np.int32))
+        self.pool.give(np.concatenate(one.grown))
         if self._selector is not None:
             self._selector.leave(one.slot)
         self._free_slots.append(one.slot)
@@ -474,7 +475,7 @@ class DecodeEngine:
             self._journal.fixed,
             self._prefetcher,
         )
-        every, put = np.arange(len(batch)), self.device.put
+        every, put = self._every[: len(batch)], self.device.put
         exits = exits_of(batch, self.device)
         return self.runner.forward(put(tokens), put(positions), attend, put(every), exits)
 

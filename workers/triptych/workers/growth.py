@@ -47,7 +47,7 @@ class Growth:
             if self._selector is not None:
                 self._selector.fill(one.slot)
             try:
-                self._grow(one, self._raw, self._raw.tokens[:, one.slot] + 1)
+                self._grow(one, [(self._raw, self._raw.tokens[:, one.slot] + 1)])
             except TriptychError as error:
                 yield one, error
 
@@ -69,30 +69,34 @@ class Growth:
         leaving = window.leaving(self._sections, slots, seen, alpha_low)
         for index, one in enumerate(full):
             try:
-                for column, table in enumerate(self._tables[1:]):
-                    self._grow(one, table, leaving.counts[:, index, :, column])
+                self._grow(one, list(zip(self._tables[1:], leaving.counts(index), strict=False)))
                 moving.append(index)
             except TriptychError as error:
                 yield one, error
         leaving = leaving.of(moving)
         for index, free in zip(moving, window.move(leaving), strict=True):
-            full[index].spare.extend(free.tolist())
+            full[index].spare = np.concatenate([full[index].spare, free])
             self._sections.moved(full[index].slot)
         if self._selector is not None:
             self._selector.retire(leaving)
 
-    def _grow(self, one: Running, table: SectionTable, tokens: Ids) -> None:
-        """Give each row of a request the pages for ``tokens``; raises PoolExhausted."""
-        shortage = table.shortage(one.slot, tokens)
-        count = int(shortage.sum())
-        if count:
-            table.append_pages(one.slot, shortage, self._take(one, count))
-            self._sections.moved(one.slot)
+    def _grow(self, one: Running, wanted: Sequence[tuple[SectionTable, Ids]]) -> None:
+        """Give each row of a request the pages for so many tokens; raises PoolExhausted."""
+        lacking = [table.lacking_pages(one.slot, tokens) for table, tokens in wanted]
+        if not any(lacking):
+            return
+        pages = self._take(one, sum(lacking))
+        for (table, tokens), count in zip(wanted, lacking, strict=True):
+            table.append_pages(one.slot, tokens, pages[:count])
+            pages = pages[count:]
+        self._sections.moved(one.slot)
 
     def _take(self, one: Running, count: int) -> Ids:
         """Pages for one request: its own spare ones first, then this worker's stock."""
-        from_spare = min(count, len(one.spare))
-        fresh = self._pool.take(count - from_spare)
-        one.grown.extend(fresh.tolist())
-        reused, one.spare = one.spare[:from_spare], one.spare[from_spare:]
-        return np.concatenate([np.array(reused, np.int32), fresh])
+        reused = one.spare[:count]
+        if reused.size < count:
+            fresh = self._pool.take(count - reused.size)
+            one.grown.append(fresh)
+            reused = np.concatenate([reused, fresh])
+        one.spare = one.spare[count:]
+        return reused

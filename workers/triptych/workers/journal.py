@@ -23,11 +23,12 @@ from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseId
 from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
+from triptych.kernels import Retirement
 from triptych.workers.rows import SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 3
+VERSION = 4
 ID_BYTES = 128
 """Longest request id that is written down; one that is longer begins anew if its worker dies."""
 MOST_MEMORY = 16
@@ -55,19 +56,14 @@ def journal_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
 
 @dataclass(eq=False)
 class Retirements:
-    """What is to become of a raw page of each head row, for each slot where that is under way.
-
-    Arrays begin [layers, slots, kv_heads], as those of ``Leaving``.
-    """
+    """What is to become of a raw page of each head row, for each slot where that is under way."""
 
     phase: Ids
     """How far it has come, by slot; 0: nothing is under way."""
     raw_pages: Ids
     """The table of raw pages as it was before."""
-    places: Ids
-    movers: Ids
-    mover_places: Ids
-    counts: Ids
+    plan: Ids
+    """The numbers of a ``Retirement``, [layers, slots, kv_heads, ...]."""
     retired: Ids
     """Tokens that have left raw pages so far, by slot."""
     retired_then: Ids
@@ -301,7 +297,7 @@ class Journal:
         raw = np.full_like(self.tables[0].tokens[:, slot], self.raw_tokens(slot))
         counts = [raw, *(table.tokens[:, slot] for table in self.sections[1:])]
         if self.retirements.phase[slot]:
-            then = self.retirements.counts[:, slot]
+            then = Retirement(self.retirements.plan[:, slot]).counts
             counts[1 : len(self.tables)] = (then[..., i] for i in range(len(self.tables) - 1))
         return counts
 
@@ -365,7 +361,7 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     rows = (geometry.layers, slots, geometry.kv_heads)
     raw = (*rows, plan.raw_pages(context_tokens) + 1)
     cells = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
-    per_page = (*rows, plan.raw.tokens if plan.compresses else 0)
+    moving = (*rows, Retirement.width(plan.raw.tokens) if plan.compresses else 0)
     each = (slots,)
     fixed = (*rows, plan.high.pages(context_tokens)) if plan.shares else ()
     shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
@@ -389,10 +385,7 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "low_tokens": ("<i4", rows),
         "phase": ("<i4", each),
         "raw_pages": ("<i4", raw),
-        "places": ("<i4", per_page),
-        "movers": ("<i4", per_page),
-        "mover_places": ("<i4", per_page),
-        "counts": ("<i4", (*rows, 2)),
+        "plan": ("<i4", moving),
         "retired": ("<i4", each),
         "retired_then": ("<i4", each),
         **shared,

@@ -111,6 +111,7 @@ class Profiler:
         self._rows.clear()
         try:
             with self._looking_on(engine, step):
+                self._note(step, OWN)
                 return work()
         finally:
             self._note(step, self._between)

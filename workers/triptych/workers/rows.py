@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
-from triptych.kernels import Section
+from triptych.kernels import Section, books
 from triptych.workers.device import Device
 
 Ids = NDArray[np.int32]
@@ -85,30 +85,22 @@ class SectionTable:
         """Tokens of each row of a slot; for tables of equally long rows."""
         return self.tokens.item(0, slot, 0)
 
-    def shortage(self, slot: int, tokens: Ids) -> Ids:
-        """Pages that each head row lacks to hold ``tokens`` in all, [layers, kv_heads]."""
-        have = -(-self.tokens[:, slot] // self.layout.tokens)
-        return np.maximum(-(-tokens // self.layout.tokens) - have, 0)
+    def lacking_pages(self, slot: int, wanted: Ids) -> int:
+        """Pages that a slot's rows lack to hold ``wanted`` tokens, [layers, kv_heads]."""
+        return books.lacking_pages(self.tokens, slot, wanted, self.layout.tokens)
 
-    def append_pages(self, slot: int, shortage: Ids, ids: Ids) -> None:
-        """Put new pages behind the present ones of each row, one each in row order, and again."""
-        have, given = -(-self.tokens[:, slot] // self.layout.tokens), 0
-        for more in range(int(shortage.max(initial=0))):
-            layer, head = np.nonzero(shortage > more)
-            new = ids[given : given + len(layer)]
-            self.pages[layer, slot, head, have[layer, head] + more] = new
-            given += len(layer)
+    def append_pages(self, slot: int, wanted: Ids, ids: Ids) -> None:
+        """Put the pages that are lacking behind the present ones, row after row."""
+        books.append_pages(self.pages, self.tokens, slot, wanted, self.layout.tokens, ids)
 
-    def next_cells(self, slots: Ids) -> tuple[Ids, Ids]:
-        """Page and row of the next token of each head row, [layers, slots, kv_heads] each.
+    def add_tokens(self, slots: Ids) -> tuple[Ids, Ids]:
+        """Count one more token in each head row of some slots, and say where it goes.
 
         For tables of equally long rows.
+
+        Returns: page and row of each, [layers, slots, kv_heads]
         """
-        column, row = np.divmod(self.tokens[0, slots, 0], np.int32(self.layout.tokens))
-        pages = np.ascontiguousarray(self.pages[:, slots, :, column].swapaxes(0, 1))
-        rows = np.empty_like(pages)
-        rows[:] = row[:, None]
-        return pages, rows
+        return books.add_tokens(self.pages, self.tokens, slots, self.layout.tokens)
 
 
 class Sections:

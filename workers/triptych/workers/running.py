@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from triptych.core.config import SelectionConfig
 from triptych.core.handles import Claim
@@ -12,6 +13,10 @@ from triptych.workers.answered import Ended
 from triptych.workers.device import Device
 from triptych.workers.models.exits import Exits
 from triptych.workers.steps.pipeline import Chosen
+
+Ids = NDArray[np.int32]
+
+NO_PAGES: Ids = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,10 @@ class Running:
     wanted: Wanted
     position: int
     """Position of the token that the next step reads."""
-    spare: list[int] = field(default_factory=list[int])
+    spare: Ids = field(default_factory=lambda: NO_PAGES)
     """Pages of this request that hold nothing at present; its next pages come from here."""
-    grown: list[int] = field(default_factory=list[int])
-    """Pages that came from this worker's own stock."""
+    grown: list[Ids] = field(default_factory=lambda: [NO_PAGES])
+    """Pages that came from this worker's own stock, as they came."""
     token_s: float = 0.0
     """Seconds that a token of its prompt took to compute."""
     is_asked_back: bool = False
@@ -61,9 +66,8 @@ class Running:
 
 def exits_of(batch: Sequence[Running], device: Device) -> Exits | None:
     """When the tokens of a step may skip the last layers; None: no request wants that."""
-    wanted = [one.wanted for one in batch]
-    if not any(one.exit_entropy for one in wanted):
+    if not any(one.wanted.exit_entropy for one in batch):
         return None
-    entropy = np.array([one.exit_entropy for one in wanted], np.float32)
-    layers = np.array([one.exit_layers for one in wanted], np.int64)
+    entropy = np.array([one.wanted.exit_entropy for one in batch], np.float32)
+    layers = np.array([one.wanted.exit_layers for one in batch], np.int64)
     return Exits(device.put(entropy), device.put(layers))

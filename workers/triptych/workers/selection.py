@@ -28,6 +28,7 @@ from triptych.workers.rows import Sections, SectionTable
 from triptych.workers.window import Leaving
 
 Ids = NDArray[np.int32]
+Ids64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 ALL_TOKENS = (1 << 31) - 1
@@ -244,22 +245,26 @@ class Selector:
         """Tokens came to places in high, and some went from there to low."""
         written = self._summaries[: len(self._summaries) - self._fixed]
         for index, slot in enumerate(leaving.slots.tolist()):
-            for part, places in zip(written, (leaving.places, leaving.mover_places), strict=False):
+            for part, places in zip(
+                written, (leaving.plan.places, leaving.plan.mover_places), strict=False
+            ):
                 part.renew(slot, places[:, index])
             self._is_chosen[slot] = False
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, slots: Ids, positions: NDArray[np.int64], is_dense: Mask) -> StepChoice | None:
+    def step(self, slots: Ids, positions: Ids64, scored: Ids64) -> StepChoice | None:
         """Decide who chooses pages in this step; None if every request reads all of them.
 
-        Dense are requests whose tokens are scored in this step: what is not read receives no
-        score. So are those of which the budget is more than half.
+        All are read by those requests (``scored``: their indices) whose tokens are scored in this
+        step, as what is not read receives no score, and by those of which the budget is more than
+        half.
         """
         now, put = positions.astype(np.int32), self._memory.device.put
         rules = [self._rules[int(slot)] for slot in slots]
         budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int64)
-        reads_all: Mask = is_dense | (now < WORTH * budgets)
+        reads_all: Mask = now < WORTH * budgets
+        reads_all[scored] = True
         if reads_all.all():
             return None
         every = self.config.reselect_every

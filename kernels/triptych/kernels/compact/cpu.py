@@ -23,12 +23,11 @@ def plan_retirement(
     count: int,
     alpha_high: float,
     alpha_low: float,
-) -> Retirement:
+) -> Retirement[Tensor]:
     """See ``retire.plan_retirement``."""
     check_indices(slots, now, judged)
     rows = len(slots), high.tokens.shape[1]
-    places, movers, mover_places = (np.full((*rows, count), NONE, np.int32) for _ in range(3))
-    counts = np.empty((*rows, 2), np.int32)
+    numbers = np.full((*rows, Retirement.width(count)), NONE, np.int32)
     words = arena.numpy().view(np.int32)
     _plan(
         words,
@@ -40,12 +39,10 @@ def plan_retirement(
         judged.numpy(),
         alpha_high,
         alpha_low,
-        places,
-        movers,
-        mover_places,
-        counts,
+        count,
+        numbers,
     )
-    return Retirement(*map(torch.from_numpy, (places, movers, mover_places, counts)))
+    return Retirement(torch.from_numpy(numbers))
 
 
 def _table(arena: Tensor, section: Section) -> tuple:
@@ -70,24 +67,22 @@ def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
 def _plan(
     words, numbers,
     high, high_pages, high_tokens, low, low_pages, low_tokens,
-    slots, now, judged, alpha_high, alpha_low,
-    places, movers, mover_places, counts,
+    slots, now, judged, alpha_high, alpha_low, count, found,
 ):  # fmt: skip
     for r in range(len(slots)):
         slot, seen = slots[r], now[r]
         is_high, is_low = min(1.0, alpha_high / seen), min(1.0, alpha_low / seen)
-        for head in range(places.shape[1]):
+        for head in range(found.shape[1]):
             row = words, numbers, high, high_pages[slot, head], high_tokens[slot, head], seen
             low_row = words, numbers, low, low_pages[slot, head], low_tokens[slot, head], seen
-            _plan_row(
-                row, low_row, judged[r], is_high, is_low,
-                places[r, head], movers[r, head], mover_places[r, head], counts[r, head],
-            )  # fmt: skip
+            _plan_row(row, low_row, judged[r], is_high, is_low, count, found[r, head])
 
 
 @kernel
-def _plan_row(row, low_row, judged, is_high, is_low, places, movers, mover_places, counts):
-    wanted, n_high, n_low = len(places), row[4], low_row[4]
+def _plan_row(row, low_row, judged, is_high, is_low, wanted, found):
+    """Into ``found``: counts, places of newcomers, movers, places of movers."""
+    n_high, n_low = row[4], low_row[4]
+    places, movers, mover_places = found[2:], found[2 + wanted :], found[2 + 2 * wanted :]
     leaving, means, still_high = _judge(row, judged, judged + wanted, is_high, is_low)
     to_low = 0
     while to_low < len(leaving) and means[to_low] >= is_low:
@@ -108,8 +103,8 @@ def _plan_row(row, low_row, judged, is_high, is_low, places, movers, mover_place
             count += 1
     for i in range(wanted):
         places[i] = movers[i] if i < count else n_high + i - count
-    counts[0] = n_high + wanted - count
-    counts[1] = n_low + next_low - len(outcasts)
+    found[0] = n_high + wanted - count
+    found[1] = n_low + next_low - len(outcasts)
 
 
 @kernel

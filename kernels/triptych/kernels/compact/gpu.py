@@ -67,12 +67,10 @@ def plan_retirement(
     count: int,
     alpha_high: float,
     alpha_low: float,
-) -> Retirement:
+) -> Retirement[Tensor]:
     """See ``retire.plan_retirement``; tokens of a page that there is not stay where they are."""
-    shape = (len(slots), high.tokens.shape[1], count)
-    places, movers, mover_places = torch.empty(3, *shape, dtype=torch.int32, device=arena.device)
-    counts = torch.empty(*shape[:2], 2, dtype=torch.int32, device=arena.device)
-    found = Retirement(places, movers, mover_places, counts)
+    shape = (len(slots), high.tokens.shape[1], Retirement.width(count))
+    found = Retirement(torch.empty(shape, dtype=torch.int32, device=arena.device))
     alphas = alpha_high, alpha_low
     for launch in plan_rows(arena, high, low, slots, now, judged, alphas, found):
         launch.run()
@@ -87,10 +85,10 @@ def plan_rows(
     now: Tensor,
     judged: Tensor,
     alphas: tuple[float, float],
-    found: Retirement,
+    found: Retirement[Tensor],
 ) -> list[Launch]:
-    """The launch of one call, into the outputs given."""
-    rows, heads, count = found.places.shape
+    """The launch of one call, into the output given."""
+    rows, heads, _ = found.numbers.shape
     check_indices(slots, now, judged)
     check_device("plan_retirement", arena, slots, now, judged)
     for section in (high, low):
@@ -102,14 +100,14 @@ def plan_rows(
     limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
     arguments = (
         arena, arena.shape[0], slots.contiguous(), now.contiguous(), judged.contiguous(), limits,
-        count, *section_arguments(high), *_low_arguments(low), *found,
+        found.tokens, *section_arguments(high), *_low_arguments(low), found.numbers,
     )  # fmt: skip
     constants = {
         "HIGH": form_of(high.layout),
         "HIGH_BACKWARD": high.backward,
         "LOW": None if low is None else form_of(low.layout),
         "LOW_BACKWARD": low is not None and low.backward,
-        "COUNT": power_of_two(count),
+        "COUNT": power_of_two(found.tokens),
         "TILE": TILE,
     }
     return [Launch(retire_tokens, (1, heads, rows), arguments, constants)]

@@ -46,11 +46,14 @@ def retire_tokens(
     high_count_slot, high_count_head,
     low_table, low_tokens, low_slots, low_width, low_by_slot, low_by_head, low_by_page,
     low_count_slot, low_count_head,
-    places, movers, mover_places, counts,
+    found,
     HIGH: tl.constexpr, HIGH_BACKWARD: tl.constexpr, LOW: tl.constexpr,
     LOW_BACKWARD: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Who steps down in one head row for ``count`` new tokens. Grid: 1, KV heads, requests."""
+    """Who steps down in one head row for ``count`` new tokens. Grid: 1, KV heads, requests.
+
+    ``found`` has for each head row: counts, places of newcomers, movers, places of movers.
+    """
     line = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     seen, first = tl.load(now + tl.program_id(2)), tl.load(judged + tl.program_id(2))
     is_high = tl.load(limits + tl.program_id(2) * 2)
@@ -87,12 +90,13 @@ def retire_tokens(
     number = (leaves | falls).to(tl.int32)
     rank = tl.cumsum(number, 0) - number
     below = tl.where(rank < n_out, picked(outcasts, rank), n_low + rank - n_out)
-    at, inside = line * count + order, order < count
-    tl.store(places + at, tl.where(order < n_movers, mover, n_high + order - n_movers), mask=inside)
-    tl.store(movers + at, tl.where(order < n_movers, mover, -1), mask=inside)
-    tl.store(mover_places + at, tl.where(number > 0, below, -1), mask=inside)
-    tl.store(counts + line * 2, n_high + count - n_movers)
-    tl.store(counts + line * 2 + 1, n_low + tl.sum(number, 0) - n_out)
+    counts, inside = found + line * (2 + 3 * count), order < count
+    tl.store(counts, n_high + count - n_movers)
+    tl.store(counts + 1, n_low + tl.sum(number, 0) - n_out)
+    places = counts + 2 + order
+    tl.store(places, tl.where(order < n_movers, mover, n_high + order - n_movers), mask=inside)
+    tl.store(places + count, tl.where(order < n_movers, mover, -1), mask=inside)
+    tl.store(places + 2 * count, tl.where(number > 0, below, -1), mask=inside)
 
 
 @triton.jit

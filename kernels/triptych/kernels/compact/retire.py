@@ -2,9 +2,12 @@
 # Tensor.tolist has no element type.
 """What leaving the window means: Algorithm 1 for many tokens at once."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
@@ -13,17 +16,51 @@ from triptych.kernels.pages import Section, segments
 NONE = -1
 
 
-class Retirement(NamedTuple):
-    """Who goes where; a place is an index into the list of a class."""
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int32])
 
-    places: Tensor
-    """int32 [R, KH, T], places in high of the tokens that come."""
-    movers: Tensor
-    """int32 [R, KH, T], places of high tokens that step down; NONE behind the last."""
-    mover_places: Tensor
-    """int32 [R, KH, T], place in low of each mover; NONE: it is dropped."""
-    counts: Tensor
-    """int32 [R, KH, 2], high and low tokens afterwards."""
+
+@dataclass(frozen=True, eq=False)
+class Retirement(Generic[Numbers]):
+    """Who goes where, for T tokens of each head row; a place is an index into the list of a class.
+
+    All of it is one array, int32 [..., 2 + 3 T], so that it is written down at once.
+    """
+
+    numbers: Numbers
+
+    @staticmethod
+    def width(tokens: int) -> int:
+        """Numbers of one head row."""
+        return 2 + 3 * tokens
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return (self.numbers.shape[-1] - 2) // 3
+
+    @property
+    def counts(self) -> Numbers:
+        """[..., 2]: high and low tokens afterwards."""
+        return self.numbers[..., :2]
+
+    @property
+    def places(self) -> Numbers:
+        """[..., T]: places in high of the tokens that come."""
+        return self._part(0)
+
+    @property
+    def movers(self) -> Numbers:
+        """[..., T]: places of high tokens that step down; NONE behind the last."""
+        return self._part(1)
+
+    @property
+    def mover_places(self) -> Numbers:
+        """[..., T]: place in low of each mover; NONE: it is dropped."""
+        return self._part(2)
+
+    def _part(self, index: int) -> Numbers:
+        start = 2 + index * self.tokens
+        return self.numbers[..., start : start + self.tokens]
 
 
 def plan_retirement(
@@ -37,7 +74,7 @@ def plan_retirement(
     count: int,
     alpha_high: float,
     alpha_low: float,
-) -> Retirement:
+) -> Retirement[Tensor]:
     """Let ``count`` new tokens of each head row into high, and choose who steps down for them.
 
     A token's significance is its score over the number of tokens that came since. Each high token
@@ -66,9 +103,8 @@ def plan_retirement(
         for r in range(len(slots))
         for head in range(high.tokens.shape[1])
     ]
-    columns = [torch.tensor(part, dtype=torch.int32) for part in zip(*rows, strict=True)]
-    shape = (len(slots), high.tokens.shape[1], -1)
-    return Retirement(*(column.view(shape).to(arena.device) for column in columns))
+    numbers = torch.tensor(rows, dtype=torch.int32, device=arena.device)
+    return Retirement(numbers.view(len(slots), high.tokens.shape[1], Retirement.width(count)))
 
 
 Token = tuple[int, float]
@@ -77,8 +113,8 @@ Token = tuple[int, float]
 
 def _plan_row(
     high: list[Token], low: list[Token], judged: range, is_high: float, is_low: float
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """One head row: places of newcomers, movers, places of movers, counts."""
+) -> list[int]:
+    """One head row: counts, places of newcomers, movers, places of movers."""
     leaving = [place for place, (position, _) in enumerate(high) if position in judged]
     still_high = sum(high[place][1] >= is_high for place in leaving)
     to_low = [place for place in leaving if is_low <= high[place][1] < is_high]
@@ -96,7 +132,7 @@ def _plan_row(
         len(low) + len(movers) - mover_places.count(NONE) - len(outcasts),
     ]
     unused = [NONE] * (len(judged) - len(movers))
-    return [*movers, *behind], movers + unused, mover_places + unused, counts
+    return [*counts, *movers, *behind, *movers, *unused, *mover_places, *unused]
 
 
 def _least(tokens: list[tuple[float, int]], limit: float, count: int) -> list[int]:

@@ -350,8 +350,12 @@ def stored(tiny_model: Path, threshold: float | None) -> tuple[list[int], int, i
     def move(window: Window, leaving: Leaving) -> list[np.ndarray]:
         nonlocal dropped
         before, low = held_tokens(engine), engine.tables[2].tokens[:, leaving.slots].copy()
-        is_replaced = (leaving.mover_places >= 0) & (leaving.mover_places < low[..., None])
-        gone = int(((leaving.movers >= 0) & (leaving.mover_places < 0) | is_replaced).sum())
+        is_replaced = (leaving.plan.mover_places >= 0) & (
+            leaving.plan.mover_places < low[..., None]
+        )
+        gone = int(
+            ((leaving.plan.movers >= 0) & (leaving.plan.mover_places < 0) | is_replaced).sum()
+        )
         freed = retire(window, leaving)
         assert before - held_tokens(engine) == gone
         dropped += gone

@@ -1,0 +1,165 @@
+# pyright: basic, reportCallIssue=false
+# numba is untyped.
+"""The books of a decode step, which lie in the host's memory: one pass for each thing to be done.
+
+A table is int32 [layers, slots, kv_heads, pages of a row], its tokens int32 [layers, slots,
+kv_heads], and ``room`` the tokens of a page. Compiled, since after a step the processor's caches
+are full of weights: there a call of numpy takes five times as long as in a warm loop, and the books
+of a step would take some forty of them.
+"""
+
+import numpy as np
+
+from triptych.kernels.compiled import kernel
+
+
+@kernel
+def add_tokens(pages, tokens, slots, room):
+    """Count one more token in each row of some slots; rows of a slot are equally long.
+
+    Returns: page and row of each of these tokens, int32 [layers, slots, kv_heads]
+    Raises:  IndexError if a row has no page for it
+    """
+    layers, _, heads, width = pages.shape
+    ids = np.empty((layers, len(slots), heads), np.int32)
+    rows = np.empty_like(ids)
+    for layer in range(layers):
+        for at in range(len(slots)):
+            slot = slots[at]
+            column, row = divmod(tokens[layer, slot, 0], room)
+            if column >= width:
+                raise IndexError("a row of a page table has no cell for another token")
+            for head in range(heads):
+                ids[layer, at, head] = pages[layer, slot, head, column]
+                rows[layer, at, head] = row
+                tokens[layer, slot, head] += 1
+    return ids, rows
+
+
+@kernel
+def due_scores(positions, slots, progress, layers, every):
+    """Whose tokens are given scores at this step, and how far that is if it is done again.
+
+    ``progress`` has for each slot the layers whose scores are added, over all positions. Every so
+    many positions scores are due; ``every`` 0: never.
+
+    Returns: indices of those requests, ``positions * layers``, layers that are done of this step
+             (not above 0: none), and whether there is any such layer
+    """
+    due, before = np.empty(len(positions), np.int64), positions * layers
+    begun = np.empty_like(before)
+    count, is_begun = 0, False
+    for at in range(len(positions)):
+        begun[at] = progress[slots[at]] - before[at]
+        is_begun |= begun[at] > 0
+        if every > 0 and positions[at] % every == 0:
+            due[count] = at
+            count += 1
+    return due[:count].copy(), before, begun, is_begun
+
+
+@kernel
+def leaving_rows(tokens, slots, seen, sink_tokens, lag):
+    """What a retirement is planned from, for the rows of each layer and slot as one slot.
+
+    ``seen``: tokens of each slot. The oldest token judged is ``lag`` behind those that leave raw
+    pages, which are ``tokens - sink_tokens`` behind the newest one.
+
+    Returns: row, tokens seen, and the oldest position that is judged, int32 [3, layers * slots]
+    """
+    layers, all_slots, _ = tokens.shape
+    found = np.empty((3, layers * len(slots)), np.int32)
+    for layer in range(layers):
+        for at in range(len(slots)):
+            slot, row = slots[at], layer * len(slots) + at
+            found[0, row] = layer * all_slots + slot
+            found[1, row] = seen[at]
+            found[2, row] = seen[at] - (tokens[0, slot, 0] - sink_tokens) - lag
+    return found
+
+
+@kernel
+def lacking_pages(tokens, slot, wanted, room):
+    """Pages that the rows of a slot lack, all together, to hold ``wanted`` [layers, kv_heads]."""
+    layers, _, heads = tokens.shape
+    count = 0
+    for layer in range(layers):
+        for head in range(heads):
+            have = _pages(tokens[layer, slot, head], room)
+            count += max(0, _pages(wanted[layer, head], room) - have)
+    return count
+
+
+@kernel
+def append_pages(pages, tokens, slot, wanted, room, ids):
+    """Put new pages behind those that the rows of a slot have, row after row, as they are lacking.
+
+    Raises: IndexError if a row cannot have so many, or there are fewer ``ids`` than are lacking
+    """
+    layers, _, heads, width = pages.shape
+    given = 0
+    for layer in range(layers):
+        for head in range(heads):
+            have, want = _pages(tokens[layer, slot, head], room), _pages(wanted[layer, head], room)
+            if want > width or given + want - have > len(ids):
+                raise IndexError("a row of a page table lacks more pages than there are")
+            for column in range(have, want):
+                pages[layer, slot, head, column] = ids[given]
+                given += 1
+
+
+@kernel
+def _pages(tokens, room):
+    return (np.int64(tokens) + room - 1) // room
+
+
+@kernel
+def moving_cells(source, source_room, places, target, target_room, target_places, slots):
+    """Where tokens lie and where they go; a negative ``target_places``: such a token stays.
+
+    Shapes:  places, target_places int32 [layers, slots, kv_heads, tokens]
+    Returns: page and row in ``source``, page and row in ``target``, int32 [4, tokens that move]
+    Raises:  IndexError if a place lies in no cell of a table
+    """
+    layers, requests, heads, most = places.shape
+    cells = np.empty((4, places.size), np.int32)
+    found = 0
+    for layer in range(layers):
+        for at in range(requests):
+            slot = slots[at]
+            for head in range(heads):
+                for token in range(most):
+                    to = target_places[layer, at, head, token]
+                    if to < 0:
+                        continue
+                    column, row = divmod(places[layer, at, head, token], source_room)
+                    to_column, to_row = divmod(to, target_room)
+                    if not (0 <= column < source.shape[3] and to_column < target.shape[3]):
+                        raise IndexError("a token moves to or from where its row has no cell")
+                    cells[0, found] = source[layer, slot, head, column]
+                    cells[1, found] = row
+                    cells[2, found] = target[layer, slot, head, to_column]
+                    cells[3, found] = to_row
+                    found += 1
+    return cells[:, :found].copy()
+
+
+@kernel
+def drop_page(pages, tokens, before, slots, column, room):
+    """Take one full page out of each row of some slots; what lies behind it moves up.
+
+    ``before`` is the table as it was, so that this can be done again after half of it was.
+
+    Returns: the pages, int32 [slots, layers * kv_heads]
+    """
+    layers, _, heads, width = pages.shape
+    gone = np.empty((len(slots), layers * heads), np.int32)
+    for layer in range(layers):
+        for at in range(len(slots)):
+            slot = slots[at]
+            for head in range(heads):
+                gone[at, layer * heads + head] = before[layer, slot, head, column]
+                for place in range(column, width - 1):
+                    pages[layer, slot, head, place] = before[layer, slot, head, place + 1]
+                tokens[layer, slot, head] -= room
+    return gone

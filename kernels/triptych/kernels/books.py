@@ -14,48 +14,41 @@ from triptych.kernels.compiled import kernel
 
 
 @kernel
-def add_tokens(pages, tokens, slots, room):
-    """Count one more token in each row of some slots; rows of a slot are equally long.
+def begin_step(pages, tokens, slots, room, positions, progress, every):
+    """Count one more token in each row of some slots, and see whose tokens are given scores.
 
-    Returns: page and row of each of these tokens, int32 [layers, slots, kv_heads]
-    Raises:  IndexError if a row has no page for it
+    Rows of a slot are equally long. Every so many ``positions`` scores are due; ``every`` 0: never.
+    ``progress`` has for each slot the layers whose scores are added, over all positions: a step may
+    be done again.
+
+    Returns: page and row of each new token, int32 [layers, slots, kv_heads]; indices of those for
+             whom scores are due; ``positions * layers``, and whether somebody's progress is further
+    Raises:  IndexError if a row has no page for a token
     """
     layers, _, heads, width = pages.shape
     ids = np.empty((layers, len(slots), heads), np.int32)
     rows = np.empty_like(ids)
-    for layer in range(layers):
-        for at in range(len(slots)):
-            slot = slots[at]
-            column, row = divmod(tokens[layer, slot, 0], room)
-            if column >= width:
-                raise IndexError("a row of a page table has no cell for another token")
-            for head in range(heads):
-                ids[layer, at, head] = pages[layer, slot, head, column]
-                rows[layer, at, head] = row
-                tokens[layer, slot, head] += 1
-    return ids, rows
-
-
-@kernel
-def due_scores(positions, slots, progress, layers, every):
-    """Whose tokens are given scores at this step, and how far that is if it is done again.
-
-    ``progress`` has for each slot the layers whose scores are added, over all positions. Every so
-    many positions scores are due; ``every`` 0: never.
-
-    Returns: indices of those requests, ``positions * layers``, layers that are done of this step
-             (not above 0: none), and whether there is any such layer
-    """
-    due, before = np.empty(len(positions), np.int64), positions * layers
-    begun = np.empty_like(before)
+    due, before = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    columns = np.empty_like(due)
     count, is_begun = 0, False
-    for at in range(len(positions)):
-        begun[at] = progress[slots[at]] - before[at]
-        is_begun |= begun[at] > 0
+    for at in range(len(slots)):
+        slot = slots[at]
+        columns[at] = tokens[0, slot, 0] // room
+        if columns[at] >= width:
+            raise IndexError("a row of a page table has no cell for another token")
+        before[at] = np.int64(positions[at]) * layers
+        is_begun |= progress[slot] > before[at]
         if every > 0 and positions[at] % every == 0:
             due[count] = at
             count += 1
-    return due[:count].copy(), before, begun, is_begun
+    for layer in range(layers):
+        for at in range(len(slots)):
+            slot, column = slots[at], columns[at]
+            for head in range(heads):
+                ids[layer, at, head] = pages[layer, slot, head, column]
+                rows[layer, at, head] = tokens[layer, slot, head] - column * room
+                tokens[layer, slot, head] += 1
+    return ids, rows, due[:count].copy(), before, is_begun
 
 
 @kernel
@@ -79,33 +72,39 @@ def leaving_rows(tokens, slots, seen, sink_tokens, lag):
 
 
 @kernel
-def lacking_pages(tokens, slot, wanted, room):
-    """Pages that the rows of a slot lack, all together, to hold ``wanted`` [layers, kv_heads]."""
-    layers, _, heads = tokens.shape
-    count = 0
+def count_lacking(tokens, slots, wanted, room, counts):
+    """Add to ``counts`` [slots] the pages that the rows of each slot lack to hold so many tokens.
+
+    ``wanted``: int32 [layers, slots, kv_heads]
+    """
+    layers, requests, heads = wanted.shape
     for layer in range(layers):
-        for head in range(heads):
-            have = _pages(tokens[layer, slot, head], room)
-            count += max(0, _pages(wanted[layer, head], room) - have)
-    return count
+        for at in range(requests):
+            for head in range(heads):
+                have = _pages(tokens[layer, slots[at], head], room)
+                counts[at] += max(0, _pages(wanted[layer, at, head], room) - have)
 
 
 @kernel
-def append_pages(pages, tokens, slot, wanted, room, ids):
-    """Put new pages behind those that the rows of a slot have, row after row, as they are lacking.
+def append_pages(pages, tokens, slots, wanted, room, ids, first):
+    """Put the pages that are lacking behind those that the rows of each slot have, row after row.
+
+    Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
 
     Raises: IndexError if a row cannot have so many, or there are fewer ``ids`` than are lacking
     """
-    layers, _, heads, width = pages.shape
-    given = 0
+    layers, requests, heads = wanted.shape
     for layer in range(layers):
-        for head in range(heads):
-            have, want = _pages(tokens[layer, slot, head], room), _pages(wanted[layer, head], room)
-            if want > width or given + want - have > len(ids):
-                raise IndexError("a row of a page table lacks more pages than there are")
-            for column in range(have, want):
-                pages[layer, slot, head, column] = ids[given]
-                given += 1
+        for at in range(requests):
+            slot = slots[at]
+            for head in range(heads):
+                have = _pages(tokens[layer, slot, head], room)
+                want = _pages(wanted[layer, at, head], room)
+                if want > pages.shape[3] or first[at] + want - have > len(ids):
+                    raise IndexError("a row of a page table lacks more pages than there are")
+                for column in range(have, want):
+                    pages[layer, slot, head, column] = ids[first[at]]
+                    first[at] += 1
 
 
 @kernel
@@ -141,7 +140,21 @@ def moving_cells(source, source_room, places, target, target_room, target_places
                     cells[2, found] = target[layer, slot, head, to_column]
                     cells[3, found] = to_row
                     found += 1
-    return cells[:, :found].copy()
+    return cells if found == places.size else cells[:, :found].copy()
+
+
+@kernel
+def write_down(pages, plan, slots, kept_pages, kept_plan):
+    """Keep the table of some slots as it is, and what is planned for them, [layers, slots, ...]."""
+    layers, _, heads, width = pages.shape
+    for layer in range(layers):
+        for at in range(len(slots)):
+            slot = slots[at]
+            for head in range(heads):
+                for column in range(width):
+                    kept_pages[layer, slot, head, column] = pages[layer, slot, head, column]
+                for number in range(plan.shape[3]):
+                    kept_plan[layer, slot, head, number] = plan[layer, at, head, number]
 
 
 @kernel

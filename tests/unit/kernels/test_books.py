@@ -33,34 +33,49 @@ def pages_for(tokens: Any) -> Any:
     return -(-tokens // ROOM)
 
 
+@pytest.mark.parametrize("every", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_token_goes_behind_the_last_one(seed: int) -> None:
+def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
+    seed: int, every: int
+) -> None:
     table = Table(seed, equal=True)
     tokens, slots = table.tokens.copy(), table.slots
-    pages, rows = books.add_tokens(table.pages, table.tokens, slots, ROOM)
-    column, row = np.divmod(tokens[:, slots], ROOM)
-    assert np.array_equal(
-        pages, np.take_along_axis(table.pages[:, slots], column[..., None], 3)[..., 0]
+    positions, progress = table.numbers(3, end=9), table.random.integers(0, 27, SLOTS)
+    pages, rows, due, before, is_begun = books.begin_step(
+        table.pages, table.tokens, slots, ROOM, positions, progress, every
     )
+    column, row = np.divmod(tokens[:, slots], ROOM)
+    here = np.take_along_axis(table.pages[:, slots], column[..., None], 3)[..., 0]
+    assert np.array_equal(pages, here)
     assert np.array_equal(rows, row)
     tokens[:, slots] += 1
     assert np.array_equal(table.tokens, tokens)
+    is_due = positions % every == 0 if every else np.zeros(3, np.bool_)
+    assert np.array_equal(due, np.flatnonzero(is_due))
+    assert np.array_equal(before, LAYERS * positions)
+    assert is_begun == bool((progress[slots] > before).any())
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_each_row_gets_the_pages_that_it_lacks(seed: int, backward: bool) -> None:
-    table, slot = Table(seed, backward=backward), seed % SLOTS
-    wanted = table.numbers(LAYERS, HEADS)
-    have, want = pages_for(table.tokens[:, slot]), pages_for(wanted)
-    count = books.lacking_pages(table.tokens, slot, wanted, ROOM)
-    assert count == np.maximum(want - have, 0).sum()
-    expected, ids = table.pages.copy(), np.arange(1000, 1000 + count, dtype=np.int32)
-    column = np.arange(WIDTH)
-    is_new = (have[..., None] <= column) & (column < want[..., None])
-    expected[:, slot][is_new] = ids
-    books.append_pages(table.pages, table.tokens, slot, wanted, ROOM, ids)
+    table = Table(seed, backward=backward)
+    slots, wanted = table.slots, table.numbers(LAYERS, 3, HEADS)
+    have, want = pages_for(table.tokens[:, slots]), pages_for(wanted)
+    counts = np.full(3, 7)
+    books.count_lacking(table.tokens, slots, wanted, ROOM, counts)
+    counts -= 7
+    assert np.array_equal(counts, np.maximum(want - have, 0).sum((0, 2)))
+    expected, column = table.pages.copy(), np.arange(WIDTH)
+    ids = np.arange(1000, 1000 + counts.sum(), dtype=np.int32)
+    first = np.cumsum(counts) - counts
+    for at, slot in enumerate(slots.tolist()):
+        is_new = (have[:, at, :, None] <= column) & (column < want[:, at, :, None])
+        expected[:, slot][is_new] = ids[first[at] : first[at] + counts[at]]
+    ends = first + counts
+    books.append_pages(table.pages, table.tokens, slots, wanted, ROOM, ids, first)
     assert np.array_equal(table.pages, expected)
+    assert np.array_equal(first, ends)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -93,16 +108,19 @@ def test_a_page_that_is_dropped_leaves_no_gap_however_often_it_is_done(seed: int
     assert np.array_equal(table.tokens, tokens)
 
 
-@pytest.mark.parametrize("every", [0, 1, 4])
-def test_scores_are_due_by_position(every: int) -> None:
-    positions, slots = np.array([8, 3, 4, 12]), np.array([2, 0, 3, 1], np.int32)
-    progress = np.array([0, 5 * 12, 5 * 8 + 2, 0])
-    due, before, begun, is_begun = books.due_scores(positions, slots, progress, 5, every)
-    assert due.tolist() == {0: [], 1: [0, 1, 2, 3], 4: [0, 2, 3]}[every]
-    assert before.tolist() == [40, 15, 20, 60]
-    assert begun.tolist() == [2, -15, -20, 0]
-    assert is_begun
-    assert not books.due_scores(positions, slots, np.zeros(4, np.int64), 5, every)[3]
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_planned_is_written_beside_the_table_as_it_was(seed: int) -> None:
+    table = Table(seed)
+    slots, plan = table.slots, table.numbers(LAYERS, 3, HEADS, 9)
+    kept, kept_plan = (
+        np.full_like(table.pages, -1),
+        np.full((LAYERS, SLOTS, HEADS, 9), -1, np.int32),
+    )
+    expected, expected_plan = kept.copy(), kept_plan.copy()
+    expected[:, slots], expected_plan[:, slots] = table.pages[:, slots], plan
+    books.write_down(table.pages, plan, slots, kept, kept_plan)
+    assert np.array_equal(kept, expected)
+    assert np.array_equal(kept_plan, expected_plan)
 
 
 def test_a_retirement_is_planned_for_the_rows_of_every_layer() -> None:
@@ -117,19 +135,20 @@ def test_a_retirement_is_planned_for_the_rows_of_every_layer() -> None:
 
 def test_what_a_table_has_no_cell_for_is_refused() -> None:
     table = Table(0)
-    too_many = np.full((LAYERS, HEADS), WIDTH * ROOM + 1, np.int32)
+    slots, first = table.slots, np.zeros(3, np.int64)
+    too_many = np.full((LAYERS, 3, HEADS), WIDTH * ROOM + 1, np.int32)
     ids = np.arange(1000, dtype=np.int32)
     with pytest.raises(IndexError):
-        books.append_pages(table.pages, table.tokens, 0, too_many, ROOM, ids)
+        books.append_pages(table.pages, table.tokens, slots, too_many, ROOM, ids, first)
     table.tokens[:] = 0
     with pytest.raises(IndexError):
-        books.append_pages(table.pages, table.tokens, 0, too_many - 1, ROOM, ids[:3])
+        books.append_pages(table.pages, table.tokens, slots, too_many - 1, ROOM, ids[:3], first)
     table.tokens[:] = WIDTH * ROOM
+    none = np.zeros(SLOTS, np.int64)
     with pytest.raises(IndexError):
-        books.add_tokens(table.pages, table.tokens, table.slots, ROOM)
+        books.begin_step(table.pages, table.tokens, slots, ROOM, slots, none, 0)
     inside = np.zeros((LAYERS, 3, HEADS, 1), np.int32)
-    for places, target_places in ((inside, inside + WIDTH * ROOM), (inside + WIDTH * ROOM, inside)):
+    outside = inside + WIDTH * ROOM
+    for places, target_places in ((inside, outside), (outside, inside)):
         with pytest.raises(IndexError):
-            books.moving_cells(
-                table.pages, ROOM, places, table.pages, ROOM, target_places, table.slots
-            )
+            books.moving_cells(table.pages, ROOM, places, table.pages, ROOM, target_places, slots)

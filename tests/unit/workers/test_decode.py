@@ -19,7 +19,7 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch() -> None:
     arena = torch.zeros(6, RAW.page_bytes, dtype=torch.uint8)
     pages = np.arange(6, dtype=np.int32).reshape(1, 3, 2, 1)
     table = SectionTable(RAW, pages, np.zeros((1, 3, 2), np.int32))
-    slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12])
+    slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12], np.int32)
     progress = np.zeros(3, np.int64)
     memory, sections = PageMemory(CPU, arena, arena), Sections([table], CPU)
     step = PageAttention(memory, sections, slots, positions, 4, progress)

@@ -56,13 +56,14 @@ class Slots:
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
             leaving = self.window.leaving(self.sections, at, [self.seen[slot]])
-            for table, counts in zip((self.high, self.low), leaving.counts(0), strict=True):
-                self._grow(table, slot, counts)
+            for column, table in enumerate((self.high, self.low)):
+                self._grow(table, at, leaving.plan.counts[..., column])
             self.spare[slot] += self.window.move(leaving)[0].tolist()
-        self._grow(self.raw, slot, self.raw.tokens[:, slot] + 1)
-        pages, rows = self.raw.add_tokens(at)
+        self._grow(self.raw, at, self.raw.tokens[:, at] + 1)
+        column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
+        self.raw.tokens[:, slot] += 1
         parts = segments(self.arena, self.plan.raw)
-        for page, row in zip(pages.ravel().tolist(), rows.ravel().tolist(), strict=True):
+        for page in self.raw.pages[:, slot, :, column].ravel().tolist():
             parts.positions[page, row] = self.seen[slot]
             parts.scores[page, row] = random.choice([0.0, 0.1, 0.5, 5.0])
         self.seen[slot] += 1
@@ -93,13 +94,17 @@ class Slots:
                 found.append(int(parts.positions[int(table.pages[0, slot, head, column]), row]))
         return found
 
-    def _grow(self, table: SectionTable, slot: int, tokens: np.ndarray) -> None:
-        count, spare = table.lacking_pages(slot, tokens), self.spare[slot]
+    def _grow(self, table: SectionTable, at: np.ndarray, tokens: np.ndarray) -> None:
+        slot = int(at[0])
+        counts, spare = np.zeros(1, np.int64), self.spare[slot]
+        table.count_lacking(at, tokens, counts)
+        count = int(counts[0])
         reused = spare[:count]
         fresh = self.free.take(count - len(reused))
         self.taken[slot] += fresh.tolist()
         del spare[: len(reused)]
-        table.append_pages(slot, tokens, np.concatenate([np.array(reused, np.int32), fresh]))
+        ids = np.concatenate([np.array(reused, np.int32), fresh])
+        table.append_pages(at, tokens, ids, np.zeros(1, np.int64))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class PageAttention:
         memory: PageMemory,
         sections: Sections,
         slots: Ids,
-        positions: NDArray[np.int64],
+        positions: Ids,
         score_every: int,
         progress: NDArray[np.int64],
         selector: Selector | None = None,
@@ -48,13 +48,12 @@ class PageAttention:
         self._tables = sections.tables[:-1] if fixed is not None else sections.tables
         self._ids, self._progress, self._score_every = slots, progress, score_every
         put, raw = memory.device.put, self._tables[0]
-        self._scored, self._before, begun, is_begun = books.due_scores(
-            positions, slots, progress, len(raw.pages), score_every
+        pages, rows, self._scored, self._before, is_begun = books.begin_step(
+            raw.pages, raw.tokens, slots, raw.layout.tokens, positions, progress, score_every
         )
-        self._begun = begun if is_begun else None
-        pages, rows = raw.add_tokens(slots)
+        self._begun: Ids64 | None = progress[slots] - self._before if is_begun else None
         sections.renew(slots)
-        self._slots, self._positions = put(slots), put(positions.astype(np.int32))
+        self._slots, self._positions = put(slots), put(positions)
         self._pages, self._rows = put(pages), put(rows)
         self._choice: StepChoice | None = None
         if selector is not None:

@@ -397,7 +397,8 @@ class DecodeEngine:
         spare: Ids = NO_PAGES,
     ) -> list[Send]:
         """Put a request that is in the journal into the batch."""
-        self._memory.fetch(self._journal.pages(slot))
+        if self._memory.is_copied:
+            self._memory.fetch(self._journal.pages(slot))
         self._sections.moved(slot)
         if self._selector is not None:
             self._selector.join(slot, wanted.selection)
@@ -462,7 +463,7 @@ class DecodeEngine:
     def _forward(self, batch: list[Running]) -> Tensor:
         """Logits [requests, vocab] of the newest token of each request."""
         tokens = np.array([one.answer.tokens[-1] for one in batch], np.int64)
-        positions = np.array([one.position for one in batch], np.int64)
+        positions = np.array([one.position for one in batch], np.int32)
         slots = np.array([one.slot for one in batch], np.int32)
         attend = PageAttention(
             self._memory,

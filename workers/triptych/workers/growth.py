@@ -8,13 +8,16 @@ from numpy.typing import NDArray
 from triptych.core.errors import TriptychError
 from triptych.kvpool import WorkerPool
 from triptych.workers.rows import Sections, SectionTable
-from triptych.workers.running import Running
+from triptych.workers.running import NO_PAGES, Running
 from triptych.workers.selection import Selector
 from triptych.workers.window import Window
 
 Ids = NDArray[np.int32]
+Ids64 = NDArray[np.int64]
 Failure = tuple[Running, TriptychError]
 """Who got no pages, and why."""
+Wanted = tuple[SectionTable, Ids]
+"""A table, and the tokens that it is to hold, [layers, requests, kv_heads]."""
 
 
 class Growth:
@@ -40,16 +43,15 @@ class Growth:
         """
         if self._window is not None:
             yield from self._retire_old_pages(self._window, list(running.values()))
-        page_tokens = self._raw.layout.tokens
-        for one in list(running.values()):
-            if self._raw.length(one.slot) % page_tokens:
-                continue
-            if self._selector is not None:
-                self._selector.fill(one.slot)
-            try:
-                self._grow(one, [(self._raw, self._raw.tokens[:, one.slot] + 1)])
-            except TriptychError as error:
-                yield one, error
+        room = self._raw.layout.tokens
+        full = [one for one in running.values() if self._raw.length(one.slot) % room == 0]
+        if not full:
+            return
+        slots = _slots(full)
+        if self._selector is not None:
+            for slot in slots.tolist():
+                self._selector.fill(slot)
+        yield from self._grow(full, slots, [(self._raw, self._raw.tokens[:, slots] + 1)])
 
     def _retire_old_pages(self, window: Window, batch: Sequence[Running]) -> Iterator[Failure]:
         """Compress the raw page behind the sink, in each row, once it is older than the window."""
@@ -64,39 +66,71 @@ class Growth:
         self, window: Window, full: Sequence[Running], alpha_low: float
     ) -> Iterator[Failure]:
         """The same for requests whose tokens are judged alike."""
-        moving, seen = list[int](), [one.position for one in full]
-        slots = np.array([one.slot for one in full], np.int32)
+        slots, seen = _slots(full), [one.position for one in full]
         leaving = window.leaving(self._sections, slots, seen, alpha_low)
-        for index, one in enumerate(full):
-            try:
-                self._grow(one, list(zip(self._tables[1:], leaving.counts(index), strict=False)))
-                moving.append(index)
-            except TriptychError as error:
-                yield one, error
+        counts = leaving.plan.counts
+        classes = [(table, counts[..., at]) for at, table in enumerate(self._tables[1:])]
+        gone = set[Running]()
+        for failure in self._grow(full, slots, classes):
+            gone.add(failure[0])
+            yield failure
+        moving = [index for index, one in enumerate(full) if one not in gone]
+        if not moving:
+            return
         leaving = leaving.of(moving)
-        for index, free in zip(moving, window.move(leaving), strict=True):
-            full[index].spare = np.concatenate([full[index].spare, free])
+        for index, emptied in zip(moving, window.move(leaving), strict=True):
+            full[index].spare = np.concatenate([full[index].spare, emptied])
             self._sections.moved(full[index].slot)
         if self._selector is not None:
             self._selector.retire(leaving)
 
-    def _grow(self, one: Running, wanted: Sequence[tuple[SectionTable, Ids]]) -> None:
-        """Give each row of a request the pages for so many tokens; raises PoolExhausted."""
-        lacking = [table.lacking_pages(one.slot, tokens) for table, tokens in wanted]
+    def _grow(
+        self, batch: Sequence[Running], slots: Ids, wanted: Sequence[Wanted]
+    ) -> Iterator[Failure]:
+        """Give each row of some requests the pages for so many tokens.
+
+        All requests at once, as that takes hardly longer than one of them; if the pool has not
+        enough, one after another.
+        """
+        try:
+            self._grow_all(batch, slots, wanted)
+        except TriptychError as error:
+            if len(batch) == 1:
+                yield batch[0], error
+                return
+            for at, one in enumerate(batch):
+                only = slice(at, at + 1)
+                alone = [(table, tokens[:, only]) for table, tokens in wanted]
+                yield from self._grow([one], slots[only], alone)
+
+    def _grow_all(self, batch: Sequence[Running], slots: Ids, wanted: Sequence[Wanted]) -> None:
+        """Raises: PoolExhausted, and nothing has changed"""
+        counts: Ids64 = np.zeros(len(batch), np.int64)
+        for table, tokens in wanted:
+            table.count_lacking(slots, tokens, counts)
+        lacking: list[int] = counts.tolist()
         if not any(lacking):
             return
-        pages = self._take(one, sum(lacking))
-        for (table, tokens), count in zip(wanted, lacking, strict=True):
-            table.append_pages(one.slot, tokens, pages[:count])
-            pages = pages[count:]
-        self._sections.moved(one.slot)
+        pages, first = self._take(batch, lacking), np.cumsum(counts) - counts
+        for table, tokens in wanted:
+            table.append_pages(slots, tokens, pages, first)
+        for slot in slots.tolist():
+            self._sections.moved(slot)
 
-    def _take(self, one: Running, count: int) -> Ids:
-        """Pages for one request: its own spare ones first, then this worker's stock."""
-        reused = one.spare[:count]
-        if reused.size < count:
-            fresh = self._pool.take(count - reused.size)
-            one.grown.append(fresh)
-            reused = np.concatenate([reused, fresh])
-        one.spare = one.spare[count:]
-        return reused
+    def _take(self, batch: Sequence[Running], counts: Sequence[int]) -> Ids:
+        """Pages for each request: its own spare ones first, then of this worker's stock."""
+        short = [max(0, count - one.spare.size) for one, count in zip(batch, counts, strict=True)]
+        fresh = self._pool.take(sum(short)) if any(short) else NO_PAGES
+        parts = list[Ids]()
+        for one, count, more in zip(batch, counts, short, strict=True):
+            parts.append(one.spare[:count])
+            one.spare = one.spare[count:]
+            if more:
+                parts.append(fresh[:more])
+                one.grown.append(fresh[:more])
+                fresh = fresh[more:]
+        return np.concatenate(parts)
+
+
+def _slots(batch: Sequence[Running]) -> Ids:
+    return np.array([one.slot for one in batch], np.int32)

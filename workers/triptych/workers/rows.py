@@ -18,6 +18,7 @@ from triptych.kernels import Section, books
 from triptych.workers.device import Device
 
 Ids = NDArray[np.int32]
+Ids64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
@@ -85,22 +86,20 @@ class SectionTable:
         """Tokens of each row of a slot; for tables of equally long rows."""
         return self.tokens.item(0, slot, 0)
 
-    def lacking_pages(self, slot: int, wanted: Ids) -> int:
-        """Pages that a slot's rows lack to hold ``wanted`` tokens, [layers, kv_heads]."""
-        return books.lacking_pages(self.tokens, slot, wanted, self.layout.tokens)
+    def count_lacking(self, slots: Ids, wanted: Ids, counts: Ids64) -> None:
+        """Add to ``counts`` [slots] the pages that the rows of each slot lack.
 
-    def append_pages(self, slot: int, wanted: Ids, ids: Ids) -> None:
-        """Put the pages that are lacking behind the present ones, row after row."""
-        books.append_pages(self.pages, self.tokens, slot, wanted, self.layout.tokens, ids)
-
-    def add_tokens(self, slots: Ids) -> tuple[Ids, Ids]:
-        """Count one more token in each head row of some slots, and say where it goes.
-
-        For tables of equally long rows.
-
-        Returns: page and row of each, [layers, slots, kv_heads]
+        ``wanted``: the tokens that they are to hold, [layers, slots, kv_heads].
         """
-        return books.add_tokens(self.pages, self.tokens, slots, self.layout.tokens)
+        books.count_lacking(self.tokens, slots, wanted, self.layout.tokens, counts)
+
+    def append_pages(self, slots: Ids, wanted: Ids, ids: Ids, first: Ids64) -> None:
+        """Put the pages that are lacking behind the present ones, row after row.
+
+        Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
+        """
+        room = self.layout.tokens
+        books.append_pages(self.pages, self.tokens, slots, wanted, room, ids, first)
 
 
 class Sections:

@@ -253,27 +253,27 @@ class Selector:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, slots: Ids, positions: Ids64, scored: Ids64) -> StepChoice | None:
+    def step(self, slots: Ids, positions: Ids, scored: Ids64) -> StepChoice | None:
         """Decide who chooses pages in this step; None if every request reads all of them.
 
         All are read by those requests (``scored``: their indices) whose tokens are scored in this
         step, as what is not read receives no score, and by those of which the budget is more than
         half.
         """
-        now, put = positions.astype(np.int32), self._memory.device.put
+        put = self._memory.device.put
         rules = [self._rules[int(slot)] for slot in slots]
         budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int64)
-        reads_all: Mask = now < WORTH * budgets
+        reads_all: Mask = positions < WORTH * budgets
         reads_all[scored] = True
         if reads_all.all():
             return None
         every = self.config.reselect_every
-        due: Mask = ~reads_all & (~self._is_chosen[slots] | (now % every == 0))
+        due: Mask = ~reads_all & (~self._is_chosen[slots] | (positions % every == 0))
         self._is_chosen[slots[due]] = True
         return StepChoice(
             owner=self,
             slots=put(slots),
-            positions=put(now),
+            positions=put(positions),
             due={
                 rule: put(np.where(mine, slots, np.int32(-1)))
                 for rule in dict.fromkeys(rules)

@@ -32,11 +32,6 @@ class Leaving:
             return self
         return Leaving(self.slots[requests], Retirement(self.plan.numbers[:, requests]))
 
-    def counts(self, request: int) -> list[Ids]:
-        """Tokens of each class afterwards, [layers, kv_heads]."""
-        counts = self.plan.counts[:, request]
-        return [counts[..., 0], counts[..., 1]]
-
 
 PLANNED, LOWERED, ENTERED = 1, 2, 3
 """Phases of a retirement."""
@@ -110,8 +105,8 @@ class Window:
         Returns: the raw pages that hold nothing any more, [requests, head rows]
         """
         moving, slots = self.moving, leaving.slots
-        moving.raw_pages[:, slots] = self.raw.pages[:, slots]
-        moving.plan[:, slots] = leaving.plan.numbers
+        numbers = leaving.plan.numbers
+        books.write_down(self.raw.pages, numbers, slots, moving.raw_pages, moving.plan)
         moving.retired_then[slots] = moving.retired[slots] + self.raw.layout.tokens
         moving.phase[slots] = PLANNED
         return self._carry_out(leaving, PLANNED)

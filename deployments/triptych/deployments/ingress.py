@@ -27,6 +27,7 @@ from triptych.core.messages import (
     failed,
 )
 from triptych.deployments.board import Board, joined
+from triptych.deployments.heap import settle_heap
 from triptych.deployments.http import Health, Intake, ModelCard, create_app
 from triptych.deployments.link import RouterLink
 from triptych.deployments.mailbox import Mailbox
@@ -343,6 +344,7 @@ class IngressShell:
         self._rpc = RpcServer(self._intake)
         await self._engine.start()
         await self._rpc.start()
+        settle_heap()
         self._warming = asyncio.create_task(asyncio.to_thread(tokenizer.warm_up))
 
     async def __del__(self) -> None:

@@ -10,6 +10,7 @@ from triptych.core.errors import PoolError
 from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send, Stage
 from triptych.deployments.board import SHOWN_PAGES, Board
 from triptych.deployments.explain import explained, summary
+from triptych.deployments.heap import settle_heap
 from triptych.deployments.mailbox import Mailbox
 from triptych.deployments.plan import AppPlan
 from triptych.deployments.pools import Pools
@@ -57,6 +58,7 @@ class RouterShell:
         self._mailbox = Mailbox(
             plan.router_address, self._receive, self._on_lost, self._site.routes
         )
+        settle_heap()
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
         url = plan.config.router.trace_url

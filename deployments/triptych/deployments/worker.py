@@ -14,6 +14,7 @@ from ray import serve
 from triptych.core.errors import PoolError
 from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
 from triptych.deployments.autoscaling import WANTED
+from triptych.deployments.heap import settle_heap
 from triptych.deployments.link import RouterLink
 from triptych.deployments.looking import Json, Onlooker
 from triptych.deployments.mailbox import Mailbox
@@ -79,6 +80,7 @@ class WorkerShell:
             on_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
+        settle_heap()
         self._loop.start()
         await self._mailbox.start()
         self._link.start()

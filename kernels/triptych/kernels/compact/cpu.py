@@ -111,14 +111,15 @@ def _plan_row(row, low_row, judged, is_high, is_low, wanted, found):
 def _judge(row, first, end, is_high, is_low):
     """Those at some positions that are no longer high, low ones first; and how many still are."""
     words, numbers, layout, pages, count, seen = row
+    room, scores, positions = layout[0], layout[1], layout[2]
     found, places, means = 0, np.empty(end - first, np.int32), np.empty(end - first, np.float32)
-    if is_high > 0:
-        for place in range(count):
-            page, token = pages[place // layout[0]], place % layout[0]
-            position = words[page, layout[2] + token]
+    for start in range(0, count if is_high > 0 else 0, room):
+        page = pages[start // room]
+        for token in range(min(room, count - start)):
+            position = words[page, positions + token]
             if first <= position < end:
-                places[found] = place
-                means[found] = numbers[page, layout[1] + token] / np.float32(seen - position)
+                places[found] = start + token
+                means[found] = numbers[page, scores + token] / np.float32(seen - position)
                 found += 1
     order = np.empty(found, np.int64)
     leaving = 0
@@ -135,12 +136,13 @@ def _judge(row, first, end, is_high, is_low):
 def _least(row, end, limit, wanted):
     """Of the tokens before position ``end``, at most ``wanted`` below ``limit``, least first."""
     words, numbers, layout, pages, count, seen = row
+    room, scores, positions = layout[0], layout[1], layout[2]
     places, means, found = np.empty(wanted, np.int32), np.empty(wanted, np.float32), 0
-    if wanted > 0 and limit > 0:
-        for place in range(count):
-            page, token = pages[place // layout[0]], place % layout[0]
-            position = words[page, layout[2] + token]
-            mean = np.float32(numbers[page, layout[1] + token] / np.float32(seen - position))
+    for start in range(0, count if wanted > 0 and limit > 0 else 0, room):
+        page = pages[start // room]
+        for token in range(min(room, count - start)):
+            position = words[page, positions + token]
+            mean = np.float32(numbers[page, scores + token] / np.float32(seen - position))
             below = position < end and mean < limit
             if below and (found < wanted or mean < means[found - 1]):
                 found = min(found + 1, wanted)
@@ -148,5 +150,5 @@ def _least(row, end, limit, wanted):
                 while at > 0 and means[at - 1] > mean:
                     places[at], means[at] = places[at - 1], means[at - 1]
                     at -= 1
-                places[at], means[at] = place, mean
+                places[at], means[at] = start + token, mean
     return places[:found], means[:found]

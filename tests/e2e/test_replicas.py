@@ -12,6 +12,9 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m-instruct"
 STORY = "Once upon a time there was a king who had two sons and a garden full of apple trees. "
+SURE = [f"{STORY} Part {index}:" for index in (5, 9, 10, 14, 15, 17, 19, 20, 24, 28, 29, 31)]
+"""Prompts whose answers are the same in every batch, although batches round by their size: each of
+112 words is ahead of the next likely one by 0.04 nats (those of part 3 by 0.003)."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_every_replica_takes_part(server: Any) -> None:
 
 def test_requests_move_to_the_worker_that_has_fewer(server: Any) -> None:
     """Wherever the short answers leave gaps; what is said stays the same."""
-    prompts = [f"{STORY} Part {index}:" for index in range(6)]
+    prompts = SURE[:6]
     whole = server.crowd(prompts, max_tokens=112)
     assert whole.join() == {"length": 6}
     short = server.crowd(["The king said:"] * 6, max_tokens=2)
@@ -87,7 +90,7 @@ def test_requests_move_to_the_worker_that_has_fewer(server: Any) -> None:
 
 def test_streams_go_on_when_workers_of_every_stage_are_killed(server: Any) -> None:
     """None ends, and each says what it says when nobody dies."""
-    prompts = [f"{STORY} Part {index}:" for index in range(12)]
+    prompts = SURE
     whole = server.crowd(prompts, max_tokens=48)
     assert whole.join() == {"length": 12}
     crowd = server.crowd(prompts, max_tokens=48)

@@ -38,12 +38,11 @@ from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
 from triptych.workers.handles import Run, make_handle, unpack_run
 from triptych.workers.jobs import ClassPlan, Early, Job, Part, split_by_class
-from triptych.workers.memory import PageMemory
+from triptych.workers.memory import NO_PAGES, PageMemory
 from triptych.workers.prefixes import PrefixStore, RawPages
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
-NO_PAGES: Ids = np.empty(0, np.int32)
 NONE = range(0)
 UNANNOUNCED = 1024
 """Layers of which the router has said nothing that are remembered, in case it is about to."""

@@ -36,12 +36,12 @@ from triptych.workers.device import CPU, Device
 from triptych.workers.growth import Growth
 from triptych.workers.handles import make_handle, unpack_run
 from triptych.workers.journal import MOST_MEMORY, Journal
-from triptych.workers.memory import PageMemory
+from triptych.workers.memory import NO_PAGES, PageMemory
 from triptych.workers.models import Runner
 from triptych.workers.prefetch import Prefetcher
 from triptych.workers.prefixes import PrefixStore
 from triptych.workers.rows import Sections, SectionTable
-from triptych.workers.running import NO_PAGES, Running, Wanted, exits_of
+from triptych.workers.running import Running, Wanted, exits_of
 from triptych.workers.sampling import Draw, Drawn, sample
 from triptych.workers.selection import Selector
 from triptych.workers.stage import refuse

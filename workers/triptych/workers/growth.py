@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import TriptychError
 from triptych.kvpool import WorkerPool
+from triptych.workers.memory import NO_PAGES
 from triptych.workers.rows import Sections, SectionTable
-from triptych.workers.running import NO_PAGES, Running
+from triptych.workers.running import Running
 from triptych.workers.selection import Selector
 from triptych.workers.window import Window
 
@@ -16,7 +17,7 @@ Ids = NDArray[np.int32]
 Ids64 = NDArray[np.int64]
 Failure = tuple[Running, TriptychError]
 """Who got no pages, and why."""
-Wanted = tuple[SectionTable, Ids]
+Need = tuple[SectionTable, Ids]
 """A table, and the tokens that it is to hold, [layers, requests, kv_heads]."""
 
 
@@ -85,7 +86,7 @@ class Growth:
             self._selector.retire(leaving)
 
     def _grow(
-        self, batch: Sequence[Running], slots: Ids, wanted: Sequence[Wanted]
+        self, batch: Sequence[Running], slots: Ids, needs: Sequence[Need]
     ) -> Iterator[Failure]:
         """Give each row of some requests the pages for so many tokens.
 
@@ -93,26 +94,26 @@ class Growth:
         enough, one after another.
         """
         try:
-            self._grow_all(batch, slots, wanted)
+            self._grow_all(batch, slots, needs)
         except TriptychError as error:
             if len(batch) == 1:
                 yield batch[0], error
                 return
             for at, one in enumerate(batch):
                 only = slice(at, at + 1)
-                alone = [(table, tokens[:, only]) for table, tokens in wanted]
+                alone = [(table, tokens[:, only]) for table, tokens in needs]
                 yield from self._grow([one], slots[only], alone)
 
-    def _grow_all(self, batch: Sequence[Running], slots: Ids, wanted: Sequence[Wanted]) -> None:
+    def _grow_all(self, batch: Sequence[Running], slots: Ids, needs: Sequence[Need]) -> None:
         """Raises: PoolExhausted, and nothing has changed"""
         counts: Ids64 = np.zeros(len(batch), np.int64)
-        for table, tokens in wanted:
+        for table, tokens in needs:
             table.count_lacking(slots, tokens, counts)
         lacking: list[int] = counts.tolist()
         if not any(lacking):
             return
         pages, first = self._take(batch, lacking), np.cumsum(counts) - counts
-        for table, tokens in wanted:
+        for table, tokens in needs:
             table.append_pages(slots, tokens, pages, first)
         for slot in slots.tolist():
             self._sections.moved(slot)

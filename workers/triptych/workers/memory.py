@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 
+NO_PAGES: Ids = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True)
 class PageMemory:

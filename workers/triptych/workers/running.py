@@ -11,12 +11,11 @@ from triptych.core.handles import Claim
 from triptych.workers.answer import Answer
 from triptych.workers.answered import Ended
 from triptych.workers.device import Device
+from triptych.workers.memory import NO_PAGES
 from triptych.workers.models.exits import Exits
 from triptych.workers.steps.pipeline import Chosen
 
 Ids = NDArray[np.int32]
-
-NO_PAGES: Ids = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from triptych.kernels import Retirement, books, plan_retirement, transcode
 from triptych.workers.journal import Journal
-from triptych.workers.memory import PageMemory
+from triptych.workers.memory import NO_PAGES, PageMemory
 from triptych.workers.rows import Sections, SectionTable
 
 Ids = NDArray[np.int32]
@@ -119,7 +119,7 @@ class Window:
         moving, at = self.moving, np.array([slot], np.int32)
         phase = int(moving.phase[slot])
         if phase == 0:
-            return np.empty(0, np.int32)
+            return NO_PAGES
         leaving = Leaving(at, Retirement(moving.plan[:, at]))
         return self._carry_out(leaving, phase)[0]
 

@@ -125,6 +125,13 @@ class PagePlan:
         low = self.policy.low_format
         return None if low is None else self._layout(low)
 
+    @cached_property
+    def classes(self) -> tuple[PageLayout, ...]:
+        """Pages of the policy's classes, high ones first; none if raw pages are the final ones."""
+        if not self.compresses:
+            return ()
+        return (self.high,) if self.low is None else (self.high, self.low)
+
     @property
     def compresses(self) -> bool:
         """False if the policy keeps 16 bits: then raw pages are the final ones."""
@@ -148,8 +155,14 @@ class PagePlan:
 
     @cached_property
     def full_raw_tokens(self) -> int:
-        """Raw tokens of a head row from which on its first page behind the sink may leave."""
-        return self.sink_tokens + self.policy.window_tokens + self.raw.tokens
+        """Raw tokens of a head row from which on its first page behind the sink leaves.
+
+        It is older than the window by then, and the last page is full: the row would need one
+        more, which is the one that leaves. So tokens leave in the step in which a page is needed
+        anyway, and none lies empty in between.
+        """
+        least = self.sink_tokens + self.policy.window_tokens + self.raw.tokens
+        return self.raw.pages(least) * self.raw.tokens
 
     def layers_of(self, prompt_tokens: int) -> int:
         """Layers of a prompt that are read, handed over and encoded at a time.

@@ -6,7 +6,7 @@ An operation is an ``Op``: calling it runs the version for the device of its ten
 
 from typing import Any
 
-from triptych.kernels.codec import load_tokens, store_tokens, transcode
+from triptych.kernels.codec import load_tokens, move_tokens, store_tokens, transcode
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.lists import PageLists
@@ -31,6 +31,7 @@ __all__ = [
     "largest_sums",
     "load_tokens",
     "mass_limits",
+    "move_tokens",
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
@@ -49,6 +50,7 @@ OPS: dict[str, Op[..., Any]] = {
     for op in (
         store_tokens,
         transcode,
+        move_tokens,
         load_tokens,
         prefill_attention,
         plan_tokens,

@@ -72,39 +72,63 @@ def leaving_rows(tokens, slots, seen, sink_tokens, lag):
 
 
 @kernel
-def count_lacking(tokens, slots, wanted, room, counts):
-    """Add to ``counts`` [slots] the pages that the rows of each slot lack to hold so many tokens.
-
-    ``wanted``: int32 [layers, slots, kv_heads]
-    """
-    layers, requests, heads = wanted.shape
+def one_more(tokens, slots):
+    """Tokens of each row of some slots, and one more: int32 [layers, slots, kv_heads, tables]."""
+    tables, layers, _, heads = tokens.shape
+    more = np.empty((layers, len(slots), heads, tables), np.int32)
     for layer in range(layers):
-        for at in range(requests):
+        for at in range(len(slots)):
             for head in range(heads):
-                have = _pages(tokens[layer, slots[at], head], room)
-                counts[at] += max(0, _pages(wanted[layer, at, head], room) - have)
+                for table in range(tables):
+                    more[layer, at, head, table] = tokens[table, layer, slots[at], head] + 1
+    return more
 
 
 @kernel
-def append_pages(pages, tokens, slots, wanted, room, ids, first):
+def count_lacking(tokens, slots, wanted, rooms):
+    """Pages that the rows of each slot lack to hold so many tokens, int64 [slots].
+
+    ``tokens``: what the tables have that share the rows' cells, [tables, layers, slots, kv_heads];
+    ``rooms``: tokens of a page in each table.
+
+    ``wanted``: int32 [layers, slots, kv_heads, tables or more]
+    """
+    tables, layers, _, heads = tokens.shape
+    counts = np.zeros(len(slots), np.int64)
+    for layer in range(layers):
+        for at in range(len(slots)):
+            for head in range(heads):
+                for table in range(tables):
+                    have = _pages(tokens[table, layer, slots[at], head], rooms[table])
+                    want = _pages(wanted[layer, at, head, table], rooms[table])
+                    counts[at] += max(0, want - have)
+    return counts
+
+
+@kernel
+def append_pages(cells, tokens, slots, wanted, rooms, ids, first):
     """Put the pages that are lacking behind those that the rows of each slot have, row after row.
 
-    Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
+    The first table's pages lie in ``cells`` from the left, those of a second one from the right.
+    Pages of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
 
     Raises: IndexError if a row cannot have so many, or there are fewer ``ids`` than are lacking
     """
-    layers, requests, heads = wanted.shape
+    tables, layers, _, heads = tokens.shape
+    width = cells.shape[3]
     for layer in range(layers):
-        for at in range(requests):
+        for at in range(len(slots)):
             slot = slots[at]
             for head in range(heads):
-                have = _pages(tokens[layer, slot, head], room)
-                want = _pages(wanted[layer, at, head], room)
-                if want > pages.shape[3] or first[at] + want - have > len(ids):
-                    raise IndexError("a row of a page table lacks more pages than there are")
-                for column in range(have, want):
-                    pages[layer, slot, head, column] = ids[first[at]]
-                    first[at] += 1
+                for table in range(tables):
+                    have = _pages(tokens[table, layer, slot, head], rooms[table])
+                    want = _pages(wanted[layer, at, head, table], rooms[table])
+                    if want > width or first[at] + want - have > len(ids):
+                        raise IndexError("a row of a page table lacks more pages than there are")
+                    for column in range(have, want):
+                        cell = column if table == 0 else width - 1 - column
+                        cells[layer, slot, head, cell] = ids[first[at]]
+                        first[at] += 1
 
 
 @kernel
@@ -113,40 +137,12 @@ def _pages(tokens, room):
 
 
 @kernel
-def moving_cells(source, source_room, places, target, target_room, target_places, slots):
-    """Where tokens lie and where they go; a negative ``target_places``: such a token stays.
-
-    Shapes:  places, target_places int32 [layers, slots, kv_heads, tokens]
-    Returns: page and row in ``source``, page and row in ``target``, int32 [4, tokens that move]
-    Raises:  IndexError if a place lies in no cell of a table
-    """
-    layers, requests, heads, most = places.shape
-    cells = np.empty((4, places.size), np.int32)
-    found = 0
-    for layer in range(layers):
-        for at in range(requests):
-            slot = slots[at]
-            for head in range(heads):
-                for token in range(most):
-                    to = target_places[layer, at, head, token]
-                    if to < 0:
-                        continue
-                    column, row = divmod(places[layer, at, head, token], source_room)
-                    to_column, to_row = divmod(to, target_room)
-                    if not (0 <= column < source.shape[3] and to_column < target.shape[3]):
-                        raise IndexError("a token moves to or from where its row has no cell")
-                    cells[0, found] = source[layer, slot, head, column]
-                    cells[1, found] = row
-                    cells[2, found] = target[layer, slot, head, to_column]
-                    cells[3, found] = to_row
-                    found += 1
-    return cells if found == places.size else cells[:, :found].copy()
-
-
-@kernel
-def write_down(pages, plan, slots, kept_pages, kept_plan):
-    """Keep the table of some slots as it is, and what is planned for them, [layers, slots, ...]."""
+def write_down(pages, plan, slots, room, kept_pages, kept_plan, retired, retired_then):
+    """Keep the table of some slots as it is, what is planned for them, [layers, slots, ...], and
+    how many of their tokens will have left it when a page has."""
     layers, _, heads, width = pages.shape
+    for at in range(len(slots)):
+        retired_then[slots[at]] = retired[slots[at]] + room
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
@@ -158,21 +154,27 @@ def write_down(pages, plan, slots, kept_pages, kept_plan):
 
 
 @kernel
-def drop_page(pages, tokens, before, slots, column, room):
-    """Take one full page out of each row of some slots; what lies behind it moves up.
+def turn_page(pages, tokens, before, slots, column, last, room, class_tokens, counts):
+    """Let one page of each row of some slots be empty, and the next one to be written.
 
-    ``before`` is the table as it was, so that this can be done again after half of it was.
+    The row's tokens fill its pages up to column ``last``, where the page comes; what lies between
+    moves up. ``before`` is the table as it was, so that this can be done again after half of it
+    was. ``counts`` are the tokens of each class from now on, int32 [layers, slots, kv_heads,
+    classes or more].
 
     Returns: the pages, int32 [slots, layers * kv_heads]
     """
-    layers, _, heads, width = pages.shape
+    layers, _, heads, _ = pages.shape
     gone = np.empty((len(slots), layers * heads), np.int32)
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
             for head in range(heads):
-                gone[at, layer * heads + head] = before[layer, slot, head, column]
-                for place in range(column, width - 1):
+                page = before[layer, slot, head, column]
+                for place in range(column, last):
                     pages[layer, slot, head, place] = before[layer, slot, head, place + 1]
+                pages[layer, slot, head, last] = gone[at, layer * heads + head] = page
                 tokens[layer, slot, head] -= room
+                for each in range(class_tokens.shape[0]):
+                    class_tokens[each, layer, slot, head] = counts[layer, at, head, each]
     return gone

@@ -124,6 +124,20 @@ def _coded(part: Tensor, bits: int) -> Tensor:
     return part.view(torch.float16) if bits == 16 else part
 
 
+def check_moves(
+    source: Section, target: Section, slots: Tensor, places: Tensor, target_places: Tensor
+) -> None:
+    """Raise ``ConfigError`` unless each token of some rows has a place in both sections."""
+    check_indices(source.pages, target.pages, slots, places, target_places)
+    rows, heads, _ = shape = target_places.shape
+    kv_heads = {section.pages.shape[1] for section in (source, target)}
+    if places.shape != shape or slots.shape != (rows,) or kv_heads != {heads}:
+        raise ConfigError(
+            f"slots {tuple(slots.shape)}, places {tuple(places.shape)} and {tuple(shape)}, "
+            f"{sorted(kv_heads)} KV heads: expected [R], and [R, KH, T] twice"
+        )
+
+
 def check_indices(*tensors: Tensor) -> None:
     """Raise ``ConfigError`` unless page ids, rows, counts and positions are int32."""
     for tensor in tensors:

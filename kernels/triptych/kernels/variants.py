@@ -83,6 +83,7 @@ USUAL_VARIANTS = {
     "store_cells": "k8v4 d128 bf16",
     "load_cells": "k8v4 d128",
     "transcode_cells": "fp16>k8v4 d128",
+    "move_cells": "k8v4>k4v2 d128",
     "classify": "any",
     "retire_tokens": "k8v4+k4v2 d128",
 }
@@ -188,6 +189,9 @@ def _codec() -> Iterator[Planned]:
     for source, target in product(FORMATS, FORMATS):
         layouts, cells = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
         yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *cells)
+        old, new = _section(source, 128, USUAL), _section(target, 128, RICH)
+        moves = _meta(4), _meta(4, 8, 16), _meta(4, 8, 16)
+        yield f"{source}>{target} d128", codec.plan_moves(_arena(128), old, new, *moves)
 
 
 def _compact() -> Iterator[Planned]:

@@ -142,7 +142,10 @@ class WorkerPool:
             if short > 0:
                 pages = max(short, self._registered.extent_pages)
                 with self._certain():
-                    self._stock.add(self._calls.grant(self._id, pages, at_least=short))
+                    granted = self._calls.grant(self._id, pages, at_least=short)
+                if granted.size == count and not len(self._stock):
+                    return self._stock.take_granted(granted)
+                self._stock.add(granted)
             return self._stock.take(count)
 
     def give(self, ids: PageIds) -> None:

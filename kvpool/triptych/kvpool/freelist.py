@@ -66,6 +66,8 @@ class FreeList:
     def _window(self, counter: int, count: int) -> PageIds:
         start = counter % self.capacity if self.capacity else 0
         head = self._ring[start : start + count]
+        if head.size == count:
+            return head.copy()
         return np.concatenate((head, self._ring[: count - head.size]))
 
 

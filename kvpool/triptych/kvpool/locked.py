@@ -307,5 +307,5 @@ class LockedPool:
                 journal.close()
 
     def _heard(self, worker: WorkerId) -> Pool:
-        self._pool.renew(worker, self._clock())
+        self._pool.hear(worker, self._clock())
         return self._pool

@@ -162,9 +162,16 @@ class Pool:
 
         Raises: NotRegistered
         """
+        self.hear(worker, now)
+        return self._lacking(self._worker(worker))
+
+    def hear(self, worker: WorkerId, now: float) -> None:
+        """Extend the worker's leases.
+
+        Raises: NotRegistered
+        """
         mine = self._worker(worker)
         mine.seen = max(mine.seen, now)
-        return self._lacking(mine)
 
     def unregister(self, worker: WorkerId) -> None:
         """Let a worker go; what it holds becomes free.

@@ -47,6 +47,11 @@ class Stock:
         self._where[ids] = _TAKEN
         return ids
 
+    def take_granted(self, ids: PageIds) -> PageIds:
+        """Hand out pages that the pool granted, without laying them in stock first."""
+        self._where[ids] = _TAKEN
+        return ids
+
     def give(self, ids: PageIds) -> None:
         """Take back pages that were handed out.
 

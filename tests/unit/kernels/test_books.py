@@ -56,54 +56,67 @@ def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
     assert is_begun == bool((progress[slots] > before).any())
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_one_more_token_than_each_row_has(seed: int, tables: int) -> None:
+    table = Table(seed)
+    tokens = table.numbers(tables, LAYERS, SLOTS, HEADS)
+    more = books.one_more(tokens, table.slots)
+    assert np.array_equal(more, np.moveaxis(tokens[:, :, table.slots] + 1, 0, -1))
+
+
+@pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_row_gets_the_pages_that_it_lacks(seed: int, backward: bool) -> None:
-    table = Table(seed, backward=backward)
-    slots, wanted = table.slots, table.numbers(LAYERS, 3, HEADS)
-    have, want = pages_for(table.tokens[:, slots]), pages_for(wanted)
-    counts = np.full(3, 7)
-    books.count_lacking(table.tokens, slots, wanted, ROOM, counts)
-    counts -= 7
-    assert np.array_equal(counts, np.maximum(want - have, 0).sum((0, 2)))
-    expected, column = table.pages.copy(), np.arange(WIDTH)
-    ids = np.arange(1000, 1000 + counts.sum(), dtype=np.int32)
-    first = np.cumsum(counts) - counts
+def test_each_row_gets_the_pages_that_it_lacks(seed: int, tables: int) -> None:
+    """Those of the first table from the left, those of the second one from the right."""
+    table = Table(seed)
+    slots, rooms = table.slots, np.array([ROOM, ROOM + 3], np.int32)[:tables, None, None, None]
+    most = WIDTH * ROOM // tables
+    tokens = table.numbers(tables, LAYERS, SLOTS, HEADS, end=most)
+    wanted = table.numbers(LAYERS, 3, HEADS, 2, end=most)
+    have, want = -(-tokens[:, :, slots] // rooms), -(-np.moveaxis(wanted, -1, 0)[:tables] // rooms)
+    counts = books.count_lacking(tokens, slots, wanted, rooms.ravel())
+    assert np.array_equal(counts, np.maximum(want - have, 0).sum((0, 1, 3)))
+    first, expected, column = np.cumsum(counts) - counts, table.pages.copy(), np.arange(WIDTH)
+    ends, ids = first + counts, np.arange(1000, 1000 + counts.sum(), dtype=np.int32)
+    sides = np.stack([column, column[::-1]])[:tables, None, None, None]
+    is_new = (have[..., None] <= sides) & (sides < want[..., None])
     for at, slot in enumerate(slots.tolist()):
-        is_new = (have[:, at, :, None] <= column) & (column < want[:, at, :, None])
-        expected[:, slot][is_new] = ids[first[at] : first[at] + counts[at]]
-    ends = first + counts
-    books.append_pages(table.pages, table.tokens, slots, wanted, ROOM, ids, first)
+        # Row after row: in each the first table's pages, then those of the second one.
+        new = [
+            (layer, slot, head, int(cell))
+            for layer in range(LAYERS)
+            for head in range(HEADS)
+            for each in range(tables)
+            for cell in np.flatnonzero(is_new[each, layer, at, head])[:: 1 if each == 0 else -1]
+        ]
+        for page, where in zip(ids[first[at] : ends[at]], new, strict=True):
+            expected[where] = page
+    books.append_pages(table.pages, tokens, slots, wanted, rooms.ravel(), ids, first)
     assert np.array_equal(table.pages, expected)
     assert np.array_equal(first, ends)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tokens_that_have_a_place_move_in_order(seed: int) -> None:
-    source, target = Table(seed), Table(seed + 100, backward=True)
-    slots, shape = source.slots, (LAYERS, len(source.slots), HEADS, 6)
-    places, target_places = source.numbers(*shape), source.numbers(*shape, least=-9)
-    cells = books.moving_cells(source.pages, ROOM, places, target.pages, ROOM, target_places, slots)
-    layer, at, head, _ = chosen = np.nonzero(target_places >= 0)
-    for table, wanted, found in (
-        (source, places[chosen], cells[:2]),
-        (target, target_places[chosen], cells[2:]),
-    ):
-        column, row = np.divmod(wanted, ROOM)
-        assert np.array_equal(found, [table.pages[layer, slots[at], head, column], row])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_page_that_is_dropped_leaves_no_gap_however_often_it_is_done(seed: int) -> None:
-    table, column = Table(seed), seed % (WIDTH - 1)
+def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int) -> None:
+    table = Table(seed)
+    column, last = sorted(table.random.choice(WIDTH, 2, replace=False).tolist())
     slots, before, tokens = table.slots, table.pages.copy(), table.tokens.copy()
+    classes, counts = table.numbers(2, LAYERS, SLOTS, HEADS), table.numbers(LAYERS, 3, HEADS, 5)
+    then = classes.copy()
+    then[:, :, slots] = np.moveaxis(counts[..., :2], -1, 0)
     expected = before.copy()
-    expected[:, slots, :, column:-1] = before[:, slots, :, column + 1 :]
+    expected[:, slots, :, column : last + 1] = np.roll(
+        before[:, slots, :, column : last + 1], -1, axis=-1
+    )
     for _ in range(2):
         table.tokens[:] = tokens
-        gone = books.drop_page(table.pages, table.tokens, before, slots, column, ROOM)
+        gone = books.turn_page(
+            table.pages, table.tokens, before, slots, column, last, ROOM, classes, counts
+        )
         assert np.array_equal(gone, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
         assert np.array_equal(table.pages, expected)
+        assert np.array_equal(classes, then)
     tokens[:, slots] -= ROOM
     assert np.array_equal(table.tokens, tokens)
 
@@ -116,9 +129,12 @@ def test_what_is_planned_is_written_beside_the_table_as_it_was(seed: int) -> Non
         np.full_like(table.pages, -1),
         np.full((LAYERS, SLOTS, HEADS, 9), -1, np.int32),
     )
-    expected, expected_plan = kept.copy(), kept_plan.copy()
+    retired, retired_then = table.numbers(SLOTS), np.full(SLOTS, -1, np.int32)
+    expected, expected_plan, then = kept.copy(), kept_plan.copy(), retired_then.copy()
+    then[slots] = retired[slots] + ROOM
     expected[:, slots], expected_plan[:, slots] = table.pages[:, slots], plan
-    books.write_down(table.pages, plan, slots, kept, kept_plan)
+    books.write_down(table.pages, plan, slots, ROOM, kept, kept_plan, retired, retired_then)
+    assert np.array_equal(retired_then, then)
     assert np.array_equal(kept, expected)
     assert np.array_equal(kept_plan, expected_plan)
 
@@ -135,20 +151,14 @@ def test_a_retirement_is_planned_for_the_rows_of_every_layer() -> None:
 
 def test_what_a_table_has_no_cell_for_is_refused() -> None:
     table = Table(0)
-    slots, first = table.slots, np.zeros(3, np.int64)
-    too_many = np.full((LAYERS, 3, HEADS), WIDTH * ROOM + 1, np.int32)
-    ids = np.arange(1000, dtype=np.int32)
+    slots, first, rooms = table.slots, np.zeros(3, np.int64), np.array([ROOM], np.int32)
+    too_many = np.full((LAYERS, 3, HEADS, 1), WIDTH * ROOM + 1, np.int32)
+    ids, tokens = np.arange(1000, dtype=np.int32), table.tokens[None]
     with pytest.raises(IndexError):
-        books.append_pages(table.pages, table.tokens, slots, too_many, ROOM, ids, first)
-    table.tokens[:] = 0
+        books.append_pages(table.pages, tokens, slots, too_many, rooms, ids, first)
     with pytest.raises(IndexError):
-        books.append_pages(table.pages, table.tokens, slots, too_many - 1, ROOM, ids[:3], first)
+        books.append_pages(table.pages, tokens * 0, slots, too_many - 1, rooms, ids[:3], first)
     table.tokens[:] = WIDTH * ROOM
     none = np.zeros(SLOTS, np.int64)
     with pytest.raises(IndexError):
         books.begin_step(table.pages, table.tokens, slots, ROOM, slots, none, 0)
-    inside = np.zeros((LAYERS, 3, HEADS, 1), np.int32)
-    outside = inside + WIDTH * ROOM
-    for places, target_places in ((inside, outside), (outside, inside)):
-        with pytest.raises(IndexError):
-            books.moving_cells(table.pages, ROOM, places, table.pages, ROOM, target_places, slots)

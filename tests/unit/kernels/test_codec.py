@@ -1,13 +1,15 @@
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.moves import random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import load_tokens, store_tokens, transcode
+from triptych.kernels import load_tokens, move_tokens, store_tokens, transcode
 from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow
 from triptych.kernels.pages import segments
 
@@ -141,6 +143,71 @@ def test_a_downgrade_of_more_bits_skips_the_middle() -> None:
     fine = Encoded(codes, torch.rand(100, 1, 2).half())
     stepwise = narrow(narrow(fine, 8, 4), 4, 2)
     assert (narrow(fine, 8, 2).codes.int() - stepwise.codes.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+@pytest.mark.parametrize(("source", "target"), list(product(FORMATS, FORMATS)))
+def test_backends_move_tokens_to_the_same_bytes(source: str, target: str, head_dim: int) -> None:
+    moves = random_moves(source, target, head_dim)
+    results = [moves.arena.clone() for _ in BACKENDS]
+    for backend, result in zip(BACKENDS, results, strict=True):
+        move_tokens.on(backend)(
+            result, moves.source, moves.target, moves.slots, moves.places, moves.target_places
+        )
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], moves.arena)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_moves_from_its_place_to_its_place_or_stays(backend: str) -> None:
+    moves = random_moves("fp16", "k8v4", 64)
+    arena, target = moves.arena.clone(), moves.target
+    known = segments(arena, moves.source.layout).positions.clone()
+    move_tokens.on(backend)(
+        arena, moves.source, target, moves.slots, moves.places, moves.target_places
+    )
+    stays, moved = 0, segments(arena, target.layout).positions
+    written = torch.zeros(len(arena), dtype=torch.bool)
+    for (row, head, token), to in np.ndenumerate(moves.target_places.numpy()):
+        if to < 0:
+            stays += 1
+            continue
+        slot, place = int(moves.slots[row]), int(moves.places[row, head, token])
+        column, cell = divmod(place, moves.source.layout.tokens)
+        to_column, to_cell = divmod(int(to), target.layout.tokens)
+        page = int(target.pages[slot, head, -1 - to_column])
+        position = known[int(moves.source.pages[slot, head, column]), cell]
+        assert moved[page, to_cell] == position
+        written[page] = True
+    assert stays > 0
+    assert torch.equal(arena[~written], moves.arena[~written])
+
+
+@pytest.mark.parametrize("wrong", ["slot", "place", "target place", "page"])
+def test_tokens_that_move_where_there_is_nothing_are_an_error(wrong: str) -> None:
+    moves = random_moves("k8v4", "k4v2", 64)
+    match wrong:
+        case "slot":
+            moves.slots[1] = 5
+        case "place":
+            moves.places[1, 1] = 3 * moves.source.layout.tokens
+        case "target place":
+            moves.target_places[1, 1] = 3 * moves.target.layout.tokens
+        case _:
+            moves.target.pages[:] = len(moves.arena)
+    with pytest.raises(ConfigError, match="does not have"):
+        move_tokens(
+            moves.arena, moves.source, moves.target, moves.slots, moves.places, moves.target_places
+        )
+
+
+def test_places_of_another_shape_are_an_error() -> None:
+    moves = random_moves("k8v4", "k4v2", 64)
+    with pytest.raises(ConfigError, match="expected"):
+        move_tokens(
+            moves.arena, moves.source, moves.target, moves.slots, moves.places[:, :1],
+            moves.target_places,
+        )  # fmt: skip
 
 
 def _store_outside(arena: Tensor, layout: PageLayout) -> None:

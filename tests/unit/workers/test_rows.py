@@ -15,7 +15,7 @@ from triptych.kvpool.freelist import FreeList
 from triptych.workers.device import CPU
 from triptych.workers.journal import Journal
 from triptych.workers.memory import PageMemory
-from triptych.workers.rows import Sections, SectionTable
+from triptych.workers.rows import RowCells, Sections
 from triptych.workers.window import Window
 
 SLOTS, LONGEST, PAGES = 3, 200, 52
@@ -41,13 +41,12 @@ class Slots:
         self.plan = plan
         self.free = FreeList(PAGES)
         self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
-        journal = Journal.begin(plan, None, SLOTS, LONGEST)
-        self.window = Window(PageMemory(CPU, self.arena, self.arena), journal)
-        self.sections = Sections(journal.tables, CPU)
+        self.journal = journal = Journal.begin(plan, None, SLOTS, LONGEST)
+        memory = PageMemory(CPU, self.arena, self.arena)
+        self.window = Window(memory, journal, Sections(journal.tables, CPU))
         self.tables = journal.tables
         self.raw, self.high, self.low = journal.tables
         self.seen = dict[int, int]()
-        self.spare = {slot: list[int]() for slot in range(SLOTS)}
         self.taken = {slot: list[int]() for slot in range(SLOTS)}
 
     def step(self, slot: int) -> None:
@@ -55,11 +54,11 @@ class Slots:
         self.seen.setdefault(slot, 0)
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
-            leaving = self.window.leaving(self.sections, at, [self.seen[slot]])
-            for column, table in enumerate((self.high, self.low)):
-                self._grow(table, at, leaving.plan.counts[..., column])
-            self.spare[slot] += self.window.move(leaving)[0].tolist()
-        self._grow(self.raw, at, self.raw.tokens[:, at] + 1)
+            leaving = self.window.leaving(at, [self.seen[slot]])
+            self._grow(self.journal.class_cells, at, leaving.plan.counts)
+            self.window.move(leaving)
+        elif self.raw.length(slot) % self.raw.layout.tokens == 0:
+            self._grow(self.journal.raw_cells, at, self.journal.raw_cells.one_more(at))
         column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
         self.raw.tokens[:, slot] += 1
         parts = segments(self.arena, self.plan.raw)
@@ -72,12 +71,12 @@ class Slots:
         self.free.give(np.array(self.taken[slot], np.int32))
         for table in self.tables:
             table.clear(slot)
-        self.spare[slot], self.taken[slot] = [], []
+        self.taken[slot] = []
         self.seen.pop(slot, None)
 
     def held(self, slot: int) -> list[int]:
-        """Every page that a table or the spare ones name."""
-        ids = list(self.spare[slot])
+        """Every page that a table names."""
+        ids = list[int]()
         for table in self.tables:
             used: np.ndarray = np.arange(table.pages.shape[3]) < -(
                 -table.tokens[:, slot, :, None] // table.layout.tokens
@@ -94,17 +93,10 @@ class Slots:
                 found.append(int(parts.positions[int(table.pages[0, slot, head, column]), row]))
         return found
 
-    def _grow(self, table: SectionTable, at: np.ndarray, tokens: np.ndarray) -> None:
-        slot = int(at[0])
-        counts, spare = np.zeros(1, np.int64), self.spare[slot]
-        table.count_lacking(at, tokens, counts)
-        count = int(counts[0])
-        reused = spare[:count]
-        fresh = self.free.take(count - len(reused))
-        self.taken[slot] += fresh.tolist()
-        del spare[: len(reused)]
-        ids = np.concatenate([np.array(reused, np.int32), fresh])
-        table.append_pages(at, tokens, ids, np.zeros(1, np.int64))
+    def _grow(self, cells: RowCells, at: np.ndarray, tokens: np.ndarray) -> None:
+        fresh = self.free.take(int(cells.count_lacking(at, tokens)[0]))
+        self.taken[int(at[0])] += fresh.tolist()
+        cells.append_pages(at, tokens, fresh, np.zeros(1, np.int64))
 
 
 @pytest.mark.parametrize(

@@ -91,19 +91,21 @@ class DecodeEngine:
         self._journal = Journal.begin(self.plan, self.pool.journal, self.max_requests, longest)
         self._tables = self._journal.tables
         self._raw = self._tables[0]
-        self._window = self._window_of(self._journal, self._memory)
         self._sections = Sections(self._journal.sections, device)
+        self._window = self._window_of(self._journal, self._memory, self._sections)
         self._selector = Selector.of(self.selection, self.plan, arena, self._memory, self._sections)
-        self._growth = Growth(self.pool, self._tables, self._sections, self._window, self._selector)
+        self._growth = Growth(
+            self.pool, self._journal, self._sections, self._window, self._selector
+        )
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._keeper = AnswerKeeper.of(
             self.prefixes, self._shared, self._sections.tables, self.keep_answers
         )
 
-    def _window_of(self, journal: Journal, memory: PageMemory) -> Window | None:
+    def _window_of(self, journal: Journal, memory: PageMemory, sections: Sections) -> Window | None:
         """None if raw pages are the final ones."""
-        return Window(memory, journal) if self.plan.compresses else None
+        return Window(memory, journal, sections) if self.plan.compresses else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -358,7 +360,7 @@ class DecodeEngine:
         journal.forget(name)
         claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
         # What it left is in the arena; it comes near once it is whole.
-        window = self._window_of(left, self._shared)
+        window = self._window_of(left, self._shared, Sections(left.sections, self.device))
         emptied = window.finish(at) if window else NO_PAGES
         # The first spare pages are the next ones that the rows get, in this order.
         spare = np.concatenate([begun, emptied])

@@ -1,24 +1,23 @@
 """Pages for the next token of every running request, and old tokens moved out of raw pages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import TriptychError
 from triptych.kvpool import WorkerPool
+from triptych.workers.journal import Journal
 from triptych.workers.memory import NO_PAGES
-from triptych.workers.rows import Sections, SectionTable
+from triptych.workers.rows import RowCells, Sections
 from triptych.workers.running import Running
 from triptych.workers.selection import Selector
 from triptych.workers.window import Window
 
 Ids = NDArray[np.int32]
-Ids64 = NDArray[np.int64]
 Failure = tuple[Running, TriptychError]
 """Who got no pages, and why."""
-Need = tuple[SectionTable, Ids]
-"""A table, and the tokens that it is to hold, [layers, requests, kv_heads]."""
 
 
 class Growth:
@@ -27,14 +26,14 @@ class Growth:
     def __init__(
         self,
         pool: WorkerPool,
-        tables: Sequence[SectionTable],
+        journal: Journal,
         sections: Sections,
         window: Window | None,
         selector: Selector | None,
     ) -> None:
-        """``tables``: raw pages first. ``window``: None if raw pages are the final ones."""
-        self._pool, self._tables, self._sections = pool, tables, sections
-        self._raw, self._window, self._selector = tables[0], window, selector
+        """``window``: None if raw pages are the final ones."""
+        self._pool, self._journal, self._sections = pool, journal, sections
+        self._raw, self._window, self._selector = journal.tables[0], window, selector
 
     def make_room(self, running: Mapping[str, Running]) -> Iterator[Failure]:
         """Move old tokens out of raw pages, and see that every row can take one more token.
@@ -42,79 +41,84 @@ class Growth:
         Yields:  who got no pages. It must be gone before the next one is asked for: its pages may
                  be what others lack.
         """
+        retired = set[Running]()
         if self._window is not None:
-            yield from self._retire_old_pages(self._window, list(running.values()))
+            retired = yield from self._retire_old_pages(self._window, list(running.values()))
         room = self._raw.layout.tokens
         full = [one for one in running.values() if self._raw.length(one.slot) % room == 0]
+        if self._selector is not None:
+            for one in full:
+                self._selector.fill(one.slot)
+        full = [one for one in full if one not in retired]
         if not full:
             return
         slots = _slots(full)
-        if self._selector is not None:
-            for slot in slots.tolist():
-                self._selector.fill(slot)
-        yield from self._grow(full, slots, [(self._raw, self._raw.tokens[:, slots] + 1)])
+        cells = self._journal.raw_cells
+        yield from self._grow(full, slots, cells, cells.one_more(slots))
 
-    def _retire_old_pages(self, window: Window, batch: Sequence[Running]) -> Iterator[Failure]:
-        """Compress the raw page behind the sink, in each row, once it is older than the window."""
+    def _retire_old_pages(
+        self, window: Window, batch: Sequence[Running]
+    ) -> Generator[Failure, None, set[Running]]:
+        """Compress the raw page behind the sink, in each row, once it is older than the window.
+
+        Returns: those for whom that was done; their next raw page is the one that was emptied
+        """
+        retired = set[Running]()
         groups = dict[float, list[Running]]()
         for one in batch:
             if window.is_full(one.slot):
                 groups.setdefault(one.wanted.alpha_low, []).append(one)
         for alpha_low, full in groups.items():
-            yield from self._retire(window, full, alpha_low)
+            retired.update((yield from self._retire(window, full, alpha_low)))
+        return retired
 
     def _retire(
         self, window: Window, full: Sequence[Running], alpha_low: float
-    ) -> Iterator[Failure]:
+    ) -> Generator[Failure, None, list[Running]]:
         """The same for requests whose tokens are judged alike."""
         slots, seen = _slots(full), [one.position for one in full]
-        leaving = window.leaving(self._sections, slots, seen, alpha_low)
-        counts = leaving.plan.counts
-        classes = [(table, counts[..., at]) for at, table in enumerate(self._tables[1:])]
+        leaving = window.leaving(slots, seen, alpha_low)
         gone = set[Running]()
-        for failure in self._grow(full, slots, classes):
+        for failure in self._grow(full, slots, self._journal.class_cells, leaving.plan.counts):
             gone.add(failure[0])
             yield failure
         moving = [index for index, one in enumerate(full) if one not in gone]
         if not moving:
-            return
+            return []
         leaving = leaving.of(moving)
-        for index, emptied in zip(moving, window.move(leaving), strict=True):
-            full[index].spare = np.concatenate([full[index].spare, emptied])
-            self._sections.moved(full[index].slot)
+        window.move(leaving)
+        moved = [full[index] for index in moving]
+        for one in moved:
+            self._sections.moved(one.slot)
         if self._selector is not None:
             self._selector.retire(leaving)
+        return moved
 
     def _grow(
-        self, batch: Sequence[Running], slots: Ids, needs: Sequence[Need]
+        self, batch: Sequence[Running], slots: Ids, cells: RowCells, wanted: Ids
     ) -> Iterator[Failure]:
-        """Give each row of some requests the pages for so many tokens.
+        """Give each row of some requests the pages for so many tokens of each table.
 
         All requests at once, as that takes hardly longer than one of them; if the pool has not
         enough, one after another.
         """
         try:
-            self._grow_all(batch, slots, needs)
+            self._grow_all(batch, slots, cells, wanted)
         except TriptychError as error:
             if len(batch) == 1:
                 yield batch[0], error
                 return
             for at, one in enumerate(batch):
                 only = slice(at, at + 1)
-                alone = [(table, tokens[:, only]) for table, tokens in needs]
-                yield from self._grow([one], slots[only], alone)
+                yield from self._grow([one], slots[only], cells, wanted[:, only])
 
-    def _grow_all(self, batch: Sequence[Running], slots: Ids, needs: Sequence[Need]) -> None:
+    def _grow_all(self, batch: Sequence[Running], slots: Ids, cells: RowCells, wanted: Ids) -> None:
         """Raises: PoolExhausted, and nothing has changed"""
-        counts: Ids64 = np.zeros(len(batch), np.int64)
-        for table, tokens in needs:
-            table.count_lacking(slots, tokens, counts)
-        lacking: list[int] = counts.tolist()
+        lacking: list[int] = cells.count_lacking(slots, wanted).tolist()
         if not any(lacking):
             return
-        pages, first = self._take(batch, lacking), np.cumsum(counts) - counts
-        for table, tokens in needs:
-            table.append_pages(slots, tokens, pages, first)
+        first = np.array([0, *accumulate(lacking)], np.int64)
+        cells.append_pages(slots, wanted, self._take(batch, lacking), first)
         for slot in slots.tolist():
             self._sections.moved(slot)
 

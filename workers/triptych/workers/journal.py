@@ -24,11 +24,11 @@ from triptych.core.handles import LeaseId
 from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
 from triptych.kernels import Retirement
-from triptych.workers.rows import SectionTable
+from triptych.workers.rows import RowCells, SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 4
+VERSION = 5
 ID_BYTES = 128
 """Longest request id that is written down; one that is longer begins anew if its worker dies."""
 MOST_MEMORY = 16
@@ -79,7 +79,8 @@ class Journal:
     slots: int
     context_tokens: int
     tables: list[SectionTable] = field(init=False)
-    """Raw pages, then those of the policy's classes."""
+    """Raw pages, then those of the policy's classes: the tables of ``raw_cells`` and
+    ``class_cells``."""
     fixed: SectionTable | None = field(init=False)
     """Pages that nobody writes: the cached beginnings of prompts. None if they are never shared."""
 
@@ -109,7 +110,11 @@ class Journal:
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
-        self.tables = _tables(self.plan, arrays)
+        self.raw_cells = RowCells([self.plan.raw], arrays["raw_cells"], arrays["raw_tokens"])
+        self.class_cells = RowCells(
+            self.plan.classes, arrays["class_cells"], arrays["class_tokens"]
+        )
+        self.tables = [*self.raw_cells.tables, *self.class_cells.tables]
         self.fixed = (
             SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
             if self.plan.shares
@@ -378,11 +383,10 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "rated": ("<f8", (slots, RATED, 1 + MOST_TOP)),
         "rated_count": ("<i4", (slots, RATED)),
         "scored": ("<i8", each),
-        "raw_table": ("<i4", raw),
-        "raw_tokens": ("<i4", rows),
-        "cells": ("<i4", cells),
-        "high_tokens": ("<i4", rows),
-        "low_tokens": ("<i4", rows),
+        "raw_cells": ("<i4", raw),
+        "raw_tokens": ("<i4", (1, *rows)),
+        "class_cells": ("<i4", cells),
+        "class_tokens": ("<i4", (len(plan.classes), *rows)),
         "phase": ("<i4", each),
         "raw_pages": ("<i4", raw),
         "plan": ("<i4", moving),
@@ -390,15 +394,6 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "retired_then": ("<i4", each),
         **shared,
     }
-
-
-def _tables(plan: PagePlan, arrays: Mapping[str, Any]) -> list[SectionTable]:
-    tables = [SectionTable(plan.raw, arrays["raw_table"], arrays["raw_tokens"])]
-    if plan.compresses:
-        tables.append(SectionTable(plan.high, arrays["cells"], arrays["high_tokens"]))
-    if plan.low is not None:
-        tables.append(tables[-1].sharing_cells(plan.low, arrays["low_tokens"]))
-    return tables
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -34,16 +34,6 @@ class SectionTable:
     backward: bool = False
     """Whether ``pages`` shows the cells of its memory from the last one on."""
 
-    def sharing_cells(self, layout: PageLayout, tokens: Ids) -> "SectionTable":
-        """A table of another format in the same cells, from the other side.
-
-        Two classes of one row never meet if a row has one cell more than its tokens take in the
-        class with the larger tokens: ceil(a/t) + ceil(b/u) <= ceil((a + b)/t) + 1 for u >= t.
-
-        Source: LeanKV and DiffKV (bidirectional page table; their tables lack that cell)
-        """
-        return SectionTable(layout, self.pages[..., ::-1], tokens, not self.backward)
-
     @property
     def cells(self) -> Ids:
         """Page ids as they lie in memory."""
@@ -82,24 +72,68 @@ class SectionTable:
         used: Mask = np.arange(self.width) < counts[..., None]
         return self.pages[layer, slots][used]
 
+    def pages_at(self, slots: Ids, places: Ids) -> Ids:
+        """Pages of the tokens at some places, [layers, slots, kv_heads, T]; of negative ones none.
+
+        In no order, and as often as they are named.
+        """
+        layer, at, head, _ = named = np.nonzero(places >= 0)
+        return self.pages[layer, slots[at], head, places[named] // np.int32(self.layout.tokens)]
+
     def length(self, slot: int) -> int:
         """Tokens of each row of a slot; for tables of equally long rows."""
         return self.tokens.item(0, slot, 0)
 
-    def count_lacking(self, slots: Ids, wanted: Ids, counts: Ids64) -> None:
-        """Add to ``counts`` [slots] the pages that the rows of each slot lack.
 
-        ``wanted``: the tokens that they are to hold, [layers, slots, kv_heads].
+@dataclass(eq=False)
+class RowCells:
+    """The cells that head rows have for page ids, and whose they are.
+
+    One table's pages lie from the left on, those of a second one from the right. The two of one
+    row never meet if it has one cell more than its tokens take in the table with the larger
+    tokens: ceil(a/t) + ceil(b/u) <= ceil((a + b)/t) + 1 for u >= t.
+
+    Source: LeanKV and DiffKV (bidirectional page table; their tables lack that cell)
+    """
+
+    layouts: Sequence[PageLayout]
+    """Of one table or two."""
+    cells: Ids
+    """[layers, slots, kv_heads, cells of a row]."""
+    tokens: Ids
+    """[tables, layers, slots, kv_heads]."""
+
+    def __post_init__(self) -> None:
+        self._rooms = np.array([layout.tokens for layout in self.layouts], np.int32)
+
+    @property
+    def tables(self) -> list[SectionTable]:
+        """Views of the same memory, the one from the left first."""
+        sides = (self.cells, False), (self.cells[..., ::-1], True)
+        return [
+            SectionTable(layout, pages, tokens, backward)
+            for layout, tokens, (pages, backward) in zip(
+                self.layouts, self.tokens, sides, strict=False
+            )
+        ]
+
+    def one_more(self, slots: Ids) -> Ids:
+        """Tokens of some slots, and one more in each row: [layers, slots, kv_heads, tables]."""
+        return books.one_more(self.tokens, slots)
+
+    def count_lacking(self, slots: Ids, wanted: Ids) -> Ids64:
+        """Pages that the rows of each slot lack to hold so many tokens.
+
+        ``wanted``: [layers, slots, kv_heads, tables].
         """
-        books.count_lacking(self.tokens, slots, wanted, self.layout.tokens, counts)
+        return books.count_lacking(self.tokens, slots, wanted, self._rooms)
 
     def append_pages(self, slots: Ids, wanted: Ids, ids: Ids, first: Ids64) -> None:
         """Put the pages that are lacking behind the present ones, row after row.
 
         Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
         """
-        room = self.layout.tokens
-        books.append_pages(self.pages, self.tokens, slots, wanted, room, ids, first)
+        books.append_pages(self.cells, self.tokens, slots, wanted, self._rooms, ids, first)
 
 
 class Sections:

@@ -5,15 +5,17 @@ high, and less significant ones step down for them (``plan_retirement``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from triptych.kernels import Retirement, books, plan_retirement, transcode
+from triptych.kernels import Retirement, books, move_tokens, plan_retirement
 from triptych.workers.journal import Journal
 from triptych.workers.memory import NO_PAGES, PageMemory
-from triptych.workers.rows import Sections, SectionTable
+from triptych.workers.rows import Sections
 
 Ids = NDArray[np.int32]
 
@@ -35,35 +37,38 @@ class Leaving:
 
 PLANNED, LOWERED, ENTERED = 1, 2, 3
 """Phases of a retirement."""
+RAW, HIGH, LOW = range(3)
+"""Tables of a journal."""
 
 
 class Window:
     """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
 
-    def __init__(self, memory: PageMemory, journal: Journal) -> None:
+    def __init__(self, memory: PageMemory, journal: Journal, sections: Sections) -> None:
+        """``sections``: the journal's tables as kernels see them."""
         self.memory, self.plan, self.moving = memory, journal.plan, journal.retirements
+        self.sections = sections
         self.raw, self.high, *low = journal.tables
         self.low = low[0] if low else None
-        self._before = replace(self.raw, pages=self.moving.raw_pages)
+        self.class_tokens = journal.class_cells.tokens
         self._full_tokens = self.plan.full_raw_tokens
-        page = np.arange(self.raw.layout.tokens, dtype=np.int32) + np.int32(self.plan.sink_tokens)
-        self._page_places: Ids = np.broadcast_to(page, (*self.raw.tokens.shape, page.size))
-        """Of each head row, the places in raw of the tokens behind those of the sink."""
+        layers, slots, kv_heads = self.raw.tokens.shape
+        self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
+        """What slots of a layer are called in sections of every layer."""
+        first, room = self.plan.sink_tokens, self.raw.layout.tokens
+        page = torch.arange(first, first + room, dtype=torch.int32, device=memory.device.name)
+        self._page_places = [
+            page.expand(layers * requests, kv_heads, room) for requests in range(slots + 1)
+        ]
+        """For so many requests, the places in raw of the tokens behind those of the sink."""
 
     def is_full(self, slot: int) -> bool:
-        """Whether a raw page of a slot is older than the window."""
-        return self.raw.length(slot) >= self._full_tokens
+        """Whether a raw page of a slot is to leave: never is there more than one."""
+        return self.raw.length(slot) == self._full_tokens
 
-    def leaving(
-        self,
-        sections: Sections,
-        slots: Ids,
-        seen: Sequence[int],
-        least_alpha_low: float = 0.0,
-    ) -> Leaving:
+    def leaving(self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0) -> Leaving:
         """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
 
-        ``sections``: the tables as kernels see them.
         ``least_alpha_low``: what the policy's ``alpha_low`` is raised to, if it is lower.
 
         Its tokens become high. As many older ones leave the window of tokens that are high in any
@@ -72,13 +77,13 @@ class Window:
         layers, _, kv_heads, _ = self.raw.pages.shape
         alpha_high, alpha_low = self.plan.policy.answer_alphas
         alpha_low = min(max(alpha_low, least_alpha_low), alpha_high)
+        sections, put = self.sections, self.memory.device.put
         sections.renew(slots)
-        put = self.memory.device.put
         plan = plan_retirement(
             self.memory.near,
-            sections.every_layer[1],
-            sections.every_layer[2] if self.low is not None else None,
-            *map(put, self._rows(slots, seen)),
+            sections.every_layer[HIGH],
+            sections.every_layer[LOW] if self.low is not None else None,
+            *map(put, self._leaving_rows(slots, seen)),
             count=self.raw.layout.tokens,
             alpha_high=alpha_high,
             alpha_low=alpha_low,
@@ -86,7 +91,7 @@ class Window:
         numbers = plan.numbers.cpu().numpy()
         return Leaving(slots, Retirement(numbers.reshape(layers, len(slots), kv_heads, -1)))
 
-    def _rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
+    def _leaving_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
         """Rows of all layers, tokens seen, and the oldest position that leaves the high window.
 
         Only what is in high already can be judged, so it is one page behind at least.
@@ -96,20 +101,20 @@ class Window:
         now = np.array(seen, np.int32)
         return books.leaving_rows(raw.tokens, slots, now, self.plan.sink_tokens, lag)
 
-    def move(self, leaving: Leaving) -> Ids:
+    def move(self, leaving: Leaving) -> None:
         """Move tokens as planned, into pages that the tables have by now.
+
+        The raw pages that they leave are the next ones of their rows.
 
         The plan is written down first, and after each part how far it has come: each part
         reads what it does not write, so whoever takes over can do it again.
-
-        Returns: the raw pages that hold nothing any more, [requests, head rows]
         """
         moving, slots = self.moving, leaving.slots
         numbers = leaving.plan.numbers
-        books.write_down(self.raw.pages, numbers, slots, moving.raw_pages, moving.plan)
-        moving.retired_then[slots] = moving.retired[slots] + self.raw.layout.tokens
+        raw, kept = self.raw, (moving.raw_pages, moving.plan, moving.retired, moving.retired_then)
+        books.write_down(raw.pages, numbers, slots, raw.layout.tokens, *kept)
         moving.phase[slots] = PLANNED
-        return self._carry_out(leaving, PLANNED)
+        self._carry_out(leaving, PLANNED)
 
     def finish(self, slot: int) -> Ids:
         """Carry out what a worker had begun for a slot when it died, if it had.
@@ -136,29 +141,33 @@ class Window:
 
     def _lower(self, leaving: Leaving) -> None:
         if self.low is not None:
-            plan = leaving.plan
-            cells = self._cells(self.high, plan.movers, self.low, plan.mover_places, leaving.slots)
-            self._transcode(self.high, self.low, cells)
+            movers = self._put(leaving.plan.movers)
+            self._move(leaving.slots, HIGH, movers, LOW, leaving.plan.mover_places)
 
     def _enter(self, leaving: Leaving) -> None:
-        slots, places = leaving.slots, leaving.plan.places
-        source = self._page_places[:, : len(slots)]
-        cells = self._cells(self._before, source, self.high, places, slots)
-        self._transcode(self.raw, self.high, cells)
+        page = self._page_places[len(leaving.slots)]
+        self._move(leaving.slots, RAW, page, HIGH, leaving.plan.places)
 
-    def _cells(
-        self,
-        source: SectionTable,
-        places: Ids,
-        target: SectionTable,
-        target_places: Ids,
-        slots: Ids,
-    ) -> Ids:
-        """Where tokens lie, and where they go: page and row each, [4, tokens that move]."""
-        room, target_room = source.layout.tokens, target.layout.tokens
-        return books.moving_cells(
-            source.pages, room, places, target.pages, target_room, target_places, slots
+    def _move(
+        self, slots: Ids, source: int, places: Tensor, target: int, target_places: Ids
+    ) -> None:
+        """Re-encode tokens of some rows of one table in pages of another."""
+        memory, sections = self.memory, self.sections
+        sections.renew(slots)
+        move_tokens(
+            memory.near,
+            sections.every_layer[source],
+            sections.every_layer[target],
+            memory.device.put(self._slots[:, slots].ravel()),
+            places,
+            self._put(target_places),
         )
+        table = sections.tables[target]
+        memory.save(table.pages_at(slots, target_places) if memory.is_copied else NO_PAGES)
+
+    def _put(self, places: Ids) -> Tensor:
+        """Places by layer and request as those of the rows of sections of every layer."""
+        return self.memory.device.put(places.reshape(-1, *places.shape[2:]))
 
     def _close(self, leaving: Leaving) -> Ids:
         """Set tables and counts as they are from now on.
@@ -166,17 +175,17 @@ class Window:
         Returns: the raw pages that hold nothing any more, [requests, head rows]
         """
         moving, slots, raw = self.moving, leaving.slots, self.raw
-        self.high.tokens[:, slots] = leaving.plan.counts[..., 0]
-        if self.low is not None:
-            self.low.tokens[:, slots] = leaving.plan.counts[..., 1]
-        first, room = self.plan.sink_pages, raw.layout.tokens
-        emptied = books.drop_page(raw.pages, raw.tokens, moving.raw_pages, slots, first, room)
+        emptied = books.turn_page(
+            raw.pages,
+            raw.tokens,
+            moving.raw_pages,
+            slots,
+            self.plan.sink_pages,
+            raw.layout.pages(self._full_tokens) - 1,
+            raw.layout.tokens,
+            self.class_tokens,
+            leaving.plan.counts,
+        )
         moving.retired[slots] = moving.retired_then[slots]
         moving.phase[slots] = 0
         return emptied
-
-    def _transcode(self, source: SectionTable, target: SectionTable, cells: Ids) -> None:
-        if cells.size:
-            put = map(self.memory.device.put, cells)
-            transcode(self.memory.near, source.layout, target.layout, *put)
-            self.memory.save(cells[2])

@@ -21,6 +21,15 @@ transcode = Op(
     },
 )
 
+move_tokens = Op(
+    name="move_tokens",
+    spec=reference.move_tokens,
+    fast={
+        "cpu": "triptych.kernels.codec.cpu:move_tokens",
+        "cuda": "triptych.kernels.codec.gpu:move_tokens",
+    },
+)
+
 load_tokens = Op(
     name="load_tokens",
     spec=reference.load_tokens,

@@ -12,7 +12,13 @@ from triptych.kernels.codec import driver
 from triptych.kernels.codec.vectors import COPY, NARROW, REQUANTIZE
 from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.floats import KINDS
-from triptych.kernels.pages import check_arena, check_indices, is_channel_major
+from triptych.kernels.pages import (
+    Section,
+    check_arena,
+    check_indices,
+    check_moves,
+    is_channel_major,
+)
 
 
 def store_tokens(
@@ -66,18 +72,43 @@ def transcode(
     check_arena(arena, target_layout)
     cells = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
     check_indices(*cells)
-    source, target = source_layout.format, target_layout.format
     job = _job(
         arena,
         source_layout.head_dim,
         cells[0].numel(),
-        *form_words(source_layout),
-        *form_words(target_layout),
-        _way(source.key_bits, source.key_groups, target.key_bits, target.key_groups),
-        _way(source.value_bits, source.value_groups, target.value_bits, target.value_groups),
+        *way_words(source_layout, target_layout),
         *(item.data_ptr() for item in cells),
     )
     _run(job, driver.transcode.address, "transcode")
+
+
+def move_tokens(
+    arena: Tensor,
+    source: Section,
+    target: Section,
+    slots: Tensor,
+    places: Tensor,
+    target_places: Tensor,
+) -> None:
+    """See ``reference.move_tokens``."""
+    words = source.known(lambda: _move_words(arena, source, target), arena, target)
+    check_moves(source, target, slots, places, target_places)
+    slots, places, target_places = slots.contiguous(), _dense(places), _dense(target_places)
+    rows, heads, most = target_places.shape
+    job = _job(
+        arena,
+        source.layout.head_dim,
+        rows * heads,
+        *words,
+        slots.data_ptr(),
+        heads,
+        most,
+        places.data_ptr(),
+        *places.stride()[:2],
+        target_places.data_ptr(),
+        *target_places.stride()[:2],
+    )
+    _run(job, driver.move.address, "move_tokens", alone=driver.ROW_CHUNK)
 
 
 def load_tokens(
@@ -120,6 +151,36 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     return (layout.tokens, offsets[4], offsets[5], *_coded(*keys), *_coded(*values))
 
 
+@cache
+def way_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
+    """Two layouts, and how keys and values get from one to the other."""
+    old, new = source.format, target.format
+    return (
+        *form_words(source),
+        *form_words(target),
+        _way(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
+        _way(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
+    )
+
+
+def _move_words(arena: Tensor, source: Section, target: Section) -> tuple[int, ...]:
+    """All that a job of ``move_tokens`` says of pages and their tables."""
+    for section in (source, target):
+        check_arena(arena, section.layout)
+    ways = way_words(source.layout, target.layout)
+    return (*ways, *_table_words(source), *_table_words(target))
+
+
+def _table_words(section: Section) -> tuple[int, ...]:
+    """A page table as the driver's ``_page_in`` reads it."""
+    pages = section.pages
+    slot, head, entry = pages.stride()
+    slots, _, width = pages.shape
+    if not section.backward:
+        return (pages.data_ptr(), slot, head, entry, slots, width)
+    return (pages.data_ptr() + 4 * entry * (width - 1), slot, head, -entry, slots, width)
+
+
 def _coded(*part: int) -> tuple[int, ...]:
     """Without metadata in 16 bits."""
     return (*part[:5], 0) if part[4] == 16 else part
@@ -140,6 +201,6 @@ def _job(arena: Tensor, head_dim: int, items: int, *words: int) -> np.ndarray:
     return np.array(shared + words, np.int64)
 
 
-def _run(job: np.ndarray, body: int, name: str) -> None:
-    if not driver.run(job, team_address(), body, team_threads()):
+def _run(job: np.ndarray, body: int, name: str, alone: int = driver.CHUNK) -> None:
+    if not driver.run(job, team_address(), body, team_threads(), alone):
         raise ConfigError(f"{name}: an index names a page or a row that the arena does not have")

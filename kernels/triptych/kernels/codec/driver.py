@@ -30,10 +30,19 @@ STORE_WORDS = SCORES + 1
 
 SOURCE_FORM = SHARED_WORDS
 TARGET_FORM = SOURCE_FORM + FORM_WORDS
-KEY_WAY, VALUE_WAY, SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(
-    TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 6
-)
+KEY_WAY, VALUE_WAY = range(TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 2)
+WAY_WORDS = VALUE_WAY + 1
+SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(WAY_WORDS, WAY_WORDS + 4)
 TRANSCODE_WORDS = TARGET_ROWS + 1
+
+TABLE_WORDS = 6
+"""Address of the first page id, strides of slots, heads and ids, and how many slots and ids."""
+SOURCE_TABLE = WAY_WORDS
+TARGET_TABLE = SOURCE_TABLE + TABLE_WORDS
+SLOTS, HEADS, MOST, PLACES, ROW_STRIDE, HEAD_PLACES, TO, TO_ROW_STRIDE, TO_HEAD_PLACES = range(
+    TARGET_TABLE + TABLE_WORDS, TARGET_TABLE + TABLE_WORDS + 9
+)
+MOVE_WORDS = TO_HEAD_PLACES + 1
 
 LOAD_FORM = SHARED_WORDS
 TABLE, TABLE_STRIDE, WIDTH, TOKENS, LONGEST, OUT_KEY, OUT_VALUE, OUT_POSITIONS = range(
@@ -43,12 +52,17 @@ LOAD_WORDS = OUT_POSITIONS + 1
 
 CHUNK = 64
 """Cells that a thread takes at a time."""
+ROW_CHUNK = 4
+"""Head rows that it takes."""
 
 
 @kernel
-def run(job, team, body, threads):
-    """Run a job in a team; False if it named a page or a row that there is not."""
-    run_team(team, body, job.ctypes.data, threads if job[ITEMS] > CHUNK else 1)
+def run(job, team, body, threads, alone):
+    """Run a job in a team, up to so many items in one thread alone.
+
+    Returns: False if it named a page or a row that there is not
+    """
+    run_team(team, body, job.ctypes.data, threads if job[ITEMS] > alone else 1)
     return job[BAD] == 0
 
 
@@ -100,6 +114,20 @@ def store(address):
             score[0] = _word(job[SCORES], cell)[0] if job[SCORES] else 0
 
 
+@kernel
+def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes, numbers):
+    """Re-encode one cell, unless there is none such."""
+    if not (_is_cell(job, source, old_page, old_row) and _is_cell(job, target, new_page, new_row)):
+        job[BAD] = 1
+        return
+    old = job[ARENA] + np.int64(old_page) * job[PAGE_BYTES]
+    new = job[ARENA] + np.int64(new_page) * job[PAGE_BYTES]
+    recode(job[KEY_WAY], source.keys, old, old_row, target.keys, new, new_row, codes, numbers)
+    recode(job[VALUE_WAY], source.values, old, old_row, target.values, new, new_row, codes, numbers)
+    _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
+    _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
+
+
 @team_body
 def transcode(address):
     job = carray(pointer(address), TRANSCODE_WORDS, np.int64)
@@ -116,24 +144,56 @@ def transcode(address):
         if start >= cells:
             break
         for cell in range(start, min(cells, start + CHUNK)):
-            old_row, new_row = source_rows[cell], target_rows[cell]
-            if not (
-                _is_cell(job, source, source_pages[cell], old_row)
-                and _is_cell(job, target, target_pages[cell], new_row)
-            ):
-                job[BAD] = 1
-                continue
-            old = job[ARENA] + np.int64(source_pages[cell]) * job[PAGE_BYTES]
-            new = job[ARENA] + np.int64(target_pages[cell]) * job[PAGE_BYTES]
-            recode(
-                job[KEY_WAY], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
-            )
-            recode(
-                job[VALUE_WAY], source.values, old, old_row, target.values, new, new_row, codes,
-                numbers,
+            _transcode(
+                job, source, source_pages[cell], source_rows[cell], target, target_pages[cell],
+                target_rows[cell], codes, numbers,
             )  # fmt: skip
-            _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
-            _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
+
+
+@kernel
+def _page_in(table, slot, head, place, room):
+    """The page that a head row has for the token at a place; -1: none."""
+    address, slot_stride, head_stride, stride, slots, width = table
+    column = place // room
+    if not (0 <= slot < slots and 0 <= column < width):
+        return np.int32(-1)
+    return _word(address, slot * slot_stride + head * head_stride + column * stride)[0]
+
+
+@kernel
+def _table(words):
+    return words[0], words[1], words[2], words[3], words[4], words[5]
+
+
+@team_body
+def move(address):
+    job = carray(pointer(address), MOVE_WORDS, np.int64)
+    source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
+    target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
+    table = _table(job[SOURCE_TABLE : SOURCE_TABLE + TABLE_WORDS])
+    target_table = _table(job[TARGET_TABLE : TARGET_TABLE + TABLE_WORDS])
+    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    rows = job[ITEMS]
+    while True:
+        start = fetch_add(address, ROW_CHUNK)
+        if start >= rows:
+            break
+        for item in range(start, min(rows, start + ROW_CHUNK)):
+            row, head = item // job[HEADS], item % job[HEADS]
+            slot = np.int64(_word(job[SLOTS], row)[0])
+            places = row * job[ROW_STRIDE] + head * job[HEAD_PLACES]
+            target_places = row * job[TO_ROW_STRIDE] + head * job[TO_HEAD_PLACES]
+            for token in range(job[MOST]):
+                place = np.int64(_word(job[PLACES], places + token)[0])
+                to = np.int64(_word(job[TO], target_places + token)[0])
+                if to < 0:
+                    continue
+                _transcode(
+                    job, source, _page_in(table, slot, head, place, source.tokens),
+                    place % source.tokens, target,
+                    _page_in(target_table, slot, head, to, target.tokens), to % target.tokens,
+                    codes, numbers,
+                )  # fmt: skip
 
 
 @team_body

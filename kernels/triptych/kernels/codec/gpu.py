@@ -7,10 +7,22 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.codec.gpu_cells import load_cells, store_cells, transcode_cells
+from triptych.kernels.codec.gpu_cells import (
+    load_cells,
+    move_cells,
+    store_cells,
+    transcode_cells,
+)
 from triptych.kernels.form import form_of
-from triptych.kernels.launch import VECTOR_TYPES, Launch, check_device, dense, power_of_two
-from triptych.kernels.pages import check_arena, check_indices
+from triptych.kernels.launch import (
+    VECTOR_TYPES,
+    Argument,
+    Launch,
+    check_device,
+    dense,
+    power_of_two,
+)
+from triptych.kernels.pages import Section, check_arena, check_indices, check_moves
 
 COPY, NARROW, REQUANTIZE = range(3)
 BLOCK_NUMBERS = 4096
@@ -85,17 +97,67 @@ def plan_transcode(
     check_arena(arena, target_layout)
     check_indices(*cells)
     check_device("transcode", arena, *cells)
-    source, target = source_layout.format, target_layout.format
     block, count = _block(source_layout.head_dim), cells[0].numel()
     arguments = (arena, arena.shape[0], *(item.contiguous() for item in cells), count)
-    constants = {
-        "SOURCE": form_of(source_layout),
-        "TARGET": form_of(target_layout),
-        "KEY_WAY": _way(source.key_bits, target.key_bits),
-        "VALUE_WAY": _way(source.value_bits, target.value_bits),
+    constants = _ways(source_layout, target_layout) | {"BLOCK": block}
+    return [Launch(transcode_cells, (-(-count // block),), arguments, constants)]
+
+
+def move_tokens(
+    arena: Tensor,
+    source: Section,
+    target: Section,
+    slots: Tensor,
+    places: Tensor,
+    target_places: Tensor,
+) -> None:
+    """See ``reference.move_tokens``; a token at a place that there is not stays."""
+    for launch in plan_moves(arena, source, target, slots, places, target_places):
+        launch.run()
+
+
+def plan_moves(
+    arena: Tensor,
+    source: Section,
+    target: Section,
+    slots: Tensor,
+    places: Tensor,
+    target_places: Tensor,
+) -> list[Launch]:
+    """The launch of one call."""
+    for section in (source, target):
+        check_arena(arena, section.layout)
+    check_moves(source, target, slots, places, target_places)
+    check_device("move_tokens", arena, source.pages, target.pages, slots, places, target_places)
+    places, target_places = dense(places), dense(target_places)
+    _, heads, most = target_places.shape
+    block, count = _block(source.layout.head_dim), target_places.numel()
+    arguments = (
+        arena, arena.shape[0], slots.contiguous(), places, *places.stride()[:2], target_places,
+        *target_places.stride()[:2], most, heads, count, _table(source), _table(target),
+    )  # fmt: skip
+    constants = _ways(source.layout, target.layout) | {
+        "SOURCE_BACKWARD": source.backward,
+        "TARGET_BACKWARD": target.backward,
         "BLOCK": block,
     }
-    return [Launch(transcode_cells, (-(-count // block),), arguments, constants)]
+    return [Launch(move_cells, (-(-count // block),), arguments, constants)]
+
+
+def _table(section: Section) -> tuple[Argument, ...]:
+    pages = section.pages
+    return (pages, pages.shape[0], pages.shape[2], *pages.stride())
+
+
+def _ways(source: PageLayout, target: PageLayout) -> dict[str, object]:
+    """Two layouts, and how keys and values get from one to the other."""
+    old, new = source.format, target.format
+    return {
+        "SOURCE": form_of(source),
+        "TARGET": form_of(target),
+        "KEY_WAY": _way(old.key_bits, new.key_bits),
+        "VALUE_WAY": _way(old.value_bits, new.value_bits),
+    }
 
 
 def load_tokens(

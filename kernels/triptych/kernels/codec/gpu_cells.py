@@ -51,7 +51,40 @@ def transcode_cells(
     new, new_row, is_new = named_cells(
         arena, page_count, target_pages, target_rows, cell, cells, TARGET
     )
-    live = is_old & is_new
+    rewrite(old, old_row, new, new_row, is_old & is_new, SOURCE, TARGET, KEY_WAY, VALUE_WAY)
+
+
+@triton.jit
+def move_cells(
+    arena, page_count, slots, places, by_row, by_head, to, to_by_row, to_by_head, most, heads,
+    cells, table, to_table,
+    SOURCE: tl.constexpr, SOURCE_BACKWARD: tl.constexpr,
+    TARGET: tl.constexpr, TARGET_BACKWARD: tl.constexpr,
+    KEY_WAY: tl.constexpr, VALUE_WAY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Re-encode a block of tokens; cell ``(request * heads + head) * most + token``."""
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, row = cell % most, cell // most
+    head, row = row % heads, (row // heads).to(tl.int64)
+    asked = cell < cells
+    slot = tl.load(slots + row, mask=asked, other=-1)
+    place = tl.load(places + row * by_row + head * by_head + token, mask=asked, other=-1)
+    to_place = tl.load(to + row * to_by_row + head * to_by_head + token, mask=asked, other=-1)
+    old, old_row, is_old = placed_cells(
+        arena, page_count, table, slot, head, place, SOURCE, SOURCE_BACKWARD
+    )
+    new, new_row, is_new = placed_cells(
+        arena, page_count, to_table, slot, head, to_place, TARGET, TARGET_BACKWARD
+    )
+    rewrite(old, old_row, new, new_row, is_old & is_new, SOURCE, TARGET, KEY_WAY, VALUE_WAY)
+
+
+@triton.jit
+def rewrite(
+    old, old_row, new, new_row, live,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, KEY_WAY: tl.constexpr, VALUE_WAY: tl.constexpr,
+):  # fmt: skip
+    """Keys, values, scores and positions of a block of cells, in cells of another format."""
     recode(old, old_row, new, new_row, live, SOURCE, TARGET, KEY_WAY, True)
     recode(old, old_row, new, new_row, live, SOURCE, TARGET, VALUE_WAY, False)
     word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
@@ -94,6 +127,24 @@ def named_cells(arena, page_count, pages, rows, cell, cells, FORM: tl.constexpr)
     live = (page >= 0) & (page < page_count) & (row >= 0) & (row < FORM.tokens)
     page = tl.where(live, page, 0)
     return arena + page.to(tl.int64) * FORM.page_bytes, tl.where(live, row, 0), live
+
+
+@triton.jit
+def placed_cells(
+    arena, page_count, table, slot, head, place, FORM: tl.constexpr, BACKWARD: tl.constexpr
+):
+    """Pages and rows of the tokens at some places of head rows, and which of them there are."""
+    pages, slots, width, by_slot, by_head, by_page = table
+    column = tl.maximum(place, 0) // FORM.tokens
+    named = (slot >= 0) & (slot < slots) & (place >= 0) & (column < width)
+    if BACKWARD:
+        column = width - 1 - column
+    at = slot.to(tl.int64) * by_slot + head * by_head + column * by_page
+    page = tl.load(pages + at, mask=named, other=-1)
+    live = (page >= 0) & (page < page_count)
+    page = tl.where(live, page, 0)
+    row = tl.where(live, place % FORM.tokens, 0)
+    return arena + page.to(tl.int64) * FORM.page_bytes, row, live
 
 
 @triton.jit

@@ -5,7 +5,10 @@ from torch import Tensor
 
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow, pack, unpack
-from triptych.kernels.pages import segments
+from triptych.kernels.pages import Section, segments
+
+Cells = tuple[Tensor, Tensor]
+"""Page and row of each cell, [n] each."""
 
 
 def store_tokens(
@@ -68,6 +71,35 @@ def transcode(
     new.scores[write], new.positions[write] = scores, positions
 
 
+def move_tokens(
+    arena: Tensor,
+    source: Section,
+    target: Section,
+    slots: Tensor,
+    places: Tensor,
+    target_places: Tensor,
+) -> None:
+    """``transcode`` tokens of some slots from one section's pages into another's.
+
+    A place is an index into the tokens of a head row, as its page table lists them. A token whose
+    place in ``target`` is negative stays. Only pages are written: neither tables nor their counts.
+
+    Shapes:  arena [P, page_bytes]; slots [R]; places, target_places [R, KH, T]
+    Dtypes:  arena uint8; indices int32
+    Source:  DiffKV and LeanKV (downgrade while generating)
+    """
+    row, head, token = (target_places >= 0).nonzero(as_tuple=True)
+    slot = slots.long()[row]
+    read = _cells_of(source, slot, head, places[row, head, token])
+    write = _cells_of(target, slot, head, target_places[row, head, token])
+    transcode(arena, source.layout, target.layout, *read, *write)
+
+
+def _cells_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> Cells:
+    column, row = places // section.layout.tokens, places % section.layout.tokens
+    return section.forward_pages[slot, head, column.long()], row
+
+
 def recode(encoded: Encoded, bits: int, to_bits: int, to_groups: int) -> Encoded:
     """Vectors of one precision in another, by the cheapest way that loses nothing extra."""
     same_groups = encoded.metadata.shape[1] == to_groups
@@ -107,10 +139,6 @@ def load_tokens(
         value.view(shape).masked_fill(dead, 0.0),
         positions,
     )
-
-
-Cells = tuple[Tensor, Tensor]
-"""Page and row of each cell, int64 [n] each."""
 
 
 def _write_keys(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moves import random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import load_tokens, store_tokens, transcode
+from triptych.kernels import load_tokens, move_tokens, store_tokens, transcode
 
 TOKENS, HEADS = 37, 2
 WAYS = [(64, "token", name) for name in FORMATS] + [
@@ -83,6 +84,32 @@ def test_transcoding_writes_the_bytes_of_the_reference(
     transcode.on("reference")(want, old, new, *where)
     transcode.on("cuda")(got, old, new, *device.take(*where))
     assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(FORMATS, FORMATS)))
+def test_moving_tokens_writes_the_bytes_of_the_reference(
+    source: str, target: str, device: Any
+) -> None:
+    moves = random_moves(source, target, 96 if source == "k8v4" else 64)
+    want = moves.arena.clone()
+    (got,) = device.take(want.clone())
+    where = moves.slots, moves.places, moves.target_places
+    move_tokens.on("reference")(want, moves.source, moves.target, *where)
+    sections = device.section(moves.source), device.section(moves.target)
+    move_tokens.on("cuda")(got, *sections, *device.take(*where))
+    assert torch.equal(got.cpu(), want)
+
+
+def test_tokens_at_places_that_there_are_not_stay(device: Any) -> None:
+    moves = random_moves("k8v4", "k4v2", 64)
+    moves.slots[:2] = torch.tensor([5, -1])
+    moves.places[2, 0], moves.target_places[2, 1] = 999, 999
+    (arena,) = device.take(moves.arena.clone())
+    sections = device.section(moves.source), device.section(moves.target)
+    move_tokens.on("cuda")(
+        arena, *sections, *device.take(moves.slots, moves.places, moves.target_places)
+    )
+    assert torch.equal(arena.cpu(), moves.arena)
 
 
 def test_cells_outside_of_the_arena_are_left_alone(device: Any) -> None:

@@ -1,0 +1,54 @@
+"""Rows of tokens in pages of one format, some of which move to pages of another."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.kernels import Section, store_tokens
+
+SLOTS, HEADS, WIDTH, MOST = 5, 2, 3, 6
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What ``move_tokens`` takes: an arena whose source pages are full, sections, and places."""
+
+    arena: Tensor
+    source: Section
+    target: Section
+    slots: Tensor
+    places: Tensor
+    target_places: Tensor
+
+
+def random_moves(source: str, target: str, head_dim: int) -> Moves:
+    """The tables read from opposite sides; a third of the tokens stay, no two come to one place."""
+    old, new = (
+        PageLayout(FORMATS[name], head_dim, default_page_bytes(head_dim), "channel")
+        for name in (source, target)
+    )
+    pages = torch.randperm(2 * SLOTS * HEADS * WIDTH).int().view(2, SLOTS, HEADS, WIDTH)
+    unused = torch.zeros(SLOTS, HEADS, dtype=torch.int32)
+    arena = torch.randint(0, 256, (pages.numel(), old.page_bytes), dtype=torch.uint8)
+    full = pages[0].flatten().repeat_interleave(old.tokens)
+    rows, count = torch.arange(full.numel()).int() % old.tokens, full.numel()
+    vectors, positions = torch.randn(count, 1, head_dim) * 3, torch.arange(count).int()
+    store_tokens.on("reference")(
+        arena, old, vectors, vectors, full[:, None], rows[:, None], positions, torch.rand(count, 1)
+    )
+    slots = torch.randperm(SLOTS)[:3].int()
+    places, target_places = (
+        torch.rand(3, HEADS, WIDTH * layout.tokens).argsort(-1)[..., :MOST].int()
+        for layout in (old, new)
+    )
+    stays = torch.rand(target_places.shape) < 1 / 3
+    return Moves(
+        arena,
+        Section(old, pages[0], unused),
+        Section(new, pages[1], unused, backward=True),
+        slots,
+        places,
+        target_places.masked_fill(stays, -1),
+    )

@@ -36,7 +36,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "plan": (compress.CompressEngine, "_classes"),
         "get pages": (RemotePool, "grant"),
         "publish the prefix": (RemotePool, "publish_prefix"),
-        "encode": (compress, "transcode"),
+        "encode": (compress, "move_tokens"),
         "commit": (RemotePool, "handoff"),
         "tell": (WorkerShell, "_deliver"),
     },

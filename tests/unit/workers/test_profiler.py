@@ -96,7 +96,7 @@ def test_each_layer_of_a_decode_step_has_its_ops_and_its_bytes(profiled: Profile
     assert any(row.pages_read < row.pages for row in rows)
     assert any(row.reused is not None and row.reused > 0.5 for row in rows)
     parts = {(row.stage, row.part) for row in report.parts}
-    assert {("prefill", "prefill_attention"), ("compress", "transcode")} <= parts
+    assert {("prefill", "prefill_attention"), ("compress", "move_tokens")} <= parts
     assert ("decode", "select_pages") in parts
     for stage in ("prefill", "compress", "decode"):
         shares = [row.share for row in report.parts if row.stage == stage]

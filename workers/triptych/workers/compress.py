@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim, KVHandle
+from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -31,7 +32,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import mass_limits, plan_tokens, significance_of, transcode
+from triptych.kernels import Section, mass_limits, move_tokens, plan_tokens, significance_of
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
@@ -44,6 +45,8 @@ from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
 NONE = range(0)
+NOT_HERE = -1
+"""The place of a token in pages that it does not go into."""
 UNANNOUNCED = 1024
 """Layers of which the router has said nothing that are remembered, in case it is about to."""
 
@@ -269,16 +272,16 @@ class CompressEngine:
         """
         policy, raw, leaving = self.plan.policy, part.raw, part.leaving
         rows, there = len(raw), self.device.name
-        high, low = torch.zeros(2, rows, device=there)
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < shared.start) | (every >= shared.stop)]
         if policy.needs_significance and first < end:
             significance = self._significance(raw, tokens)
-            high, low = self._limits(significance[:, first:end], significance.sum(1), tokens)
+            high, low = self._limits(significance, slice(first, end), tokens)
             scores = significance[:, self.device.put(own).long()]
         else:
             scores = torch.zeros(rows, own.size, device=there)
+            high, low = torch.zeros(2, rows, device=there)
         classes, ranks, counts = plan_tokens(
             scores,
             torch.full((rows,), own.size, dtype=torch.int32, device=there),
@@ -286,29 +289,19 @@ class CompressEngine:
             low,
             window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
-        wanted = [(HIGH, self.plan.high), (LOW, self.plan.low)]
-        classes, ranks, counts = (found.cpu() for found in (classes, ranks, counts))
-        plans = list[ClassPlan]()
-        for column, (name, layout) in enumerate(wanted):
-            if layout is not None:
-                row, token = (classes == name).nonzero(as_tuple=True)
-                plans.append(
-                    ClassPlan(
-                        layout=layout,
-                        rows=row.int().numpy(),
-                        tokens=own[token.numpy()],
-                        ranks=ranks[row, token].numpy(),
-                        counts=counts[:, column].contiguous().numpy(),
-                    )
-                )
-        return plans
+        positions, counted = self.device.put(own), counts.T.contiguous().cpu().numpy()
+        return [
+            ClassPlan(layout, positions, ranks.masked_fill(classes != name, NOT_HERE), each)
+            for name, layout, each in zip((HIGH, LOW), self.plan.classes, counted, strict=False)
+        ]
 
-    def _limits(self, scores: Tensor, total: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def _limits(self, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
         """Significance from which on a token is high, and low: [head rows] each."""
         policy = self.plan.policy
         if policy.mass_high > 0:
-            high = mass_limits(scores, total, policy.mass_high)
-            return high, mass_limits(scores, total, policy.mass_low)
+            total, leave = scores.sum(1), scores[:, leaving]
+            high = mass_limits(leave, total, policy.mass_high)
+            return high, mass_limits(leave, total, policy.mass_low)
         alphas = policy.alpha_high, policy.alpha_low
         high, low = (scores.new_full((len(scores),), min(1.0, a / tokens)) for a in alphas)
         return high, low
@@ -325,30 +318,23 @@ class CompressEngine:
     # ---------------------------------------------------------------- encode
 
     def _encode(self, parts: list[Part], encoded: list[list[Ids]]) -> None:
-        """One kernel call per format for all parts."""
-        for index, layout in enumerate((self.plan.high, self.plan.low)):
-            moves = [
-                self._moves(part, part.classes[index], ids[index])
-                for part, ids in zip(parts, encoded, strict=True)
-                if index < len(part.classes)
-            ]
-            columns = [np.concatenate(cells) for cells in zip(*moves, strict=True)]
-            if layout is not None and columns and columns[0].size:
-                cells = map(self.device.put, columns)
-                transcode(self._memory.near, self.plan.raw, layout, *cells)
+        for part, ids in zip(parts, encoded, strict=True):
+            for plan, own in zip(part.classes, ids, strict=True):
+                if own.size:
+                    self._encode_class(part, plan, own)
         self.device.wait()
 
-    def _moves(self, part: Part, plan: ClassPlan, ids: Ids) -> tuple[Ids, Ids, Ids, Ids]:
-        """Source page and row, target page and row of every token of a class."""
-        source_page, source_row = np.divmod(plan.tokens, np.int32(self.plan.raw.tokens))
-        target_page, target_row = np.divmod(plan.ranks, np.int32(plan.layout.tokens))
-        pages = plan.pages
-        first = np.cumsum(pages) - pages
-        return (
-            part.raw[plan.rows, source_page],
-            source_row,
-            ids[first[plan.rows] + target_page],
-            target_row,
+    def _encode_class(self, part: Part, plan: ClassPlan, ids: Ids) -> None:
+        """Write the tokens of a class into its pages, given in row order."""
+        raw, put, rows = self.plan.raw, self.device.put, len(part.raw)
+        full: Ids = np.full(rows, part.raw.shape[1] * raw.tokens, np.int32)
+        move_tokens(
+            self._memory.near,
+            _section(raw, put(part.raw), put(full)),
+            _section(plan.layout, put(plan.table(ids)), put(plan.counts)),
+            put(np.arange(rows, dtype=np.int32)),
+            plan.tokens.expand(rows, 1, -1),
+            plan.places[:, None],
         )
 
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
@@ -387,6 +373,11 @@ class CompressEngine:
         fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
         handle = make_handle(claim, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
+
+
+def _section(layout: PageLayout, pages: Tensor, tokens: Tensor) -> Section:
+    """Head rows of all layers as slots with one KV head each."""
+    return Section(layout, pages[:, None], tokens[:, None])
 
 
 def rows_of(handle: KVHandle) -> int:

@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from triptych.core.handles import Claim
 from triptych.core.layout import PageLayout
@@ -21,12 +22,11 @@ class ClassPlan:
     """Which tokens of a request go into pages of one format."""
 
     layout: PageLayout
-    rows: Ids
-    """Head row of each token, ascending."""
-    tokens: Ids
-    """Position of each token in the sequence, ascending within a row."""
-    ranks: Ids
-    """Place of each token among those of its row and class."""
+    tokens: Tensor
+    """Positions in the sequence of T tokens, ascending, int32 on the device."""
+    places: Tensor
+    """Place of each among those of its row and class, int32 [head rows, T]; negative: it is in
+    none of these pages."""
     counts: Ids
     """Tokens of each head row."""
 
@@ -34,6 +34,14 @@ class ClassPlan:
     def pages(self) -> Ids:
         """Pages of each head row."""
         return pages_of(self.counts, self.layout)
+
+    def table(self, ids: Ids) -> Ids:
+        """Pages in row order as [head rows, most pages of one]; 0 where a row has fewer."""
+        pages = self.pages
+        table: Ids = np.zeros((len(pages), pages.max(initial=0)), np.int32)
+        columns: Ids = np.arange(table.shape[1], dtype=np.int32)
+        table[np.less(columns, pages[:, None])] = ids
+        return table
 
 
 @dataclass(eq=False)

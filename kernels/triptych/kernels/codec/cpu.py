@@ -95,20 +95,25 @@ def move_tokens(
     check_moves(source, target, slots, places, target_places)
     slots, places, target_places = slots.contiguous(), _dense(places), _dense(target_places)
     rows, heads, most = target_places.shape
+    run = max(1, min(most, driver.CHUNK))
+    runs, at_once = -(-most // run), driver.CHUNK // run
     job = _job(
         arena,
         source.layout.head_dim,
-        rows * heads,
+        rows * heads * runs,
         *words,
         slots.data_ptr(),
         heads,
         most,
+        run,
+        runs,
+        at_once,
         places.data_ptr(),
         *places.stride()[:2],
         target_places.data_ptr(),
         *target_places.stride()[:2],
     )
-    _run(job, driver.move.address, "move_tokens", alone=driver.ROW_CHUNK)
+    _run(job, driver.move.address, "move_tokens", alone=at_once)
 
 
 def load_tokens(

@@ -39,9 +39,10 @@ TABLE_WORDS = 6
 """Address of the first page id, strides of slots, heads and ids, and how many slots and ids."""
 SOURCE_TABLE = WAY_WORDS
 TARGET_TABLE = SOURCE_TABLE + TABLE_WORDS
-SLOTS, HEADS, MOST, PLACES, ROW_STRIDE, HEAD_PLACES, TO, TO_ROW_STRIDE, TO_HEAD_PLACES = range(
-    TARGET_TABLE + TABLE_WORDS, TARGET_TABLE + TABLE_WORDS + 9
+SLOTS, HEADS, MOST, RUN, RUNS, AT_ONCE = range(
+    TARGET_TABLE + TABLE_WORDS, TARGET_TABLE + TABLE_WORDS + 6
 )
+PLACES, ROW_STRIDE, HEAD_PLACES, TO, TO_ROW_STRIDE, TO_HEAD_PLACES = range(AT_ONCE + 1, AT_ONCE + 7)
 MOVE_WORDS = TO_HEAD_PLACES + 1
 
 LOAD_FORM = SHARED_WORDS
@@ -52,8 +53,6 @@ LOAD_WORDS = OUT_POSITIONS + 1
 
 CHUNK = 64
 """Cells that a thread takes at a time."""
-ROW_CHUNK = 4
-"""Head rows that it takes."""
 
 
 @kernel
@@ -152,12 +151,13 @@ def transcode(address):
 
 @kernel
 def _page_in(table, slot, head, place, room):
-    """The page that a head row has for the token at a place; -1: none."""
+    """The page that a head row has for the token at a place, or -1, and its row there."""
     address, slot_stride, head_stride, stride, slots, width = table
-    column = place // room
+    column = place // np.int32(room)
+    row = place - column * np.int32(room)
     if not (0 <= slot < slots and 0 <= column < width):
-        return np.int32(-1)
-    return _word(address, slot * slot_stride + head * head_stride + column * stride)[0]
+        return np.int32(-1), row
+    return _word(address, slot * slot_stride + head * head_stride + column * stride)[0], row
 
 
 @kernel
@@ -173,27 +173,25 @@ def move(address):
     table = _table(job[SOURCE_TABLE : SOURCE_TABLE + TABLE_WORDS])
     target_table = _table(job[TARGET_TABLE : TARGET_TABLE + TABLE_WORDS])
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
-    rows = job[ITEMS]
+    runs, at_once = job[ITEMS], job[AT_ONCE]
     while True:
-        start = fetch_add(address, ROW_CHUNK)
-        if start >= rows:
+        start = fetch_add(address, at_once)
+        if start >= runs:
             break
-        for item in range(start, min(rows, start + ROW_CHUNK)):
+        for item in range(start, min(runs, start + at_once)):
+            first, item = item % job[RUNS] * job[RUN], item // job[RUNS]
             row, head = item // job[HEADS], item % job[HEADS]
             slot = np.int64(_word(job[SLOTS], row)[0])
             places = row * job[ROW_STRIDE] + head * job[HEAD_PLACES]
             target_places = row * job[TO_ROW_STRIDE] + head * job[TO_HEAD_PLACES]
-            for token in range(job[MOST]):
-                place = np.int64(_word(job[PLACES], places + token)[0])
-                to = np.int64(_word(job[TO], target_places + token)[0])
+            for token in range(first, min(first + job[RUN], job[MOST])):
+                place = _word(job[PLACES], places + token)[0]
+                to = _word(job[TO], target_places + token)[0]
                 if to < 0:
                     continue
-                _transcode(
-                    job, source, _page_in(table, slot, head, place, source.tokens),
-                    place % source.tokens, target,
-                    _page_in(target_table, slot, head, to, target.tokens), to % target.tokens,
-                    codes, numbers,
-                )  # fmt: skip
+                page, cell = _page_in(table, slot, head, place, source.tokens)
+                new_page, new_cell = _page_in(target_table, slot, head, to, target.tokens)
+                _transcode(job, source, page, cell, target, new_page, new_cell, codes, numbers)
 
 
 @team_body

@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from triptych.kernels.compiled import from_half, kernel, pointer, to_half
+from triptych.kernels.compiled import from_half, inlined, kernel, pointer, summing_kernel, to_half
 
 FP16_MAX = np.float32(65504.0)
 
@@ -24,7 +24,7 @@ def part_of(words):
     return Part(words[0], words[1], words[2], words[3], words[4], words[5])
 
 
-@kernel
+@inlined
 def encode(numbers, part, page, row, codes):
     """Quantize a float32 vector into row ``row`` of the page at address ``page``.
 
@@ -43,7 +43,7 @@ def encode(numbers, part, page, row, codes):
     pack(codes, part, at)
 
 
-@kernel
+@inlined
 def decode(part, page, row, codes, numbers):
     """The float32 vector of row ``row`` of the page at address ``page``, into ``numbers``."""
     at = page + part.codes + row * part.token_stride
@@ -61,16 +61,20 @@ def decode(part, page, row, codes, numbers):
             numbers[channel] = np.float32(codes[channel]) * scale + zero
 
 
-@kernel
+@inlined
 def recode(way, source, read_page, read_row, target, write_page, write_row, codes, numbers):
     """Bring one vector from a cell of one format into a cell of another."""
     if way == COPY:
         _copy(source, read_page, read_row, target, write_page, write_row, len(numbers))
     elif way == NARROW:
         unpack(source, read_page + source.codes + read_row * source.token_stride, codes)
-        ratio = np.uint16((2**source.bits - 1) // (2**target.bits - 1))
+        ratio = np.uint32((2**source.bits - 1) // (2**target.bits - 1))
+        # A product and a shift divide codes of a byte exactly, many at a time.
+        half, inverse = ratio // np.uint32(2), np.uint32(65536) // ratio + np.uint32(1)
         for channel in range(len(codes)):
-            codes[channel] = np.uint8((np.uint16(codes[channel]) + ratio // 2) // ratio)
+            codes[channel] = np.uint8(
+                ((np.uint32(codes[channel]) + half) * inverse) >> np.uint32(16)
+            )
         pack(codes, target, write_page + target.codes + write_row * target.token_stride)
         for group in range(source.groups):
             old = _metadata(source, read_page, read_row, group)
@@ -82,7 +86,7 @@ def recode(way, source, read_page, read_row, target, write_page, write_row, code
         encode(numbers, target, write_page, write_row, codes)
 
 
-@kernel
+@inlined
 def pack(codes, part, at):
     """Codes to bytes from address ``at`` on, ``part.byte_stride`` apart."""
     count = len(codes) * part.bits // 8
@@ -104,7 +108,7 @@ def pack(codes, part, at):
             )
 
 
-@kernel
+@inlined
 def unpack(part, at, codes):
     """The inverse of ``pack``."""
     count = len(codes) * part.bits // 8
@@ -116,7 +120,7 @@ def unpack(part, at, codes):
             codes[share * count + index] = (packed[index * part.byte_stride] >> shift) & mask
 
 
-@kernel
+@inlined
 def _copy(source, read_page, read_row, target, write_page, write_row, channels):
     count = channels * source.bits // 8
     read = read_page + source.codes + read_row * source.token_stride
@@ -124,16 +128,18 @@ def _copy(source, read_page, read_row, target, write_page, write_row, channels):
     old = carray(pointer(read), count * source.byte_stride, np.uint8)
     new = carray(pointer(write), count * target.byte_stride, np.uint8)
     if source.byte_stride == target.byte_stride == 1:
-        new[:] = old
+        for index in range(count):
+            new[index] = old[index]
     else:
         for index in range(count):
             new[index * target.byte_stride] = old[index * source.byte_stride]
     for group in range(source.groups):
         metadata = _metadata(target, write_page, write_row, group)
-        metadata[:] = _metadata(source, read_page, read_row, group)
+        known = _metadata(source, read_page, read_row, group)
+        metadata[0], metadata[1] = known[0], known[1]
 
 
-@kernel
+@inlined
 def _metadata(part, page, row, group):
     """Scale and zero of one group, as bits."""
     return carray(pointer(page + part.metadata + 4 * (row * part.groups + group)), 2, np.uint16)
@@ -141,10 +147,8 @@ def _metadata(part, page, row, group):
 
 @kernel
 def _quantize(numbers, codes, bits, metadata):
-    low = high = _saturate(numbers[0])
-    for number in numbers:
-        number = _saturate(number)
-        low, high = min(low, number), max(high, number)
+    low, high = _range(numbers)
+    low, high = _saturate(low), _saturate(high)
     top = np.float32(2**bits - 1)
     metadata[0], metadata[1] = to_half((high - low) / top), to_half(low)
     scale, zero = from_half(metadata[0]), from_half(metadata[1])
@@ -157,6 +161,16 @@ def _quantize(numbers, codes, bits, metadata):
         codes[channel] = np.uint8(min(max(step, np.float32(0.0)), top))
 
 
-@kernel
+@summing_kernel
+def _range(numbers):
+    """The least and the largest number."""
+    low = high = numbers[0]
+    for number in numbers:
+        low = number if number < low else low
+        high = number if number > high else high
+    return low, high
+
+
+@inlined
 def _saturate(number):
     return min(max(number, -FP16_MAX), FP16_MAX)

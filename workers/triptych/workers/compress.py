@@ -289,10 +289,12 @@ class CompressEngine:
             low,
             window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
-        positions, counted = self.device.put(own), counts.T.contiguous().cpu().numpy()
+        positions = self.device.put(own)
+        places = [ranks.masked_fill(classes != name, NOT_HERE) for name in (HIGH, LOW)]
+        counted = counts.T.contiguous().cpu().numpy()
         return [
-            ClassPlan(layout, positions, ranks.masked_fill(classes != name, NOT_HERE), each)
-            for name, layout, each in zip((HIGH, LOW), self.plan.classes, counted, strict=False)
+            ClassPlan(layout, positions, here, each)
+            for layout, here, each in zip(self.plan.classes, places, counted, strict=False)
         ]
 
     def _limits(self, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:

@@ -164,6 +164,23 @@ def float_of_bits(typing_context, bits):
 
 
 @intrinsic
+def prefetch(typing_context, address):
+    """Ask for the cache line at ``address``; any address is harmless."""
+
+    def emit(context, builder, signature, arguments):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), (byte, number, number, number))
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        at = builder.inttoptr(arguments[0], byte)
+        builder.call(function, [at, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
 def fetch_add(typing_context, address, amount):
     """Add to the int64 at ``address`` as one step of all threads; returns the value before."""
 

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from triptych.core.layout import PageLayout
 from triptych.kernels.compact.retire import NONE, Retirement
-from triptych.kernels.compiled import kernel
+from triptych.kernels.compiled import inlined, kernel, prefetch
 from triptych.kernels.pages import Section, check_arena, check_indices
+
+AHEAD = 4
+"""Pages that memory is asked for before their turn."""
+LINE = 64
 
 
 def plan_retirement(
@@ -107,6 +111,16 @@ def _plan_row(row, low_row, judged, is_high, is_low, wanted, found):
     found[1] = n_low + next_low - len(outcasts)
 
 
+@inlined
+def _look_ahead(words, layout, pages, column, count):
+    """Ask for scores and positions of a page that comes later: each lies somewhere else."""
+    if column * layout[0] < count:
+        page = words.ctypes.data + words.strides[0] * np.int64(pages[column])
+        for line in range(0, 4 * layout[0], LINE):
+            prefetch(page + 4 * layout[1] + line)
+            prefetch(page + 4 * layout[2] + line)
+
+
 @kernel
 def _judge(row, first, end, is_high, is_low):
     """Those at some positions that are no longer high, low ones first; and how many still are."""
@@ -115,6 +129,7 @@ def _judge(row, first, end, is_high, is_low):
     found, places, means = 0, np.empty(end - first, np.int32), np.empty(end - first, np.float32)
     for start in range(0, count if is_high > 0 else 0, room):
         page = pages[start // room]
+        _look_ahead(words, layout, pages, start // room + AHEAD, count)
         for token in range(min(room, count - start)):
             position = words[page, positions + token]
             if first <= position < end:
@@ -140,6 +155,7 @@ def _least(row, end, limit, wanted):
     places, means, found = np.empty(wanted, np.int32), np.empty(wanted, np.float32), 0
     for start in range(0, count if wanted > 0 and limit > 0 else 0, room):
         page = pages[start // room]
+        _look_ahead(words, layout, pages, start // room + AHEAD, count)
         for token in range(min(room, count - start)):
             position = words[page, positions + token]
             mean = np.float32(numbers[page, scores + token] / np.float32(seen - position))

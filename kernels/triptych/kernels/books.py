@@ -72,6 +72,27 @@ def leaving_rows(tokens, slots, seen, sink_tokens, lag):
 
 
 @kernel
+def fill_rows(pages, tokens, slot, given, room, ids):
+    """Set the rows of a slot: ``given`` tokens, and ids in row order, [layers * kv_heads] rows.
+
+    Raises: IndexError if a row cannot have so many pages, or there are more or fewer ids
+    """
+    layers, _, heads, width = pages.shape
+    at = 0
+    for row in range(layers * heads):
+        layer, head = row // heads, row % heads
+        count = _pages(given[row], room)
+        if count > width or at + count > len(ids):
+            raise IndexError("a row of a page table has not so many cells, or lacks pages")
+        for column in range(count):
+            pages[layer, slot, head, column] = ids[at + column]
+        tokens[layer, slot, head] = given[row]
+        at += count
+    if at < len(ids):
+        raise IndexError("more pages than the rows of a page table have tokens for")
+
+
+@kernel
 def one_more(tokens, slots):
     """Tokens of each row of some slots, and one more: int32 [layers, slots, kv_heads, tables]."""
     tables, layers, _, heads = tokens.shape

@@ -56,6 +56,28 @@ def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
     assert is_begun == bool((progress[slots] > before).any())
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_set_to_pages_in_row_order(seed: int, backward: bool) -> None:
+    table = Table(seed, backward=backward)
+    expected, slot = table.pages.copy(), int(table.slots[0])
+    given = table.numbers(LAYERS * HEADS)
+    counts = pages_for(given)
+    ids = np.arange(1000, 1000 + counts.sum(), dtype=np.int32)
+    used = np.arange(WIDTH) < counts.reshape(LAYERS, HEADS, 1)
+    expected[:, slot][used] = ids
+    tokens = table.tokens.copy()
+    tokens[:, slot] = given.reshape(LAYERS, HEADS)
+    books.fill_rows(table.pages, table.tokens, slot, given, ROOM, ids)
+    assert np.array_equal(table.pages, expected)
+    assert np.array_equal(table.tokens, tokens)
+    for wrong in (ids[:-1], np.append(ids, ids[0])):
+        with pytest.raises(IndexError):
+            books.fill_rows(table.pages, table.tokens, slot, given, ROOM, wrong)
+    with pytest.raises(IndexError):
+        books.fill_rows(table.pages, table.tokens, slot, given * 0 + WIDTH * ROOM + 1, ROOM, ids)
+
+
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("seed", range(5))
 def test_one_more_token_than_each_row_has(seed: int, tables: int) -> None:

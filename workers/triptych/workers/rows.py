@@ -46,11 +46,7 @@ class SectionTable:
 
     def fill(self, slot: int, tokens: Ids, ids: Ids) -> None:
         """Set a slot's rows from a handle: tokens [head rows], page ids in row order."""
-        layers, _, kv_heads, width = self.pages.shape
-        counts = -(-tokens // self.layout.tokens)
-        used: Mask = np.arange(width) < counts[:, None]
-        self.pages[:, slot][used.reshape(layers, kv_heads, width)] = ids
-        self.tokens[:, slot] = tokens.reshape(layers, kv_heads)
+        books.fill_rows(self.pages, self.tokens, slot, tokens, self.layout.tokens, ids)
 
     def read(self, slot: int) -> tuple[Ids, Ids]:
         """What ``fill`` would set: tokens [head rows], and page ids in row order."""

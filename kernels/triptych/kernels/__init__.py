@@ -6,7 +6,13 @@ An operation is an ``Op``: calling it runs the version for the device of its ten
 
 from typing import Any
 
-from triptych.kernels.codec import load_tokens, move_tokens, store_tokens, transcode
+from triptych.kernels.codec import (
+    append_tokens,
+    load_tokens,
+    move_tokens,
+    store_tokens,
+    transcode,
+)
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.lists import PageLists
@@ -25,6 +31,7 @@ __all__ = [
     "Rule",
     "Section",
     "Summaries",
+    "append_tokens",
     "decode_attention",
     "gate",
     "hearing",
@@ -49,6 +56,7 @@ OPS: dict[str, Op[..., Any]] = {
     op.name: op
     for op in (
         store_tokens,
+        append_tokens,
         transcode,
         move_tokens,
         load_tokens,

@@ -14,27 +14,25 @@ from triptych.kernels.compiled import kernel
 
 
 @kernel
-def begin_step(pages, tokens, slots, room, positions, progress, every):
+def begin_step(tokens, slots, room, positions, progress, every):
     """Count one more token in each row of some slots, and see whose tokens are given scores.
 
-    Rows of a slot are equally long. Every so many ``positions`` scores are due; ``every`` 0: never.
-    ``progress`` has for each slot the layers whose scores are added, over all positions: a step may
-    be done again.
+    Rows of a slot are equally long, and have cells for ``room`` tokens. Every so many
+    ``positions`` scores are due; ``every`` 0: never. ``progress`` has for each slot the layers
+    whose scores are added, over all positions: a step may be done again.
 
-    Returns: page and row of each new token, int32 [layers, slots, kv_heads]; indices of those for
-             whom scores are due; ``positions * layers``, and whether somebody's progress is further
+    Returns: the place of each new token in its rows, int32 [slots]; indices of those for whom
+             scores are due; ``positions * layers``, and whether somebody's progress is further
     Raises:  IndexError if a row has no page for a token
     """
-    layers, _, heads, width = pages.shape
-    ids = np.empty((layers, len(slots), heads), np.int32)
-    rows = np.empty_like(ids)
+    layers, _, heads = tokens.shape
+    places = np.empty(len(slots), np.int32)
     due, before = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
-    columns = np.empty_like(due)
     count, is_begun = 0, False
     for at in range(len(slots)):
         slot = slots[at]
-        columns[at] = tokens[0, slot, 0] // room
-        if columns[at] >= width:
+        places[at] = tokens[0, slot, 0]
+        if places[at] >= room:
             raise IndexError("a row of a page table has no cell for another token")
         before[at] = np.int64(positions[at]) * layers
         is_begun |= progress[slot] > before[at]
@@ -43,12 +41,9 @@ def begin_step(pages, tokens, slots, room, positions, progress, every):
             count += 1
     for layer in range(layers):
         for at in range(len(slots)):
-            slot, column = slots[at], columns[at]
             for head in range(heads):
-                ids[layer, at, head] = pages[layer, slot, head, column]
-                rows[layer, at, head] = tokens[layer, slot, head] - column * room
-                tokens[layer, slot, head] += 1
-    return ids, rows, due[:count].copy(), before, is_begun
+                tokens[layer, slots[at], head] += 1
+    return places, due[:count].copy(), before, is_begun
 
 
 @kernel

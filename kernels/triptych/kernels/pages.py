@@ -124,6 +124,28 @@ def _coded(part: Tensor, bits: int) -> Tensor:
     return part.view(torch.float16) if bits == 16 else part
 
 
+def check_append(
+    section: Section, key: Tensor, value: Tensor, slots: Tensor, places: Tensor, positions: Tensor
+) -> tuple[int, int]:
+    """Rows and KV heads of tokens that go to one place each in a section.
+
+    Raises:  ConfigError if shapes do not fit
+    """
+    check_indices(section.pages, slots, places, positions)
+    rows, heads, dim = shape = key.shape
+    if (
+        value.shape != shape
+        or not slots.shape == places.shape == positions.shape == (rows,)
+        or (heads, dim) != (section.pages.shape[1], section.layout.head_dim)
+    ):
+        raise ConfigError(
+            f"key {tuple(shape)}, value {tuple(value.shape)}, slots {tuple(slots.shape)}, places "
+            f"{tuple(places.shape)}, positions {tuple(positions.shape)}: expected [R, KH, d] twice "
+            f"and [R], with {section.pages.shape[1]} KV heads of {section.layout.head_dim}"
+        )
+    return rows, heads
+
+
 def check_moves(
     source: Section, target: Section, slots: Tensor, places: Tensor, target_places: Tensor
 ) -> None:

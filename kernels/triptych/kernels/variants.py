@@ -81,6 +81,7 @@ USUAL_VARIANTS = {
     "sum_columns": "past k8v4 d128 g4 bf16 window cap #2",
     "find_first": "past k8v4 d128 g4 bf16 window cap",
     "store_cells": "k8v4 d128 bf16",
+    "append_cells": "k8v4 d128 bf16",
     "load_cells": "k8v4 d128",
     "transcode_cells": "fp16>k8v4 d128",
     "move_cells": "k8v4>k4v2 d128",
@@ -182,6 +183,9 @@ def _codec() -> Iterator[Planned]:
         for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
             given = _meta(100, 8, dim, dtype=dtype)
             made = codec.plan_store(arena, layout, given, given, *cells, scores)
+            yield f"{name} d{dim} {_short(dtype)}", made
+            section, new = _section(name, dim, USUAL), given[:4]
+            made = codec.plan_append(arena, section, new, new, _meta(4), _meta(4), _meta(4))
             yield f"{name} d{dim} {_short(dtype)}", made
         out = _meta(7, 50, dim, dtype=torch.float32)
         table = _meta(7, 9), _meta(7)

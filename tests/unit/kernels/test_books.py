@@ -41,13 +41,10 @@ def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
     table = Table(seed, equal=True)
     tokens, slots = table.tokens.copy(), table.slots
     positions, progress = table.numbers(3, end=9), table.random.integers(0, 27, SLOTS)
-    pages, rows, due, before, is_begun = books.begin_step(
-        table.pages, table.tokens, slots, ROOM, positions, progress, every
+    places, due, before, is_begun = books.begin_step(
+        table.tokens, slots, WIDTH * ROOM, positions, progress, every
     )
-    column, row = np.divmod(tokens[:, slots], ROOM)
-    here = np.take_along_axis(table.pages[:, slots], column[..., None], 3)[..., 0]
-    assert np.array_equal(pages, here)
-    assert np.array_equal(rows, row)
+    assert np.array_equal(places, tokens[0, slots, 0])
     tokens[:, slots] += 1
     assert np.array_equal(table.tokens, tokens)
     is_due = positions % every == 0 if every else np.zeros(3, np.bool_)
@@ -183,4 +180,4 @@ def test_what_a_table_has_no_cell_for_is_refused() -> None:
     table.tokens[:] = WIDTH * ROOM
     none = np.zeros(SLOTS, np.int64)
     with pytest.raises(IndexError):
-        books.begin_step(table.pages, table.tokens, slots, ROOM, slots, none, 0)
+        books.begin_step(table.tokens, slots, WIDTH * ROOM, slots, none, 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.moves import random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import load_tokens, move_tokens, store_tokens, transcode
+from triptych.kernels import append_tokens, load_tokens, move_tokens, store_tokens, transcode
 from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow
 from triptych.kernels.pages import segments
 
@@ -143,6 +143,43 @@ def test_a_downgrade_of_more_bits_skips_the_middle() -> None:
     fine = Encoded(codes, torch.rand(100, 1, 2).half())
     stepwise = narrow(narrow(fine, 8, 4), 4, 2)
     assert (narrow(fine, 8, 2).codes.int() - stepwise.codes.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_is_appended_as_if_it_were_stored_in_the_cell_of_its_place(
+    backend: str, name: str, dtype: torch.dtype
+) -> None:
+    moves = random_moves("fp16", name, 64)
+    section, slots = moves.target, moves.slots
+    room = section.layout.tokens
+    places = torch.randint(0, 3 * room, slots.shape, dtype=torch.int32)
+    wide = torch.randn(len(slots), HEADS, 128).to(dtype)
+    key, value = wide[..., :64], wide[..., 64:]
+    positions = torch.randint(0, 10**6, slots.shape, dtype=torch.int32)
+    pages = torch.stack(
+        [
+            section.pages[slot, :, -1 - place // room]
+            for slot, place in zip(slots.tolist(), places.tolist(), strict=True)
+        ]
+    )
+    want, got = moves.arena.clone(), moves.arena.clone()
+    rows = (places % room)[:, None].repeat(1, HEADS)
+    store_tokens.on("reference")(want, section.layout, key, value, pages, rows, positions)
+    append_tokens.on(backend)(got, section, key, value, slots, places, positions)
+    assert torch.equal(got, want)
+
+
+def test_a_token_that_has_no_place_is_an_error() -> None:
+    moves = random_moves("fp16", "k8v4", 64)
+    vectors = torch.randn(len(moves.slots), HEADS, 64)
+    fine = moves.slots * 0
+    for slots, places in ((fine + 5, fine), (fine, fine + 3 * moves.target.layout.tokens)):
+        with pytest.raises(ConfigError, match="does not have"):
+            append_tokens(moves.arena, moves.target, vectors, vectors, slots, places, fine)
+    with pytest.raises(ConfigError, match="expected"):
+        append_tokens(moves.arena, moves.target, vectors, vectors, fine[:1], fine, fine)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96])

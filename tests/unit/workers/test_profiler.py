@@ -85,7 +85,7 @@ def test_each_layer_of_a_decode_step_has_its_ops_and_its_bytes(profiled: Profile
     decode = [step for step in profiler.steps if step.stage == "decode" and step.tokens]
     assert {step.tokens for step in decode} <= {1, 2}
     for step in decode:
-        for op in ("store_tokens", "decode_attention"):
+        for op in ("append_tokens", "decode_attention"):
             assert [layer for part, layer, *_ in step.spans if part == op] == [0, 1]
     report = report_of(profiler.steps, weight_bytes)
     assert len(report.layers) == LAYERS

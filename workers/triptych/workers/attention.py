@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.kernels import books, decode_attention, score_tokens, store_tokens
+from triptych.kernels import append_tokens, books, decode_attention, score_tokens
 from triptych.workers.memory import PageMemory
 from triptych.workers.prefetch import Prefetcher
 from triptych.workers.rows import Sections, SectionTable
@@ -36,7 +36,7 @@ class PageAttention:
         fixed: SectionTable | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
-        """Choose the cell of each new token in the first table, and count it as stored.
+        """Choose the place of each new token in the first table, and count it as stored.
 
         ``fixed``, the last of the tables, if it is there, is read as well, but what its tokens
         receive is added to no score: other requests read the same pages.
@@ -48,13 +48,13 @@ class PageAttention:
         self._tables = sections.tables[:-1] if fixed is not None else sections.tables
         self._ids, self._progress, self._score_every = slots, progress, score_every
         put, raw = memory.device.put, self._tables[0]
-        pages, rows, self._scored, self._before, is_begun = books.begin_step(
-            raw.pages, raw.tokens, slots, raw.layout.tokens, positions, progress, score_every
+        places, self._scored, self._before, is_begun = books.begin_step(
+            raw.tokens, slots, raw.room, positions, progress, score_every
         )
         self._begun: Ids64 | None = progress[slots] - self._before if is_begun else None
         sections.renew(slots)
         self._slots, self._positions = put(slots), put(positions)
-        self._pages, self._rows = put(pages), put(rows)
+        self._places = put(places)
         self._choice: StepChoice | None = None
         if selector is not None:
             self._choice = selector.step(slots, positions, self._scored)
@@ -134,13 +134,14 @@ class PageAttention:
         self._progress[slots] = self._before[scored] + layer + 1
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        pages, rows, positions = self._pages[layer], self._rows[layer], self._positions
+        slots, places, positions = self._slots, self._places, self._positions
         if self._begun is not None:
             left = self._memory.device.put(self._left(np.arange(len(key)), layer))
-            key, value, pages, rows = key[left], value[left], pages[left], rows[left]
+            key, value, slots, places = key[left], value[left], slots[left], places[left]
             positions = positions[left]
+        raw = self._sections.of_layer[layer][0]
         for arena in self._memory.arenas:
-            store_tokens(arena, self._tables[0].layout, key, value, pages, rows, positions)
+            append_tokens(arena, raw, key, value, slots, places, positions)
 
     def _left(self, requests: Ids64, layer: int) -> Ids64:
         """Those of the requests for which this layer is still to be done."""

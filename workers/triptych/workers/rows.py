@@ -44,6 +44,11 @@ class SectionTable:
         """The most pages that a row can have."""
         return self.pages.shape[3]
 
+    @property
+    def room(self) -> int:
+        """The most tokens that a row can have."""
+        return self.width * self.layout.tokens
+
     def fill(self, slot: int, tokens: Ids, ids: Ids) -> None:
         """Set a slot's rows from a handle: tokens [head rows], page ids in row order."""
         books.fill_rows(self.pages, self.tokens, slot, tokens, self.layout.tokens, ids)

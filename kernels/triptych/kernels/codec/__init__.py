@@ -12,6 +12,15 @@ store_tokens = Op(
     },
 )
 
+append_tokens = Op(
+    name="append_tokens",
+    spec=reference.append_tokens,
+    fast={
+        "cpu": "triptych.kernels.codec.cpu:append_tokens",
+        "cuda": "triptych.kernels.codec.gpu:append_tokens",
+    },
+)
+
 transcode = Op(
     name="transcode",
     spec=reference.transcode,

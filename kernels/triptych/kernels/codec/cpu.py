@@ -1,6 +1,7 @@
 """The codec on the CPU: checks and addresses here, numba in ``driver``."""
 
 from functools import cache
+from struct import Struct
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from triptych.kernels.compiled import team_address, team_threads
 from triptych.kernels.floats import KINDS
 from triptych.kernels.pages import (
     Section,
+    check_append,
     check_arena,
     check_indices,
     check_moves,
@@ -50,12 +52,55 @@ def store_tokens(
         key.shape[1],
         *key.stride()[:2],
         *value.stride()[:2],
-        pages.data_ptr(),
-        rows.data_ptr(),
         positions.data_ptr(),
         0 if scores is None else scores.data_ptr(),
+        pages.data_ptr(),
+        rows.data_ptr(),
     )
     _run(job, driver.store.address, "store_tokens")
+
+
+def append_tokens(
+    arena: Tensor,
+    section: Section,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    positions: Tensor,
+) -> None:
+    """See ``reference.append_tokens``."""
+    pages, table = section.known(lambda: _append_words(arena, section), arena, append_tokens)
+    rows, heads = check_append(section, key, value, slots, places, positions)
+    if key.dtype not in (torch.float32, torch.bfloat16) or value.dtype != key.dtype:
+        raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
+    key, value = _dense(key), _dense(value)
+    slots, places, positions = slots.contiguous(), places.contiguous(), positions.contiguous()
+    job = np.empty(driver.APPEND_WORDS, np.int64)
+    APPEND_JOB.pack_into(
+        job.data,
+        0,
+        0,
+        0,
+        rows * heads,
+        *pages,
+        key.data_ptr(),
+        value.data_ptr(),
+        KINDS[key.dtype],
+        heads,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        positions.data_ptr(),
+        0,
+        *table,
+        slots.data_ptr(),
+        places.data_ptr(),
+    )
+    _run(job, driver.append.address, "append_tokens")
+
+
+APPEND_JOB = Struct(f"{driver.APPEND_WORDS}q")
+"""Packed by this, since an array of Python's numbers takes as long as storing a few tokens."""
 
 
 def transcode(
@@ -166,6 +211,17 @@ def way_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
         _way(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
         _way(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
     )
+
+
+Words = tuple[int, ...]
+
+
+def _append_words(arena: Tensor, section: Section) -> tuple[Words, Words]:
+    """What a job of ``append_tokens`` says of pages, and of their table."""
+    layout = section.layout
+    check_arena(arena, layout)
+    shared = arena.data_ptr(), *arena.shape, layout.head_dim
+    return (*shared, *form_words(layout)), _table_words(section)
 
 
 def _move_words(arena: Tensor, source: Section, target: Section) -> tuple[int, ...]:

@@ -23,10 +23,15 @@ STORE_FORM = SHARED_WORDS
 KEY, VALUE, KIND, KV_HEADS, TOKEN_STRIDE, HEAD_STRIDE, VALUE_TOKEN_STRIDE = range(
     STORE_FORM + FORM_WORDS, STORE_FORM + FORM_WORDS + 7
 )
-VALUE_HEAD_STRIDE, PAGES, ROWS, POSITIONS, SCORES = range(
-    VALUE_TOKEN_STRIDE + 1, VALUE_TOKEN_STRIDE + 6
-)
-STORE_WORDS = SCORES + 1
+VALUE_HEAD_STRIDE, POSITIONS, SCORES = range(VALUE_TOKEN_STRIDE + 1, VALUE_TOKEN_STRIDE + 4)
+PAGES, ROWS = range(SCORES + 1, SCORES + 3)
+STORE_WORDS = ROWS + 1
+
+TABLE_WORDS = 6
+"""Address of the first page id, strides of slots, heads and ids, and how many slots and ids."""
+APPEND_TABLE = SCORES + 1
+APPEND_SLOTS, APPEND_PLACES = range(APPEND_TABLE + TABLE_WORDS, APPEND_TABLE + TABLE_WORDS + 2)
+APPEND_WORDS = APPEND_PLACES + 1
 
 SOURCE_FORM = SHARED_WORDS
 TARGET_FORM = SOURCE_FORM + FORM_WORDS
@@ -35,8 +40,6 @@ WAY_WORDS = VALUE_WAY + 1
 SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(WAY_WORDS, WAY_WORDS + 4)
 TRANSCODE_WORDS = TARGET_ROWS + 1
 
-TABLE_WORDS = 6
-"""Address of the first page id, strides of slots, heads and ids, and how many slots and ids."""
 SOURCE_TABLE = WAY_WORDS
 TARGET_TABLE = SOURCE_TABLE + TABLE_WORDS
 SLOTS, HEADS, MOST, RUN, RUNS, AT_ONCE = range(
@@ -82,6 +85,40 @@ def _word(address, index):
     return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)
 
 
+@kernel
+def _page_in(table, slot, head, place, room):
+    """The page that a head row has for the token at a place, or -1, and its row there."""
+    address, slot_stride, head_stride, stride, slots, width = table
+    column = place // np.int32(room)
+    row = place - column * np.int32(room)
+    if not (0 <= slot < slots and 0 <= column < width):
+        return np.int32(-1), row
+    return _word(address, slot * slot_stride + head * head_stride + column * stride)[0], row
+
+
+@kernel
+def _table(words):
+    return words[0], words[1], words[2], words[3], words[4], words[5]
+
+
+@kernel
+def _store(job, form, page_id, row, token, head, codes, numbers):
+    """Encode one head of a token into a cell, unless there is none such; but for the score."""
+    if not _is_cell(job, form, page_id, row):
+        job[BAD] = 1
+        return
+    page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
+    offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
+    read_floats(job[KEY], job[KIND], offset, numbers)
+    encode(numbers, form.keys, page, row, codes)
+    offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
+    read_floats(job[VALUE], job[KIND], offset, numbers)
+    encode(numbers, form.values, page, row, codes)
+    _word(page + form.positions, row)[0] = _word(job[POSITIONS], token)[0]
+    score = _word(page + form.scores, row)
+    score[0] = _word(job[SCORES], token * job[KV_HEADS] + head)[0] if job[SCORES] else 0
+
+
 @team_body
 def store(address):
     job = carray(pointer(address), STORE_WORDS, np.int64)
@@ -97,20 +134,27 @@ def store(address):
         for cell in range(start, min(cells, start + CHUNK)):
             if pages[cell] == -1:
                 continue
-            if not _is_cell(job, form, pages[cell], rows[cell]):
-                job[BAD] = 1
-                continue
-            page, row = job[ARENA] + np.int64(pages[cell]) * job[PAGE_BYTES], rows[cell]
             token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
-            offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
-            read_floats(job[KEY], job[KIND], offset, numbers)
-            encode(numbers, form.keys, page, row, codes)
-            offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
-            read_floats(job[VALUE], job[KIND], offset, numbers)
-            encode(numbers, form.values, page, row, codes)
-            _word(page + form.positions, row)[0] = _word(job[POSITIONS], token)[0]
-            score = _word(page + form.scores, row)
-            score[0] = _word(job[SCORES], cell)[0] if job[SCORES] else 0
+            _store(job, form, pages[cell], rows[cell], token, head, codes, numbers)
+
+
+@team_body
+def append(address):
+    job = carray(pointer(address), APPEND_WORDS, np.int64)
+    form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
+    table = _table(job[APPEND_TABLE : APPEND_TABLE + TABLE_WORDS])
+    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    cells = job[ITEMS]
+    while True:
+        start = fetch_add(address, CHUNK)
+        if start >= cells:
+            break
+        for cell in range(start, min(cells, start + CHUNK)):
+            token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
+            slot = np.int64(_word(job[APPEND_SLOTS], token)[0])
+            place = _word(job[APPEND_PLACES], token)[0]
+            page, row = _page_in(table, slot, head, place, form.tokens)
+            _store(job, form, page, row, token, head, codes, numbers)
 
 
 @kernel
@@ -147,22 +191,6 @@ def transcode(address):
                 job, source, source_pages[cell], source_rows[cell], target, target_pages[cell],
                 target_rows[cell], codes, numbers,
             )  # fmt: skip
-
-
-@kernel
-def _page_in(table, slot, head, place, room):
-    """The page that a head row has for the token at a place, or -1, and its row there."""
-    address, slot_stride, head_stride, stride, slots, width = table
-    column = place // np.int32(room)
-    row = place - column * np.int32(room)
-    if not (0 <= slot < slots and 0 <= column < width):
-        return np.int32(-1), row
-    return _word(address, slot * slot_stride + head * head_stride + column * stride)[0], row
-
-
-@kernel
-def _table(words):
-    return words[0], words[1], words[2], words[3], words[4], words[5]
 
 
 @team_body

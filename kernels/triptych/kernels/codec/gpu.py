@@ -8,6 +8,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec.gpu_cells import (
+    append_cells,
     load_cells,
     move_cells,
     store_cells,
@@ -22,7 +23,13 @@ from triptych.kernels.launch import (
     dense,
     power_of_two,
 )
-from triptych.kernels.pages import Section, check_arena, check_indices, check_moves
+from triptych.kernels.pages import (
+    Section,
+    check_append,
+    check_arena,
+    check_indices,
+    check_moves,
+)
 
 COPY, NARROW, REQUANTIZE = range(3)
 BLOCK_NUMBERS = 4096
@@ -72,6 +79,50 @@ def plan_store(
     )  # fmt: skip
     constants = {"FORM": form_of(layout), "BLOCK": block, "KV_HEADS": key.shape[1]}
     return [Launch(store_cells, (-(-cells // block),), arguments, constants)]
+
+
+def append_tokens(
+    arena: Tensor,
+    section: Section,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    positions: Tensor,
+) -> None:
+    """See ``reference.append_tokens``; a place that there is not is skipped."""
+    for launch in plan_append(arena, section, key, value, slots, places, positions):
+        launch.run()
+
+
+def plan_append(
+    arena: Tensor,
+    section: Section,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    positions: Tensor,
+) -> list[Launch]:
+    """The launch of one call."""
+    check_arena(arena, section.layout)
+    rows, heads = check_append(section, key, value, slots, places, positions)
+    check_device("append_tokens", arena, section.pages, key, value, slots, places, positions)
+    if key.dtype not in VECTOR_TYPES or value.dtype != key.dtype:
+        raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
+    key, value = dense(key), dense(value)
+    cells, block = rows * heads, _block(section.layout.head_dim)
+    arguments = (
+        arena, arena.shape[0], key, value, slots.contiguous(), places.contiguous(),
+        positions.contiguous(), cells, _table(section), *key.stride()[:2], *value.stride()[:2],
+    )  # fmt: skip
+    constants = {
+        "FORM": form_of(section.layout),
+        "BACKWARD": section.backward,
+        "BLOCK": block,
+        "KV_HEADS": heads,
+    }
+    return [Launch(append_cells, (-(-cells // block),), arguments, constants)]
 
 
 def transcode(

@@ -25,15 +25,45 @@ def store_cells(
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     page, row, live = named_cells(arena, page_count, pages, rows, cell, cells, FORM)
     token, head = cell // KV_HEADS, cell % KV_HEADS
+    score = tl.full([BLOCK], 0.0, tl.float32)
+    if scores is not None:
+        score = tl.load(scores + cell, mask=live, other=0.0)
+    write_tokens(
+        page, row, live, key, value, token, head, positions, score,
+        key_token, key_head, value_token, value_head, FORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def append_cells(
+    arena, page_count, key, value, slots, places, positions, cells, table,
+    key_token, key_head, value_token, value_head,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Encode a block of cells at places of head rows; cell ``request * KV_HEADS + head``."""
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, head = cell // KV_HEADS, cell % KV_HEADS
+    slot = tl.load(slots + token, mask=cell < cells, other=-1)
+    place = tl.load(places + token, mask=cell < cells, other=-1)
+    page, row, live = placed_cells(arena, page_count, table, slot, head, place, FORM, BACKWARD)
+    write_tokens(
+        page, row, live, key, value, token, head, positions, tl.full([BLOCK], 0.0, tl.float32),
+        key_token, key_head, value_token, value_head, FORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_tokens(
+    page, row, live, key, value, token, head, positions, score,
+    key_token, key_head, value_token, value_head, FORM: tl.constexpr,
+):  # fmt: skip
+    """Keys, values, positions and scores of a block of cells."""
     at = key + token.to(tl.int64) * key_token + head.to(tl.int64) * key_head
     quantize(at, row, page, row, live, None, FORM, True)
     at = value + token.to(tl.int64) * value_token + head.to(tl.int64) * value_head
     quantize(at, row, page, row, live, None, FORM, False)
     position = tl.load(positions + token, mask=live, other=0)
     tl.store((page + FORM.positions).to(tl.pointer_type(tl.int32)) + row, position, mask=live)
-    score = tl.full([BLOCK], 0.0, tl.float32)
-    if scores is not None:
-        score = tl.load(scores + cell, mask=live, other=0.0)
     tl.store((page + FORM.scores).to(tl.pointer_type(tl.float32)) + row, score, mask=live)
 
 

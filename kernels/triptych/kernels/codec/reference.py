@@ -39,6 +39,29 @@ def store_tokens(
         into.scores[at] = scores[wanted]
 
 
+def append_tokens(
+    arena: Tensor,
+    section: Section,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    positions: Tensor,
+) -> None:
+    """Encode one token of each of some slots at a place of its head rows, score 0.
+
+    A place is an index into the tokens of a head row, as its page table lists them: all rows of a
+    slot are equally long. Neither tables nor their counts are written.
+
+    Shapes:  arena [P, page_bytes]; key, value [R, KH, d]; slots, places, positions [R]
+    Dtypes:  arena uint8; key, value float32 or bfloat16; indices int32
+    """
+    head = torch.arange(key.shape[1], device=key.device)[None]
+    pages, rows = _cells_of(section, slots.long()[:, None], head, places[:, None])
+    rows = rows.expand_as(pages)
+    store_tokens(arena, section.layout, key, value, pages, rows, positions)
+
+
 def transcode(
     arena: Tensor,
     source_layout: PageLayout,

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.moves import random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import load_tokens, move_tokens, store_tokens, transcode
+from triptych.kernels import append_tokens, load_tokens, move_tokens, store_tokens, transcode
 
 TOKENS, HEADS = 37, 2
 WAYS = [(64, "token", name) for name in FORMATS] + [
@@ -97,6 +97,24 @@ def test_moving_tokens_writes_the_bytes_of_the_reference(
     move_tokens.on("reference")(want, moves.source, moves.target, *where)
     sections = device.section(moves.source), device.section(moves.target)
     move_tokens.on("cuda")(got, *sections, *device.take(*where))
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_appending_writes_the_bytes_of_the_reference(
+    name: str, dtype: torch.dtype, device: Any
+) -> None:
+    moves = random_moves("fp16", name, 64)
+    slots, want = moves.slots, moves.arena.clone()
+    (got,) = device.take(want.clone())
+    places = torch.randint(0, 3 * moves.target.layout.tokens, slots.shape, dtype=torch.int32)
+    places[1] = -1
+    wide = torch.randn(len(slots), HEADS, 128).to(dtype)
+    given = (wide[..., :64], wide[..., 64:], slots, places, places + 7)
+    some = torch.tensor([0, 2])
+    append_tokens.on("reference")(want, moves.target, *(each[some] for each in given))
+    append_tokens.on("cuda")(got, device.section(moves.target), *device.take(*given))
     assert torch.equal(got.cpu(), want)
 
 

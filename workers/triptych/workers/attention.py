@@ -1,5 +1,7 @@
 """The attention of a decode step, over pages as they are."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -60,6 +62,7 @@ class PageAttention:
             self._choice = selector.step(slots, positions, self._scored)
         if prefetcher is not None:
             prefetcher.begin_step()
+        self._due: _Part | None = None
 
     def __call__(
         self,
@@ -75,9 +78,11 @@ class PageAttention:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
         sections = self._sections.of_layer[layer]
-        scored = self._left(self._scored, layer)
+        if layer == 0 or self._begun is not None:
+            self._due = self._part(self._left(self._scored, layer))
+        due = self._due
         lse = None
-        if len(scored):
+        if due is not None:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         choice = self._choice
         lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
@@ -95,14 +100,14 @@ class PageAttention:
             lse=lse,
             lists=lists,
         )
-        if lse is not None:
-            self._score(layer, scored, query, lse, scale=scale, window=window, softcap=softcap)
+        if due is not None and lse is not None:
+            self._score(layer, due, query, lse, scale=scale, window=window, softcap=softcap)
         return mixed.to(query.dtype)
 
     def _score(
         self,
         layer: int,
-        scored: Ids64,
+        due: "_Part",
         query: Tensor,
         lse: Tensor,
         *,
@@ -114,24 +119,24 @@ class PageAttention:
 
         A worker that dies in between has this layer's scores of this step count twice.
         """
-        at, memory, slots = self._memory.device.put(scored), self._memory, self._ids[scored]
+        memory = self._memory
         score_tokens(
-            query[at],
+            query[due.at],
             memory.near,
             self._sections.of_layer[layer][: len(self._tables)],
-            self._slots[at],
-            lse[at],
+            due.slots,
+            lse[due.at],
             scale=scale,
             window=window,
             softcap=softcap,
-            positions=self._positions[at],
+            positions=due.positions,
             weight=float(self._score_every),
         )
         if memory.is_copied:
             for table in self._tables:
-                memory.save_scores(table.layout, table.pages_of(layer, slots))
+                memory.save_scores(table.layout, table.pages_of(layer, due.ids))
         memory.device.wait()
-        self._progress[slots] = self._before[scored] + layer + 1
+        self._progress[due.ids] = due.before + layer + 1
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         slots, places, positions = self._slots, self._places, self._positions
@@ -143,6 +148,27 @@ class PageAttention:
         for arena in self._memory.arenas:
             append_tokens(arena, raw, key, value, slots, places, positions)
 
+    def _part(self, requests: Ids64) -> "_Part | None":
+        """What all layers ask of some requests; None: of nobody."""
+        if not len(requests):
+            return None
+        at, ids = self._memory.device.put(requests), self._ids[requests]
+        return _Part(at, ids, self._slots[at], self._positions[at], self._before[requests])
+
     def _left(self, requests: Ids64, layer: int) -> Ids64:
         """Those of the requests for which this layer is still to be done."""
         return requests if self._begun is None else requests[self._begun[requests] <= layer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Requests of a step whose tokens are given scores."""
+
+    at: Tensor
+    """Where they are in the batch."""
+    ids: Ids
+    """Their slots, on the host, and where the kernels run."""
+    slots: Tensor
+    positions: Tensor
+    before: Ids64
+    """Layers whose scores were added before this step."""

@@ -21,6 +21,8 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from triptych.kernels.simd import POINTER, Emitter
+
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile on first use, without the GIL; later processes load the machine code."""
@@ -168,13 +170,7 @@ def prefetch(typing_context, address):
     """Ask for the cache line at ``address``; any address is harmless."""
 
     def emit(context, builder, signature, arguments):
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), (byte, number, number, number))
-        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-            builder.module, kind, "llvm.prefetch.p0"
-        )
-        at = builder.inttoptr(arguments[0], byte)
-        builder.call(function, [at, number(0), number(3), number(1)])
+        Emitter(builder).prefetch(builder.inttoptr(arguments[0], POINTER))
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

@@ -143,6 +143,7 @@ class WorkerPool:
                 pages = max(short, self._registered.extent_pages)
                 with self._certain():
                     granted = self._calls.grant(self._id, pages, at_least=short)
+                # A pool in one process grants just what is asked for: most grants end here.
                 if granted.size == count and not len(self._stock):
                     return self._stock.take_granted(granted)
                 self._stock.add(granted)

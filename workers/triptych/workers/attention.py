@@ -1,6 +1,7 @@
 """The attention of a decode step, over pages as they are."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -62,7 +63,6 @@ class PageAttention:
             self._choice = selector.step(slots, positions, self._scored)
         if prefetcher is not None:
             prefetcher.begin_step()
-        self._due: _Part | None = None
 
     def __call__(
         self,
@@ -78,9 +78,7 @@ class PageAttention:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
         sections = self._sections.of_layer[layer]
-        if layer == 0 or self._begun is not None:
-            self._due = self._part(self._left(self._scored, layer))
-        due = self._due
+        due = self._due if self._begun is None else self._part(self._left(self._scored, layer))
         lse = None
         if due is not None:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -107,7 +105,7 @@ class PageAttention:
     def _score(
         self,
         layer: int,
-        due: "_Part",
+        due: "_Scored",
         query: Tensor,
         lse: Tensor,
         *,
@@ -148,12 +146,17 @@ class PageAttention:
         for arena in self._memory.arenas:
             append_tokens(arena, raw, key, value, slots, places, positions)
 
-    def _part(self, requests: Ids64) -> "_Part | None":
-        """What all layers ask of some requests; None: of nobody."""
+    @cached_property
+    def _due(self) -> "_Scored | None":
+        """Those for whom scores are due, asked by each layer of a step that was not cut short."""
+        return self._part(self._scored)
+
+    def _part(self, requests: Ids64) -> "_Scored | None":
+        """What a layer asks of some requests; None: of nobody."""
         if not len(requests):
             return None
         at, ids = self._memory.device.put(requests), self._ids[requests]
-        return _Part(at, ids, self._slots[at], self._positions[at], self._before[requests])
+        return _Scored(at, ids, self._slots[at], self._positions[at], self._before[requests])
 
     def _left(self, requests: Ids64, layer: int) -> Ids64:
         """Those of the requests for which this layer is still to be done."""
@@ -161,7 +164,7 @@ class PageAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Scored:
     """Requests of a step whose tokens are given scores."""
 
     at: Tensor

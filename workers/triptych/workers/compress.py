@@ -16,7 +16,6 @@ from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import Claim, KVHandle
-from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -329,11 +328,12 @@ class CompressEngine:
     def _encode_class(self, part: Part, plan: ClassPlan, ids: Ids) -> None:
         """Write the tokens of a class into its pages, given in row order."""
         raw, put, rows = self.plan.raw, self.device.put, len(part.raw)
-        full: Ids = np.full(rows, part.raw.shape[1] * raw.tokens, np.int32)
+        full: Ids = np.full((rows, 1), part.raw.shape[1] * raw.tokens, np.int32)
+        table = plan.table(ids)
         move_tokens(
             self._memory.near,
-            _section(raw, put(part.raw), put(full)),
-            _section(plan.layout, put(plan.table(ids)), put(plan.counts)),
+            Section(raw, put(part.raw[:, None]), put(full)),
+            Section(plan.layout, put(table.pages[:, 0]), put(table.tokens[:, 0])),
             put(np.arange(rows, dtype=np.int32)),
             plan.tokens.expand(rows, 1, -1),
             plan.places[:, None],
@@ -375,11 +375,6 @@ class CompressEngine:
         fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
         handle = make_handle(claim, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
-
-
-def _section(layout: PageLayout, pages: Tensor, tokens: Tensor) -> Section:
-    """Head rows of all layers as slots with one KV head each."""
-    return Section(layout, pages[:, None], tokens[:, None])
 
 
 def rows_of(handle: KVHandle) -> int:

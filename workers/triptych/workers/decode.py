@@ -103,7 +103,9 @@ class DecodeEngine:
             self.prefixes, self._shared, self._sections.tables, self.keep_answers
         )
 
-    def _window_of(self, journal: Journal, memory: PageMemory, sections: Sections) -> Window | None:
+    def _window_of(
+        self, journal: Journal, memory: PageMemory, sections: Sections | None = None
+    ) -> Window | None:
         """None if raw pages are the final ones."""
         return Window(memory, journal, sections) if self.plan.compresses else None
 
@@ -360,7 +362,7 @@ class DecodeEngine:
         journal.forget(name)
         claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
         # What it left is in the arena; it comes near once it is whole.
-        window = self._window_of(left, self._shared, Sections(left.sections, self.device))
+        window = self._window_of(left, self._shared)
         emptied = window.finish(at) if window else NO_PAGES
         # The first spare pages are the next ones that the rows get, in this order.
         spare = np.concatenate([begun, emptied])

@@ -13,6 +13,7 @@ from triptych.core.layout import PageLayout
 from triptych.core.messages import Layers, LayersEncoded, Prefix, Send
 from triptych.workers.handles import Run, pages_of
 from triptych.workers.prefixes import SharedPrefix
+from triptych.workers.rows import SectionTable
 
 Ids = NDArray[np.int32]
 
@@ -35,12 +36,12 @@ class ClassPlan:
         """Pages of each head row."""
         return pages_of(self.counts, self.layout)
 
-    def table(self, ids: Ids) -> Ids:
-        """Pages in row order as [head rows, most pages of one]; 0 where a row has fewer."""
-        pages = self.pages
-        table: Ids = np.zeros((len(pages), pages.max(initial=0)), np.int32)
-        columns: Ids = np.arange(table.shape[1], dtype=np.int32)
-        table[np.less(columns, pages[:, None])] = ids
+    def table(self, ids: Ids) -> SectionTable:
+        """Pages in row order, each head row as a layer of its own: with one slot and KV head."""
+        rows, width = len(self.counts), self.pages.max(initial=0)
+        tokens: Ids = np.zeros((rows, 1, 1), np.int32)
+        table = SectionTable(self.layout, np.zeros((rows, 1, 1, width), np.int32), tokens)
+        table.fill(0, self.counts, ids)
         return table
 
 

@@ -6,6 +6,7 @@ high, and less significant ones step down for them (``plan_retirement``).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -44,23 +45,33 @@ RAW, HIGH, LOW = range(3)
 class Window:
     """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
 
-    def __init__(self, memory: PageMemory, journal: Journal, sections: Sections) -> None:
-        """``sections``: the journal's tables as kernels see them."""
+    def __init__(
+        self, memory: PageMemory, journal: Journal, sections: Sections | None = None
+    ) -> None:
+        """``sections``: the journal's tables as kernels see them; None: made if they are needed."""
         self.memory, self.plan, self.moving = memory, journal.plan, journal.retirements
-        self.sections = sections
+        self._journal, self._given = journal, sections
         self.raw, self.high, *low = journal.tables
         self.low = low[0] if low else None
         self.class_tokens = journal.class_cells.tokens
         self._full_tokens = self.plan.full_raw_tokens
-        layers, slots, kv_heads = self.raw.tokens.shape
+        layers, slots, _ = self.raw.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
         """What slots of a layer are called in sections of every layer."""
-        first, room = self.plan.sink_tokens, self.raw.layout.tokens
-        page = torch.arange(first, first + room, dtype=torch.int32, device=memory.device.name)
-        self._page_places = [
-            page.expand(layers * requests, kv_heads, room) for requests in range(slots + 1)
-        ]
+
+    @cached_property
+    def sections(self) -> Sections:
+        """The tables as kernels see them."""
+        return self._given or Sections(self._journal.sections, self.memory.device)
+
+    @cached_property
+    def _page_places(self) -> list[Tensor]:
         """For so many requests, the places in raw of the tokens behind those of the sink."""
+        layers, slots, kv_heads = self.raw.tokens.shape
+        first, room = self.plan.sink_tokens, self.raw.layout.tokens
+        there = self.memory.device.name
+        page = torch.arange(first, first + room, dtype=torch.int32, device=there)
+        return [page.expand(layers * requests, kv_heads, room) for requests in range(slots + 1)]
 
     def is_full(self, slot: int) -> bool:
         """Whether a raw page of a slot is to leave: never is there more than one."""

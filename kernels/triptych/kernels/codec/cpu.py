@@ -76,10 +76,7 @@ def append_tokens(
         raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value = _dense(key), _dense(value)
     slots, places, positions = slots.contiguous(), places.contiguous(), positions.contiguous()
-    job = np.empty(driver.APPEND_WORDS, np.int64)
-    APPEND_JOB.pack_into(
-        job.data,
-        0,
+    job = _packed(
         0,
         0,
         rows * heads,
@@ -97,10 +94,6 @@ def append_tokens(
         places.data_ptr(),
     )
     _run(job, driver.append.address, "append_tokens")
-
-
-APPEND_JOB = Struct(f"{driver.APPEND_WORDS}q")
-"""Packed by this, since an array of Python's numbers takes as long as storing a few tokens."""
 
 
 def transcode(
@@ -258,8 +251,19 @@ def _dense(vectors: Tensor) -> Tensor:
 
 
 def _job(arena: Tensor, head_dim: int, items: int, *words: int) -> np.ndarray:
-    shared = (0, 0, items, arena.data_ptr(), *arena.shape, head_dim)
-    return np.array(shared + words, np.int64)
+    return _packed(0, 0, items, arena.data_ptr(), *arena.shape, head_dim, *words)
+
+
+def _packed(*words: int) -> np.ndarray:
+    """Words of a job; an array of Python's numbers would take as long as storing a few tokens."""
+    job = np.empty(len(words), np.int64)
+    _struct(len(words)).pack_into(job.data, 0, *words)
+    return job
+
+
+@cache
+def _struct(words: int) -> Struct:
+    return Struct(f"{words}q")
 
 
 def _run(job: np.ndarray, body: int, name: str, alone: int = driver.CHUNK) -> None:

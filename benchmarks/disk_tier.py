@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from rates import Rate, rates, timed
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB
-from triptych.kvpool.disk import DiskTier
-from triptych.kvpool.diskobject import PART_BYTES, READ_PARTS, ObjectMeta, Pages, page_runs
+from triptych.kvpool.disk.block_file import PART_BYTES, READ_PARTS, ObjectMeta, Pages, page_runs
+from triptych.kvpool.disk.store import DiskTier
+from triptych.loadgen.report.host import host_info
 
 PAGE_BYTES = 3584
 CHUNK_BYTES = PART_BYTES * READ_PARTS

@@ -19,12 +19,12 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Sampling
-from triptych.router.chunks import Chunks
+from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
+from triptych.workers.prefill.chunk_scheduler import Chunks
 
 VOCAB = 49_152
 ANSWER_TOKENS = 2

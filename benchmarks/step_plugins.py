@@ -24,22 +24,22 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling, Send, Switch
-from triptych.workers.decode import DecodeEngine
+from triptych.evals.data.texts import documents
+from triptych.evals.metrics.fidelity import compare, summarize
+from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.local import LocalServer
 from triptych.workers.loop import Work
-from triptych.workers.models import resolve
-from triptych.workers.models.exits import Leaving
+from triptych.workers.models.early_exit import Leaving
 from triptych.workers.models.pretrained import read_tokenizer
-from triptych.workers.quality.metrics import compare, summarize
-from triptych.workers.quality.texts import documents
-from triptych.workers.sampling import Drawn, SamplerRow, sample
+from triptych.workers.models.store.model_store import resolve
+from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
 from triptych.workers.stage import Engine
-from triptych.workers.steps.entropy import entropy
-from triptych.workers.teacher import Script, Teacher
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -14,13 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from triptych.cli import diagnosis
+from triptych.cli.checks import diagnosis
 from triptych.cli.config import Setting, all_settings
 from triptych.core import errors
 from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
 from triptych.core.plugins import COMPRESSION_POLICIES
-from triptych.deployments.rpc.service import CODES
+from triptych.deployments.grpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
 from triptych.workers.plugins import STEP_PLUGINS
@@ -33,7 +33,7 @@ DOCUMENTS = (
     "docs/troubleshooting.md",
     "docs/extending.md",
 )
-PARTS = ("core", "kernels", "kvpool", "router", "workers")
+PARTS = ("core", "kernels", "kvpool", "router", "workers", "simulator", "evals")
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SOURCE = re.compile(r"Source:\s+(.+?)(?=\n\s*\n|\n\s*[A-Z]\w+:\s|\Z)", re.DOTALL)
 

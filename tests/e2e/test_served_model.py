@@ -23,13 +23,13 @@ from tests.e2e.conftest import free_port
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.deployments.app import check_gpus
-from triptych.deployments.rpc.triptych_pb2 import (
+from triptych.deployments.grpc.triptych_pb2 import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     ListModelsRequest,
 )
-from triptych.deployments.rpc.triptych_pb2_grpc import TriptychStub
+from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 
 pytestmark = pytest.mark.e2e
 

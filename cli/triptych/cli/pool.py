@@ -13,11 +13,11 @@ from rich.table import Table
 from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.core.config import MIB, NetworkConfig
 from triptych.core.errors import ConfigError
-from triptych.deployments.rundir import pool_sockets
-from triptych.kvpool.access import Access
-from triptych.kvpool.ledger import Ledger
-from triptych.kvpool.remote import RemotePool
-from triptych.kvpool.wire import FrameChannel
+from triptych.deployments.transport.run_dir import pool_sockets
+from triptych.kvpool.pool.stats import Ledger
+from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.channel import FrameChannel
+from triptych.kvpool.rpc.stub import RemotePool
 
 app = typer.Typer(help="Look into the page pool of a running server.", no_args_is_help=True)
 

@@ -13,27 +13,28 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
-from triptych.core.cells import cell_of
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
-from triptych.deployments.everynode import alive_nodes, on_every_node
+from triptych.core.shards import cell_of
+from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
-from triptych.deployments.ingress import IngressShell
-from triptych.deployments.placement import sliver, wait_for_homes
-from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import PoolShell
-from triptych.deployments.router import RouterShell
-from triptych.deployments.rundir import new_run_dir
-from triptych.deployments.worker import WorkerShell
+from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
+from triptych.deployments.placement.nodes import sliver, wait_for_homes
+from triptych.deployments.replicas.ingress import IngressShell
+from triptych.deployments.replicas.pool import PoolShell
+from triptych.deployments.replicas.router import RouterShell
+from triptych.deployments.replicas.worker import WorkerShell
+from triptych.deployments.transport.run_dir import new_run_dir
 from triptych.kvpool import Access
 from triptych.router import check_policies
-from triptych.workers.build import actor_config, context_tokens
-from triptych.workers.models import describe, resolve
-from triptych.workers.profiles import find_profile
-from triptych.workers.steps import offers_of
-from triptych.workers.tokenizer import open_tokenizer
+from triptych.workers.decode.plugins import offers_of
+from triptych.workers.factory import actor_config, context_tokens
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
+from triptych.workers.models.tokenizer import open_tokenizer
 
 UNLIMITED = 1_000_000
 """The router queues and refuses; Serve must not do it a second time, by count."""
@@ -185,7 +186,7 @@ def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
 
 LOOK_BACK_S = 15.0
 """Over how long what the copies were told is averaged; more than the 10 s between two reports."""
-POLICY = "triptych.deployments.autoscaling:policy"
+POLICY = "triptych.deployments.placement.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
 """OpenMP threads spin for milliseconds before they sleep; how many, the processor's pause decides.
 

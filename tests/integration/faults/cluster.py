@@ -29,16 +29,16 @@ from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolError
 from triptych.core.messages import Failed, Request, Send, Suspend
-from triptych.deployments import rundir
 from triptych.deployments.app import make_plan
-from triptych.deployments.ingress import RouterEngine
-from triptych.deployments.plan import AppPlan
-from triptych.deployments.router import RouterShell
-from triptych.deployments.worker import WorkerShell
+from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.replicas.ingress import RouterEngine
+from triptych.deployments.replicas.router import RouterShell
+from triptych.deployments.replicas.worker import WorkerShell
+from triptych.deployments.transport import run_dir
 from triptych.kvpool import Ledger, PoolServer, PrefixSettings
 from triptych.router import Coordinator
-from triptych.router.balance import can_move
-from triptych.router.state import State
+from triptych.router.passes.migration import can_move
+from triptych.router.state.request_table import State
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
 WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", "heir")}
@@ -125,7 +125,7 @@ class Cluster:
         finally:
             await self.engine.stop()
             await asyncio.to_thread(self._stop, "router", "pool")
-            rundir.remove_orphans()
+            run_dir.remove_orphans()
 
     async def answer(self, request: Request, salt: str = "", session: str = "") -> Answer:
         """One client's request, from submission to its end.
@@ -252,8 +252,8 @@ def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int) -> None:
 
 
 def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
-    rundir.remove_orphans()
-    place = rundir.RunDir.enter(plan.run_dir)
+    run_dir.remove_orphans()
+    place = run_dir.RunDir.enter(plan.run_dir)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
     server = PoolServer(
         plan.config.pool, plan.pages.page_bytes, address=plan.pool_address, prefixes=prefixes

@@ -6,18 +6,18 @@ from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.deployments.worker import WorkerShell
-from triptych.kvpool.locked import LockedPool
-from triptych.kvpool.remote import RemotePool
+from triptych.deployments.replicas.worker import WorkerShell
+from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.stub import RemotePool
 from triptych.router import Coordinator
-from triptych.workers import compress
-from triptych.workers.answered import AnswerKeeper, StoredTokens
-from triptych.workers.decode import DecodeEngine
-from triptych.workers.growth import Growth
-from triptych.workers.journal import Journal
-from triptych.workers.prefill import PrefillEngine
-from triptych.workers.rows import SectionTable
-from triptych.workers.window import Window
+from triptych.workers.compress import compress_engine
+from triptych.workers.decode.checkpoint import Journal
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.output_cache import AnswerKeeper, StoredTokens
+from triptych.workers.decode.page_growth import Growth
+from triptych.workers.decode.window import Window
+from triptych.workers.kv.block_table import SectionTable
+from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 EXIT_CODE = 66
 
@@ -33,10 +33,10 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     "compress": {
         "attach": (RemotePool, "attach"),
         "hold what is shared": (RemotePool, "hold_prefix"),
-        "plan": (compress.CompressEngine, "_classes"),
+        "plan": (compress_engine.CompressEngine, "_classes"),
         "get pages": (RemotePool, "grant"),
         "publish the prefix": (RemotePool, "publish_prefix"),
-        "encode": (compress, "move_tokens"),
+        "encode": (compress_engine, "move_tokens"),
         "commit": (RemotePool, "handoff"),
         "tell": (WorkerShell, "_deliver"),
     },
@@ -98,8 +98,8 @@ PARTS: dict[str, dict[str, tuple[Any, str]]] = {
         "hear that layers are encoded": (PrefillEngine, "_hear_encoded"),
     },
     "compress": {
-        "take layers": (compress.CompressEngine, "_take_layers"),
-        "encode layers": (compress.CompressEngine, "_step_early"),
+        "take layers": (compress_engine.CompressEngine, "_take_layers"),
+        "encode layers": (compress_engine.CompressEngine, "_step_early"),
         "let raw layers go": (RemotePool, "release"),
     },
 }

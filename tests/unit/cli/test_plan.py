@@ -8,13 +8,13 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.unit.cli.conftest import Run
-from triptych.cli.plan import byte_count
-from triptych.cli.sizing import Load, app_plan, fits, sizes
+from triptych.cli.checks.plan import byte_count
+from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
 from triptych.core.config import AppConfig, AutoscalingConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.core.profile import Fidelity, Profile, Settings
-from triptych.router.estimate import ByteModel
+from triptych.router.models.memory_estimate import ByteModel
 
 SMALL = Geometry(layers=30, kv_heads=3, head_dim=64)
 LARGE = Geometry(layers=80, kv_heads=8, head_dim=128)

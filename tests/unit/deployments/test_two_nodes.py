@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import CONTEXT_TOKENS, save_tiny_model
-from tests.unit.deployments.test_network import FakeDirectory
+from tests.unit.deployments.transport.test_network import FakeDirectory
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Request, Sampling, Stage
 from triptych.core.pages import PagePlan
-from triptych.deployments.ingress import RouterEngine
-from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import PoolShell
-from triptych.deployments.router import RouterShell
-from triptych.deployments.routes import Network
-from triptych.deployments.rundir import RunDir
-from triptych.deployments.site import Site
-from triptych.deployments.worker import WorkerShell
+from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.replicas.ingress import RouterEngine
+from triptych.deployments.replicas.pool import PoolShell
+from triptych.deployments.replicas.router import RouterShell
+from triptych.deployments.replicas.worker import WorkerShell
+from triptych.deployments.transport.addressing import Network
+from triptych.deployments.transport.node_context import Site
+from triptych.deployments.transport.run_dir import RunDir
 from triptych.kvpool import Access
 from triptych.workers.local import LocalServer
-from triptych.workers.models import describe
+from triptych.workers.models.facts import describe
 
 pytestmark = pytest.mark.slow
 

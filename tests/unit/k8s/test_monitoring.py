@@ -18,9 +18,9 @@ from tests.unit.k8s.kustomize import Body, render
 from tests.unit.k8s.test_manifests import K8S, pod_templates, rendered, validate
 from triptych.core.messages import Report
 from triptych.deployments.http.metrics import IngressMetrics
-from triptych.deployments.status import Status
+from triptych.deployments.monitoring.status import Status
 from triptych.kvpool import LocalPool
-from triptych.kvpool.ledger import DiskLine
+from triptych.kvpool.pool.stats import DiskLine
 from triptych.router import RouterSnapshot
 
 COMPONENT = K8S / "components" / "monitoring"

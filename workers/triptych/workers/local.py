@@ -44,21 +44,22 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
 from triptych.router import Journeys, Life, Patience, Windows
-from triptych.router.recording import end_recording, open_coordinator
-from triptych.workers.build import (
+from triptych.router.replay import end_recording, open_coordinator
+from triptych.workers.core_scheduler import Turns
+from triptych.workers.decode.plugins import offers_of
+from triptych.workers.device import Device
+from triptych.workers.factory import (
     context_tokens,
     device_of,
     load_brain,
     make_engines,
     prefix_store,
 )
-from triptych.workers.cores import Turns
-from triptych.workers.device import Device
 from triptych.workers.loop import Around, StageLoop
-from triptych.workers.models import describe, resolve
-from triptych.workers.profiles import find_profile
-from triptych.workers.sampling import Draw, sample
-from triptych.workers.steps import offers_of
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
+from triptych.workers.sampling.sampler import Draw, sample
 
 WORKER, CLIENT = "worker", "client"
 

@@ -28,7 +28,7 @@ from triptych.core.messages import (
     Stage,
     Suspend,
 )
-from triptych.workers.cores import Cores
+from triptych.workers.core_scheduler import Cores
 from triptych.workers.stage import Engine, refuse
 
 logger = logging.getLogger(__name__)

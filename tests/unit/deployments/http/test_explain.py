@@ -13,8 +13,8 @@ from tests.unit.deployments.http.conftest import FakeEngine
 from tests.unit.router.driver import request, whole
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Finished
-from triptych.deployments.explain import explained, summary
 from triptych.deployments.http import Intake, ModelCard, create_app
+from triptych.deployments.monitoring.explain import explained, summary
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -12,10 +12,10 @@ from tests.unit.deployments.http.conftest import FakeEngine, make_engine
 from triptych.core.config import IngressConfig
 from triptych.core.errors import RequestError
 from triptych.core.messages import Request, Switch, Tokens
-from triptych.core.switches import Bound, Offer, switches_of
+from triptych.core.plugin_overrides import Bound, Offer, switches_of
+from triptych.deployments.grpc.bodies import body_of
+from triptych.deployments.grpc.triptych_pb2 import CompletionRequest
 from triptych.deployments.http import Intake, ModelCard, create_app
-from triptych.deployments.rpc.bodies import body_of
-from triptych.deployments.rpc.triptych_pb2 import CompletionRequest
 
 OFFERS = (
     Offer(

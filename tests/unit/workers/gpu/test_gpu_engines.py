@@ -13,11 +13,11 @@ from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.kvpool import WorkerPool
-from triptych.workers.decode import DecodeEngine
+from triptych.workers.decode.checkpoint import Journal
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
-from triptych.workers.journal import Journal
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.window import Window
 
 PROMPTS = (3, 40, 90)
 GREEDY = Sampling(temperature=0.0, max_tokens=18, ignore_eos=True, logprobs=2)

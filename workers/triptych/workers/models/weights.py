@@ -49,7 +49,7 @@ def _stored(path: Path) -> Weights:
 
 
 def _through_transformers(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Weights:
-    from triptych.workers.models.stock import (  # noqa: PLC0415 - most models do not need it
+    from triptych.workers.models.hf_model import (  # noqa: PLC0415 - most models do not need it
         StockModel,
     )
 

@@ -30,7 +30,7 @@ from triptych.kvpool import LocalPool
 from triptych.loadgen.report.host import host_info
 from triptych.workers.decode.decode_attention import Ids64
 from triptych.workers.decode.page_selection import Ids, Mask, Selector, StepChoice
-from triptych.workers.factory import load_brain, make_engines
+from triptych.workers.factory import load_model, make_engines
 from triptych.workers.kv.handle_codec import make_handle
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
@@ -111,7 +111,7 @@ def measure(requests: int, prompt: int, answer: int, keep: float, spread: str) -
     plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
     pages = (plan.high.pages(prompt) + plan.raw_pages(prompt) + answer) * plan.geometry.head_rows
     pool = LocalPool(requests * pages, plan.page_bytes)
-    brain = load_brain(config, plan, path, ("decode",))
+    brain = load_model(config, plan, path, ("decode",))
     (engine,) = make_engines(config, plan, brain, pool, ("decode",))
     turns = Turns()
 

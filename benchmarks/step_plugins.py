@@ -26,7 +26,7 @@ from torch import Tensor
 
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
-from triptych.core.messages import Sampling, Send, Switch
+from triptych.core.messages import PluginOverride, Sampling, Send
 from triptych.evals.data.texts import documents
 from triptych.evals.metrics.fidelity import compare, summarize
 from triptych.evals.metrics.teacher_forcing import Script, Teacher
@@ -191,7 +191,9 @@ class Forced:
     """Median time of a decode step."""
 
 
-def forced(config: AppConfig, wish: Switch | None, count: int, context: int, answer: int) -> Forced:
+def forced(
+    config: AppConfig, wish: PluginOverride | None, count: int, context: int, answer: int
+) -> Forced:
     """The same texts with a plug-in, or without any."""
     path = resolve(config.model.name)
     tokenizer = read_tokenizer(path)
@@ -246,7 +248,7 @@ def pruned(
     """Each threshold next to no pruning."""
     plain = forced(config, None, count, context, answer)
     for threshold in thresholds:
-        wish = Switch(plugin="soft_prune", options={"threshold": threshold})
+        wish = PluginOverride(plugin="soft_prune", options={"threshold": threshold})
         found = forced(config, wish, count, context, answer)
         yield Pruned(threshold, *apart(plain, found), round(found.held / plain.held, 4))
 
@@ -265,7 +267,7 @@ def left(config: AppConfig, count: int, context: int, answer: int) -> Iterable[L
 
     for depth, threshold in product(DEPTHS, EXIT_THRESHOLDS):
         seen[:] = [0, 0]
-        wish = Switch(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
+        wish = PluginOverride(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
         with patch.object(Leaving, "staying", counted):
             found = forced(config, wish, count, context, answer)
         share = seen[0] / max(1, seen[1])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from triptych.core.errors import RequestError
-from triptych.core.messages import Switch
+from triptych.core.messages import PluginOverride
 
 Wanted = Mapping[str, bool | Mapping[str, float]]
 """By label: whether it is wanted, or with which options."""
@@ -37,7 +37,7 @@ class Offer:
     """Plug-ins without which it cannot work."""
 
 
-def switches_of(wanted: Wanted, offers: Sequence[Offer]) -> tuple[Switch, ...]:
+def overrides_of(wanted: Wanted, offers: Sequence[Offer]) -> tuple[PluginOverride, ...]:
     """What a request wants, checked against what is offered.
 
     Raises: RequestError naming the plug-in or the option, and what there is instead
@@ -54,13 +54,15 @@ def switches_of(wanted: Wanted, offers: Sequence[Offer]) -> tuple[Switch, ...]:
     return switches
 
 
-def _switch(label: str, value: bool | Mapping[str, float], by_label: Mapping[str, Offer]) -> Switch:
+def _switch(
+    label: str, value: bool | Mapping[str, float], by_label: Mapping[str, Offer]
+) -> PluginOverride:
     where = f"plugins.{label[:64]}"
     if label not in by_label:
         known = ", ".join(sorted(by_label)) or "none"
         raise RequestError(f"no plug-in {label[:64]!r} is configured here (have: {known})", where)
     if isinstance(value, bool):
-        return Switch(plugin=label, on=value)
+        return PluginOverride(plugin=label, on=value)
     bounds = by_label[label].bounds
     for name, number in value.items():
         at = f"{where}.{name[:64]}"
@@ -72,4 +74,6 @@ def _switch(label: str, value: bool | Mapping[str, float], by_label: Mapping[str
             kind = "a whole number" if bound.is_whole else "a number"
             text = f"{at}={number:g}: expected {kind} from {bound.least:g} to {bound.most:g}"
             raise RequestError(text, at)
-    return Switch(plugin=label, options={name: float(number) for name, number in value.items()})
+    return PluginOverride(
+        plugin=label, options={name: float(number) for name, number in value.items()}
+    )

@@ -22,10 +22,10 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
 from triptych.deployments.placement.nodes import sliver, wait_for_homes
-from triptych.deployments.replicas.ingress import IngressShell
-from triptych.deployments.replicas.pool import PoolShell
-from triptych.deployments.replicas.router import RouterShell
-from triptych.deployments.replicas.worker import WorkerShell
+from triptych.deployments.replicas.ingress import IngressReplica
+from triptych.deployments.replicas.pool import PoolReplica
+from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport.run_dir import new_run_dir
 from triptych.kvpool import Access
 from triptych.router import check_policies
@@ -112,7 +112,7 @@ def wire(plans: Sequence[AppPlan]) -> Application:
     workers = [stage for one in plans for stage in _stages(one)]
     pools = [_pools(one) for one in plans]
     return serve.deployment(
-        IngressShell,
+        IngressReplica,
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
         ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
@@ -123,7 +123,7 @@ def wire(plans: Sequence[AppPlan]) -> Application:
 def _router(plan: AppPlan) -> Application:
     here = sliver(plan.config.node_resource)
     return serve.deployment(
-        RouterShell,
+        RouterReplica,
         name=plan.named("Router"),
         ray_actor_options={"num_cpus": 0, "resources": here},
         **INNER,
@@ -134,7 +134,7 @@ def _pools(plan: AppPlan) -> Application:
     """A pool on each node, and if they are several, also on those that join later."""
     where = plan.config.node_resource
     pools = serve.deployment(
-        PoolShell,
+        PoolReplica,
         name=plan.named("Pool"),
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": sliver(where)},
@@ -153,7 +153,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
     actor = actor_config(plan.config, stage)
     names = {"prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
     return serve.deployment(
-        WorkerShell,
+        WorkerReplica,
         name=plan.named(names[stage] if len(members) == 1 else "Worker"),
         **_replicas(plan.config, stage),
         **INNER,

@@ -2,9 +2,9 @@
 
 from triptych.kvpool.disk.tier import DiskSettings
 from triptych.kvpool.pool.arena import Arena
-from triptych.kvpool.pool.page_map import OwnerLine, PageMap
+from triptych.kvpool.pool.page_map import OwnerPages, PageMap
 from triptych.kvpool.pool.page_pool import About
-from triptych.kvpool.pool.stats import DiskLine, Ledger, NetworkLine, PrefixLine, WorkerLine
+from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats, WorkerStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
@@ -18,26 +18,26 @@ __all__ = [
     "About",
     "Access",
     "Arena",
-    "DiskLine",
     "DiskSettings",
+    "DiskStats",
     "Fetcher",
     "FoundPrefix",
     "HoldId",
-    "Ledger",
     "LocalPool",
     "Namespace",
-    "NetworkLine",
-    "OwnerLine",
+    "NetworkStats",
+    "OwnerPages",
     "PageMap",
     "PoolAddress",
     "PoolClient",
     "PoolServer",
+    "PoolStats",
     "PoolWatcher",
-    "PrefixLine",
     "PrefixSettings",
+    "PrefixStats",
     "Publication",
-    "WorkerLine",
     "WorkerPool",
+    "WorkerStats",
     "bracketed",
     "guest_name",
     "is_guest",

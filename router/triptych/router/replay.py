@@ -16,7 +16,7 @@ from triptych.core.errors import ConfigError, MessageError
 from triptych.core.messages import Message, Send, pack, unpack
 from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
-from triptych.router.scheduler import Coordinator, Patience
+from triptych.router.scheduler import Patience, Scheduler
 
 VERSION = 1
 MAX_RECORD_BYTES = 128 << 20
@@ -49,7 +49,7 @@ class Call:
     """Address, name and digest."""
 
 
-class RecordingCoordinator(Coordinator):
+class RecordingScheduler(Scheduler):
     """A coordinator that writes down every call, prompts included, in a file of its user's only."""
 
     def __init__(
@@ -107,21 +107,21 @@ class RecordingCoordinator(Coordinator):
         self._file.write(cast("bytes", msgpack.packb(record)))
 
 
-def open_coordinator(
+def open_scheduler(
     config: RouterConfig, plan: PagePlan, capacity_bytes: int, patience: Patience
-) -> Coordinator:
+) -> Scheduler:
     """A coordinator; if ``router.record`` says so, one that is recorded.
 
     Raises: ConfigError if the recording cannot be written
     """
     if config.record:
-        return RecordingCoordinator(Path(config.record), config, plan, capacity_bytes, patience)
-    return Coordinator(config, plan, capacity_bytes, patience)
+        return RecordingScheduler(Path(config.record), config, plan, capacity_bytes, patience)
+    return Scheduler(config, plan, capacity_bytes, patience)
 
 
-def end_recording(coordinator: Coordinator) -> None:
+def end_recording(coordinator: Scheduler) -> None:
     """Close the file of one that is recorded."""
-    if isinstance(coordinator, RecordingCoordinator):
+    if isinstance(coordinator, RecordingScheduler):
         coordinator.close()
 
 
@@ -145,12 +145,12 @@ def replay(path: Path, around: Callable[[Call], None] = lambda _: None) -> Repla
 
     Raises: ConfigError if the file is no recording
     """
-    coordinator: Coordinator | None = None
+    coordinator: Scheduler | None = None
     starts = calls = sent = 0
     for record in read_recording(path):
         if isinstance(record, Beginning):
             starts += 1
-            coordinator = Coordinator(
+            coordinator = Scheduler(
                 record.config, record.plan, record.capacity_bytes, record.patience
             )
             continue
@@ -207,7 +207,7 @@ def _record(record: object, where: str) -> Beginning | Call:
     return found
 
 
-def _repeat(coordinator: Coordinator, call: Call, path: Path) -> list[Send]:
+def _repeat(coordinator: Scheduler, call: Call, path: Path) -> list[Send]:
     if call.kind == "lost":
         return coordinator.lost(call.sender, call.now)
     if call.kind == "tick":

@@ -7,41 +7,41 @@ from triptych.core.config import RouterConfig
 from triptych.core.errors import Overloaded, PoolExhausted, PromptTooLong, QueueFull, StageLost
 from triptych.core.handles import KVHandle
 from triptych.core.messages import (
+    CacheMemoryBorrowed,
     Cancel,
     Compressed,
     Fetched,
     Finished,
-    Hello,
-    Lent,
     Message,
     Planned,
+    Preempted,
     Prefilled,
+    Register,
     Report,
     Request,
     Resumed,
     Send,
     Stage,
     Submit,
-    Suspended,
 )
 from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.router.passes.autoscaling import Demand, Scaling
-from triptych.router.passes.cache_borrowing import Loans
-from triptych.router.passes.completion import Endings
+from triptych.router.passes.cache_borrowing import CacheBorrowing
+from triptych.router.passes.completion import RequestCompletion
 from triptych.router.passes.dispatch import Dispatch
-from triptych.router.passes.migration import Balance
+from triptych.router.passes.migration import Migration
 from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
 from triptych.router.passes.roles import Roles
-from triptych.router.passes.slo_admission import Promises
+from triptych.router.passes.slo_admission import SloAdmission
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
 from triptych.router.snapshot import Explanation, RouterSnapshot
 from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
-from triptych.router.state.cluster_state import Books
-from triptych.router.state.history import Life
+from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.history import RequestTrace
 from triptych.router.state.request_table import Entry, Requests, State
 
 
@@ -87,7 +87,7 @@ NEEDED_IN: dict[Stage, tuple[State, ...]] = {
 """States in which a request cannot go on without a stage."""
 
 
-class Coordinator:
+class Scheduler:
     """Takes every request from the waiting line to its end, over all workers.
 
     All methods must be called from one thread. ``now`` is in monotonic seconds and never goes
@@ -107,8 +107,12 @@ class Coordinator:
         self._config, self._model, self._patience = config, ByteModel(plan), patience
         schedule = schedule_named(config.batch_policy)
         long_tokens = max(1, config.prefill_batch_tokens // 2)
-        self._books = Books.open(capacity_bytes, patience.report_bound_s, schedule, long_tokens)
-        self._endings = Endings(self._books, patience.cancel_timeout_s, patience.reclaim_s)
+        self._books = ClusterState.open(
+            capacity_bytes, patience.report_bound_s, schedule, long_tokens
+        )
+        self._endings = RequestCompletion(
+            self._books, patience.cancel_timeout_s, patience.reclaim_s
+        )
         placer = Placer(
             PLACEMENT_POLICIES.load(config.placement),
             self._books.roster,
@@ -119,11 +123,11 @@ class Coordinator:
         )
         self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
         is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
-        self._balance = Balance(self._books, 0 if is_fixed else config.rebalance_requests)
+        self._balance = Migration(self._books, 0 if is_fixed else config.rebalance_requests)
         self._roles = Roles(self._books, config.roles == "switch" and not is_fixed)
-        self._promises = Promises(self._books, self._endings)
+        self._promises = SloAdmission(self._books, self._endings)
         self._preemption = None if is_fixed else Preemption(self._books)
-        self._loans = Loans(self._books, plan.prefix_bytes)
+        self._loans = CacheBorrowing(self._books, plan.prefix_bytes)
         self._scaling = Scaling(self._books, config.patience_s)
         self._ticked = 0.0
 
@@ -161,20 +165,20 @@ class Coordinator:
         self._endings.expel_formers()
         self._give_up(now)
         self._dispatch.adjust()
-        self._roles.run(self._dispatch.held_by, now)
+        self._roles.run(self._dispatch.blocked_reason, now)
         self._balance.run()
         return self._advance(now)
 
     def _let_pass(self, now: float) -> None:
         """Until now all was as it is."""
-        self._books.pace.passed(self._books.crowd_with(0), now)
+        self._books.pace.passed(self._books.concurrency_with(0), now)
 
     def _advance(self, now: float) -> list[Send]:
         self._promises.give_up(now)
         self._dispatch.run(now)
-        self._loans.run(self._dispatch.held_by, now)
+        self._loans.run(self._dispatch.blocked_reason, now)
         if self._preemption is not None:
-            self._preemption.run(self._dispatch.held_by, now)
+            self._preemption.run(self._dispatch.blocked_reason, now)
         return self._books.outbox.take()
 
     def _take(self, message: Message, sender: str, now: float) -> None:
@@ -193,13 +197,13 @@ class Coordinator:
                 self._fetched(message, sender)
             case Resumed():
                 self._resumed(message, sender)
-            case Suspended():
+            case Preempted():
                 self._suspended(message, sender, now)
             case Finished():
                 self._finished(message, sender, now)
-            case Lent():
+            case CacheMemoryBorrowed():
                 self._loans.heard(message, now)
-            case Hello():
+            case Register():
                 self._hello(message, now)
             case _:
                 self._books.counters["unknown_message"] += 1
@@ -213,7 +217,7 @@ class Coordinator:
 
     # ---------------------------------------------------------------- peers
 
-    def _hello(self, hello: Hello, now: float) -> None:
+    def _hello(self, hello: Register, now: float) -> None:
         for address in self._books.fleet.replaced_by(hello):
             self._lose(address, now)
         self._books.fleet.join(hello)
@@ -265,7 +269,7 @@ class Coordinator:
 
     def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
         limit_s = self._patience.grace_s
-        has_begun = entry.state is not State.WAITING or entry.is_set_aside
+        has_begun = entry.state is not State.WAITING or entry.waits_with_pages
         if self._patience.refuse_s is not None and not has_begun:
             limit_s = self._patience.refuse_s
         if now - max(absent, entry.since) >= limit_s:
@@ -352,7 +356,7 @@ class Coordinator:
             entry.words, entry.handle = (message.first_token,), message.handle
             entry.memory = ()
             entry.token_s, entry.read_at = message.token_s, now
-            entry.crowd_s = self._books.pace.crowd_s
+            entry.concurrency_s = self._books.pace.concurrency_s
             entry.hit_tokens = message.cached_tokens
             self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
             self._books.pace.came(now - entry.arrived, entry.forecast, now)
@@ -364,7 +368,7 @@ class Coordinator:
         entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
         if entry is None:
             return
-        entry.giver = ""
+        entry.source_worker = ""
         page_bytes, ledger = self._model.plan.page_bytes, self._books.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
         entry.sizes = entry.sizes.corrected(own, shared)
@@ -395,28 +399,28 @@ class Coordinator:
             return
         self._books.counters["fetched"] += 1
         if entry.state is State.DECODING:
-            entry.giver, entry.work_arena = "", entry.final_arena
+            entry.source_worker, entry.work_arena = "", entry.final_arena
             entry.sizes = entry.sizes.moved()
             lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
             self._books.ledger.book(entry.id, lines)
 
     def _resumed(self, message: Resumed, sender: str) -> None:
         entry = self._books.requests.get(message.request)
-        if entry is not None and entry.worker == sender and entry.former:
-            is_from_the_dead = entry.former in self._books.formers
+        if entry is not None and entry.worker == sender and entry.previous_worker:
+            is_from_the_dead = entry.previous_worker in self._books.formers
             self._books.counters["resumed" if is_from_the_dead else "moved"] += 1
-            entry.former = entry.giver = ""
+            entry.previous_worker = entry.source_worker = ""
         else:
             self._books.counters["stray_resumed"] += 1
 
-    def _suspended(self, message: Suspended, sender: str, now: float) -> None:
+    def _suspended(self, message: Preempted, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.DECODING, "stray_suspended")
         if entry is not None:
             self._books.counters["suspended"] += 1
             entry.words, entry.handle = message.words, message.handle
             entry.memory = message.memory
-            entry.giver, entry.decode, entry.is_asked_back = "", "", False
-            entry.former = self._books.fleet.name_of(sender)
+            entry.source_worker, entry.decode, entry.is_asked_back = "", "", False
+            entry.previous_worker = self._books.fleet.name_of(sender)
             if entry.is_preempted:
                 self._set_aside(entry, message.handle, now)
             else:
@@ -427,7 +431,7 @@ class Coordinator:
         most = self._model.estimate(handle.tokens, max_tokens=0).grown
         kept = min(most, entry.sizes.grown)
         self._books.ledger.book(entry.id, {entry.final_arena: kept})
-        self._books.requests.set_aside(entry, kept, now)
+        self._books.requests.preempt(entry, kept, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
         entry = self._books.requests.get(message.request)
@@ -441,12 +445,12 @@ class Coordinator:
             entry.encoder = ""
             self._endings.fail(entry, message.error, now)
         else:
-            entry.giver = ""
+            entry.source_worker = ""
 
     def _left_its_worker(self, entry: Entry, message: Finished, now: float) -> None:
         """The worker that has the request says that it is over there: it holds nothing of it."""
-        if entry.giver == entry.worker:
-            entry.giver = ""
+        if entry.source_worker == entry.worker:
+            entry.source_worker = ""
         worker, entry.worker = entry.worker, ""
         if message.error is not None:
             self._endings.fail(entry, message.error, now)
@@ -481,7 +485,7 @@ class Coordinator:
             booked_bytes=self._books.ledger.arenas,
             capacity_bytes=max(1, len(self._books.roster.arenas))
             * self._books.ledger.capacity_bytes,
-            held_by=self._dispatch.held_by,
+            blocked_reason=self._dispatch.blocked_reason,
             oldest_waiting_s=0.0 if oldest is None else now - oldest,
             counters=dict(self._books.counters),
             workers=tuple(self._books.roster.loads()),
@@ -496,7 +500,7 @@ class Coordinator:
         counts = {state.value: self._books.requests.count(state) for state in State}
         return counts, sum(self._books.ledger.arenas.values())
 
-    def lives(self, most: int = SHOWN) -> tuple[Life, ...]:
+    def lives(self, most: int = SHOWN) -> tuple[RequestTrace, ...]:
         """What became of the latest requests, first come first; times are those of ``now``."""
         return tuple(self._books.requests.history.latest(most))
 
@@ -509,7 +513,7 @@ class Coordinator:
         """Seconds since the last report of each worker, by name, that has sent one."""
         return {peer.name: now - peer.reported for peer in self._books.fleet if peer.report}
 
-    def decisions(self, client_id: str) -> tuple[Life, ...]:
+    def decisions(self, client_id: str) -> tuple[RequestTrace, ...]:
         """What was decided about a client's request, and why: a life for each choice and attempt.
 
         Empty if it never was, or if many came after it.
@@ -528,5 +532,5 @@ class Coordinator:
             worker=entry.worker,
             decode_worker=entry.decode,
             booked_bytes=self._books.ledger.booked_by(request),
-            held_by=self._dispatch.held_by if entry.state is State.WAITING else "",
+            blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )

@@ -13,9 +13,9 @@ from triptych.core.config import RouterConfig
 from triptych.core.errors import TriptychError
 from triptych.core.messages import (
     Failed,
-    Hello,
     Message,
     Prefilled,
+    Register,
     Request,
     Sampling,
     Send,
@@ -24,7 +24,7 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.router.frontend.shards import Cells, bytes_of, key_of, may_pass_on, names_of
 from triptych.router.policies.prefix_map import BlockCache
-from triptych.router.scheduler import Coordinator, Patience
+from triptych.router.scheduler import Patience, Scheduler
 from triptych.simulator.clock import Clock
 from triptych.simulator.costs import Costs
 from triptych.simulator.engines import NodeCache, Wrote, engines_of
@@ -106,7 +106,7 @@ class Simulation:
         *,
         keep_gaps: bool = True,
         on_tick: Callable[[Trial], None] = lambda _: None,
-        make: Callable[[RouterConfig, PagePlan, int, Patience], Coordinator] = Coordinator,
+        make: Callable[[RouterConfig, PagePlan, int, Patience], Scheduler] = Scheduler,
     ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
@@ -147,7 +147,7 @@ class Simulation:
         everybody = [one for part in self._parts.values() for one in part.workers]
         for number, (address, arena, stages) in enumerate(everybody):
             slots = self._cluster.max_batch_requests if "decode" in stages else 0
-            hello = Hello(
+            hello = Register(
                 name=address, address=address, stages=stages, max_requests=slots, arena=arena
             )
             self._coordinators[self._cell_of[address]].on(hello, address, 0.0)

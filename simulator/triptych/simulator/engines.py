@@ -22,20 +22,20 @@ from triptych.core.messages import (
     Join,
     Message,
     Planned,
+    Preempt,
+    Preempted,
     Prefill,
     Prefilled,
     Request,
     Send,
     Stage,
-    Suspend,
-    Suspended,
     pack_tokens,
 )
 from triptych.router.policies.prefix_map import BlockCache, block_keys
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
-from triptych.workers.decode.deadlines import Tempo
-from triptych.workers.prefill.chunk_scheduler import Chunks
+from triptych.workers.decode.deadlines import DecodeDeadlines
+from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 
 FIRST_TOKEN = 1
 
@@ -140,7 +140,7 @@ class PrefillSimulation:
 
     def __init__(self, cluster: Cluster, costs: Costs, cache: NodeCache | None) -> None:
         self._chunk, self._costs, self._cache = cluster.chunk_tokens, costs, cache
-        self._chunks, self._prompts = Chunks(), list[Prompt]()
+        self._chunks, self._prompts = ChunkScheduler(), list[Prompt]()
 
     def accept(self, message: Message, _now: float) -> Work | None:
         if not isinstance(message, Prefill):
@@ -272,10 +272,10 @@ class DecodeSimulation:
         self._joined = list[str]()
         self._ends = defaultdict[int, list[tuple[Request, int]]](list)
         """Requests, and tokens stored by then, that end with a step."""
-        self._tempo = Tempo()
+        self._tempo = DecodeDeadlines()
 
     def accept(self, message: Message, now: float) -> Work | None:
-        if isinstance(message, Suspend):
+        if isinstance(message, Preempt):
             return Work(0.0, self._suspend(message.requests))
         if not isinstance(message, Join):
             return None
@@ -338,7 +338,7 @@ class DecodeSimulation:
             self._stored -= stored
             words = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
             handle = claim(request.id, stored)
-            sends.append(Send(ROUTER, Suspended(request=request.id, words=words, handle=handle)))
+            sends.append(Send(ROUTER, Preempted(request=request.id, words=words, handle=handle)))
         return sends
 
 

@@ -12,7 +12,7 @@ from triptych.core.messages import Report
 from triptych.core.pages import PagePlan
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.status import Status
-from triptych.kvpool import DiskLine, LocalPool, Namespace, PrefixSettings, Publication
+from triptych.kvpool import DiskStats, LocalPool, Namespace, PrefixSettings, Publication
 from triptych.router import RouterSnapshot
 
 CAPACITY = 128 << 20
@@ -56,7 +56,7 @@ IDLE = RouterSnapshot(
     requests={},
     booked_bytes={},
     capacity_bytes=0,
-    held_by="",
+    blocked_reason="",
     oldest_waiting_s=0.0,
     counters={},
     workers=(),
@@ -88,7 +88,7 @@ def test_metrics_tell_of_prefixes() -> None:
 def test_metrics_tell_of_the_disk_and_of_what_was_not_kept() -> None:
     with LocalPool(16, 256, "w") as pool:
         ledger = pool.stat()
-    disk = DiskLine(objects=3, capacity_bytes=9, damaged=1, skipped={"queue_full": 4})
+    disk = DiskStats(objects=3, capacity_bytes=9, damaged=1, skipped={"queue_full": 4})
     report = Report(
         name="c",
         running=0,
@@ -102,7 +102,7 @@ def test_metrics_tell_of_the_disk_and_of_what_was_not_kept() -> None:
     assert (gauges["triptych_disk_objects"], gauges["triptych_disk_damaged"]) == (3, 1)
     assert gauges['triptych_disk_skipped{reason="queue_full"}'] == 4
     assert gauges['triptych_prefix_skipped{worker="c",reason="PoolExhausted"}'] == 2
-    gauges = Status(IDLE, (replace(ledger, disk=DiskLine(fault="full")),), ()).gauges()
+    gauges = Status(IDLE, (replace(ledger, disk=DiskStats(fault="full")),), ()).gauges()
     assert gauges["triptych_disk_up"] == 0
 
 
@@ -110,8 +110,8 @@ def test_metrics_are_sums_over_the_pools_of_all_nodes() -> None:
     """But for how large a page is, and whether all disks work."""
     with LocalPool(8, 64) as pool:
         ledger = pool.stat()
-    good = replace(ledger, arena="a", disk=DiskLine(capacity_bytes=100, objects=2))
-    bad = replace(good, arena="b", disk=DiskLine(capacity_bytes=100, fault="full"))
+    good = replace(ledger, arena="a", disk=DiskStats(capacity_bytes=100, objects=2))
+    bad = replace(good, arena="b", disk=DiskStats(capacity_bytes=100, fault="full"))
     gauges = Status(IDLE, (good, bad), ()).gauges()
     assert gauges["triptych_pool_up"] == 1
     assert gauges["triptych_pool_pages"] == 16

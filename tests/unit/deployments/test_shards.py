@@ -41,7 +41,7 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.dashboard_state import joined
 from triptych.deployments.monitoring.status import Status
 from triptych.deployments.replicas.ingress import RouterEngine
-from triptych.deployments.transport.peer_channel import Mailbox
+from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.router import RouterSnapshot, WorkerLoad
 
 TWO = {"actor": {"num_replicas": 2}}
@@ -104,7 +104,7 @@ def status(arena: str, *stages: Any, booked: int = 5, waiting: int = 1) -> Statu
         requests={"waiting": waiting, "decoding": 2},
         booked_bytes={arena: booked},
         capacity_bytes=100,
-        held_by="no_bytes" if waiting > 1 else "",
+        blocked_reason="no_bytes" if waiting > 1 else "",
         oldest_waiting_s=float(waiting),
         counters={"finished": 3},
         workers=workers,
@@ -120,7 +120,7 @@ def test_the_books_of_cells_add_up() -> None:
     both = Status.of([one, two])
     assert both.router.requests == {"waiting": 5, "decoding": 4}
     assert both.router.booked_bytes == {"a": 5, "b": 7}
-    assert (both.router.capacity_bytes, both.router.held_by) == (200, "no_bytes")
+    assert (both.router.capacity_bytes, both.router.blocked_reason) == (200, "no_bytes")
     assert both.router.oldest_waiting_s == 4.0
     assert both.router.counters == {"finished": 6}
     gauges = both.gauges()
@@ -230,13 +230,13 @@ class FakeCell:
         self.cancelled = set[str]()
         self.retry_after_s = 0.0
         """Above 0: it refuses everything."""
-        self.mailbox = Mailbox(plan.router_address, self._receive, lambda _: None)
+        self.peer_channel = PeerChannel(plan.router_address, self._receive, lambda _: None)
 
     def _receive(self, messages: Sequence[Any], sender: str) -> None:
         for message in messages:
             if isinstance(message, Submit) and self.retry_after_s:
                 refusal = QueueFull(9, 9, self.retry_after_s)
-                self.mailbox.post(sender, failed(message.request.id, refusal))
+                self.peer_channel.post(sender, failed(message.request.id, refusal))
             elif isinstance(message, Submit):
                 self.asked[message.request.id] = message.request
             elif isinstance(message, Cancel):
@@ -244,7 +244,7 @@ class FakeCell:
 
     def say(self, name: str, *tokens: int, at: int = 0, finish: FinishReason | None = None) -> None:
         said = Tokens(request=name, index=at, tokens=tokens, text="", finish=finish)
-        self.mailbox.post(self.asked[name].reply_to, said)
+        self.peer_channel.post(self.asked[name].reply_to, said)
 
 
 @dataclass
@@ -295,14 +295,14 @@ async def front(short_dir: Path) -> AsyncIterator[Front]:
     both = plans(2, short_dir, LONGEST)
     cells = [FakeCell(plan) for plan in both]
     for cell in cells:
-        await cell.mailbox.start()
+        await cell.peer_channel.start()
     engine = RouterEngine(both[0])
     await engine.start()
     await until(lambda: engine.cells.up == ["0", "1"])
     yield Front(engine, cells)
     await engine.stop()
     for cell in cells:
-        await cell.mailbox.stop()
+        await cell.peer_channel.stop()
 
 
 SESSIONS = [f"s{number}" for number in range(8)]
@@ -320,7 +320,7 @@ async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own
     journeys = {one.request.id: one for one in front.engine.journeys}
     await until(lambda: all(len(one.said) == 3 for one in journeys.values()))
 
-    await front.cells[1].mailbox.stop()
+    await front.cells[1].peer_channel.stop()
     orphans = [name for name, cell in before.items() if cell == 1]
     again = [f"{name}~1" for name in orphans]
     await until(lambda: set(again) <= set(front.cells[0].asked))

@@ -22,9 +22,9 @@ from triptych.core.messages import (
     CompressItem,
     Expect,
     Finished,
-    Hello,
     Prefill,
     Prefilled,
+    Register,
     Report,
     Sampling,
     Send,
@@ -54,7 +54,7 @@ def cancelled(sends: list[Send]) -> list[str]:
 
 def test_the_compressor_that_gets_the_layers_gets_the_rest() -> None:
     driver = parts()
-    driver.on(Hello(name="F#1", address="F", stages=("compress",), arena="arena"), "F")
+    driver.on(Register(name="F#1", address="F", stages=("compress",), arena="arena"), "F")
     driver.on(Report(name="F#1", running=0, waiting=0, pages_held=0, busy_s=0), "F")
     prefill = Prefill(requests=(LONG,), encoders=("C",), reader="P")
     assert driver.submit(LONG) == [Send("C", Expect(requests=("r",))), Send("P", prefill)]
@@ -111,13 +111,13 @@ def test_a_compressor_that_is_silent_is_waited_for() -> None:
     for address in ("P", "D"):
         driver.report(address)
     assert driver.submit(LONG) == []
-    assert driver.router.snapshot(driver.now).held_by == "no_compressor"
+    assert driver.router.snapshot(driver.now).blocked_reason == "no_compressor"
     assert started(driver.report("C")) == ["r"]
 
 
 def test_one_that_died_is_waited_for_and_then_prompts_are_handed_over_whole() -> None:
     driver = parts()
-    driver.on(Hello(name="F#1", address="F", stages=("compress",), arena="elsewhere"), "F")
+    driver.on(Register(name="F#1", address="F", stages=("compress",), arena="elsewhere"), "F")
     driver.router.lost("C", driver.now)
     assert driver.submit(LONG) == []
     for address in ("P", "D", "F"):
@@ -141,7 +141,7 @@ def test_the_next_compressor_gets_what_waited() -> None:
     driver = parts()
     driver.router.lost("C", driver.now)
     assert driver.submit(LONG) == []
-    assert driver.router.snapshot(driver.now).held_by == "no_compressor"
+    assert driver.router.snapshot(driver.now).blocked_reason == "no_compressor"
     _, send = driver.hello("C", start=2)
     assert send.message.encoders == ("C",)
 
@@ -218,7 +218,7 @@ def test_a_prompt_that_fits_in_parts_only_is_served_and_fails_without_a_compress
     driver.submit(LONG)
     other = replace(LONG, id="other")
     assert started(driver.submit(other)) == []  # no room for both
-    driver.on(Hello(name="F#1", address="F", stages=("compress",), arena="elsewhere"), "F")
+    driver.on(Register(name="F#1", address="F", stages=("compress",), arena="elsewhere"), "F")
     driver.router.lost("C", driver.now)
     driver.tick(29.0)
     assert driver.state("other") == "waiting"

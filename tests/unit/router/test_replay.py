@@ -14,17 +14,17 @@ from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
 from triptych.router import Patience
-from triptych.router.replay import RecordingCoordinator, replay
+from triptych.router.replay import RecordingScheduler, replay
 from triptych.simulator import Cluster, Simulation
 
 
 def record(path: Path, cluster: Cluster, count: int = 25) -> None:
-    made = list[RecordingCoordinator]()
+    made = list[RecordingScheduler]()
 
     def make(
         config: RouterConfig, plan: PagePlan, capacity: int, patience: Patience
-    ) -> RecordingCoordinator:
-        made.append(RecordingCoordinator(path, config, plan, capacity, patience))
+    ) -> RecordingScheduler:
+        made.append(RecordingScheduler(path, config, plan, capacity, patience))
         return made[0]
 
     simulation = Simulation(cluster, COSTS, make=make)
@@ -85,4 +85,4 @@ def test_what_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None
         replay(tmp_path / "none")
     config = replace(RouterConfig(), record=str(tmp_path / "no" / "r"))
     with pytest.raises(ConfigError, match=r"router\.record"):
-        RecordingCoordinator(Path(config.record), config, Cluster().plan, 1 << 20)
+        RecordingScheduler(Path(config.record), config, Cluster().plan, 1 << 20)

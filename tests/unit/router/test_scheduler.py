@@ -31,19 +31,19 @@ from triptych.core.messages import (
     Failed,
     Fetched,
     Finished,
-    Hello,
     Join,
     Message,
     Planned,
     Prefill,
     Prefilled,
     Prefix,
+    Register,
     Report,
     Send,
     Tokens,
     failed,
 )
-from triptych.router import Coordinator
+from triptych.router import Scheduler
 
 # ------------------------------------------------------------------ the way of one request
 
@@ -66,7 +66,7 @@ def test_a_request_passes_the_three_stages() -> None:
 
 def test_the_compressor_hears_what_may_be_kept_of_a_prompt() -> None:
     plan = replace(MODEL.plan, prefix_bytes=1 << 20)
-    router = Coordinator(RouterConfig(), plan, 10**9, PATIENCE)
+    router = Scheduler(RouterConfig(), plan, 10**9, PATIENCE)
     driver = whole()
     driver.router = router
     for worker in WORKERS:
@@ -128,7 +128,7 @@ def test_encoding_goes_to_the_arena_of_the_chosen_decode_worker() -> None:
 
 def test_raw_pages_stay_where_a_compressor_is_and_else_go_to_the_next() -> None:
     near = whole(arenas={"P": "gpu0", "C": "gpu1", "D": "gpu1", "E": "gpu1"})
-    hello = Hello(name="F#1", address="F", stages=("compress",), arena="gpu0")
+    hello = Register(name="F#1", address="F", stages=("compress",), arena="gpu0")
     near.on(hello, "F")
     near.on(Report(name="F#1", running=0, waiting=0, pages_held=0, busy_s=0), "F")
     [send] = near.bring_to("compressing")
@@ -189,7 +189,7 @@ def test_a_full_line_is_answered_with_429_and_a_time() -> None:
 def test_no_more_requests_are_let_in_than_decode_slots_will_be_free() -> None:
     driver = Driver("P", "C", "D", slots=2)
     assert [bool(driver.submit(request(name))) for name in "abc"] == [True, True, False]
-    assert driver.router.snapshot(0).held_by == "no_decode_slot"
+    assert driver.router.snapshot(0).blocked_reason == "no_decode_slot"
     for name in "ab":
         driver.prefilled(name)
         driver.planned(name)
@@ -201,7 +201,7 @@ def test_no_more_requests_are_let_in_than_decode_slots_will_be_free() -> None:
 def test_prefill_gets_no_more_tokens_than_its_limit() -> None:
     driver = whole(prefill_batch_tokens=100)
     assert [bool(driver.submit(request(name))) for name in "abc"] == [True, True, False]
-    assert driver.router.snapshot(0).held_by == "prefill_busy"
+    assert driver.router.snapshot(0).blocked_reason == "prefill_busy"
     assert started(driver.prefilled("a")) == ["c"]
 
 
@@ -222,14 +222,14 @@ def test_small_requests_overtake_a_large_one_until_it_loses_patience() -> None:
     for worker in WORKERS:
         driver.report(worker)
     assert started(driver.submit(request("late"))) == []
-    assert driver.router.snapshot(driver.now).held_by == "no_bytes"
+    assert driver.router.snapshot(driver.now).blocked_reason == "no_bytes"
     driver.on(Finished(request="first", tokens=1), "P")
     assert started(driver.on(Finished(request="small", tokens=1), "P")) == ["large"]
 
 
 def test_a_worker_without_a_fresh_report_counts_as_full() -> None:
     driver = Driver("C", "D")
-    driver.on(Hello(name="P#1", address="P", stages=("prefill",)), "P")
+    driver.on(Register(name="P#1", address="P", stages=("prefill",)), "P")
     assert driver.submit(request()) == []
     assert started(driver.report("P")) == ["r"]
     driver.now = 4.0
@@ -240,7 +240,7 @@ def test_a_worker_without_a_fresh_report_counts_as_full() -> None:
 
 def test_a_report_of_somebody_else_refreshes_nobody() -> None:
     driver = Driver("C", "D")
-    driver.on(Hello(name="P#2", address="P", stages=("prefill",)), "P")
+    driver.on(Register(name="P#2", address="P", stages=("prefill",)), "P")
     driver.submit(request())
     assert driver.report("P", start=1) == []
     assert driver.count("stray_report") == 1
@@ -469,5 +469,5 @@ def test_a_waiting_request_knows_what_it_waits_for() -> None:
     driver.now = 2.0
     explanation = driver.router.explain("r", driver.now)
     assert explanation is not None
-    assert explanation.held_by == "no_prefill_worker"
+    assert explanation.blocked_reason == "no_prefill_worker"
     assert explanation.in_state_s == driver.router.snapshot(2.0).oldest_waiting_s == 2.0

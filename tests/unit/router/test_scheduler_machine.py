@@ -30,14 +30,16 @@ from triptych.core.messages import (
     Expel,
     Failed,
     Finished,
-    Hello,
     Join,
     Layers,
     LayersEncoded,
     Message,
     Planned,
+    Preempt,
+    Preempted,
     Prefill,
     Prefilled,
+    Register,
     Report,
     Request,
     Resume,
@@ -46,13 +48,11 @@ from triptych.core.messages import (
     Send,
     Stage,
     Submit,
-    Suspend,
-    Suspended,
     failed,
 )
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
-from triptych.router import ByteModel, Coordinator, Patience
+from triptych.router import ByteModel, Patience, Scheduler
 from triptych.router.state.cluster_state import worker_loads
 from triptych.router.state.request_table import State
 
@@ -140,7 +140,7 @@ class FakeWorker:
 class FakeWorld:
     """Workers, the pool between them, and clients who remember what they were told."""
 
-    def __init__(self, coordinator: Coordinator, plan: PagePlan, *, answers_cancel: bool) -> None:
+    def __init__(self, coordinator: Scheduler, plan: PagePlan, *, answers_cancel: bool) -> None:
         self.router, self.answers_cancel = coordinator, answers_cancel
         self.shape = plan
         self.now, self.starts, self.leases = 0.0, 0, 0
@@ -230,7 +230,7 @@ class FakeWorld:
         worker = FakeWorker(address, f"{address}#{self.starts}", WORKERS[address])
         self.workers[address] = worker
         slots = SLOTS if "decode" in worker.stages else 0
-        hello = Hello(
+        hello = Register(
             name=worker.name,
             address=address,
             stages=worker.stages,
@@ -296,7 +296,7 @@ class FakeWorld:
                 self.join(worker, message)
             case Resume():
                 self.resume(worker, message)
-            case Suspend():
+            case Preempt():
                 for name in message.requests:
                     self.suspend(worker, name)
             case Cancel():
@@ -431,7 +431,7 @@ class FakeWorld:
             return
         held.decoding, held.written = message.request, len(message.words) - 1
         assert len(worker.running) <= SLOTS
-        if message.former:
+        if message.previous_worker:
             worker.outbox.append(Resumed(request=name))
 
     def suspend(self, worker: FakeWorker, name: str) -> None:
@@ -442,11 +442,15 @@ class FakeWorld:
         words = (7,) * (held.written + 1)
         handle = KVHandle(self.offer(held), (), len(request.prompt) + held.written)
         self.suspended += 1
-        worker.outbox.append(Suspended(request=name, words=words, handle=handle))
+        worker.outbox.append(Preempted(request=name, words=words, handle=handle))
 
     def resume(self, worker: FakeWorker, message: Resume) -> None:
         name = message.join.request.id
-        left = [dead for dead, _ in self.dead if dead.name == message.former and name in dead.held]
+        left = [
+            dead
+            for dead, _ in self.dead
+            if dead.name == message.previous_worker and name in dead.held
+        ]
         try:
             held = (
                 worker.held.setdefault(name, left[0].held.pop(name))
@@ -553,7 +557,7 @@ class RouterMachine(RuleBasedStateMachine):
         )
         kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
         kind = UrgentWorld if any(self.priorities) else kind
-        router = Coordinator(config, self.plan, CAPACITY, patience)
+        router = Scheduler(config, self.plan, CAPACITY, patience)
         self.world = kind(router, self.plan, answers_cancel=self.answers_cancel)
         for address in self.addresses:
             self.world.start(address)
@@ -564,7 +568,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.world.starts += 1
         self.world.ingresses.add(address)
         name = f"{address}#{self.world.starts}"
-        self.world.tell(Hello(name=name, address=address), address)
+        self.world.tell(Register(name=name, address=address), address)
 
     def pick(self, index: int) -> FakeWorker | None:
         living = list(self.world.workers.values())
@@ -666,7 +670,7 @@ class RouterMachine(RuleBasedStateMachine):
         ]
         if running:
             worker, name = running[index % len(running)]
-            worker.inbox.append(Suspend(requests=(name,)))
+            worker.inbox.append(Preempt(requests=(name,)))
 
     @rule(index=st.integers(0, 9))
     def restart(self, index: int) -> None:
@@ -690,7 +694,7 @@ class RouterMachine(RuleBasedStateMachine):
     def repeat(self, index: int) -> None:
         """A message of a stage comes a second time."""
         sender, message = self.world.heard[index % len(self.world.heard)]
-        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Suspended | Finished):
+        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Preempted | Finished):
             self.world.deliver(self.world.router.on(message, sender, self.world.now))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 3.0, 5.0]))

@@ -62,11 +62,11 @@ class Watched(Simulation):
         snapshot = self._coordinators[cell].snapshot(now)
         assert all(0 <= booked <= self.capacity for booked in snapshot.booked_bytes.values())
         waiting = snapshot.requests["waiting"]
-        assert bool(waiting) == bool(snapshot.held_by)
-        if snapshot.held_by == "prefill_busy":  # nobody idles while somebody could be read
+        assert bool(waiting) == bool(snapshot.blocked_reason)
+        if snapshot.blocked_reason == "prefill_busy":  # nobody idles while somebody could be read
             readers = [load for load in snapshot.workers if "prefill" in load.stages]
             assert all(load.prefill_tokens or load.is_full for load in readers)
-        if snapshot.held_by == "no_decode_slot":
+        if snapshot.blocked_reason == "no_decode_slot":
             free = sum(load.free_slots for load in snapshot.workers)
             states = ("prefilling", "prefilled", "compressing", "planned")
             assert free <= sum(snapshot.requests[state] for state in states)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from triptych.core.config import AppConfig
 from triptych.core.pages import PagePlan
-from triptych.workers.factory import load_brain
+from triptych.workers.factory import load_model
 from triptych.workers.models.facts import describe
 
 def threads():
@@ -22,7 +22,7 @@ path = Path(sys.argv[1])
 config = AppConfig.from_mapping({"compressor": {"profile": "none"}})
 plan = PagePlan.of(config, describe(path).geometry)
 before = threads()
-brain = load_brain(config, plan, path, ("decode",))
+brain = load_model(config, plan, path, ("decode",))
 assert brain is not None
 until = time.monotonic() + 10
 while threads() > before and time.monotonic() < until:

@@ -20,26 +20,26 @@ from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
 from triptych.workers.prefill.prefill_engine import PrefillEngine
-from triptych.workers.sampling.output import AnswerFactory
+from triptych.workers.sampling.output import OutputFactory
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import Engine
 
 
 @dataclass(frozen=True)
-class Brain:
+class ModelContext:
     """What takes long to load, and serves any number of engines."""
 
     runner: ModelRunner
-    answers: AnswerFactory
+    answers: OutputFactory
 
 
-def load_brain(
+def load_model(
     config: AppConfig,
     plan: PagePlan,
     model_path: Path,
     stages: Sequence[Stage],
     device: Device = CPU,
-) -> Brain | None:
+) -> ModelContext | None:
     """Load what the stages need, to where they compute; a lone compressor needs no weights.
 
     In a thread that ends with it. OpenMP keeps threads for every thread that ever computed; once
@@ -52,11 +52,13 @@ def load_brain(
         return loading.submit(_load_brain, config, plan, model_path, device.name).result()
 
 
-def _load_brain(config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device) -> Brain:
+def _load_brain(
+    config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device
+) -> ModelContext:
     model = load(model_path, config.model.dtype, str(device))
-    return Brain(
+    return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry, device)),
-        AnswerFactory(model, context_tokens(config, model.context_tokens)),
+        OutputFactory(model, context_tokens(config, model.context_tokens)),
     )
 
 
@@ -76,7 +78,7 @@ def prefix_store(
 def make_engines(
     config: AppConfig,
     plan: PagePlan,
-    brain: Brain | None,
+    brain: ModelContext | None,
     pool: WorkerPool,
     stages: Sequence[Stage],
     draw: Draw = sample,

@@ -98,8 +98,9 @@ def plan(
     if not as_json:
         console.print(
             f"of each pool {_mib(needs.prefix_bytes)} keep prefixes and {_mib(needs.stock_bytes)} "
-            f"are workers' stock; /dev/shm needs {_mib(needs.shared_memory_bytes)} with journals "
-            f"and Ray's store; weights take {_mib(weights_bytes)} in each process that computes\n"
+            f"are workers' stock; /dev/shm needs {_mib(needs.shared_memory_bytes)} with "
+            f"checkpoints and Ray's store; weights take {_mib(weights_bytes)} "
+            f"in each process that computes\n"
             f"memory for all of it, with {needs.workers} workers: {_mib(needs.memory_bytes)}\n"
             "tokens, requests: at least so many (all tokens significant); expected: at the ratio "
             "that calibration measured; MiB of a request at most while it is read and decoded"

@@ -13,7 +13,7 @@ from triptych.core.profile import Profile
 from triptych.core.shards import cell_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
-from triptych.workers.decode.checkpoint import journal_bytes
+from triptych.workers.decode.checkpoint import checkpoint_bytes
 
 OBJECT_STORE_BYTES = 256 * MIB
 """What the manifests of ``k8s/`` give Ray's own store, which lies in /dev/shm too."""
@@ -62,10 +62,10 @@ class Sizes:
     capacity_bytes: int
     prefix_bytes: int
     stock_bytes: int
-    journal_bytes: int
+    checkpoint_bytes: int
     """Of all decode workers, beside the pages."""
     shared_memory_bytes: int
-    """Pages and journals of all cells, and Ray's own store: the size of /dev/shm."""
+    """Pages and checkpoints of all cells, and Ray's own store: the size of /dev/shm."""
     workers: int
     """Processes that compute, when there are most."""
     memory_bytes: int
@@ -139,9 +139,9 @@ def app_plan(
 def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
     """What the plan takes of memory; ``weights_bytes``: the weights in one process."""
     capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
-    journal = journal_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
-    journals = journal * decode.autoscaling.most(decode.actor)
-    shared = plan.cells * (plan.config.pool.shared_bytes + journals) + OBJECT_STORE_BYTES
+    checkpoint = checkpoint_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
+    checkpoints = checkpoint * decode.autoscaling.most(decode.actor)
+    shared = plan.cells * (plan.config.pool.shared_bytes + checkpoints) + OBJECT_STORE_BYTES
     groups = plan.config.worker_groups().items()
     readers = sum(group.most for name, group in groups if name != "compressor")
     processes = processes_bytes(plan.config, plan.cells)
@@ -151,7 +151,7 @@ def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
         stock_bytes=plan.pool_pages * plan.pages.page_bytes
         - plan.bookable_bytes
         - plan.pages.prefix_bytes,
-        journal_bytes=journals,
+        checkpoint_bytes=checkpoints,
         shared_memory_bytes=shared,
         workers=plan.cells * plan.workers,
         memory_bytes=shared + processes + plan.cells * readers * weights_bytes,

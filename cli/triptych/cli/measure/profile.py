@@ -20,7 +20,7 @@ from triptych.core.messages import Sampling
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
-    from triptych.router import Life
+    from triptych.router import RequestTrace
     from triptych.workers.local import LocalServer
     from triptych.workers.profiling.profiler import Profiler
     from triptych.workers.profiling.report import Event, ProfileReport
@@ -198,7 +198,7 @@ def answer_all(server: "LocalServer", count: int, prompt: int, answer: int, seed
             bars.advance(bar, len(getattr(event, "tokens", ())))
 
 
-def seconds_by_state(lives: "Sequence[Life]") -> dict[str, float]:
+def seconds_by_state(lives: "Sequence[RequestTrace]") -> dict[str, float]:
     """Seconds that a request spent in each state, on the mean."""
     total = dict[str, float]()
     for life in lives:

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from triptych.core.errors import ConfigError, TriptychError
 from triptych.deployments.grpc.service import SERVICE, Service
 from triptych.deployments.http.limits import MAX_HEADER_BYTES
-from triptych.deployments.http.serving import Intake
+from triptych.deployments.http.serving import OpenAIServing
 from triptych.kvpool import bracketed
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ MAX_STREAMS = 1024
 GRACE_S = 1.0
 
 
-class RpcServer:
+class GrpcServer:
     """Answers gRPC for an intake, if its configuration names a port.
 
     Copies of the ingress on one node share the port: the kernel spreads connections over them,
     and a copy that takes the place of another listens before that one ends.
     """
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: OpenAIServing) -> None:
         self._intake = intake
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -85,7 +85,7 @@ class RpcServer:
 class Health(health_pb2_grpc.HealthServicer):
     """gRPC's own health service: what ``/health`` says, for the server and for its service."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: OpenAIServing) -> None:
         self._intake = intake
 
     async def Check(

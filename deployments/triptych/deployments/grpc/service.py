@@ -23,7 +23,7 @@ from triptych.deployments.http.keys import Client
 from triptych.deployments.http.limits import OPAQUE_ID
 from triptych.deployments.http.openai.protocol import MAX_SLO_MS
 from triptych.deployments.http.openai.responses import Answer
-from triptych.deployments.http.serving import Intake
+from triptych.deployments.http.serving import OpenAIServing
 from triptych.deployments.http.stream import collect, deadline
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Service:
     """The methods over one intake. Requests come as bytes: what cannot be parsed is an error of
     ours, with a code and a parameter, and not one of gRPC's."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: OpenAIServing) -> None:
         self._intake = intake
 
     def handlers(self) -> "dict[str, Handler]":

@@ -28,7 +28,7 @@ from triptych.deployments.http.openai.protocol import (
 )
 from triptych.deployments.http.openai.responses import Answer
 from triptych.deployments.http.openapi import document
-from triptych.deployments.http.serving import PROBE_TIMEOUT_S, Intake
+from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing
 from triptych.deployments.http.stream import (
     KEEP_ALIVE_S,
     EventStream,
@@ -50,7 +50,7 @@ async def no_gauges() -> Mapping[str, float]:
 
 
 def create_app(
-    intake: Intake,
+    intake: OpenAIServing,
     *,
     gauges: Gauges = no_gauges,
     board: BoardSource = no_board,
@@ -107,7 +107,7 @@ class Routes:
 
     def __init__(
         self,
-        intake: Intake,
+        intake: OpenAIServing,
         *,
         gauges: Gauges,
         dashboard: Dashboard,

@@ -28,7 +28,7 @@ PROBE_TIMEOUT_S = 3.0
 """Seconds that ``/health`` and ``/metrics`` wait for other parts."""
 
 
-class Intake:
+class OpenAIServing:
     """Keys and their limits, the checks of a request, the way to the engine, and what is counted.
 
     HTTP and gRPC have one of it together: a key's limits are its limits over both.

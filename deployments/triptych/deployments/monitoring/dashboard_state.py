@@ -12,9 +12,9 @@ from triptych.core.errors import MessageError
 from triptych.core.handles import KVHandle
 from triptych.core.messages import Report
 from triptych.deployments.monitoring.status import Status
-from triptych.kvpool import PREFIX_WORKER, Ledger, OwnerLine, PageMap
+from triptych.kvpool import PREFIX_WORKER, OwnerPages, PageMap, PoolStats
 from triptych.kvpool.rpc import page_ranges
-from triptych.router import Life, WorkerLoad
+from triptych.router import RequestTrace, WorkerLoad
 
 SHOWN_PAGES = 16_384
 """Pages that the map shows at most; of a larger pool it shows every n-th page."""
@@ -27,13 +27,13 @@ Cells = NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
-class Board:
+class DashboardState:
     """Everything that the dashboard draws, but for the ingress's own metrics."""
 
     status: Status
     pages: PageMap | None
     """Of the pool on the router's node; None while it does not answer."""
-    lives: tuple[Life, ...]
+    lives: tuple[RequestTrace, ...]
     handles: Mapping[str, KVHandle]
     """Pages of each request, as they were handed over last: who has which format is in there."""
     report_ages_s: Mapping[str, float]
@@ -55,11 +55,11 @@ class Board:
             "requests": [_life(life, self._number(life), self.now) for life in self.lives],
         }
 
-    def _number(self, life: Life) -> int:
+    def _number(self, life: RequestTrace) -> int:
         """One that no request of another cell has; of one cell, the router's own."""
         return (life.number - 1) * self.cells + self.cell + 1
 
-    def _ledger(self) -> Ledger | None:
+    def _ledger(self) -> PoolStats | None:
         """The books of the pool whose map is shown."""
         ledgers = [ledger for ledger in self.status.pools if ledger is not None]
         if self.pages is None:
@@ -71,7 +71,7 @@ class Board:
         router = self.status.router
         return {
             "states": dict(router.requests),
-            "held_by": router.held_by,
+            "blocked_reason": router.blocked_reason,
             "oldest_waiting_s": _seconds(router.oldest_waiting_s),
             "booked_bytes": sum(router.booked_bytes.values()),
             "capacity_bytes": router.capacity_bytes,
@@ -107,7 +107,7 @@ def _report(report: Report) -> Json:
     }
 
 
-def _pool(pool: Ledger) -> Json:
+def _pool(pool: PoolStats) -> Json:
     prefix = pool.prefix
     return {
         "pages": pool.pages,
@@ -192,7 +192,7 @@ def page_owners(pages: PageMap, workers: list[str], numbers: Mapping[str, int]) 
     return np.array(of_owner, np.uint16)[pages.cells]
 
 
-def _kind(line: OwnerLine) -> str:
+def _kind(line: OwnerPages) -> str:
     if line.worker == PREFIX_WORKER:
         return "prefix"
     return "stock" if line.kind == "extent" else "request"
@@ -216,7 +216,7 @@ def _shown(packed: bytes, pages: PageMap) -> NDArray[np.int64]:
     return ids[ids % pages.stride == 0] // pages.stride
 
 
-def _life(life: Life, number: int, now: float) -> Json:
+def _life(life: RequestTrace, number: int, now: float) -> Json:
     report = life.report
     return {
         "number": number,
@@ -285,7 +285,7 @@ def _one_router(routers: Sequence[Json]) -> Json:
     # A request may be served as long as one cell has all stages.
     return {
         "states": _sums(each("states")),
-        "held_by": next((reason for reason in each("held_by") if reason), ""),
+        "blocked_reason": next((reason for reason in each("blocked_reason") if reason), ""),
         "oldest_waiting_s": max(each("oldest_waiting_s")),
         "booked_bytes": sum(each("booked_bytes")),
         "capacity_bytes": sum(each("capacity_bytes")),

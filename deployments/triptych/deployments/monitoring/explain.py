@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
-from triptych.router import Decision, Explanation, Life
+from triptych.router import Decision, Explanation, RequestTrace
 
 Json = dict[str, object]
 
 
-def explained(lives: Sequence[Life], now: dict[str, Explanation], at: float) -> list[Json]:
+def explained(lives: Sequence[RequestTrace], now: dict[str, Explanation], at: float) -> list[Json]:
     """One entry for each choice and attempt, first come first; ``now`` is of those under way.
 
     Times are seconds since the request came, so that they mean something to whoever reads them.
@@ -17,7 +17,7 @@ def explained(lives: Sequence[Life], now: dict[str, Explanation], at: float) -> 
     return [_life(life, now.get(life.request), at) for life in lives]
 
 
-def summary(lives: Sequence[Life]) -> str:
+def summary(lives: Sequence[RequestTrace]) -> str:
     """The decisions about the first choice in one line, without the name of any worker.
 
     >>> summary([])
@@ -38,7 +38,7 @@ def _short(decision: Decision, after_s: float) -> str:
     return " ".join(words)
 
 
-def _life(life: Life, now: Explanation | None, at: float) -> Json:
+def _life(life: RequestTrace, now: Explanation | None, at: float) -> Json:
     came = life.steps[0][1]
     steps = [(state, since - came) for state, since in life.steps]
     until = (life.ended if life.end else at) - came

@@ -14,7 +14,7 @@ LOOK_EVERY_S = 0.05
 Json = dict[str, object]
 
 
-class Onlooker:
+class LiveProfiler:
     """Takes one profile of a worker at a time."""
 
     def __init__(self, stages: Sequence[Stage], weight_bytes: int) -> None:

@@ -3,12 +3,12 @@
 import threading
 
 from triptych.core.errors import PoolUnavailable
-from triptych.core.messages import Lent
+from triptych.core.messages import CacheMemoryBorrowed
 from triptych.deployments.transport.addressing import Network
-from triptych.kvpool import Ledger, PageMap, PoolWatcher
+from triptych.kvpool import PageMap, PoolStats, PoolWatcher
 
 
-class Pools:
+class PoolGroup:
     """Reads every pool's books, and tells all of them who is dead. Calls block."""
 
     def __init__(self, address: str, network: Network | None) -> None:
@@ -18,7 +18,7 @@ class Pools:
         self._far = dict[str, PoolWatcher]()
         """By address, if there is a network: that of this node too."""
 
-    def stat(self) -> tuple[Ledger | None, ...]:
+    def stat(self) -> tuple[PoolStats | None, ...]:
         """The books of each; None for a pool that does not answer."""
         return tuple(watcher.stat() for watcher in self._present())
 
@@ -40,7 +40,7 @@ class Pools:
         """Whose each page of this node's pool is; None if it does not answer."""
         return self._near.map(max_cells)
 
-    def lend(self, nbytes: int) -> Lent | None:
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed | None:
         """Have so much of the memory for prefixes lent to requests, in all.
 
         None if there are several pools: nobody says yet which of them is to lend.

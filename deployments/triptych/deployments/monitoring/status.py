@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from triptych.core.messages import STAGES, Report
-from triptych.kvpool import DiskLine, Ledger
+from triptych.kvpool import DiskStats, PoolStats
 from triptych.router import RouterSnapshot
 from triptych.router.snapshot import HeldBy
 
@@ -16,7 +16,7 @@ class Status:
     """The router's snapshot beside the books of all pools."""
 
     router: RouterSnapshot
-    pools: tuple[Ledger | None, ...]
+    pools: tuple[PoolStats | None, ...]
     """None for a pool that does not answer."""
     reports: tuple[Report, ...]
     """The last one of each worker."""
@@ -25,13 +25,13 @@ class Status:
     def of(cls, cells: "Sequence[Status]") -> Self:
         """That of all cells together; of one, its own."""
         routers = [status.router for status in cells]
-        held: list[HeldBy] = [one.held_by for one in routers if one.held_by]
+        held: list[HeldBy] = [one.blocked_reason for one in routers if one.blocked_reason]
         return cls(
             router=RouterSnapshot(
                 requests=_sum(one.requests for one in routers),
                 booked_bytes={arena: n for one in routers for arena, n in one.booked_bytes.items()},
                 capacity_bytes=sum(one.capacity_bytes for one in routers),
-                held_by=held[0] if held else "",
+                blocked_reason=held[0] if held else "",
                 oldest_waiting_s=max(one.oldest_waiting_s for one in routers),
                 counters=_sum(one.counters for one in routers),
                 workers=tuple(worker for one in routers for worker in one.workers),
@@ -112,7 +112,7 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _gauges_of(pool: Ledger) -> dict[str, float]:
+def _gauges_of(pool: PoolStats) -> dict[str, float]:
     """What of one pool's books can be added to that of others."""
     prefix, network = pool.prefix, pool.network
     return {
@@ -143,7 +143,7 @@ def _gauges_of(pool: Ledger) -> dict[str, float]:
     }
 
 
-def _disk_gauges(disk: DiskLine) -> dict[str, float]:
+def _disk_gauges(disk: DiskStats) -> dict[str, float]:
     """Of the disk tier; none if there is none, nor should be."""
     if not disk.capacity_bytes and not disk.fault:
         return {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from triptych.router import Life
+from triptych.router import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ def valid_parent(header: str) -> str:
     return header if PARENT.fullmatch(header) else ""
 
 
-def is_wanted(life: Life) -> bool:
+def is_wanted(life: RequestTrace) -> bool:
     """Whether its client wants a trace, or says nothing about it."""
     found = PARENT.fullmatch(life.traceparent)
     return found is None or bool(int(found[3], 16) & 1)
 
 
-def spans_of(life: Life, epoch_s: float) -> list[Json]:
+def spans_of(life: RequestTrace, epoch_s: float) -> list[Json]:
     """The spans of a request that has ended, its own first.
 
     Without a trace of the client's, the id of the trace is the one in the answer's ``id``.
@@ -82,7 +82,7 @@ def spans_of(life: Life, epoch_s: float) -> list[Json]:
     return spans
 
 
-def _told(state: str, life: Life) -> dict[str, str | int]:
+def _told(state: str, life: RequestTrace) -> dict[str, str | int]:
     """What a stage had to do with how much."""
     if state == "prefilling":
         return {"triptych.tokens": life.prompt_tokens}
@@ -128,13 +128,13 @@ class Tracer:
     """Numbers of the remembered requests that are done with."""
     _is_lost: bool = field(default=False, init=False)
 
-    def fresh(self, lives: Iterable[Life]) -> list[Life]:
+    def fresh(self, lives: Iterable[RequestTrace]) -> list[RequestTrace]:
         """Those that ended and were not seen so before."""
         ended = [life for life in lives if life.end]
         before, self._posted = self._posted, frozenset(life.number for life in ended)
         return [life for life in ended if life.number not in before and is_wanted(life)]
 
-    async def post(self, lives: Iterable[Life], epoch_s: float) -> None:
+    async def post(self, lives: Iterable[RequestTrace], epoch_s: float) -> None:
         """Look at the latest requests and post what is new."""
         spans = [span for life in self.fresh(lives) for span in spans_of(life, epoch_s)]
         if not spans:

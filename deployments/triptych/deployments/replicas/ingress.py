@@ -19,24 +19,24 @@ from triptych.core.errors import Overloaded, StageLost
 from triptych.core.messages import (
     Cancel,
     Failed,
-    Hello,
     Message,
+    Register,
     Request,
     Submit,
     Tokens,
     failed,
 )
 from triptych.deployments.app_plan import AppPlan, new_name
-from triptych.deployments.grpc import RpcServer
-from triptych.deployments.http import Health, Intake, ModelCard, create_app
-from triptych.deployments.monitoring.dashboard_state import Board, joined
+from triptych.deployments.grpc import GrpcServer
+from triptych.deployments.http import Health, ModelCard, OpenAIServing, create_app
+from triptych.deployments.monitoring.dashboard_state import DashboardState, joined
 from triptych.deployments.monitoring.status import Status
 from triptych.deployments.replicas.gc_tuning import settle_heap
 from triptych.deployments.transport.addressing import LOCAL, Routes
-from triptych.deployments.transport.node_context import Site
-from triptych.deployments.transport.peer_channel import Mailbox
+from triptych.deployments.transport.node_context import NodeContext
+from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
-from triptych.router import Cells, Journey, Journeys
+from triptych.router import AttemptTable, Cells, RequestAttempts
 from triptych.router.frontend.shards import bytes_of, key_of, may_pass_on, names_of
 from triptych.workers.models.tokenizer import open_tokenizer
 
@@ -73,14 +73,14 @@ class RouterEngine:
         self._workers, self._pages = workers, plan.pages
         names = list(names_of(plan.cells))
         self._routers = dict(zip(names, routers, strict=False))
-        self.journeys = Journeys(plan.windows)
+        self.journeys = AttemptTable(plan.windows)
         """What is under way."""
-        self._unsent = dict[str, Journey]()
+        self._unsent = dict[str, RequestAttempts]()
         """Attempts that wait for a router, by the request's id."""
         self._giving_up: asyncio.TimerHandle | None = None
-        self._mailbox = Mailbox(self.address, self._receive, self._on_lost, routes)
+        self._mailbox = PeerChannel(self.address, self._receive, self._on_lost, routes)
         self.cells = Cells(names, plan.config.router.cell_overload, plan.readers)
-        hello = Hello(name=name, address=self.address)
+        hello = Register(name=name, address=self.address)
         self._links = {
             cell: RouterLink(
                 self._mailbox,
@@ -129,7 +129,7 @@ class RouterEngine:
 
     async def board(self) -> Mapping[str, object]:
         """What routers and pools know, for the dashboard."""
-        boards = cast("dict[str, Board]", await self._ask("board"))
+        boards = cast("dict[str, DashboardState]", await self._ask("board"))
         return await asyncio.to_thread(lambda: joined([one.json() for one in boards.values()]))
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
@@ -226,7 +226,7 @@ class RouterEngine:
                 self._links[cell].post(Cancel(requests=(journey.id,)))
                 self._failed(journey, failed(journey.id, StageLost("decode")))
 
-    def _failed(self, journey: Journey, failure: Failed) -> None:
+    def _failed(self, journey: RequestAttempts, failure: Failed) -> None:
         if failure.resumable and self.journeys.again(journey):
             logger.info("request %s goes on: %s", journey.id, failure.message)
             self._submit_later(journey, journey.id)
@@ -236,7 +236,7 @@ class RouterEngine:
             self._end(journey)
             journey.fail(failure)
 
-    def _refused(self, journey: Journey, refusal: Failed) -> None:
+    def _refused(self, journey: RequestAttempts, refusal: Failed) -> None:
         """Ask another cell; when none is left, tell the client what sounds soonest."""
         told = journey.refused(refusal)
         cell = self.cells.pass_on(journey.request.id)
@@ -246,14 +246,14 @@ class RouterEngine:
         else:
             self._links[cell].post(Submit(request=journey.present()))
 
-    def _submit_later(self, journey: Journey, attempt: str) -> None:
+    def _submit_later(self, journey: RequestAttempts, attempt: str) -> None:
         def submit() -> None:
             if self.journeys.get(attempt) is journey:  # its client still waits for it
                 self._submit(journey)
 
         asyncio.get_running_loop().call_later(journey.delay_s, submit)
 
-    def _submit(self, journey: Journey) -> None:
+    def _submit(self, journey: RequestAttempts) -> None:
         """Send the present attempt to a router, now or when there is one."""
         name, request = journey.request.id, journey.present()
         key, nbytes = key_of(journey.request, self._pages), bytes_of(request, self._pages)
@@ -266,7 +266,7 @@ class RouterEngine:
             later = asyncio.get_running_loop().call_later
             self._giving_up = later(ROUTER_GRACE_S, self._give_up_on_router)
 
-    def _cancel(self, journeys: Sequence[Journey]) -> None:
+    def _cancel(self, journeys: Sequence[RequestAttempts]) -> None:
         """Their clients are gone: tell the cells that have them."""
         for cell, link in self._links.items():
             there = [one for one in journeys if self.cells.where(one.request.id) == cell]
@@ -275,7 +275,7 @@ class RouterEngine:
         for journey in journeys:
             self._end(journey)
 
-    def _end(self, journey: Journey) -> None:
+    def _end(self, journey: RequestAttempts) -> None:
         self.journeys.end(journey)
         self.cells.remove(journey.request.id)
         self._unsent.pop(journey.request.id, None)
@@ -300,7 +300,7 @@ class RouterEngine:
             self._end(journey)
             journey.fail(failed(journey.id, Overloaded("the router does not answer")))
 
-    def _take_unsent(self) -> list[Journey]:
+    def _take_unsent(self) -> list[RequestAttempts]:
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
@@ -313,7 +313,7 @@ def _came_s_ago(life: Mapping[str, Any]) -> float:
 
 
 @serve.ingress()
-class IngressShell:
+class IngressReplica:
     """One copy of the HTTP server's application."""
 
     async def __init__(
@@ -324,11 +324,11 @@ class IngressShell:
         *_pools: object,
     ) -> None:
         """``plan``: of the first cell; what an ingress looks at is the same in all of them."""
-        self._site = await asyncio.to_thread(Site.arrive, plan)
+        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
         self._plan = self._site.plan
         tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
         self._engine = RouterEngine(self._plan, routers, workers, self._site.routes)
-        self._intake = Intake(
+        self._intake = OpenAIServing(
             engine=self._engine,
             tokenizer=tokenizer,
             model=ModelCard(
@@ -341,7 +341,7 @@ class IngressShell:
             ),
             config=self._plan.config.ingress,
         )
-        self._rpc = RpcServer(self._intake)
+        self._rpc = GrpcServer(self._intake)
         await self._engine.start()
         await self._rpc.start()
         settle_heap()

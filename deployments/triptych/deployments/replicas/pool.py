@@ -5,14 +5,14 @@ from contextlib import ExitStack
 
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.transport import run_dir
-from triptych.deployments.transport.node_context import Site
+from triptych.deployments.transport.node_context import NodeContext
 from triptych.kvpool import PREFIX_WORKER, PoolServer, PrefixSettings, is_guest
 
 LEAVING_S = 5.0
 """How long a pool that is told to leave waits for the workers to do so before it."""
 
 
-class PoolShell:
+class PoolReplica:
     """Starts the pool service when it is created; its pages outlive every worker.
 
     It is a replica of a deployment, one on each node, since Serve looks at replicas once a second
@@ -21,7 +21,7 @@ class PoolShell:
 
     def __init__(self, plan: AppPlan) -> None:
         run_dir.remove_orphans()
-        self._site = Site.arrive(plan)
+        self._site = NodeContext.arrive(plan)
         # Serve begins a successor before one that it gave up has ended, which would then take
         # the successor's socket with it
         plan, network = self._site.plan, self._site.network

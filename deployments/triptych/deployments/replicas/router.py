@@ -7,20 +7,29 @@ import time
 from collections.abc import Sequence
 
 from triptych.core.errors import PoolError
-from triptych.core.messages import POOL, Expel, Hello, Lend, Message, Report, Send, Stage
+from triptych.core.messages import (
+    POOL,
+    BorrowCacheMemory,
+    Expel,
+    Message,
+    Register,
+    Report,
+    Send,
+    Stage,
+)
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.monitoring.dashboard_state import SHOWN_PAGES, Board
+from triptych.deployments.monitoring.dashboard_state import SHOWN_PAGES, DashboardState
 from triptych.deployments.monitoring.explain import explained, summary
-from triptych.deployments.monitoring.pool_group import Pools
+from triptych.deployments.monitoring.pool_group import PoolGroup
 from triptych.deployments.monitoring.status import Status
 from triptych.deployments.monitoring.tracing import Tracer
 from triptych.deployments.replicas.gc_tuning import settle_heap
-from triptych.deployments.transport.node_context import Site
-from triptych.deployments.transport.peer_channel import Mailbox
+from triptych.deployments.transport.node_context import NodeContext
+from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name
 from triptych.router import Patience
 from triptych.router.passes.autoscaling import wanted
-from triptych.router.replay import end_recording, open_coordinator
+from triptych.router.replay import end_recording, open_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +45,26 @@ LEAVING_S = 5.0
 """How long the router, told to leave, waits for the workers to do so before it."""
 
 
-class RouterShell:
+class RouterReplica:
     """Feeds messages, losses and the clock to the coordinator, and posts what it answers."""
 
     async def __init__(self, plan: AppPlan) -> None:
-        self._site = await asyncio.to_thread(Site.arrive, plan)
+        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
         plan = self._site.plan
-        self._coordinator = open_coordinator(
+        self._coordinator = open_scheduler(
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
             Patience(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.cells > 1 else None),
         )
-        self._pools = Pools(plan.pool_address, self._site.network)
+        self._pools = PoolGroup(plan.pool_address, self._site.network)
         self._names = dict[str, str]()
         """Of workers, by address."""
         self._watched = set[str]()
         self._reports = dict[str, Report]()
         self._asking = set[asyncio.Task[None]]()
         self._in_order = asyncio.Lock()
-        self._mailbox = Mailbox(
+        self._mailbox = PeerChannel(
             plan.router_address, self._receive, self._on_lost, self._site.routes
         )
         settle_heap()
@@ -70,14 +79,14 @@ class RouterShell:
         ledgers = await asyncio.to_thread(self._pools.stat)
         return Status(snapshot, ledgers, tuple(self._reports.values()))
 
-    async def board(self) -> Board:
+    async def board(self) -> DashboardState:
         """What happens in this cell at this moment, for the dashboard."""
         plan, router = self._site.plan, self._coordinator
         status, pages = await asyncio.gather(
             self.status(), asyncio.to_thread(self._pools.map, SHOWN_PAGES // plan.cells)
         )
         now = time.monotonic()
-        return Board(
+        return DashboardState(
             status,
             pages,
             router.lives(SHOWN_LIVES // plan.cells),
@@ -132,7 +141,7 @@ class RouterShell:
         for message in messages:
             if isinstance(message, Report):
                 self._reports[sender] = message
-            if isinstance(message, Hello):
+            if isinstance(message, Register):
                 self._names[message.address] = message.name
                 if message.address not in self._watched:
                     self._watched.add(message.address)
@@ -164,17 +173,17 @@ class RouterShell:
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
-            if isinstance(send.message, Expel | Lend):
+            if isinstance(send.message, Expel | BorrowCacheMemory):
                 self._begin_to_ask(send.message)
             else:
                 self._mailbox.post(send.to, send.message)
 
-    def _begin_to_ask(self, message: Expel | Lend) -> None:
+    def _begin_to_ask(self, message: Expel | BorrowCacheMemory) -> None:
         task = asyncio.create_task(self._ask_pools(message))
         self._asking.add(task)  # or the garbage collector may take it
         task.add_done_callback(self._asking.discard)
 
-    async def _ask_pools(self, message: Expel | Lend) -> None:
+    async def _ask_pools(self, message: Expel | BorrowCacheMemory) -> None:
         try:
             if isinstance(message, Expel):
                 await asyncio.to_thread(self._pools.expel, message.worker)

@@ -12,18 +12,18 @@ from typing import Any
 from ray import serve
 
 from triptych.core.errors import PoolError
-from triptych.core.messages import ROUTER, Hello, Message, Send, Stage
+from triptych.core.messages import ROUTER, Message, Register, Send, Stage
 from triptych.deployments.app_plan import AppPlan, new_name
-from triptych.deployments.monitoring.live_profiler import Json, Onlooker
+from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
 from triptych.deployments.placement.autoscaling import WANTED
 from triptych.deployments.replicas.gc_tuning import settle_heap
-from triptych.deployments.transport.node_context import Site
-from triptych.deployments.transport.peer_channel import Mailbox
+from triptych.deployments.transport.node_context import NodeContext
+from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
 from triptych.kvpool import Fetcher, PoolClient
-from triptych.workers.decode.checkpoint import journal_bytes
-from triptych.workers.factory import cores_for, device_of, load_brain, make_engines, prefix_store
-from triptych.workers.kv.remote_fetch import Inbound
+from triptych.workers.decode.checkpoint import checkpoint_bytes
+from triptych.workers.factory import cores_for, device_of, load_model, make_engines, prefix_store
+from triptych.workers.kv.remote_fetch import RemoteFetch
 from triptych.workers.loop import StageLoop
 
 logger = logging.getLogger(__name__)
@@ -40,13 +40,13 @@ that the pool needs to start. So this is only for one that cannot join a pool th
 """
 
 
-def _journal_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
+def _checkpoint_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
     """Only decode has more to leave than can be computed again at once."""
     slots = plan.config.decode.max_batch_requests
-    return journal_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
+    return checkpoint_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
 
 
-class WorkerShell:
+class WorkerReplica:
     """One replica of a stage, or of all three when they are colocated.
 
     The model is loaded once. When the pool is lost, everything around it is made anew: another
@@ -54,7 +54,7 @@ class WorkerShell:
     """
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
-        self._site = await asyncio.to_thread(Site.arrive, plan)
+        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
         self._plan, self._stages = self._site.plan, tuple(stages)
         plan = self._plan
         self._events = asyncio.get_running_loop()
@@ -62,16 +62,16 @@ class WorkerShell:
         self._device = await asyncio.to_thread(device_of, plan.config, self._stages)
         logger.info("%s: computes on %s", self._pool.worker, self._device.name)
         self._brain = await asyncio.to_thread(
-            load_brain, plan.config, plan.pages, plan.model_path, stages, self._device
+            load_model, plan.config, plan.pages, plan.model_path, stages, self._device
         )
         brain = self._brain
-        self._onlooker = Onlooker(
+        self._onlooker = LiveProfiler(
             self._stages, brain.answers.model.network.step_bytes if brain else 0
         )
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)
         self._inbound = self._make_inbound()
-        self._mailbox = Mailbox(self._address, self._receive, self._on_lost, self._site.routes)
+        self._mailbox = PeerChannel(self._address, self._receive, self._on_lost, self._site.routes)
         self._link = RouterLink(
             self._mailbox,
             self._hello,
@@ -127,7 +127,7 @@ class WorkerShell:
             self._plan.pool_address,
             new_name("-".join(self._stages)),
             arena_directory=self._plan.config.pool.arena_directory,
-            journal_bytes=_journal_bytes(self._plan, self._stages),
+            checkpoint_bytes=_checkpoint_bytes(self._plan, self._stages),
             connect_timeout_s=POOL_ANSWER_S,
         )
 
@@ -148,22 +148,22 @@ class WorkerShell:
         cores = cores_for(plan.config, self._stages, plan.turns)
         return StageLoop(self._pool.worker, engines, self._deliver, cores)
 
-    def _make_inbound(self) -> Inbound | None:
+    def _make_inbound(self) -> RemoteFetch | None:
         """What fetches pages of other nodes; None if there is only one node."""
         network = self._site.network
         if network is None:
             return None
         fetcher = Fetcher(self._pool, network.find_pool, network.access)
-        return Inbound(self._pool, fetcher, self._loop.post, self._deliver)
+        return RemoteFetch(self._pool, fetcher, self._loop.post, self._deliver)
 
     def _close_inbound(self) -> None:
         if self._inbound is not None:
             self._inbound.close()
 
     @property
-    def _hello(self) -> Hello:
+    def _hello(self) -> Register:
         config = self._plan.config
-        return Hello(
+        return Register(
             name=self._pool.worker,
             address=self._address,
             stages=self._stages,

@@ -58,7 +58,7 @@ class RayDirectory:
 
 
 @dataclass(frozen=True)
-class Site:
+class NodeContext:
     """What an actor needs to know about where it is."""
 
     plan: AppPlan
@@ -68,7 +68,7 @@ class Site:
     """None if the application keeps to one node."""
 
     @classmethod
-    def arrive(cls, plan: AppPlan) -> "Site":
+    def arrive(cls, plan: AppPlan) -> "NodeContext":
         """Find out where this process is, and stay in the directory of its node.
 
         Raises: ConfigError, ModelError if this node lacks files that the builder's node has

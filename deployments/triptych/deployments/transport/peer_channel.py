@@ -26,6 +26,7 @@ from triptych.kvpool.rpc.auth import failure
 logger = logging.getLogger(__name__)
 
 SERVICE = "triptych.Mailbox"
+"""The same in every release, so that a process of another one gets a sentence as its answer."""
 DELIVER, WATCH = f"/{SERVICE}/Deliver", f"/{SERVICE}/Watch"
 SENDER = "triptych-sender"
 DELIVER_TIMEOUT_S = 20.0
@@ -56,7 +57,7 @@ class Peer:
     tasks: list[asyncio.Task[None]] = field(default_factory=list["asyncio.Task[None]"])
 
 
-class Mailbox:
+class PeerChannel:
     """One process's address, what it receives there, and its connections to others."""
 
     def __init__(self, address: str, receive: Receive, lost: Lost, routes: Routes = LOCAL) -> None:

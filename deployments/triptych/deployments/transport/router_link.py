@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from triptych.core.messages import Hello, Message
-from triptych.deployments.transport.peer_channel import Mailbox
+from triptych.core.messages import Message, Register
+from triptych.deployments.transport.peer_channel import PeerChannel
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,14 @@ class RouterLink:
 
     def __init__(
         self,
-        mailbox: Mailbox,
-        hello: Hello,
+        peer_channel: PeerChannel,
+        hello: Register,
         router: str,
         *,
         on_found: Callable[[], None] = lambda: None,
         on_lost: Callable[[], None],
     ) -> None:
-        self._mailbox, self._router, self._hello = mailbox, router, hello
+        self._mailbox, self._router, self._hello = peer_channel, router, hello
         self._on_found, self._on_lost = on_found, on_lost
         self.is_up = False
         """Whether the router is there, as far as one knows."""
@@ -40,7 +40,7 @@ class RouterLink:
         """Look for the router; the mailbox must have been started."""
         self._introduce()
 
-    def introduce(self, hello: Hello) -> None:
+    def introduce(self, hello: Register) -> None:
         """Say hello under another name: who had the old one is no more."""
         self._hello = hello
         self.post(hello)

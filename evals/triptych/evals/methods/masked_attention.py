@@ -26,7 +26,7 @@ from triptych.evals.methods.page_retrieval import Step
 from triptych.evals.studies.runner import BATCH_CASES
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.facts import ModelFacts, describe
-from triptych.workers.models.hf_model import ATTENTION, run_stock
+from triptych.workers.models.hf_model import ATTENTION, run_hf_model
 from triptych.workers.models.pretrained import read_config, read_weights
 
 BLOCK_QUERIES = 256
@@ -235,7 +235,7 @@ class MaskedModel:
         count = len(tokens)
         positions = torch.arange(first, first + count)
         wanted = torch.arange(count - keep, count)
-        return run_stock(self.model, torch.tensor(tokens), positions, attend, wanted)
+        return run_hf_model(self.model, torch.tensor(tokens), positions, attend, wanted)
 
 
 def _check_plain(layer: int, window: int, softcap: float) -> None:

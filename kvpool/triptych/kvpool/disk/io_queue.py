@@ -64,7 +64,7 @@ class _Job:
             self.future.set_result(result)
 
 
-class DiskQueue:
+class IoQueue:
     """Runs work that moves bytes, one piece at a time, in a thread of its own.
 
     An urgent piece (a load: a request waits for it) goes before all others. The rate is that of

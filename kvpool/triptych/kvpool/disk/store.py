@@ -53,7 +53,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStat:
+class DiskStoreStats:
     """The tier's numbers; those after ``capacity_bytes`` count since the start."""
 
     objects: int
@@ -79,7 +79,7 @@ class _Entry:
     nbytes: int
 
 
-class DiskTier:
+class DiskStore:
     """Objects by their key, in files that outlive the process.
 
     An object is written under another name, made durable, and then renamed. Whoever dies in
@@ -196,10 +196,10 @@ class DiskTier:
         self._add(loaded=1, loaded_bytes=nbytes)
         return Loaded(entry.meta, nbytes, reads)
 
-    def stat(self) -> DiskStat:
+    def stat(self) -> DiskStoreStats:
         """The numbers as they are."""
         with self._lock:
-            return DiskStat(
+            return DiskStoreStats(
                 objects=len(self._objects),
                 nbytes=self._nbytes,
                 capacity_bytes=self.capacity_bytes,

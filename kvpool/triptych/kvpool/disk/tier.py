@@ -13,10 +13,10 @@ from typing import Protocol, Self, TypeVar
 from triptych.core.config import PoolConfig
 from triptych.core.errors import PoolError
 from triptych.kvpool.disk.block_file import ObjectMeta, Pages, page_runs
-from triptych.kvpool.disk.io_queue import DiskQueue
-from triptych.kvpool.disk.store import DiskTier
+from triptych.kvpool.disk.io_queue import IoQueue
+from triptych.kvpool.disk.store import DiskStore
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.stats import DISK_SKIPS, DiskLine
+from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
 from triptych.kvpool.prefix.blocks import Block, BlockKey, Hold, Namespace, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PrefixCache
 
@@ -34,7 +34,7 @@ BURST_S = 0.25
 
 
 class Mover(Protocol):
-    """What runs the work that moves bytes, later and elsewhere; ``DiskQueue`` as a rule."""
+    """What runs the work that moves bytes, later and elsewhere; ``IoQueue`` as a rule."""
 
     def __len__(self) -> int: ...
     def submit(
@@ -70,7 +70,7 @@ class DiskSettings:
 class Disk:
     """A tier, what moves bytes to and from it, and the pages that they are of."""
 
-    tier: DiskTier
+    tier: DiskStore
     mover: Mover
     pages: Pages
 
@@ -80,7 +80,7 @@ class Disk:
 
         Raises: PoolError if the directory cannot be had
         """
-        tier = DiskTier(
+        tier = DiskStore(
             settings.path,
             settings.capacity_bytes,
             pages.shape[1],
@@ -88,7 +88,7 @@ class Disk:
             wait_s=LOCK_WAIT_S,
         )
         rate = settings.write_bytes_s
-        return cls(tier, DiskQueue(rate, rate * BURST_S), pages)
+        return cls(tier, IoQueue(rate, rate * BURST_S), pages)
 
     def close(self) -> None:
         """Write what waits, and let go of the directory."""
@@ -120,7 +120,7 @@ class _Restore:
     arrived: int = 0
 
 
-class DiskLevel:
+class DiskTier:
     """Joins the cache of prefixes with the disk tier.
 
     What is published is written behind, while it stays in memory: its eviction then costs
@@ -304,10 +304,10 @@ class DiskLevel:
 
     # -------------------------------------------------------------- reports
 
-    def line(self) -> DiskLine:
+    def line(self) -> DiskStats:
         """The numbers as they are."""
         stat = self._disk.tier.stat()
-        return DiskLine(
+        return DiskStats(
             objects=stat.objects,
             bytes=stat.nbytes,
             capacity_bytes=stat.capacity_bytes,

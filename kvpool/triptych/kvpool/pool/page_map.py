@@ -16,7 +16,7 @@ FREE = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnerLine:
+class OwnerPages:
     """Who holds pages, and as what."""
 
     kind: Literal["extent", "request"]
@@ -38,7 +38,7 @@ class PageMap:
     arena: str
     pages: int
     stride: int
-    owners: tuple[OwnerLine, ...]
+    owners: tuple[OwnerPages, ...]
     packed: bytes
     """A cell for page 0, ``stride``, 2 ``stride`` ...: uint16, little endian. 0: nobody holds it;
     n: it is of ``owners[n - 1]``."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from triptych.core.errors import NotHeld, NotRegistered, PoolError, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
-from triptych.kvpool.pool.page_map import FREE, OwnerLine, PageMap
+from triptych.kvpool.pool.page_map import FREE, OwnerPages, PageMap
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import Ledger, WorkerLine
+from triptych.kvpool.pool.stats import PoolStats, WorkerStats
 from triptych.kvpool.prefix.blocks import FormatPages, HoldId
 
 WorkerId = NewType("WorkerId", str)
@@ -221,13 +221,18 @@ class Pool:
         worker = self._names.get(name)
         return worker.process if worker else None
 
-    def bury(self, name: str, now: float) -> None:
+    def mark_dead(self, name: str, now: float) -> None:
         """Shut a worker out that is known to be dead; what it holds is left or taken back."""
         if name in self._names:
             self._bury(self._names[name], now)
 
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
+        self,
+        worker: WorkerId,
+        previous_worker: str,
+        label: str,
+        lease: LeaseId | None,
+        ids: PageIds,
     ) -> Claim:
         """Give one request of a dead worker to another one: ``ids`` under a lease of its own.
 
@@ -239,16 +244,16 @@ class Pool:
         Raises: StaleHandle if nothing of it is left; NotHeld, NotRegistered
         """
         mine = self._worker(worker)
-        dead = self._dead.get(former)
+        dead = self._dead.get(previous_worker)
         left = _left_by(dead, lease, label) if dead else None
         if dead is None or left is None:
-            raise StaleHandle(lease or 0, f"worker {former!r} left nothing of {label!r}")
+            raise StaleHandle(lease or 0, f"worker {previous_worker!r} left nothing of {label!r}")
         own = self._own_pages(mine, left, ids)
         held = {left.id: left, dead.extent.id: dead.extent}
         counts = _count_each(self._owner[own])
         wrong = sum(count for owner, count in counts if owner not in held)
         if wrong:
-            raise NotHeld(former, wrong)
+            raise NotHeld(previous_worker, wrong)
         for owner, count in counts:
             held[LeaseId(owner)].pages -= count
         share, left.share = left.share, None
@@ -413,7 +418,7 @@ class Pool:
         """Pages that nobody holds."""
         return len(self._free)
 
-    def stat(self, now: float) -> Ledger:
+    def stat(self, now: float) -> PoolStats:
         """The books as they are."""
         by_request, by_tenant, by_format = Counter[str](), Counter[str](), Counter[str]()
         for lease in self._leases.values():
@@ -423,7 +428,7 @@ class Pool:
                 for name, pages in lease.about.by_format(lease.pages):
                     by_format[name] += pages
         lines = tuple(_line(worker, now) for worker in self._everybody)
-        return Ledger(
+        return PoolStats(
             arena=self.arena_id,
             pages=self.pages,
             page_bytes=self.page_bytes,
@@ -456,7 +461,7 @@ class Pool:
         """Whose each page is; of a pool with more than ``max_cells`` pages, every n-th page."""
         stride = max(1, -(-self.pages // max_cells))
         leases, at = np.unique(self._owner[::stride], return_inverse=True)
-        lines = dict[OwnerLine, int]()
+        lines = dict[OwnerPages, int]()
         index = [
             lines.setdefault(_owner_line(self._leases[LeaseId(lease)]), len(lines) + 1)
             if lease != _FREE
@@ -702,12 +707,12 @@ def _left_by(dead: _Worker, lease: LeaseId | None, label: str) -> _Lease | None:
     return next((one for one in reversed(named) if lease in (None, one.id)), None)
 
 
-def _owner_line(lease: _Lease) -> OwnerLine:
-    return OwnerLine(kind=lease.kind, worker=lease.worker.name, label=lease.label)
+def _owner_line(lease: _Lease) -> OwnerPages:
+    return OwnerPages(kind=lease.kind, worker=lease.worker.name, label=lease.label)
 
 
-def _line(worker: _Worker, now: float) -> WorkerLine:
-    return WorkerLine(
+def _line(worker: _Worker, now: float) -> WorkerStats:
+    return WorkerStats(
         name=worker.name,
         pid=worker.process.pid,
         extent_pages=worker.extent.pages,

@@ -6,7 +6,7 @@ from triptych.core.messages import message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLine:
+class WorkerStats:
     """What one worker holds."""
 
     name: str
@@ -22,7 +22,7 @@ class WorkerLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLine:
+class PrefixStats:
     """What is kept of prompts for later requests; those after ``lent_bytes`` count since the
     start."""
 
@@ -55,7 +55,7 @@ DISK_SKIPS: tuple[str, ...] = ("staging_full", "queue_full", "load_queue_full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskLine:
+class DiskStats:
     """What of it is on disk; those after ``coming`` count since the start of the pool."""
 
     objects: int = 0
@@ -83,7 +83,7 @@ class DiskLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkLine:
+class NetworkStats:
     """What passed to other nodes, and what was turned away, since the start."""
 
     sent_bytes: int = 0
@@ -96,7 +96,7 @@ class NetworkLine:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class PoolStats:
     """All pages, by who holds them. ``free_pages`` and all held pages sum to ``pages``."""
 
     arena: str
@@ -107,7 +107,7 @@ class Ledger:
     """Held by workers as their private stock."""
     request_pages: int
     """Held by requests, and by prefixes of prompts."""
-    workers: tuple[WorkerLine, ...]
+    workers: tuple[WorkerStats, ...]
     by_request: dict[str, int]
     """Pages by label of the request."""
     by_tenant: dict[str, int] = field(default_factory=dict[str, int])
@@ -120,10 +120,10 @@ class Ledger:
     reclaimed_pages_total: int
     """Pages taken back from workers that died, expired or were expelled."""
     reclaimed_workers_total: int
-    prefix: PrefixLine = PrefixLine()
+    prefix: PrefixStats = PrefixStats()
     """Its pages are held by a worker called ``prefix``."""
-    disk: DiskLine = DiskLine()
-    network: NetworkLine = NetworkLine()
+    disk: DiskStats = DiskStats()
+    network: NetworkStats = NetworkStats()
 
     @property
     def held_pages(self) -> int:

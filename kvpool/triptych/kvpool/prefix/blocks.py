@@ -159,7 +159,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStat:
+class IndexStats:
     """The index's numbers; those after ``holds`` count since the start."""
 
     blocks: int

@@ -15,7 +15,7 @@ from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.page_pool import About, Commit, Pool, Share, WorkerId
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.pool.stats import PrefixLine
+from triptych.kvpool.pool.stats import PrefixStats
 from triptych.kvpool.prefix.blocks import (
     Block,
     BlockKey,
@@ -32,7 +32,7 @@ from triptych.kvpool.prefix.blocks import (
     encode,
 )
 from triptych.kvpool.prefix.index import PrefixIndex
-from triptych.kvpool.prefix.sessions import SessionBook, SessionKey
+from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
 
 PREFIX_WORKER = "prefix"
 """Name under which the pool's process holds the pages of resident blocks, and their label."""
@@ -108,7 +108,7 @@ class PrefixCache:
         self._shared = set[HoldId]()
         """Holds of requests."""
         pool.let_go = self._let_go
-        self._sessions = SessionBook(
+        self._sessions = SessionTable(
             ttl_s=settings.session_ttl_s,
             tenant_bytes=settings.session_tenant_bytes,
             total_bytes=settings.total_bytes // 2,
@@ -376,10 +376,10 @@ class PrefixCache:
             del self._holds[hold]
             self._index.release(hold)
 
-    def line(self) -> PrefixLine:
+    def line(self) -> PrefixStats:
         """The numbers as they are."""
         stat = self._index.stat()
-        return PrefixLine(
+        return PrefixStats(
             blocks=stat.blocks,
             bytes=stat.nbytes,
             lent_bytes=self._lent_bytes,

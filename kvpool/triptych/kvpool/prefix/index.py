@@ -14,10 +14,10 @@ from triptych.kvpool.prefix.blocks import (
     GuardId,
     Hold,
     HoldId,
+    IndexStats,
     Limits,
     Namespace,
     Payload,
-    PrefixStat,
     Published,
     Refusal,
     TokenIds,
@@ -299,9 +299,9 @@ class PrefixIndex:
 
     # -------------------------------------------------------------- reports
 
-    def stat(self) -> PrefixStat:
+    def stat(self) -> IndexStats:
         """The numbers as they are."""
-        return PrefixStat(
+        return IndexStats(
             blocks=len(self._nodes),
             nbytes=self._all.nbytes - self._reserved.total(),
             reserved_bytes=self._reserved.total(),

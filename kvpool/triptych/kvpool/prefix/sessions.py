@@ -22,7 +22,7 @@ class Session:
 
 
 @dataclass
-class SessionBook:
+class SessionTable:
     """All sessions, those that end first in front.
 
     A tenant's sessions guard no more than ``tenant_bytes``, and all together no more than

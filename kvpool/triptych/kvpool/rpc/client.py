@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.handles import Claim, LeaseId
-from triptych.core.messages import Lent
+from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.page_map import PageMap
 from triptych.kvpool.pool.page_pool import About, Commit, Pool
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.pool.stats import Ledger
+from triptych.kvpool.pool.stats import PoolStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.prefix.cache import FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
 from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.rpc.messages import PoolCalls, Registered
-from triptych.kvpool.rpc.page_cache import Stock
-from triptych.kvpool.rpc.stub import RemotePool
+from triptych.kvpool.rpc.page_cache import PageCache
+from triptych.kvpool.rpc.stub import PoolStub
 from triptych.kvpool.transfer.transport import SharedMemory, Transport
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class WorkerPool:
         calls: PoolCalls,
         worker: str,
         transport: Callable[[Registered], Transport],
-        open_journal: Callable[[str, int], Arena],
-        journal_bytes: int = 0,
+        open_checkpoint: Callable[[str, int], Arena],
+        checkpoint_bytes: int = 0,
     ) -> None:
         self.worker = worker
         self._calls = calls
@@ -64,14 +64,16 @@ class WorkerPool:
         self._lost: PoolError | None = None
         self._fetched_bytes = 0
         self._renewed_s = time.monotonic()
-        self._registered = calls.register(worker, this_process(), journal_bytes)
+        self._registered = calls.register(worker, this_process(), checkpoint_bytes)
         self._id = self._registered.worker
-        self._open_journal = open_journal
-        self._journal = (
-            open_journal(self._registered.journal, journal_bytes) if journal_bytes else None
+        self._open_checkpoint = open_checkpoint
+        self._checkpoint = (
+            open_checkpoint(self._registered.checkpoint, checkpoint_bytes)
+            if checkpoint_bytes
+            else None
         )
         self._transport = transport(self._registered)
-        self._stock = Stock(worker, self._registered.pages)
+        self._stock = PageCache(worker, self._registered.pages)
 
     # -------------------------------------------------------------- memory
 
@@ -81,9 +83,9 @@ class WorkerPool:
         return self._transport.arena
 
     @property
-    def journal(self) -> NDArray[np.uint8] | None:
+    def checkpoint(self) -> NDArray[np.uint8] | None:
         """Memory that outlives this process, for what its successor must know; zeros at first."""
-        return None if self._journal is None else self._journal.data[0]
+        return None if self._checkpoint is None else self._checkpoint.data[0]
 
     @property
     def page_bytes(self) -> int:
@@ -253,15 +255,17 @@ class WorkerPool:
 
     # -------------------------------------------------------------- what the dead left
 
-    def inherit(self, former: str) -> NDArray[np.uint8]:
-        """The journal of a dead worker. If it still lives, it does not afterwards.
+    def inherit(self, previous_worker: str) -> NDArray[np.uint8]:
+        """The checkpoint of a dead worker. If it still lives, it does not afterwards.
 
         Raises: StaleHandle if it left nothing; PoolUnavailable
         """
-        left = self._calls.inherit(former)
-        return self._open_journal(left.journal, left.journal_bytes).data[0]
+        left = self._calls.inherit(previous_worker)
+        return self._open_checkpoint(left.checkpoint, left.checkpoint_bytes).data[0]
 
-    def adopt(self, former: str, request: str, lease: LeaseId | None, ids: PageIds) -> Claim:
+    def adopt(
+        self, previous_worker: str, request: str, lease: LeaseId | None, ids: PageIds
+    ) -> Claim:
         """Take over one request of a dead worker: exactly these of its pages, shared ones last.
 
         None for ``lease``: whichever the pool has for it.
@@ -271,7 +275,7 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             with self._certain():
-                claim = self._calls.adopt(self._id, former, request, lease, ids)
+                claim = self._calls.adopt(self._id, previous_worker, request, lease, ids)
             self._stock.attached(claim.lease, _own(claim, ids))
             return claim
 
@@ -373,7 +377,7 @@ class WorkerPool:
 
     # -------------------------------------------------------------- the pool as a whole
 
-    def stat(self) -> Ledger:
+    def stat(self) -> PoolStats:
         """The pool's books."""
         return self._calls.stat()
 
@@ -446,29 +450,29 @@ class PoolClient(WorkerPool):
         directory: Path | None = None,
         arena_directory: Path | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        journal_bytes: int = 0,
+        checkpoint_bytes: int = 0,
     ) -> None:
         """Connect, wait until the pool is there, and map its arena.
 
         ``worker`` is a name of one process and start: whoever registers with it next takes
         its place. ``directory`` is where the pool was told to share memory, and
-        ``arena_directory`` where its arena lies, if not there. With ``journal_bytes`` there is a
-        journal, and what this worker holds is left to others when it dies.
+        ``arena_directory`` where its arena lies, if not there. With ``checkpoint_bytes`` there is a
+        checkpoint, and what this worker holds is left to others when it dies.
 
         Raises: PoolUnavailable if the pool does not answer in time
         """
-        self._remote = RemotePool(FrameChannel(address), connect_timeout_s)
+        self._remote = PoolStub(FrameChannel(address), connect_timeout_s)
         self._leaving = threading.Event()
 
         def map_arena(pool: Registered) -> Transport:
             shape = (pool.pages, pool.page_bytes)
             return SharedMemory(Arena.open(pool.arena, shape, arena_directory or directory))
 
-        def open_journal(name: str, size: int) -> Arena:
+        def open_checkpoint(name: str, size: int) -> Arena:
             return Arena.open(name, (1, size), directory)
 
         try:
-            super().__init__(self._remote, worker, map_arena, open_journal, journal_bytes)
+            super().__init__(self._remote, worker, map_arena, open_checkpoint, checkpoint_bytes)
         except BaseException:
             self._remote.close()
             raise
@@ -497,9 +501,9 @@ class PoolWatcher:
 
     def __init__(self, address: str, timeout_s: float = 2.0, access: Access | None = None) -> None:
         """``access``: what to show to a pool of another node."""
-        self._remote = RemotePool(FrameChannel(address, access), timeout_s)
+        self._remote = PoolStub(FrameChannel(address, access), timeout_s)
 
-    def stat(self) -> Ledger | None:
+    def stat(self) -> PoolStats | None:
         """The books; None if the pool does not answer."""
         try:
             return self._remote.stat()
@@ -520,7 +524,7 @@ class PoolWatcher:
         """
         self._remote.expel(worker)
 
-    def lend(self, nbytes: int) -> Lent:
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
         """Have so much of the memory for prefixes lent to requests, in all.
 
         Raises: PoolUnavailable
@@ -558,19 +562,21 @@ class LocalPool(WorkerPool):
         books = Pool(pages, page_bytes, self._memory.id, math.inf)
         self._disk = Disk.open(disk, self._memory.data) if disk and prefixes else None
         self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes, disk=self._disk)
-        super().__init__(self._pool, worker, self._transport_of, self._journal_of)
+        super().__init__(self._pool, worker, self._transport_of, self._checkpoint_of)
 
-    def join(self, worker: str, journal_bytes: int = 0) -> WorkerPool:
+    def join(self, worker: str, checkpoint_bytes: int = 0) -> WorkerPool:
         """Another worker of the same pool."""
-        return WorkerPool(self._pool, worker, self._transport_of, self._journal_of, journal_bytes)
+        return WorkerPool(
+            self._pool, worker, self._transport_of, self._checkpoint_of, checkpoint_bytes
+        )
 
     def _transport_of(self, _: Registered) -> Transport:
         return SharedMemory(self._memory)
 
-    def _journal_of(self, name: str, _: int) -> Arena:
-        return self._pool.journal(name)
+    def _checkpoint_of(self, name: str, _: int) -> Arena:
+        return self._pool.checkpoint(name)
 
-    def lend(self, nbytes: int) -> Lent:
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
         """Have so much of the memory for prefixes lent to requests, in all."""
         return self._pool.lend(nbytes)
 

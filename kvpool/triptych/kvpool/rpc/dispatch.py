@@ -1,7 +1,7 @@
 """From a frame to what it asks of a pool, and back: no socket, no clock."""
 
 from triptych.core.errors import MessageError, TriptychError
-from triptych.core.messages import Lend, Message, pack, unpack
+from triptych.core.messages import BorrowCacheMemory, Message, pack, unpack
 from triptych.kvpool.prefix.blocks import Publication, decode
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.local_pool import LockedPool
@@ -35,7 +35,7 @@ def ask(calls: LockedPool, asked: Message) -> Message:
     """
     match asked:
         case messages.RegisterWorker():
-            return calls.register(asked.name, asked.process, asked.journal_bytes)
+            return calls.register(asked.name, asked.process, asked.checkpoint_bytes)
         case messages.RenewWorker():
             return messages.Renewed(lacking_pages=calls.renew(asked.worker))
         case messages.GrantPages():
@@ -65,10 +65,10 @@ def ask(calls: LockedPool, asked: Message) -> Message:
         case messages.ExpelWorker():
             return messages.Expelled(was_there=calls.expel(asked.name))
         case messages.InheritFrom():
-            return calls.inherit(asked.former)
+            return calls.inherit(asked.previous_worker)
         case messages.AdoptRequest():
             ids = page_ranges.unpack(asked.pages, calls.pages)
-            claim = calls.adopt(asked.worker, asked.former, asked.label, asked.lease, ids)
+            claim = calls.adopt(asked.worker, asked.previous_worker, asked.label, asked.lease, ids)
             return messages.Claims(claims=(claim,))
         case (
             messages.FindPrefix()
@@ -81,7 +81,7 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             return _answer_prefix(calls, asked)
         case messages.ReleasePrefix():
             calls.release_prefix(asked.worker, asked.hold)
-        case Lend():
+        case BorrowCacheMemory():
             return calls.lend(asked.bytes)
         case messages.StatPool():
             return calls.stat()

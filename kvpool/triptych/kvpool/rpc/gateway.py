@@ -56,7 +56,7 @@ class PoolAddress:
         return f"{bracketed(self.host)}:{self.calls}"
 
 
-class OutsideAnswers:
+class Gateway:
     """Answers the frames of other nodes."""
 
     def __init__(self, calls: LockedPool, sender: PageSender) -> None:
@@ -74,8 +74,8 @@ class OutsideAnswers:
     def _answer(self, asked: Message) -> Message:
         match asked:
             case messages.RegisterWorker():
-                if asked.journal_bytes:
-                    raise MessageError("a worker of another node cannot have a journal here")
+                if asked.checkpoint_bytes:
+                    raise MessageError("a worker of another node cannot have a checkpoint here")
                 return self._calls.register(guest_name(asked.name), ELSEWHERE, 0)
             case messages.ReadPages():
                 _require_guest(asked.worker)
@@ -117,7 +117,7 @@ class Door:
             self._sender = PageSender(arena.data, host, access, sent=sent, refused=refused)
         except OSError as error:
             raise PoolError(f"the pool cannot listen on {host}: {error}") from error
-        answers = OutsideAnswers(calls, self._sender)
+        answers = Gateway(calls, self._sender)
         try:
             server = FrameServer(answers.answer, f"{bracketed(host)}:0", Outside(access, refused))
         except BaseException:

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from triptych.core.errors import PoolError, StaleHandle
 from triptych.core.handles import Claim, LeaseId
-from triptych.core.messages import Lent
-from triptych.kvpool.disk.tier import Coming, Disk, DiskLevel
+from triptych.core.messages import CacheMemoryBorrowed
+from triptych.kvpool.disk.tier import Coming, Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.page_map import PageMap
 from triptych.kvpool.pool.page_pool import About, Commit, Pool, WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end
-from triptych.kvpool.pool.stats import DiskLine, Ledger, NetworkLine, PrefixLine
+from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.rpc.messages import Inheritance, Registered
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class LockedPool:
     """``PoolCalls`` over a ``Pool`` of this process, from any number of threads.
 
-    It also owns the *journals*: memory in which a worker writes down what another one must know
-    to go on in its place. A journal lives as long as the pages that it tells of.
+    It also owns the *checkpoints*: memory in which a worker writes down what another one must know
+    to go on in its place. A checkpoint lives as long as the pages that it tells of.
     """
 
     def __init__(
@@ -51,24 +51,22 @@ class LockedPool:
         self._make_memory = make_memory
         self._clock = clock
         self._lock = threading.Lock()
-        self._journals = dict[str, Arena]()
+        self._checkpoints = dict[str, Arena]()
         """By the worker's name."""
         self._prefixes = PrefixCache(pool, prefixes) if prefixes else None
-        self._disk = (
-            DiskLevel(self._prefixes, disk, self._lock) if self._prefixes and disk else None
-        )
+        self._disk = DiskTier(self._prefixes, disk, self._lock) if self._prefixes and disk else None
         self._disk_fault = disk_fault
         self._network = Counter[str]()
 
-    def register(self, name: str, process: ProcessKey, journal_bytes: int) -> Registered:
+    def register(self, name: str, process: ProcessKey, checkpoint_bytes: int) -> Registered:
         if name == PREFIX_WORKER:
             raise PoolError(f"worker {name!r}: the name is the pool's own")
-        journal = self._make_memory(1, journal_bytes) if journal_bytes else None
+        checkpoint = self._make_memory(1, checkpoint_bytes) if checkpoint_bytes else None
         with self._lock:
-            worker = self._pool.register(name, process, self._clock(), keeps=journal is not None)
+            worker = self._pool.register(name, process, self._clock(), keeps=checkpoint is not None)
             self._forget_lost(and_of=name)
-            if journal is not None:
-                self._journals[name] = journal
+            if checkpoint is not None:
+                self._checkpoints[name] = checkpoint
             return Registered(
                 worker=worker,
                 arena=self._pool.arena_id,
@@ -76,41 +74,48 @@ class LockedPool:
                 page_bytes=self._pool.page_bytes,
                 lease_ttl_s=self._pool.lease_ttl_s,
                 extent_pages=self._extent_pages,
-                journal=journal.id if journal is not None else "",
+                checkpoint=checkpoint.id if checkpoint is not None else "",
                 restores=self._disk is not None,
             )
 
-    def inherit(self, former: str) -> Inheritance:
-        """Shut a dead worker out for good, and say where its journal is."""
-        if former == PREFIX_WORKER:
-            raise StaleHandle(0, f"worker {former!r} is the pool's own")
-        self._fence(former)
+    def inherit(self, previous_worker: str) -> Inheritance:
+        """Shut a dead worker out for good, and say where its checkpoint is."""
+        if previous_worker == PREFIX_WORKER:
+            raise StaleHandle(0, f"worker {previous_worker!r} is the pool's own")
+        self._fence(previous_worker)
         with self._lock:
-            self._pool.bury(former, self._clock())
+            self._pool.mark_dead(previous_worker, self._clock())
             self._forget_lost()
-            journal = self._journals.get(former)
-            if journal is None:
-                raise StaleHandle(0, f"worker {former!r} left nothing")
-            return Inheritance(journal=journal.id, journal_bytes=journal.page_bytes)
+            checkpoint = self._checkpoints.get(previous_worker)
+            if checkpoint is None:
+                raise StaleHandle(0, f"worker {previous_worker!r} left nothing")
+            return Inheritance(checkpoint=checkpoint.id, checkpoint_bytes=checkpoint.page_bytes)
 
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
+        self,
+        worker: WorkerId,
+        previous_worker: str,
+        label: str,
+        lease: LeaseId | None,
+        ids: PageIds,
     ) -> Claim:
         with self._lock:
-            return self._heard(worker).adopt(worker, former, label, lease, ids)
+            return self._heard(worker).adopt(worker, previous_worker, label, lease, ids)
 
-    def journal(self, name: str) -> Arena:
-        """The journal of that name, for workers of this process."""
+    def checkpoint(self, name: str) -> Arena:
+        """The checkpoint of that name, for workers of this process."""
         with self._lock:
-            return next(journal for journal in self._journals.values() if journal.id == name)
+            return next(
+                checkpoint for checkpoint in self._checkpoints.values() if checkpoint.id == name
+            )
 
     def close(self) -> None:
-        """Remove all journals."""
+        """Remove all checkpoints."""
         with self._lock:
-            for journal in self._journals.values():
-                journal.unlink()
-                journal.close()
-            self._journals.clear()
+            for checkpoint in self._checkpoints.values():
+                checkpoint.unlink()
+                checkpoint.close()
+            self._checkpoints.clear()
 
     def renew(self, worker: WorkerId) -> int:
         with self._lock:
@@ -170,7 +175,7 @@ class LockedPool:
             self._heard(worker).require_lease(worker, lease, ids)
 
     def count(self, what: str, amount: int = 1) -> None:
-        """Count something of ``NetworkLine``."""
+        """Count something of ``NetworkStats``."""
         with self._lock:
             self._network[what] += amount
 
@@ -238,7 +243,7 @@ class LockedPool:
                 return Coming(0, 0.0)
             return self._disk.restore(namespace, tokens, tenant)
 
-    def lend(self, nbytes: int) -> Lent:
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
         """Let requests have so much of the memory for prefixes, in all; what is in use stays."""
         with self._lock:
             lent = 0
@@ -246,7 +251,7 @@ class LockedPool:
                 lent, evicted = self._prefixes.lend(nbytes)
                 if self._disk:
                     self._disk.evicted(evicted)
-            return Lent(arena=self._pool.arena_id, bytes=lent)
+            return CacheMemoryBorrowed(arena=self._pool.arena_id, bytes=lent)
 
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         with self._lock:
@@ -258,14 +263,14 @@ class LockedPool:
             raise PoolError("this pool keeps no prefixes")
         return self._prefixes
 
-    def stat(self) -> Ledger:
+    def stat(self) -> PoolStats:
         with self._lock:
             if self._prefixes:
                 self._prefixes.end_sessions(self._clock())
             ledger = self._pool.stat(self._clock())
-            disk = self._disk.line() if self._disk else DiskLine(fault=self._disk_fault)
-            prefix = self._prefixes.line() if self._prefixes else PrefixLine()
-            network = NetworkLine(**self._network)
+            disk = self._disk.line() if self._disk else DiskStats(fault=self._disk_fault)
+            prefix = self._prefixes.line() if self._prefixes else PrefixStats()
+            network = NetworkStats(**self._network)
             return replace(ledger, prefix=prefix, disk=disk, network=network)
 
     def map(self, max_cells: int) -> PageMap:
@@ -297,14 +302,14 @@ class LockedPool:
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
 
     def _forget_lost(self, and_of: str = "") -> None:
-        """Drop journals that tell of no pages any more, and holds of workers that are gone."""
+        """Drop checkpoints that tell of no pages any more, and holds of workers that are gone."""
         if self._prefixes:
             self._prefixes.forget_lost()
-        for name in list(self._journals):
+        for name in list(self._checkpoints):
             if name == and_of or not self._pool.knows(name):
-                journal = self._journals.pop(name)
-                journal.unlink()
-                journal.close()
+                checkpoint = self._checkpoints.pop(name)
+                checkpoint.unlink()
+                checkpoint.close()
 
     def _heard(self, worker: WorkerId) -> Pool:
         self._pool.hear(worker, self._clock())

@@ -20,7 +20,7 @@ from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.page_map import MAX_CELLS, PageMap
 from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import Ledger
+from triptych.kvpool.pool.stats import PoolStats
 from triptych.kvpool.prefix.blocks import (
     FormatPages,
     HoldId,
@@ -33,7 +33,7 @@ from triptych.kvpool.prefix.cache import FoundPrefix
 from triptych.kvpool.rpc import page_ranges
 
 MAX_NAME_CHARS = 256
-MAX_JOURNAL_BYTES = 1 << 30
+MAX_CHECKPOINT_BYTES = 1 << 30
 MAX_PREFIX_TOKENS = 1 << 20
 MAX_SALT_BYTES = 4096
 MAX_FORMATS = 16
@@ -43,11 +43,11 @@ class PoolCalls(Protocol):
     """What a worker may ask of a pool, whichever side of a socket it is on.
 
     Meaning and errors are those of ``pool.page_pool.Pool``, and for prefixes those of
-    ``prefix.cache.PrefixCache`` and ``disk.tier.DiskLevel``.
+    ``prefix.cache.PrefixCache`` and ``disk.tier.DiskTier``.
     Every call is also a sign of life of the worker that makes it.
     """
 
-    def register(self, name: str, process: ProcessKey, journal_bytes: int) -> "Registered": ...
+    def register(self, name: str, process: ProcessKey, checkpoint_bytes: int) -> "Registered": ...
     def renew(self, worker: WorkerId) -> int: ...
     def unregister(self, worker: WorkerId) -> None: ...
     def expel(self, name: str) -> bool: ...
@@ -67,9 +67,14 @@ class PoolCalls(Protocol):
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]: ...
     def withdraw_all(self, worker: WorkerId) -> list[LeaseId]: ...
-    def inherit(self, former: str) -> "Inheritance": ...
+    def inherit(self, previous_worker: str) -> "Inheritance": ...
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
+        self,
+        worker: WorkerId,
+        previous_worker: str,
+        label: str,
+        lease: LeaseId | None,
+        ids: PageIds,
     ) -> Claim: ...
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
@@ -91,7 +96,7 @@ class PoolCalls(Protocol):
         session: str,
     ) -> int: ...
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
-    def stat(self) -> Ledger: ...
+    def stat(self) -> PoolStats: ...
     def map(self, max_cells: int) -> PageMap: ...
 
 
@@ -103,13 +108,15 @@ class PoolCalls(Protocol):
 class RegisterWorker:
     name: str
     process: ProcessKey
-    journal_bytes: int = 0
+    checkpoint_bytes: int = 0
     """Memory that it wants for what another worker must know to go on in its place."""
 
     def __post_init__(self) -> None:
         _require_short(self.name)
-        if not 0 <= self.journal_bytes <= MAX_JOURNAL_BYTES:
-            raise ValueError(f"journal_bytes={self.journal_bytes}: 0 to {MAX_JOURNAL_BYTES}")
+        if not 0 <= self.checkpoint_bytes <= MAX_CHECKPOINT_BYTES:
+            raise ValueError(
+                f"checkpoint_bytes={self.checkpoint_bytes}: 0 to {MAX_CHECKPOINT_BYTES}"
+            )
 
 
 @message
@@ -210,16 +217,16 @@ class WithdrawAll:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InheritFrom:
-    """Shut a dead worker out, and say where its journal is."""
+    """Shut a dead worker out, and say where its checkpoint is."""
 
-    former: str
+    previous_worker: str
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptRequest:
     worker: WorkerId
-    former: str
+    previous_worker: str
     label: str
     lease: LeaseId | None
     pages: bytes
@@ -345,7 +352,7 @@ class ReadPages:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatPool:
-    """The answer is a ``Ledger``."""
+    """The answer is a ``PoolStats``."""
 
 
 @message
@@ -394,8 +401,8 @@ class Registered:
     page_bytes: int
     lease_ttl_s: float
     extent_pages: int
-    journal: str
-    """Name of its journal's memory; empty if it wanted none."""
+    checkpoint: str
+    """Name of its checkpoint's memory; empty if it wanted none."""
     restores: bool
     """Whether prefixes may come back from disk."""
 
@@ -403,10 +410,10 @@ class Registered:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
-    """Where the journal of a dead worker is."""
+    """Where the checkpoint of a dead worker is."""
 
-    journal: str
-    journal_bytes: int
+    checkpoint: str
+    checkpoint_bytes: int
 
 
 @message

@@ -13,7 +13,7 @@ _ELSEWHERE, _IDLE, _TAKEN = 0, -1, -2
 """Whereabouts of a page; a positive number is the lease that it was last seen in."""
 
 
-class Stock:
+class PageCache:
     """The pages of a worker's extent, handed out and taken back without asking the pool.
 
     Every step is a few array operations, so thousands of pages cost microseconds. A page that

@@ -15,7 +15,7 @@ from triptych.kvpool.disk.tier import Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena, remove_orphans, shared_memory_dir
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import is_alive
-from triptych.kvpool.pool.stats import Ledger
+from triptych.kvpool.pool.stats import PoolStats
 from triptych.kvpool.prefix.cache import PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameServer
@@ -113,7 +113,7 @@ class PoolServer:
         self._arena.close()
         shutil.rmtree(_socket_dir(self._arena.id), ignore_errors=True)
 
-    def stat(self) -> Ledger:
+    def stat(self) -> PoolStats:
         """The books as they are."""
         return self._calls.stat()
 

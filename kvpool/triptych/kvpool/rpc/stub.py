@@ -5,13 +5,13 @@ from typing import TypeVar
 
 from triptych.core.errors import MessageError
 from triptych.core.handles import Claim, LeaseId
-from triptych.core.messages import Lend, Lent, Message, pack, unpack
+from triptych.core.messages import BorrowCacheMemory, CacheMemoryBorrowed, Message, pack, unpack
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.page_map import PageMap
 from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import Ledger
+from triptych.kvpool.pool.stats import PoolStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds, encode
 from triptych.kvpool.prefix.cache import FoundPrefix
 from triptych.kvpool.rpc import messages, page_ranges
@@ -20,7 +20,7 @@ from triptych.kvpool.rpc.channel import FrameChannel
 A = TypeVar("A")
 
 
-class RemotePool:
+class PoolStub:
     """``PoolCalls`` over a channel. Errors of the pool are raised here as what they are there."""
 
     def __init__(
@@ -33,8 +33,12 @@ class RemotePool:
         self._timeout_s = connect_timeout_s
         self._pages = 0
 
-    def register(self, name: str, process: ProcessKey, journal_bytes: int) -> messages.Registered:
-        asked = messages.RegisterWorker(name=name, process=process, journal_bytes=journal_bytes)
+    def register(
+        self, name: str, process: ProcessKey, checkpoint_bytes: int
+    ) -> messages.Registered:
+        asked = messages.RegisterWorker(
+            name=name, process=process, checkpoint_bytes=checkpoint_bytes
+        )
         frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=self._wait)
         made = _only(frame, messages.Registered)
         self._pages = made.pages
@@ -100,14 +104,25 @@ class RemotePool:
     def withdraw_all(self, worker: WorkerId) -> list[LeaseId]:
         return list(self._ask(messages.WithdrawAll(worker=worker), messages.Withdrawn).leases)
 
-    def inherit(self, former: str) -> messages.Inheritance:
-        return self._ask(messages.InheritFrom(former=former), messages.Inheritance)
+    def inherit(self, previous_worker: str) -> messages.Inheritance:
+        return self._ask(
+            messages.InheritFrom(previous_worker=previous_worker), messages.Inheritance
+        )
 
     def adopt(
-        self, worker: WorkerId, former: str, label: str, lease: LeaseId | None, ids: PageIds
+        self,
+        worker: WorkerId,
+        previous_worker: str,
+        label: str,
+        lease: LeaseId | None,
+        ids: PageIds,
     ) -> Claim:
         asked = messages.AdoptRequest(
-            worker=worker, former=former, label=label, lease=lease, pages=page_ranges.pack(ids)
+            worker=worker,
+            previous_worker=previous_worker,
+            label=label,
+            lease=lease,
+            pages=page_ranges.pack(ids),
         )
         (claim,) = self._ask_claims(asked, 1)
         return claim
@@ -169,11 +184,11 @@ class RemotePool:
     def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
         self._ask(messages.ReleasePrefix(worker=worker, hold=hold), messages.PoolDone)
 
-    def lend(self, nbytes: int) -> Lent:
-        return self._ask(Lend(bytes=nbytes), Lent)
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+        return self._ask(BorrowCacheMemory(bytes=nbytes), CacheMemoryBorrowed)
 
-    def stat(self) -> Ledger:
-        return self._ask(messages.StatPool(), Ledger)
+    def stat(self) -> PoolStats:
+        return self._ask(messages.StatPool(), PoolStats)
 
     def map(self, max_cells: int) -> PageMap:
         return self._ask(messages.MapPages(max_cells=max_cells), PageMap)

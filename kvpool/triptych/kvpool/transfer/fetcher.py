@@ -39,7 +39,7 @@ from triptych.kvpool.rpc.channel import FrameChannel
 from triptych.kvpool.rpc.client import HEARTBEAT_PERIOD_S, WorkerPool
 from triptych.kvpool.rpc.gateway import PoolAddress
 from triptych.kvpool.rpc.messages import Registered
-from triptych.kvpool.rpc.stub import RemotePool
+from triptych.kvpool.rpc.stub import PoolStub
 from triptych.kvpool.transfer.page_stream import receive
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Guest:
     """This worker's standing with the pool of another node."""
 
     address: PoolAddress
-    calls: RemotePool
+    calls: PoolStub
     registered: Registered
     heard: float
     """When the pool last answered, in monotonic seconds."""
@@ -267,7 +267,7 @@ class Fetcher:
             raise StaleHandle(
                 lease, f"no pool has arena {arena}: it was started anew, or never was"
             )
-        calls = RemotePool(FrameChannel(str(address), self._access), CONNECT_TIMEOUT_S, wait=False)
+        calls = PoolStub(FrameChannel(str(address), self._access), CONNECT_TIMEOUT_S, wait=False)
         try:
             made = calls.register(self._pool.worker, ELSEWHERE, 0)
             if made.arena != arena:

@@ -17,7 +17,7 @@ FIRST_DELAY_S = 0.5
 
 
 @dataclass(eq=False)
-class Journey:
+class RequestAttempts:
     """A request, what its client has of the answer, and which attempt is under way.
 
     When an attempt is lost, or at the end of the model's window, the next one goes on behind the
@@ -137,24 +137,24 @@ def _again_in_s(refusal: Failed) -> float:
 
 
 @dataclass
-class Journeys:
+class AttemptTable:
     """All journeys of one ingress, by the id of their present attempt."""
 
     windows: Windows | None = None
     """How what is longer than the model's context is read."""
-    _by_id: dict[str, Journey] = field(default_factory=dict[str, Journey])
+    _by_id: dict[str, RequestAttempts] = field(default_factory=dict[str, RequestAttempts])
 
-    def __iter__(self) -> Iterator[Journey]:
+    def __iter__(self) -> Iterator[RequestAttempts]:
         return iter(list(self._by_id.values()))
 
-    def get(self, attempt: str) -> Journey | None:
+    def get(self, attempt: str) -> RequestAttempts | None:
         return self._by_id.get(attempt)
 
-    def start(self, request: Request, tell: Callable[[Tokens | Failed], None]) -> Journey:
-        journey = self._by_id[request.id] = Journey(request, tell, self.windows)
+    def start(self, request: Request, tell: Callable[[Tokens | Failed], None]) -> RequestAttempts:
+        journey = self._by_id[request.id] = RequestAttempts(request, tell, self.windows)
         return journey
 
-    def again(self, journey: Journey) -> bool:
+    def again(self, journey: RequestAttempts) -> bool:
         """Begin another attempt; False if too many were lost."""
         if not journey.is_at_window_end and journey.lost + 1 >= MAX_ATTEMPTS:
             return False
@@ -163,5 +163,5 @@ class Journeys:
         self._by_id[journey.id] = journey
         return True
 
-    def end(self, journey: Journey) -> None:
+    def end(self, journey: RequestAttempts) -> None:
         self._by_id.pop(journey.id, None)

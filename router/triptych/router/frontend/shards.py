@@ -12,7 +12,7 @@ from typing import Literal
 from triptych.core.messages import Failed, Request
 from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel
-from triptych.router.policies.hash_ring import Ring
+from triptych.router.policies.hash_ring import HashRing
 from triptych.router.policies.placement import KEY_BLOCKS, Ask, affinity_key
 
 SALT = b"cells"
@@ -57,7 +57,7 @@ class Cells:
         self._held = dict.fromkeys(names, 0)
         self._up = set[str]()
         self._seats = dict[str, Seat]()
-        self._ring = Ring(SALT)
+        self._ring = HashRing(SALT)
         for name in names:
             self._ring.add(name)
 

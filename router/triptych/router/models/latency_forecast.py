@@ -170,7 +170,7 @@ def latest_start_s(slo: Slo, forecast: Forecast) -> float:
 
 
 @dataclass
-class Pace:
+class LatencyForecast:
     """Measures the stages as the router sees them, queues and neighbours included."""
 
     read_token_s: Mean = field(default_factory=Mean)
@@ -183,16 +183,16 @@ class Pace:
     """Between two that leave the line while others wait."""
     late_first: Lateness = field(default_factory=Lateness)
     """First tokens, in seconds: a pause takes as long whether little or much was to be done."""
-    crowd_s: float = 0.0
+    concurrency_s: float = 0.0
     """Requests in work for each decode worker, summed over the seconds until ``_passed``."""
     _passed: float | None = None
     _left: float | None = None
     """When the last one left a line in which others went on waiting."""
 
-    def passed(self, crowd: float, now: float) -> None:
-        """Until now, since this was called last, ``crowd`` requests were in work."""
+    def passed(self, concurrency: float, now: float) -> None:
+        """Until now, since this was called last, ``concurrency`` requests were in work."""
         if self._passed is not None:
-            self.crowd_s += crowd * (now - self._passed)
+            self.concurrency_s += concurrency * (now - self._passed)
         self._passed = now
 
     def begin_line(self) -> None:
@@ -214,26 +214,26 @@ class Pace:
         if forecast.ttft_s:
             self.late_first.note(seconds - forecast.ttft_s, now)
 
-    def wrote(self, seconds: float, tokens: int, crowd_s: float, now: float) -> None:
+    def wrote(self, seconds: float, tokens: int, concurrency_s: float, now: float) -> None:
         """An answer is complete, so many seconds behind its first token.
 
-        ``crowd_s``: what ``self.crowd_s`` was then.
+        ``concurrency_s``: what ``self.crowd_s`` was then.
         """
         self.answer_tokens.note(tokens, now)
         if tokens > 1 and seconds > 0:
             token_s = seconds / (tokens - 1)
-            self.token_s.note((self.crowd_s - crowd_s) / seconds, token_s, now)
+            self.token_s.note((self.concurrency_s - concurrency_s) / seconds, token_s, now)
 
     def forecast(
-        self, *, ahead: int, crowd: float, read_tokens: int, max_tokens: int, now: float
+        self, *, ahead: int, concurrency: float, read_tokens: int, max_tokens: int, now: float
     ) -> Forecast:
-        """What to expect with ``ahead`` requests before it in the line, and ``crowd`` in work.
+        """What to expect with ``ahead`` requests ahead in the queue, and ``concurrency`` running.
 
         ``read_tokens``: those of its prompt, and before them at the worker that would read it. An
         answer is taken to be as long as others were, and no longer than it may be.
         """
         answer = min(float(max_tokens), self.answer_tokens.at(now) or 1.0)
-        token_s = self.token_s.at(crowd, now)
+        token_s = self.token_s.at(concurrency, now)
         return Forecast(
             wait_s=ahead * self.gap_s.at(now),
             read_s=read_tokens * self.read_token_s.at(now),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from triptych.core.messages import NO_SLO, Report, Stage
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import State
 
 LEAST_DRAIN_S, MOST_DRAIN_S = 1.0, 60.0
@@ -93,7 +93,7 @@ class BusyTime:
 class Scaling:
     """Sums up the books; a look costs time for every request, so there is one in a while."""
 
-    books: Books
+    books: ClusterState
     patience_s: float
     look_every_s: float = 2.0
     _busy: BusyTime = field(default_factory=BusyTime)
@@ -125,7 +125,9 @@ class Scaling:
             for stage in peer.hello.stages:
                 workers[stage] = workers.get(stage, 0) + 1
                 busy[stage] = busy.get(stage, 0.0) + shares[peer.address]
-        waiting = [one for one in books.requests.in_state(State.WAITING) if not one.is_set_aside]
+        waiting = [
+            one for one in books.requests.in_state(State.WAITING) if not one.waits_with_pages
+        ]
         arenas = len(books.roster.arenas)
         free = arenas * books.ledger.capacity_bytes - books.roster.used_bytes
         needed = sum(one.sizes.peak for one in waiting)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
-from triptych.core.messages import POOL, Lend, Lent
+from triptych.core.messages import POOL, BorrowCacheMemory, CacheMemoryBorrowed
 from triptych.router.snapshot import HeldBy
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 
 KEEP_S = 5.0
 """Seconds without anybody waiting for memory after which it goes back: a prefix that is evicted
@@ -30,7 +30,7 @@ def enough(shortages: Sequence[int], lent: int, limit: int) -> int:
 
 
 @dataclass
-class Loans:
+class CacheBorrowing:
     """Asks the pool for memory when requests wait for it, and gives back what nobody needs.
 
     A request that waits is worth more than the prefixes of others: these are on disk, or can be
@@ -41,7 +41,7 @@ class Loans:
     One question is open at a time, and only while all workers share one arena: there is one pool.
     """
 
-    books: Books
+    books: ClusterState
     limit_bytes: int
     """What is set aside for prefixes."""
     _asked: float = -inf
@@ -53,7 +53,7 @@ class Loans:
     _known: set[str] = field(default_factory=set[str])
     """Arenas whose pool has answered: another router may have borrowed there before."""
 
-    def run(self, held_by: HeldBy, now: float) -> None:
+    def run(self, blocked_reason: HeldBy, now: float) -> None:
         """Ask for what is lacking, or give back what is not."""
         if self.limit_bytes == 0 or now - self._asked < ASK_AGAIN_S:
             return
@@ -63,7 +63,7 @@ class Loans:
         ledger = self.books.ledger
         lent = ledger.lent.get(arena, 0)
         total = lent
-        if held_by == "no_bytes":
+        if blocked_reason == "no_bytes":
             self._pressed = now
             total = enough(self._shortages(ledger.free(arena), now), lent, self.limit_bytes)
         elif now - self._pressed >= KEEP_S:
@@ -74,10 +74,10 @@ class Loans:
             ledger.lend(arena, total)
         if total != lent:
             self.books.counters["memory_asked" if total > lent else "memory_returned"] += 1
-        self.books.outbox.post(POOL, Lend(bytes=total))
+        self.books.outbox.post(POOL, BorrowCacheMemory(bytes=total))
         self._asked, self._total = now, total
 
-    def heard(self, message: Lent, now: float) -> None:
+    def heard(self, message: CacheMemoryBorrowed, now: float) -> None:
         """The pool says how much it lends."""
         self._asked = now if message.bytes < self._total else -inf
         self._known.add(message.arena)

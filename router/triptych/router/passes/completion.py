@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from triptych.core.errors import StageLost, TriptychError
 from triptych.core.messages import POOL, Expel, Failed, Request, Send, failed
 from triptych.router.passes.migration import can_go_on
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 LAST_WORDS_S = 5.0
@@ -14,7 +14,7 @@ LAST_WORDS_S = 5.0
 
 
 @dataclass
-class Endings:
+class RequestCompletion:
     """Ends requests once and only once, and never frees bytes that somebody may still hold.
 
     A request that ends while workers may hold pages of it is *leaving*: they are sent
@@ -22,7 +22,7 @@ class Endings:
     a time-out for those that do not answer.
     """
 
-    books: Books
+    books: ClusterState
     cancel_timeout_s: float
     reclaim_s: float
     _finished: deque[tuple[float, str, Send]] = field(
@@ -42,7 +42,7 @@ class Endings:
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
         if entry.read_at:
-            self.books.pace.wrote(now - entry.read_at, tokens, entry.crowd_s, now)
+            self.books.pace.wrote(now - entry.read_at, tokens, entry.concurrency_s, now)
         if entry.encoder:  # the first token was the last one, and it has layers
             self._part(entry, now)
             return
@@ -79,7 +79,7 @@ class Endings:
         for entry in list(self.books.requests):
             if entry.state is State.LEAVING:
                 if entry.owed.pop(address, None) is not None:
-                    entry.owed[grave(address)] = now + self.reclaim_s
+                    entry.owed[mark_dead(address)] = now + self.reclaim_s
             elif entry.request.reply_to == address:
                 self.cancel(entry, now)
             elif entry.worker == address and name and self._can_be_inherited(entry, name):
@@ -101,14 +101,14 @@ class Endings:
         """
         for state in (State.COMPRESSED, State.ORPHANED, State.WAITING):
             for entry in self.books.requests.in_state(state):
-                if state is State.WAITING and not entry.is_set_aside:
+                if state is State.WAITING and not entry.waits_with_pages:
                     continue
                 if self.books.fleet.absent_since("decode", entry.final_arena) is not None:
                     self.fail(entry, StageLost("decode"), now)
 
     def expel_formers(self) -> None:
         """Have the pool free what the dead left, once nobody is to take it over any more."""
-        for name in sorted(self.books.formers - {entry.former for entry in self._living}):
+        for name in sorted(self.books.formers - {entry.previous_worker for entry in self._living}):
             self.books.formers.remove(name)
             self.books.outbox.post(POOL, Expel(worker=name))
 
@@ -118,11 +118,11 @@ class Endings:
 
     def _can_be_inherited(self, entry: Entry, name: str) -> bool:
         """Not if its worker was taking over from another dead one: whose the pages are is open."""
-        return can_go_on(entry) and entry.former not in self.books.formers - {name}
+        return can_go_on(entry) and entry.previous_worker not in self.books.formers - {name}
 
-    def _orphan(self, entry: Entry, former: str, now: float) -> None:
+    def _orphan(self, entry: Entry, previous_worker: str, now: float) -> None:
         self.books.counters["orphaned"] += 1
-        entry.former, entry.worker, entry.decode = former, "", ""
+        entry.previous_worker, entry.worker, entry.decode = previous_worker, "", ""
         self.books.requests.move(entry, State.ORPHANED, now)
 
     def settle(self, entry: Entry, address: str) -> None:
@@ -147,8 +147,8 @@ class Endings:
         If it was the giver, its pages live on in the pool for the length of a lease. Either
         ``entry.worker`` attaches them in time, or it says that it could not.
         """
-        if entry.giver == address:
-            entry.giver = ""
+        if entry.source_worker == address:
+            entry.source_worker = ""
         if entry.decode == address:
             entry.decode = ""
             self.books.requests.touch(entry)
@@ -164,9 +164,9 @@ class Endings:
             if address in living:
                 entry.owed[address] = now + self.cancel_timeout_s
             else:
-                entry.owed[grave(address)] = now + self.reclaim_s
-        if entry.former in self.books.formers:
-            entry.owed[entry.former] = now + self.reclaim_s
+                entry.owed[mark_dead(address)] = now + self.reclaim_s
+        if entry.previous_worker in self.books.formers:
+            entry.owed[entry.previous_worker] = now + self.reclaim_s
         if entry.owed:
             self.books.requests.move(entry, State.LEAVING, now)
         else:
@@ -182,12 +182,12 @@ class Endings:
         self.books.ledger.release(entry.id)
 
 
-def grave(address: str) -> str:
+def mark_dead(address: str) -> str:
     """Who owes what a dead worker held: nobody who comes to its address can say it is free."""
     return f"{address} (dead)"
 
 
 def _is_on_offer(entry: Entry) -> bool:
     """Whether a decode worker has put it on offer: the pool keeps that if the worker dies."""
-    is_unclaimed = entry.state is State.COMPRESSED or entry.is_set_aside
+    is_unclaimed = entry.state is State.COMPRESSED or entry.waits_with_pages
     return is_unclaimed and entry.stage == "decode"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from triptych.core.errors import TriptychError
 from triptych.core.messages import Request
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.history import Alternative, Decision
 from triptych.router.state.request_table import Entry
 
@@ -16,10 +16,10 @@ Step = Literal["prefill", "compress", "decode"]
 
 
 @dataclass
-class Reasons:
+class DecisionLog:
     """Notes each decision in the history, and counts it by step and reason."""
 
-    books: Books
+    books: ClusterState
 
     def looked_at(self, step: Step) -> tuple[Alternative, ...]:
         """The best workers of a stage at this moment: call it before anything is booked."""

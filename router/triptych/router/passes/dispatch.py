@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from triptych.core.config import RouterConfig
 from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
 from triptych.router.models.memory_estimate import RequestBytes
-from triptych.router.passes.decision_log import Reasons
+from triptych.router.passes.decision_log import DecisionLog
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.placement import Choice
 from triptych.router.snapshot import Budget, HeldBy
 from triptych.router.state.byte_ledger import Lines, lines_after_encoding, lines_before_encoding
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
@@ -29,22 +29,22 @@ ROUND_REQUESTS = 4
 class Dispatch:
     """One pass over all that could move, in a fixed order."""
 
-    books: Books
+    books: ClusterState
     schedule: Schedule
     config: RouterConfig
     placer: Placer
     keeps_prefixes: bool = False
     """Whether the pool keeps prefixes of prompts."""
-    held_by: HeldBy = ""
+    blocked_reason: HeldBy = ""
     """Why the first of the waiting line did not start at the last pass."""
-    reasons: Reasons = field(init=False)
+    reasons: DecisionLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reasons = Reasons(self.books)
+        self.reasons = DecisionLog(self.books)
 
     def run(self, now: float) -> None:
         """Send on every request that can go on."""
-        self.held_by = ""
+        self.blocked_reason = ""
         if not self.books.requests.has_any(MOVABLE):
             return
         self.books.roster.refresh(now)
@@ -52,7 +52,7 @@ class Dispatch:
         self._join_all(now)
         self._encode_all(now)
         self._compress_all(now)
-        self.held_by = self._admit(now)
+        self.blocked_reason = self._admit(now)
 
     def adjust(self) -> None:
         """Begin another round: batch sizes follow what waits and what is free."""
@@ -76,7 +76,9 @@ class Dispatch:
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
         entry.worker, entry.decode, entry.stage = address, address, "decode"
-        self.books.outbox.post(address, Resume(former=entry.former, join=join_of(entry, now)))
+        self.books.outbox.post(
+            address, Resume(previous_worker=entry.previous_worker, join=join_of(entry, now))
+        )
         self.reasons.chosen(entry, "resume", "worker_lost", address, now)
         self.books.requests.move(entry, State.DECODING, now)
 
@@ -119,8 +121,10 @@ class Dispatch:
         ]
 
     def _join(self, entry: Entry, now: float) -> None:
-        entry.giver, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
-        self.books.outbox.post(entry.worker, replace(join_of(entry, now), former=entry.former))
+        entry.source_worker, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
+        self.books.outbox.post(
+            entry.worker, replace(join_of(entry, now), previous_worker=entry.previous_worker)
+        )
         self.books.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- planned -> encoding
@@ -213,7 +217,7 @@ class Dispatch:
         if entry.encoder:
             reason = "has_its_layers"
         self.reasons.chosen(entry, "compress", reason, address, now)
-        entry.giver, entry.worker, entry.stage = entry.worker, address, "compress"
+        entry.source_worker, entry.worker, entry.stage = entry.worker, address, "compress"
         entry.encoder = ""
         item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
         self.books.outbox.compress(address, item)
@@ -282,9 +286,9 @@ class Dispatch:
                 return "no_decode_slot"
             wanted = min(slots, gate.most or ROUND_REQUESTS)
             batch = self._batch(wanted, now)
-            started, held_by = self._start_all(batch, now)
-            if held_by and (started == 0 or gate.most is None):
-                return held_by
+            started, blocked_reason = self._start_all(batch, now)
+            if blocked_reason and (started == 0 or gate.most is None):
+                return blocked_reason
             if started < wanted and gate.most is None:
                 return "no_bytes" if len(line) else ""
             if started == 0:
@@ -311,9 +315,9 @@ class Dispatch:
                 if not self._go_on(entry, now):
                     return started, "no_bytes"
                 continue
-            choice, held_by = self._reader(entry, now, is_fixed=is_fixed, together=together)
+            choice, blocked_reason = self._reader(entry, now, is_fixed=is_fixed, together=together)
             if choice is None:
-                return started, held_by
+                return started, blocked_reason
             self._start(entry, choice, now)
             together = choice.worker if is_fixed else ""
         return len(batch), ""

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from triptych.core.messages import Suspend
-from triptych.router.state.cluster_state import Books
+from triptych.core.messages import Preempt
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 
 @dataclass
-class Balance:
+class Migration:
     """Takes one request at a time back from the fullest decode worker of each arena.
 
     Its pages stay where they are; whoever has most free slots joins it next. A worker that has
@@ -17,7 +17,7 @@ class Balance:
     Source: Llumnix (requests move between instances while they run)
     """
 
-    books: Books
+    books: ClusterState
     threshold: int
     """Requests that a worker must have more than another one; 0: none is ever moved."""
 
@@ -28,7 +28,7 @@ class Balance:
             entry = self._next_of(address)
             if entry is not None:
                 entry.is_asked_back = True
-                self.books.outbox.post(address, Suspend(requests=(entry.id,)))
+                self.books.outbox.post(address, Preempt(requests=(entry.id,)))
 
     def _next_of(self, address: str) -> Entry | None:
         """The one that joined last; None while the move before is under way."""
@@ -48,12 +48,12 @@ def can_move(entry: Entry) -> bool:
     Nor if it tells log probabilities: a handle has no room for those that are on their way.
     """
     tells = entry.request.sampling.reports_logprobs
-    return can_go_on(entry) and not entry.former and not tells
+    return can_go_on(entry) and not entry.previous_worker and not tells
 
 
 def can_go_on(entry: Entry) -> bool:
     """Whether another decode worker can go on with a request just where this one is.
 
-    What was said last may be lost on its way; the journal has it, to be said again.
+    What was said last may be lost on its way; the checkpoint has it, to be said again.
     """
     return entry.state is State.DECODING and entry.report is not None

@@ -5,25 +5,25 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from triptych.core.messages import Request
-from triptych.router.models.latency_forecast import Pace
-from triptych.router.policies.hash_ring import DualRing
+from triptych.router.models.latency_forecast import LatencyForecast
+from triptych.router.policies.hash_ring import DualHashRing
 from triptych.router.policies.placement import Ask, Choice, PlacementPolicy
 from triptych.router.policies.prefix_map import PrefixMap
-from triptych.router.state.load_index import Fits, Roster
+from triptych.router.state.load_index import Fits, LoadIndex
 
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
     """The prefill workers with room for one prompt; good until something moves."""
 
-    roster: Roster
+    roster: LoadIndex
     ask: Ask
     limit_tokens: int
     """Tokens that a worker takes at once."""
     fits: Fits
     token_s: float
     prefixes: PrefixMap
-    rings: Callable[[], DualRing]
+    rings: Callable[[], DualHashRing]
     _fitting: dict[str, bool] = field(default_factory=dict[str, bool])
     _count: int = 0
     """Workers with room."""
@@ -81,13 +81,13 @@ class Placer:
     """Asks the policy, and remembers what was read where, if the policy wants to know."""
 
     policy: PlacementPolicy
-    roster: Roster
-    pace: Pace
+    roster: LoadIndex
+    pace: LatencyForecast
     block_tokens: int
     prefixes: PrefixMap
     ttft_s: float
     """For prompts that ask for no time to the first token."""
-    _rings: DualRing = field(default_factory=DualRing)
+    _rings: DualHashRing = field(default_factory=DualHashRing)
     _seen: int = -1
     """The generation of the roster when arenas were last forgotten."""
     _hashed: int = -1
@@ -120,7 +120,7 @@ class Placer:
         self.prefixes.keep(arena, ask.keys)
         return known * self.block_tokens
 
-    def _present(self) -> DualRing:
+    def _present(self) -> DualHashRing:
         """The rings of those arenas that have prefill workers now."""
         if self._hashed != self.roster.generation:
             self._hashed = self.roster.generation

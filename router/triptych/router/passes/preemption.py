@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from triptych.core.messages import Suspend
+from triptych.core.messages import Preempt
 from triptych.router.passes.migration import can_move
 from triptych.router.snapshot import HeldBy, Waiting
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 
@@ -21,11 +21,11 @@ class Preemption:
     Source: vLLM (preemption of the lowest priority), which recomputes or swaps; pages stay here
     """
 
-    books: Books
+    books: ClusterState
 
-    def run(self, held_by: HeldBy, now: float) -> None:
+    def run(self, blocked_reason: HeldBy, now: float) -> None:
         """Ask for one request back if the first that waits is more urgent."""
-        if held_by not in ("no_decode_slot", "no_bytes"):
+        if blocked_reason not in ("no_decode_slot", "no_bytes"):
             return
         first = next(self.books.requests.line.at(now).in_order(), None)
         if first is None:
@@ -36,7 +36,7 @@ class Preemption:
         if victim is not None:
             victim.is_asked_back = victim.is_preempted = True
             self.books.counters["preempted"] += 1
-            self.books.outbox.post(victim.worker, Suspend(requests=(victim.id,)))
+            self.books.outbox.post(victim.worker, Preempt(requests=(victim.id,)))
 
     def _victim(self, first: Waiting, now: float) -> Entry | None:
         """The least urgent, and of those the one that joined last; one at a time."""

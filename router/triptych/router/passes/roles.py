@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, floor, inf
 
-from triptych.core.messages import Suspend
+from triptych.core.messages import Preempt
 from triptych.router.passes.migration import can_move
 from triptych.router.snapshot import HeldBy, Role, WorkerLoad
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 READ_SHARE = 0.8
@@ -88,7 +88,7 @@ class Roles:
     Source: DistServe (the two disturb each other); Arrow, TaiChi (roles that follow the load)
     """
 
-    books: Books
+    books: ClusterState
     is_on: bool
     _work: ReadingWork = field(default_factory=ReadingWork)
     _token_s: float = 0.0
@@ -105,11 +105,11 @@ class Roles:
         self._work.note(tokens * entry.token_s, now)
         self._token_s = entry.token_s or self._token_s
 
-    def run(self, held_by: HeldBy, now: float) -> None:
+    def run(self, blocked_reason: HeldBy, now: float) -> None:
         """Divide anew if the work asks for it, and clear those that only read."""
         if not self.is_on:
             return
-        if held_by:
+        if blocked_reason:
             self._line_was_seen = now
         workers = [load for load in self.books.roster.loads() if _is_able(load)]
         if now - self._line_was_seen < CALM_S:
@@ -146,7 +146,7 @@ class Roles:
             if room[entry.final_arena] > 0 and can_move(entry) and not entry.is_asked_back:
                 room[entry.final_arena] -= 1
                 entry.is_asked_back = True
-                self.books.outbox.post(entry.worker, Suspend(requests=(entry.id,)))
+                self.books.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
 
 
 def _is_able(worker: WorkerLoad) -> bool:

@@ -14,13 +14,13 @@ from triptych.router.models.latency_forecast import (
     miss,
 )
 from triptych.router.models.retry_after import MAX_RETRY_S, MIN_RETRY_S
-from triptych.router.passes.completion import Endings
-from triptych.router.state.cluster_state import Books
+from triptych.router.passes.completion import RequestCompletion
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class SloState:
     """What a request that comes may expect."""
 
     due: float
@@ -34,26 +34,26 @@ class Promise:
 
 
 @dataclass
-class Promises:
+class SloAdmission:
     """Keeps the server from computing what comes too late, and the line in order of slack.
 
     Requests without an SLO, and those that were in work before, are let be.
     """
 
-    books: Books
-    endings: Endings
+    books: ClusterState
+    endings: RequestCompletion
     _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     """When a request must have started, or ended: a heap."""
 
-    def make(self, request: Request, due: float, now: float) -> Promise:
+    def make(self, request: Request, due: float, now: float) -> SloState:
         """For a request that would lose patience at ``due``, SLOs aside."""
         slo, pace = request.slo, self.books.pace
         if slo == NO_SLO or request.attempt:
-            return Promise(due)
+            return SloState(due)
         forecast = self._forecast(request, due, now)
         cautious = pace.cautious(forecast, now)
         wait_s = latest_start_s(slo, cautious)
-        promise = Promise(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
+        promise = SloState(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
         missed = miss(slo, cautious)
         if missed is None or not self.books.requests.in_work:  # who else would say how it is now?
             return promise
@@ -67,7 +67,7 @@ class Promises:
         ahead = line.ahead_of(request.tenant, due)
         return self.books.pace.forecast(
             ahead=ahead,
-            crowd=self.books.crowd_with(ahead + 1),
+            concurrency=self.books.concurrency_with(ahead + 1),
             read_tokens=busy + request.known_tokens,
             max_tokens=request.sampling.max_tokens,
             now=now,
@@ -92,7 +92,7 @@ class Promises:
                 self.books.counters["slo:deadline_passed"] += 1
                 late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
                 self.endings.fail(entry, late, now)
-            elif entry.state is State.WAITING and not entry.is_set_aside:
+            elif entry.state is State.WAITING and not entry.waits_with_pages:
                 self.books.counters["slo:waited_too_long"] += 1
                 would_be_s = now - entry.arrived + entry.forecast.read_s
                 self.books.pace.came(would_be_s, entry.forecast, now)

@@ -21,7 +21,7 @@ def point(salt: bytes, name: bytes) -> int:
 
 
 @dataclass
-class Ring:
+class HashRing:
     """One ring: a key belongs to the member whose point comes next.
 
     Source: Karger et al., 1997 (consistent hashing)
@@ -55,7 +55,7 @@ class Ring:
 
 
 @dataclass
-class DualRing:
+class DualHashRing:
     """Two homes for each key, on two rings.
 
     Of n members that become n + 1, about one key in n + 1 changes its first home, and as many
@@ -65,7 +65,9 @@ class DualRing:
     """
 
     _members: set[str] = field(default_factory=set[str])
-    _rings: tuple[Ring, Ring] = field(default_factory=lambda: (Ring(SALTS[0]), Ring(SALTS[1])))
+    _rings: tuple[HashRing, HashRing] = field(
+        default_factory=lambda: (HashRing(SALTS[0]), HashRing(SALTS[1]))
+    )
 
     def hold(self, members: Iterable[str]) -> None:
         """Have these members and no others."""

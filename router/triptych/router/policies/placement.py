@@ -1,7 +1,7 @@
 """Which worker of a stage takes a request: pure choices over snapshots, ties by name.
 
 A placement policy says who reads a prompt: there the cache of prefixes decides what need not be
-computed. Compressor and decode worker are chosen by fixed rules, from exact books (``Roster``).
+computed. Compressor and decode worker are chosen by fixed rules, from exact books (``LoadIndex``).
 """
 
 from collections.abc import Iterator, Mapping

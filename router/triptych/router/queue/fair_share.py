@@ -24,7 +24,7 @@ def in_turns(
 
     ``used`` and ``price`` are per unit of weight; equal ones go by name. So while two tenants
     wait, what one of them gets per weight is ahead of the other's by no more than a request of
-    each. This is the written rule; ``WaitingLine`` does the same without looking at all tenants.
+    each. This is the written rule; ``WaitingQueue`` does the same without looking at all tenants.
 
     Source: start-time fair queueing (Goyal, Vin and Cheng 1996); for LLM serving VTC (Sheng et
     al., OSDI 2024), which counts tokens where we count bytes held times seconds
@@ -53,7 +53,7 @@ class Account:
 
 
 @dataclass
-class Accounts:
+class FairShare:
     """Accounts of all tenants with requests, and of some without.
 
     A request is charged when it starts, by its bytes and the mean time that others held theirs; at

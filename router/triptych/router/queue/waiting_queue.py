@@ -6,8 +6,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any, Protocol
 
-from triptych.router.queue.fair_share import Accounts, in_turns
-from triptych.router.queue.sorted_index import Ranking
+from triptych.router.queue.fair_share import FairShare, in_turns
+from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Waiting
 
 
@@ -34,7 +34,7 @@ def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) 
 
     Each step of ``priority`` (lower is sooner) counts as much as ``ageing_s`` of waiting, so one
     that waits is overtaken by no request that comes ``ageing_s`` later for each step between
-    them. One with an SLO loses patience sooner: ``promises.Promises.due``.
+    them. One with an SLO loses patience sooner: ``passes.slo_admission``.
 
     >>> due_s(100.0, 2, patience_s=5.0, ageing_s=10.0)
     125.0
@@ -49,7 +49,7 @@ def of_one_tenant(waiting: Sequence[Waiting], key: Callable[[Waiting], Any]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class ListedLine:
+class ListedQueue:
     """A line that was written down: what each order means, in few lines of code."""
 
     waiting: Sequence[Waiting]
@@ -100,9 +100,11 @@ class Place:
 class Lane:
     """Those of one tenant, in the orders in which they are read."""
 
-    by_due: Ranking[tuple[float, int]] = field(default_factory=Ranking[tuple[float, int]])
-    by_place: Ranking[tuple[int, int]] = field(default_factory=Ranking[tuple[int, int]])
-    by_bytes: Ranking[tuple[int, int, int]] = field(default_factory=Ranking[tuple[int, int, int]])
+    by_due: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
+    by_place: SortedIndex[tuple[int, int]] = field(default_factory=SortedIndex[tuple[int, int]])
+    by_bytes: SortedIndex[tuple[int, int, int]] = field(
+        default_factory=SortedIndex[tuple[int, int, int]]
+    )
 
     def put(self, name: str, place: Place) -> None:
         self.by_due.put(name, (place.due, place.number))
@@ -118,15 +120,15 @@ Order = Callable[[Lane], Iterator[str]]
 
 
 @dataclass
-class WaitingLine:
+class WaitingQueue:
     """Keeps all orders while requests come and go."""
 
-    accounts: Accounts = field(default_factory=Accounts)
+    accounts: FairShare = field(default_factory=FairShare)
     """What each tenant has had."""
     _places: dict[str, Place] = field(default_factory=dict[str, Place])
-    _by_age: Ranking[tuple[float, int]] = field(default_factory=Ranking[tuple[float, int]])
+    _by_age: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
     _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
-    _turns: Ranking[float] = field(default_factory=Ranking[float])
+    _turns: SortedIndex[float] = field(default_factory=SortedIndex[float])
     """Tenants that wait: who has used least is next."""
     _came: int = 0
 
@@ -195,9 +197,9 @@ class WaitingLine:
         name = self._by_age.first()
         return None if name is None else self._places[name].arrived
 
-    def at(self, now: float) -> "LineNow":
+    def at(self, now: float) -> "QueueNow":
         """The line as a policy may read it, until it changes."""
-        return LineNow(self, now)
+        return QueueNow(self, now)
 
     def read(self, order: Order, now: float) -> Iterator[Waiting]:
         """All of the line; ``order`` is that of those who have not lost patience."""
@@ -256,10 +258,10 @@ class WaitingLine:
 
 
 @dataclass(frozen=True, slots=True)
-class LineNow:
+class QueueNow:
     """A waiting line at one moment."""
 
-    line: WaitingLine
+    line: WaitingQueue
     now: float
 
     def __len__(self) -> int:

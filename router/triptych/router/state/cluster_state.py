@@ -4,28 +4,28 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
 
-from triptych.router.models.latency_forecast import Pace
+from triptych.router.models.latency_forecast import LatencyForecast
 from triptych.router.models.retry_after import DrainRate
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.snapshot import WorkerLoad
 from triptych.router.state.byte_ledger import ByteLedger
-from triptych.router.state.load_index import Roster
-from triptych.router.state.membership import Fleet
+from triptych.router.state.load_index import LoadIndex
+from triptych.router.state.membership import Membership
 from triptych.router.state.outbox import Outbox
 from triptych.router.state.request_table import Requests, compressor_of, is_being_read
 
 
 @dataclass
-class Books:
+class ClusterState:
     """Peers, requests, bookings, and what is to be sent."""
 
-    fleet: Fleet
+    fleet: Membership
     ledger: ByteLedger
-    roster: Roster
+    roster: LoadIndex
     requests: Requests
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
-    pace: Pace = field(default_factory=Pace)
+    pace: LatencyForecast = field(default_factory=LatencyForecast)
     formers: set[str] = field(default_factory=set[str])
     """Dead decode workers, by name, that left pages which the pool keeps for others."""
     counters: Counter[str] = field(default_factory=Counter[str])
@@ -41,12 +41,12 @@ class Books:
     ) -> Self:
         """Empty books whose parts tell the roster what changes."""
         ledger = ByteLedger(capacity_bytes)
-        roster = Roster(report_bound_s, ledger.used, schedule.slots, long_tokens)
+        roster = LoadIndex(report_bound_s, ledger.used, schedule.slots, long_tokens)
         ledger.on_change = roster.rebook
         requests = Requests(on_change=roster.count, on_removal=roster.forget)
-        return cls(Fleet(report_bound_s), ledger, roster, requests)
+        return cls(Membership(report_bound_s), ledger, roster, requests)
 
-    def crowd_with(self, more: int) -> float:
+    def concurrency_with(self, more: int) -> float:
         """Requests in work for each decode worker, if so many more come as slots and bytes allow.
 
         The first of them is counted even if there is no room: it will have taken another's place.
@@ -58,7 +58,7 @@ class Books:
         return (in_work + min(more, max(1, min(slots, fit)))) / max(1, roster.writers)
 
 
-def worker_loads(books: Books, now: float) -> dict[str, WorkerLoad]:
+def worker_loads(books: ClusterState, now: float) -> dict[str, WorkerLoad]:
     """Every worker as placement sees it, by address, counted anew from all requests.
 
     What the roster keeps up to date, in plain words; tests compare the two.

@@ -57,7 +57,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class RequestTrace:
     """One attempt at a request: sizes and times, and nothing of what was said."""
 
     request: str
@@ -87,7 +87,7 @@ class Life:
 
 @dataclass(slots=True)
 class _Record:
-    """What a ``Life`` is made of, while it grows: a copy for each step would cost more."""
+    """What a ``RequestTrace`` is made of, while it grows: a copy for each step would cost more."""
 
     request: str
     number: int
@@ -104,8 +104,8 @@ class _Record:
     cached_tokens: int | None = None
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
 
-    def life(self) -> Life:
-        return Life(
+    def life(self) -> RequestTrace:
+        return RequestTrace(
             request=self.request,
             number=self.number,
             attempt=self.attempt,
@@ -131,15 +131,15 @@ class History:
     _records: dict[str, _Record] = field(default_factory=dict[str, _Record])
     _count: int = 0
 
-    def __iter__(self) -> Iterator[Life]:
+    def __iter__(self) -> Iterator[RequestTrace]:
         return (record.life() for record in self._records.values())
 
-    def latest(self, count: int) -> list[Life]:
+    def latest(self, count: int) -> list[RequestTrace]:
         """The newest ``count``, first come first."""
         skipped = max(0, len(self._records) - count)
         return [record.life() for record in islice(self._records.values(), skipped, None)]
 
-    def of(self, client_id: str) -> list[Life]:
+    def of(self, client_id: str) -> list[RequestTrace]:
         """Those with this id, or that a client's request with this id was made into.
 
         A choice is ``<id>-<index>``, and another attempt at it ``<id>-<index>~<attempt>``.

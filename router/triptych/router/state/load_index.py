@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
-from triptych.core.messages import Hello
-from triptych.router.queue.sorted_index import Ranking
+from triptych.core.messages import Register
+from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Role, WorkerLoad
 from triptych.router.state.request_table import Entry, State, compressor_of, is_being_read
 
@@ -37,7 +37,7 @@ NOTHING = Share()
 
 
 @dataclass(eq=False)
-class Roster:
+class LoadIndex:
     """Workers by what they can take, as of the last call of ``refresh``."""
 
     report_bound_s: float
@@ -65,7 +65,7 @@ class Roster:
     generation: int = 0
     """Counts the changes of which arenas have prefill workers."""
 
-    _workers: dict[str, Hello] = field(default_factory=dict[str, Hello])
+    _workers: dict[str, Register] = field(default_factory=dict[str, Register])
     _roles: dict[str, Role] = field(default_factory=dict[str, Role])
     """Of workers that were given one; all others do both."""
     _fresh: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
@@ -78,33 +78,35 @@ class Roster:
     _shares: dict[str, Share] = field(default_factory=dict[str, Share])
     _free: dict[str, int] = field(default_factory=dict[str, int])
     """Free slots of decode workers that have some."""
-    _prefill: defaultdict[str | None, Ranking[tuple[int, str]]] = field(
-        default_factory=lambda: defaultdict[str | None, Ranking[tuple[int, str]]](
-            Ranking[tuple[int, str]]
+    _prefill: defaultdict[str | None, SortedIndex[tuple[int, str]]] = field(
+        default_factory=lambda: defaultdict[str | None, SortedIndex[tuple[int, str]]](
+            SortedIndex[tuple[int, str]]
         )
     )
     """Prefill workers of each arena, and of all (None)."""
-    _compress: defaultdict[str | None, Ranking[tuple[int, str]]] = field(
-        default_factory=lambda: defaultdict[str | None, Ranking[tuple[int, str]]](
-            Ranking[tuple[int, str]]
+    _compress: defaultdict[str | None, SortedIndex[tuple[int, str]]] = field(
+        default_factory=lambda: defaultdict[str | None, SortedIndex[tuple[int, str]]](
+            SortedIndex[tuple[int, str]]
         )
     )
     """Compressors of each arena, and of all (None)."""
     _compressors: Counter[str] = field(default_factory=Counter[str])
     """Compressors of each arena, full ones too."""
-    _decode: defaultdict[str, Ranking[tuple[int, str]]] = field(
-        default_factory=lambda: defaultdict[str, Ranking[tuple[int, str]]](Ranking[tuple[int, str]])
+    _decode: defaultdict[str, SortedIndex[tuple[int, str]]] = field(
+        default_factory=lambda: defaultdict[str, SortedIndex[tuple[int, str]]](
+            SortedIndex[tuple[int, str]]
+        )
     )
-    _open_arenas: Ranking[tuple[int, int, str]] = field(
-        default_factory=Ranking[tuple[int, int, str]]
+    _open_arenas: SortedIndex[tuple[int, int, str]] = field(
+        default_factory=SortedIndex[tuple[int, int, str]]
     )
     """Arenas with a free decode slot: least used first, then by their best worker."""
-    _raw_arenas: Ranking[int] = field(default_factory=Ranking[int])
+    _raw_arenas: SortedIndex[int] = field(default_factory=SortedIndex[int])
     """All arenas of workers, least used first."""
 
     # ---------------------------------------------------------------- what changes
 
-    def join(self, hello: Hello) -> None:
+    def join(self, hello: Register) -> None:
         """A worker came, or introduced itself again."""
         if not hello.stages:
             return
@@ -171,7 +173,7 @@ class Roster:
 
     # ---------------------------------------------------------------- who is next
 
-    def readers(self, arena: str | None = None) -> Ranking[tuple[int, str]]:
+    def readers(self, arena: str | None = None) -> SortedIndex[tuple[int, str]]:
         """Prefill workers that are not full, of an arena or of all: fewest tokens first."""
         return self._prefill[arena]
 
@@ -349,13 +351,13 @@ class Roster:
             free = self.slots_of(hello.max_requests) - self._slots[address]
             self._set_free(hello, 0 if role == "read" else max(0, free))
 
-    def _withdraw(self, hello: Hello) -> None:
+    def _withdraw(self, hello: Register) -> None:
         for arena in (None, hello.arena):
             self._prefill[arena].discard(hello.address)
             self._compress[arena].discard(hello.address)
         self._set_free(hello, 0)
 
-    def _set_free(self, hello: Hello, free: int) -> None:
+    def _set_free(self, hello: Register, free: int) -> None:
         address, before = hello.address, self._free.pop(hello.address, 0)
         self.open_slots += free - before
         ranking = self._decode[hello.arena]
@@ -374,7 +376,7 @@ class Roster:
         else:
             self._open_arenas.put(arena, (self.used(arena), *ranking.key(best)))
 
-    def _count_arena(self, hello: Hello, change: int) -> None:
+    def _count_arena(self, hello: Register, change: int) -> None:
         arena = hello.arena
         self.writers += change * ("decode" in hello.stages)
         if "compress" in hello.stages:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from triptych.core.messages import Hello, Report, Stage
+from triptych.core.messages import Register, Report, Stage
 
 STALL_FACTOR = 20.0
 """Times the longest measured step after which a worker counts as stuck."""
@@ -17,7 +17,7 @@ LONG_STEP_S = 60.0
 class Peer:
     """A process that introduced itself."""
 
-    hello: Hello
+    hello: Register
     reported: float = -inf
     """When its last report came."""
     report: Report | None = None
@@ -33,7 +33,7 @@ class Peer:
 
 
 @dataclass
-class Fleet:
+class Membership:
     """All living peers by address. A worker without a fresh report counts as full."""
 
     report_bound_s: float
@@ -57,7 +57,7 @@ class Fleet:
         """The name of the peer at an address."""
         return self._peers[address].name
 
-    def replaced_by(self, hello: Hello) -> list[str]:
+    def replaced_by(self, hello: Register) -> list[str]:
         """Addresses whose process must be dead if ``hello`` is true."""
         return [
             peer.address
@@ -65,7 +65,7 @@ class Fleet:
             if (peer.name == hello.name) != (peer.address == hello.address)
         ]
 
-    def join(self, hello: Hello) -> None:
+    def join(self, hello: Register) -> None:
         """Take in a peer; one that was known and says hello again keeps its report."""
         peer = self._peers.get(hello.address)
         if peer is None:
@@ -126,7 +126,7 @@ class Fleet:
         )
         return max(times, default=-inf)
 
-    def _count(self, hello: Hello, change: int) -> None:
+    def _count(self, hello: Register, change: int) -> None:
         for stage in hello.stages:
             self._there[stage, hello.arena] += change
             self._there[stage, None] += change

@@ -11,7 +11,7 @@ from triptych.core.messages import CompressionReport, Request, Stage
 from triptych.router.models.latency_forecast import NO_FORECAST, Forecast
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.policies.placement import Ask
-from triptych.router.queue.waiting_queue import WaitingLine
+from triptych.router.queue.waiting_queue import WaitingQueue
 from triptych.router.state.history import History
 
 
@@ -68,8 +68,8 @@ class Entry:
     """Prompt tokens before its prefill worker when it was sent there, its own included."""
     read_at: float = 0.0
     """When its first token was drawn."""
-    crowd_s: float = 0.0
-    """What ``Pace.crowd_s`` was then."""
+    concurrency_s: float = 0.0
+    """What ``LatencyForecast.crowd_s`` was then."""
     forecast: Forecast = NO_FORECAST
     """What it was told when it came."""
     state: State = State.WAITING
@@ -77,13 +77,13 @@ class Entry:
     """The last worker that was told of it."""
     stage: Stage = "prefill"
     """The stage of that worker."""
-    giver: str = ""
+    source_worker: str = ""
     """The worker before, while it may still hold the lease that ``worker`` is to attach."""
     encoder: str = ""
     """The compressor that gets its layers while others are read, until it is told of it."""
     decode: str = ""
     """The decode worker with a slot for it."""
-    former: str = ""
+    previous_worker: str = ""
     """Name of the decode worker that left its pages or put them on offer, dead or not, until
     another one has taken them over."""
     raw_arena: str = ""
@@ -129,7 +129,7 @@ class Entry:
         return self.sizes.grown if self.state in AFTER_ENCODING else self.sizes.peak
 
     @property
-    def is_set_aside(self) -> bool:
+    def waits_with_pages(self) -> bool:
         """Whether it waits with pages that it keeps."""
         return self.is_preempted and self.state is State.WAITING
 
@@ -146,7 +146,7 @@ class Entry:
     @property
     def holders(self) -> list[str]:
         """Workers that may hold pages of it."""
-        may_hold = (self.worker, self.giver, self.encoder)
+        may_hold = (self.worker, self.source_worker, self.encoder)
         return list(dict.fromkeys(address for address in may_hold if address))
 
 
@@ -180,7 +180,7 @@ class Requests:
     on_change: Callable[[Entry], None] = _nothing
     """Told of each entry that moved."""
     on_removal: Callable[[Entry], None] = _nothing
-    line: WaitingLine = field(default_factory=WaitingLine)
+    line: WaitingQueue = field(default_factory=WaitingQueue)
     """Those that wait, in the orders in which policies read them."""
     history: History = field(default_factory=History)
     _by_id: dict[str, Entry] = field(default_factory=dict[str, Entry])
@@ -215,7 +215,7 @@ class Requests:
         self.history.begin(entry.request, entry.state.value, entry.since)
         self.on_change(entry)
 
-    def set_aside(self, entry: Entry, kept_bytes: int, now: float) -> None:
+    def preempt(self, entry: Entry, kept_bytes: int, now: float) -> None:
         """Put an entry back into the line with pages that it keeps."""
         entry.kept_bytes = kept_bytes
         self.move(entry, State.WAITING, now)
@@ -245,7 +245,7 @@ class Requests:
         self._by_state[state][entry.id] = entry
         if state is State.DECODING:
             self._running[entry.request.tenant][entry.request.priority] += 1
-        if state is not State.LEAVING:  # over for the client; `Endings` says how
+        if state is not State.LEAVING:  # over for the client; `RequestCompletion` says how
             self.history.note(entry.id, state.value, entry.report, now)
         self.on_change(entry)
 

@@ -30,7 +30,7 @@ from triptych.core import errors
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ConfigError, Overloaded, QueueFull
 from triptych.core.profile import Fidelity
-from triptych.deployments.grpc import RpcServer
+from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.grpc.bodies import body_of, fill
 from triptych.deployments.grpc.service import CODES, SERVICE
 from triptych.deployments.grpc.triptych_pb2 import (
@@ -42,7 +42,7 @@ from triptych.deployments.grpc.triptych_pb2 import (
     TokenIds,
 )
 from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
-from triptych.deployments.http import Health, Intake, ModelCard, create_app
+from triptych.deployments.http import Health, ModelCard, OpenAIServing, create_app
 
 TOKENIZER = make_tokenizer()
 HELLO = [ChatMessage(role="user", content="hello")]
@@ -63,7 +63,7 @@ def engine() -> FakeEngine:
 async def serving(engine: FakeEngine, **settings: object) -> AsyncGenerator[grpc.aio.Channel, None]:
     limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4, "request_timeout_s": 10.0}
     config = IngressConfig(grpc_port=free_port(), **{**limits, **settings})
-    server = RpcServer(make_intake(engine, TOKENIZER, config))
+    server = GrpcServer(make_intake(engine, TOKENIZER, config))
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -164,8 +164,8 @@ async def test_answers_say_what_compression_costs_at_about_their_length(
     )
     card = ModelCard(name="tiny", context_tokens=2048, created=0, fidelity=measured)
     config = IngressConfig(grpc_port=free_port())
-    intake = Intake(engine=engine, tokenizer=TOKENIZER, model=card, config=config)
-    server = RpcServer(intake)
+    intake = OpenAIServing(engine=engine, tokenizer=TOKENIZER, model=card, config=config)
+    server = GrpcServer(intake)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         for prompt, at, kl in (("a", 8, 0.25), ("z" * 400, 512, 0.5)):
@@ -201,7 +201,7 @@ async def test_models_health_and_reflection(engine: FakeEngine) -> None:
 
 async def test_tools_find_the_schema_by_reflection(engine: FakeEngine) -> None:
     config = IngressConfig(grpc_port=free_port())
-    server = RpcServer(make_intake(engine, TOKENIZER, config))
+    server = GrpcServer(make_intake(engine, TOKENIZER, config))
     await server.start()
 
     def look() -> set[str]:
@@ -449,14 +449,14 @@ async def test_sessions_and_traces_come_as_metadata(stub: TriptychStub, engine: 
 
 
 async def test_it_is_off_by_default_and_copies_share_a_port(engine: FakeEngine) -> None:
-    off = RpcServer(make_intake(engine, TOKENIZER, IngressConfig()))
+    off = GrpcServer(make_intake(engine, TOKENIZER, IngressConfig()))
     await off.start()
     assert off.port == 0
     await off.stop()
     config = IngressConfig(grpc_port=free_port())
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            copy = RpcServer(make_intake(engine, TOKENIZER, config))
+            copy = GrpcServer(make_intake(engine, TOKENIZER, config))
             await copy.start()
             stack.push_async_callback(copy.stop)
             assert copy.port == config.grpc_port
@@ -465,7 +465,7 @@ async def test_it_is_off_by_default_and_copies_share_a_port(engine: FakeEngine) 
         taken.listen()
         wrong = IngressConfig(grpc_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="set another port"):
-            await RpcServer(make_intake(engine, TOKENIZER, wrong)).start()
+            await GrpcServer(make_intake(engine, TOKENIZER, wrong)).start()
 
 
 def test_bodies_keep_types_and_answers_lose_nothing() -> None:

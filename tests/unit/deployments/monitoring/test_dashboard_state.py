@@ -12,23 +12,23 @@ from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
 from triptych.core.messages import CompressionReport, Report
 from triptych.deployments.monitoring.dashboard_state import (
     SHOWN_PAGES,
-    Board,
+    DashboardState,
     page_kinds,
     page_owners,
 )
 from triptych.deployments.monitoring.status import Status
-from triptych.kvpool import PREFIX_WORKER, Ledger, OwnerLine, PageMap, WorkerLine
+from triptych.kvpool import PREFIX_WORKER, OwnerPages, PageMap, PoolStats, WorkerStats
 from triptych.kvpool.rpc import page_ranges
-from triptych.router import Life, RouterSnapshot, WorkerLoad
+from triptych.router import RequestTrace, RouterSnapshot, WorkerLoad
 
 PAGES = 40
 
 
-def owner(kind: str, worker: str, label: str = "") -> OwnerLine:
-    return OwnerLine(kind=kind, worker=worker, label=label)  # pyright: ignore[reportArgumentType]
+def owner(kind: str, worker: str, label: str = "") -> OwnerPages:
+    return OwnerPages(kind=kind, worker=worker, label=label)  # pyright: ignore[reportArgumentType]
 
 
-def page_map(cells: list[int], *owners: OwnerLine, stride: int = 1, pages: int = 0) -> PageMap:
+def page_map(cells: list[int], *owners: OwnerPages, stride: int = 1, pages: int = 0) -> PageMap:
     return PageMap(
         arena="here",
         pages=pages or len(cells) * stride,
@@ -46,8 +46,8 @@ def handle(arena: str = "here", **formats: list[int]) -> KVHandle:
     return KVHandle(Claim(arena, LeaseId(1), 1), packed, 10)
 
 
-def life(number: int, name: str = "secret-id") -> Life:
-    return Life(
+def life(number: int, name: str = "secret-id") -> RequestTrace:
+    return RequestTrace(
         request=name,
         number=number,
         attempt=0,
@@ -118,12 +118,14 @@ def test_owners_are_workers_by_place_and_requests_by_number() -> None:
     assert owners.tolist() == [0, 1, 7, 0, 0, 3]
 
 
-def board(pages: PageMap | None, lives: tuple[Life, ...] = (), **handles: KVHandle) -> Board:
+def board(
+    pages: PageMap | None, lives: tuple[RequestTrace, ...] = (), **handles: KVHandle
+) -> DashboardState:
     snapshot = RouterSnapshot(
         requests={"waiting": 1},
         booked_bytes={"here": 5},
         capacity_bytes=9,
-        held_by="",
+        blocked_reason="",
         oldest_waiting_s=0.5,
         counters={"failed:rate_limit_exceeded": 2},
         workers=(
@@ -136,7 +138,7 @@ def board(pages: PageMap | None, lives: tuple[Life, ...] = (), **handles: KVHand
             ),
         ),
     )
-    ledger = Ledger(
+    ledger = PoolStats(
         arena="here",
         pages=PAGES,
         page_bytes=256,
@@ -144,7 +146,7 @@ def board(pages: PageMap | None, lives: tuple[Life, ...] = (), **handles: KVHand
         extent_pages=4,
         request_pages=6,
         workers=(
-            WorkerLine(name="d", pid=1, extent_pages=4, request_pages=6, requests=1, silent_s=0),
+            WorkerStats(name="d", pid=1, extent_pages=4, request_pages=6, requests=1, silent_s=0),
         ),
         by_request={"secret-id": 6},
         taken_total=9,
@@ -152,7 +154,7 @@ def board(pages: PageMap | None, lives: tuple[Life, ...] = (), **handles: KVHand
         reclaimed_workers_total=0,
     )
     report = Report(name="d", running=2, waiting=1, pages_held=3, busy_s=1.5)
-    return Board(
+    return DashboardState(
         Status(snapshot, (ledger if pages else None,), (report,)),
         pages,
         lives,
@@ -200,7 +202,9 @@ def test_a_full_snapshot_stays_below_a_quarter_of_a_mebibyte() -> None:
     pages = page_map(list(range(1, SHOWN_PAGES + 1)), *owners, stride=1000)
     steps = tuple(("compressing", 1234.567) for _ in range(8))
     lives = tuple(
-        Life(request=str(n), number=n, attempt=5, prompt_tokens=8192, max_tokens=8192, steps=steps)
+        RequestTrace(
+            request=str(n), number=n, attempt=5, prompt_tokens=8192, max_tokens=8192, steps=steps
+        )
         for n in range(10**6, 10**6 + 256)
     )
     assert len(json.dumps(board(pages, lives).json())) < 256 << 10

@@ -12,12 +12,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from triptych.core.messages import CompressionReport, Request, Sampling
 from triptych.deployments.monitoring.tracing import Tracer, payload, spans_of, valid_parent
-from triptych.router import Journey, Life
+from triptych.router import RequestAttempts, RequestTrace
 from triptych.router.state.history import History
 
 HEX = "0123456789abcdef" * 2
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
-LIFE = Life(
+LIFE = RequestTrace(
     request=f"chatcmpl-{HEX}-0",
     number=1,
     attempt=0,
@@ -86,7 +86,7 @@ def test_the_protocol_s_own_types_can_read_it() -> None:
 def test_the_router_remembers_whose_trace_a_request_belongs_to() -> None:
     asked = Request(id="r", prompt=(1,), sampling=Sampling(), reply_to="here", traceparent=PARENT)
     history = History()
-    history.begin(Journey(asked, ignore).present(), "waiting", 1.0)
+    history.begin(RequestAttempts(asked, ignore).present(), "waiting", 1.0)
     (life,) = history
     assert life.traceparent == PARENT
 

@@ -10,7 +10,7 @@ from ray import serve
 from triptych.deployments.placement import node_autoscaler
 from triptych.deployments.placement.node_autoscaler import NodeCount, on_every_node
 from triptych.deployments.placement.nodes import LOOK_EVERY_S
-from triptych.deployments.replicas.pool import PoolShell
+from triptych.deployments.replicas.pool import PoolReplica
 
 CONTEXT = cast("Any", SimpleNamespace(target_num_replicas=4))
 
@@ -52,7 +52,7 @@ def test_without_any_node_nothing_is_stopped() -> None:
 
 
 def test_serve_takes_the_policy_for_a_deployment_of_one_replica_a_node() -> None:
-    made = serve.deployment(PoolShell, name="Pool", max_replicas_per_node=1).options(
+    made = serve.deployment(PoolReplica, name="Pool", max_replicas_per_node=1).options(
         autoscaling_config=on_every_node("triptych", 3)
     )
     config = cast("Any", made)._deployment_config.autoscaling_config

@@ -12,7 +12,7 @@ from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.replicas.pool import PoolShell
+from triptych.deployments.replicas.pool import PoolReplica
 from triptych.kvpool import PREFIX_WORKER, PoolClient
 
 ARGS = {"pool": {"capacity_bytes": 16 << 20, "prefix_bytes": 4 << 20}}
@@ -38,7 +38,7 @@ def plan() -> Iterator[AppPlan]:
 def test_it_waits_for_workers_to_leave_and_not_for_its_own_prefixes(
     plan: AppPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Pool(PoolShell):
+    class Pool(PoolReplica):
         def __del__(self) -> None:
             pass
 
@@ -51,5 +51,5 @@ def test_it_waits_for_workers_to_leave_and_not_for_its_own_prefixes(
 
     monkeypatch.setattr(time, "sleep", leave)
     assert PREFIX_WORKER in {line.name for line in worker.stat().workers}
-    PoolShell.__del__(shell)
+    PoolReplica.__del__(shell)
     assert len(waits) == 1

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.kvpool.certificates import make_certificates
 from triptych.core.messages import Cancel, Message, pack, unpack
 from triptych.deployments.transport.addressing import Network, Place
-from triptych.deployments.transport.peer_channel import DELIVER, OPTIONS, Mailbox
+from triptych.deployments.transport.peer_channel import DELIVER, OPTIONS, PeerChannel
 from triptych.kvpool import Access, PoolAddress
 
 ACCESS = Access("a token of the tests")
@@ -53,7 +53,7 @@ class Box:
     lost: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.mailbox = Mailbox(self.name, self._receive, self.lost.append, self.network)
+        self.peer_channel = PeerChannel(self.name, self._receive, self.lost.append, self.network)
 
     def _receive(self, messages: list[Message], sender: str) -> None:
         self.received += [(message, sender) for message in messages]
@@ -96,35 +96,35 @@ def named(name: str) -> Cancel:
 async def test_messages_pass_between_nodes_and_on_a_node(box: Make) -> None:
     one, near, far = box("one", "a"), box("near", "a"), box("far", "b")
     for some in (one, near, far):
-        await some.mailbox.start()
+        await some.peer_channel.start()
     for i in range(100):
-        one.mailbox.post("far", named(str(i)))
-        one.mailbox.post("near", named(str(i)))
+        one.peer_channel.post("far", named(str(i)))
+        one.peer_channel.post("near", named(str(i)))
     await until(lambda: len(far.received) == len(near.received) == 100)
     assert [m.requests[0] for m, _ in far.received] == [str(i) for i in range(100)]
     assert {sender for _, sender in far.received} == {"one"}
     assert (await one.network.find("near")).target.startswith("unix:")
     assert (await one.network.find("far")).target == f"127.0.0.1:{far.place.port}"
     for some in (one, near, far):
-        await some.mailbox.stop()
+        await some.peer_channel.stop()
     assert one.network.directory.keys("") == []
 
 
 async def test_a_peer_that_ends_is_lost_and_a_new_one_of_its_name_is_found(box: Make) -> None:
     one, far = box("one", "a"), box("router", "b")
-    await one.mailbox.start()
-    await far.mailbox.start()
+    await one.peer_channel.start()
+    await far.peer_channel.start()
     found = list[int]()
-    one.mailbox.watch("router", found=lambda: found.append(1))
+    one.peer_channel.watch("router", found=lambda: found.append(1))
     await until(lambda: bool(found))
-    await far.mailbox.stop()
+    await far.peer_channel.stop()
     await until(lambda: one.lost == ["router"])
     again = box("router", "c")
-    await again.mailbox.start()
-    one.mailbox.post("router", named("hello"))
+    await again.peer_channel.start()
+    one.peer_channel.post("router", named("hello"))
     await until(lambda: len(again.received) == 1)
-    await one.mailbox.stop()
-    await again.mailbox.stop()
+    await one.peer_channel.stop()
+    await again.peer_channel.stop()
 
 
 @pytest.mark.parametrize(
@@ -133,34 +133,34 @@ async def test_a_peer_that_ends_is_lost_and_a_new_one_of_its_name_is_found(box: 
 )
 async def test_what_a_message_says_is_never_connected_to(box: Make, name: str) -> None:
     one = box("one", "a")
-    await one.mailbox.start()
-    one.mailbox.post(name, named("x"))
+    await one.peer_channel.start()
+    one.peer_channel.post(name, named("x"))
     await until(lambda: one.lost == [name])
-    one.mailbox.watch(name)
+    one.peer_channel.watch(name)
     await until(lambda: one.lost == [name] * 2)
-    await one.mailbox.stop()
+    await one.peer_channel.stop()
 
 
 async def test_a_wrong_or_no_token_is_refused_and_counted(box: Make) -> None:
     one = box("one", "a")
     stranger = box("stranger", "b", Access("another token of tests"))
-    await one.mailbox.start()
-    await stranger.mailbox.start()
-    stranger.mailbox.post("one", named("x"))
+    await one.peer_channel.start()
+    await stranger.peer_channel.start()
+    stranger.peer_channel.post("one", named("x"))
     await until(lambda: stranger.lost == ["one"])
     async with grpc.aio.insecure_channel(f"127.0.0.1:{one.place.port}", options=OPTIONS) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary(DELIVER)(pack([named("x")]))
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert one.received == []
-    assert one.mailbox.refused == 2
-    await one.mailbox.stop()
-    await stranger.mailbox.stop()
+    assert one.peer_channel.refused == 2
+    await one.peer_channel.stop()
+    await stranger.peer_channel.stop()
 
 
 async def test_truncated_and_mutated_frames_over_tcp_are_refused_and_counted(box: Make) -> None:
     one, frame = box("one", "a"), pack([named("x")])
-    await one.mailbox.start()
+    await one.peer_channel.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{one.place.port}", options=OPTIONS) as channel:
         deliver = channel.unary_unary(DELIVER)
         for bad in (b"", frame[:-1], b"\x80\x04\x95.", frame.replace(b"Cancel", b"Cancem")):
@@ -169,8 +169,8 @@ async def test_truncated_and_mutated_frames_over_tcp_are_refused_and_counted(box
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await deliver(frame, metadata=ACCESS.metadata)
     assert len(one.received) == 1
-    assert one.mailbox.refused == 4
-    await one.mailbox.stop()
+    assert one.peer_channel.refused == 4
+    await one.peer_channel.stop()
 
 
 async def test_certificates_are_asked_for_on_both_sides(box: Make, tmp_path: Path) -> None:
@@ -179,13 +179,13 @@ async def test_certificates_are_asked_for_on_both_sides(box: Make, tmp_path: Pat
     one, friend = box("one", "a", ours), box("friend", "b", ours)
     stranger, plain = box("stranger", "c", theirs), box("plain", "d")
     for some in (one, friend, stranger, plain):
-        await some.mailbox.start()
+        await some.peer_channel.start()
     for some in (friend, stranger, plain):
-        some.mailbox.post("one", named(some.name))
+        some.peer_channel.post("one", named(some.name))
     await until(lambda: bool(one.received and stranger.lost and plain.lost))
     assert [sender for _, sender in one.received] == ["friend"]
     for some in (one, friend, stranger, plain):
-        await some.mailbox.stop()
+        await some.peer_channel.stop()
 
 
 def test_pools_are_found_by_arena_and_a_new_one_replaces_that_of_its_node(

@@ -145,11 +145,11 @@ def test_only_one_process_has_a_role_until_it_dies(tmp_path: Path) -> None:
     stay = RunDir.enter(tmp_path / "app-1")
     command = [sys.executable, "-c", OWNER, str(stay.path)]
     with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as former,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as previous_worker,
         ThreadPoolExecutor(1) as threads,
     ):
-        assert former.stdout is not None
-        assert former.stdout.readline() == b"alone\n"
+        assert previous_worker.stdout is not None
+        assert previous_worker.stdout.readline() == b"alone\n"
 
         def have_it() -> None:
             with stay.only_one("pool"):
@@ -158,8 +158,8 @@ def test_only_one_process_has_a_role_until_it_dies(tmp_path: Path) -> None:
         waiting = threads.submit(have_it)
         with stay.only_one("router"):
             assert not wait([waiting], timeout=0.3).done
-        former.kill()
-        former.wait()
+        previous_worker.kill()
+        previous_worker.wait()
         waiting.result(timeout=10)
     stay.leave()
     assert not stay.path.exists()

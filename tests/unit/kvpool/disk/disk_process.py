@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.kvpool.disk.disk_objects import PAGE_BYTES, meta_of, pages_of
 from triptych.core.errors import PoolError
 from triptych.kvpool.disk.block_file import ObjectMeta, Pages
-from triptych.kvpool.disk.store import DiskTier
+from triptych.kvpool.disk.store import DiskStore
 
 PAGES = 40 * (1 << 20) // (8 * PAGE_BYTES)
 """Five MiB: several parts."""
@@ -27,7 +27,7 @@ def slowly(meta: ObjectMeta) -> Iterator[Pages]:
         yield pages[at : at + meta.pages // 20]
 
 
-def store_for_ever(tier: DiskTier) -> None:
+def store_for_ever(tier: DiskStore) -> None:
     number = 0
     while True:
         meta = meta_of(number, PAGES)
@@ -36,7 +36,7 @@ def store_for_ever(tier: DiskTier) -> None:
         number += 1
 
 
-def store_what_fits(tier: DiskTier) -> None:
+def store_what_fits(tier: DiskStore) -> None:
     """No file may be larger than 1 MiB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     for number, pages in enumerate([100, PAGES, 200]):
@@ -51,7 +51,7 @@ def store_what_fits(tier: DiskTier) -> None:
 
 
 def main(directory: str, mode: str) -> None:
-    with DiskTier(Path(directory), 1 << 30, PAGE_BYTES) as tier:
+    with DiskStore(Path(directory), 1 << 30, PAGE_BYTES) as tier:
         say("ready")
         {"store": store_for_ever, "starve": store_what_fits}[mode](tier)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.errors import PoolError
-from triptych.kvpool.disk.io_queue import DiskQueue, TokenBucket
+from triptych.kvpool.disk.io_queue import IoQueue, TokenBucket
 
 # ------------------------------------------------------------------ the bucket
 
@@ -88,7 +88,7 @@ def gate() -> Iterator[Gate]:
     made.open.set()
 
 
-def behind(queue: DiskQueue, gate: Gate) -> "Future[None]":
+def behind(queue: IoQueue, gate: Gate) -> "Future[None]":
     """Put the gate to work, and return once nothing else can start."""
     future = queue.submit(gate, 0)
     assert gate.begun.wait(60)
@@ -96,7 +96,7 @@ def behind(queue: DiskQueue, gate: Gate) -> "Future[None]":
 
 
 def test_results_and_errors_come_back() -> None:
-    queue = DiskQueue()
+    queue = IoQueue()
     assert queue.submit(lambda: 7, 1).result(60) == 7
     failed = queue.submit(lambda: 1 // 0, 1, urgent=True)
     with pytest.raises(ZeroDivisionError):
@@ -106,7 +106,7 @@ def test_results_and_errors_come_back() -> None:
 
 
 def test_loads_go_before_stores_and_each_in_its_order(gate: Gate) -> None:
-    queue, order = DiskQueue(), list[str]()
+    queue, order = IoQueue(), list[str]()
 
     def note(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
@@ -122,7 +122,7 @@ def test_loads_go_before_stores_and_each_in_its_order(gate: Gate) -> None:
 
 
 def test_each_line_is_bounded(gate: Gate) -> None:
-    queue = DiskQueue(max_waiting=2)
+    queue = IoQueue(max_waiting=2)
     behind(queue, gate)
     waiting = [queue.submit(lambda: 1, 1) for _ in range(2)]
     with pytest.raises(PoolError, match="2 transfers wait"):
@@ -137,7 +137,7 @@ def test_each_line_is_bounded(gate: Gate) -> None:
 
 def test_stores_keep_their_rate() -> None:
     """A lower bound of the time: a busy machine cannot break it."""
-    queue, begun = DiskQueue(rate_bytes_s=10_000, burst_bytes=1000), time.monotonic()
+    queue, begun = IoQueue(rate_bytes_s=10_000, burst_bytes=1000), time.monotonic()
     stores = [queue.submit(lambda: None, 1000) for _ in range(6)]
     wait(stores, timeout=60)
     assert time.monotonic() - begun > 0.39
@@ -146,7 +146,7 @@ def test_stores_keep_their_rate() -> None:
 
 
 def test_a_load_waits_for_no_rate_even_while_a_store_does() -> None:
-    queue = DiskQueue(rate_bytes_s=1e-3, burst_bytes=1)
+    queue = IoQueue(rate_bytes_s=1e-3, burst_bytes=1)
     queue.submit(lambda: None, 1000).result(60)
     held_back = queue.submit(lambda: None, 1)
     assert queue.submit(lambda: 7, 1 << 30, urgent=True).result(60) == 7
@@ -156,7 +156,7 @@ def test_a_load_waits_for_no_rate_even_while_a_store_does() -> None:
 
 
 def test_closing_finishes_what_waits_at_full_speed(gate: Gate) -> None:
-    queue = DiskQueue(rate_bytes_s=1e-3, burst_bytes=1)
+    queue = IoQueue(rate_bytes_s=1e-3, burst_bytes=1)
     behind(queue, gate)
     waiting = [queue.submit(lambda: 1, 1 << 20) for _ in range(5)]
     gate.open.set()
@@ -168,7 +168,7 @@ def test_closing_finishes_what_waits_at_full_speed(gate: Gate) -> None:
 
 
 def test_closing_can_drop_what_waits_but_not_what_runs(gate: Gate) -> None:
-    queue = DiskQueue()
+    queue = IoQueue()
     running = behind(queue, gate)
     waiting = [queue.submit(lambda: 1, 1, urgent=bool(i % 2)) for i in range(4)]
     closing = threading.Thread(target=queue.close, kwargs={"finish": False})
@@ -183,7 +183,7 @@ def test_closing_can_drop_what_waits_but_not_what_runs(gate: Gate) -> None:
 
 
 def test_what_its_owner_cancelled_is_not_run(gate: Gate) -> None:
-    queue, ran = DiskQueue(), list[int]()
+    queue, ran = IoQueue(), list[int]()
     behind(queue, gate)
     futures = [queue.submit(lambda i=i: ran.append(i), 1) for i in range(3)]
     assert futures[1].cancel()

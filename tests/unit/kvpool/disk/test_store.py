@@ -26,7 +26,7 @@ from tests.unit.kvpool.disk.disk_objects import (
 )
 from triptych.core.errors import PoolError
 from triptych.kvpool.disk.block_file import ObjectMeta, Pages, object_bytes, page_runs
-from triptych.kvpool.disk.store import DiskTier
+from triptych.kvpool.disk.store import DiskStore
 
 ROOM = 1 << 20
 SIZE = object_bytes(meta_of(0))
@@ -39,17 +39,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tier(folder: Path) -> Iterator[DiskTier]:
-    with DiskTier(folder, ROOM, PAGE_BYTES) as made:
+def tier(folder: Path) -> Iterator[DiskStore]:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as made:
         yield made
 
 
-def store(tier: DiskTier, *numbers: int) -> None:
+def store(tier: DiskStore, *numbers: int) -> None:
     for number in numbers:
         assert tier.store(meta_of(number), [pages_of(meta_of(number))])
 
 
-def file_of(tier: DiskTier, number: int) -> Path:
+def file_of(tier: DiskStore, number: int) -> Path:
     return tier.directory / f"{meta_of(number).key.hex()}.kv"
 
 
@@ -57,7 +57,7 @@ def objects_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kv"))
 
 
-def require_back(tier: DiskTier, meta: ObjectMeta) -> None:
+def require_back(tier: DiskStore, meta: ObjectMeta) -> None:
     into = poisoned(meta.pages)
     loaded = tier.load(meta.key, [into])
     assert loaded is not None
@@ -72,7 +72,7 @@ def keys(*numbers: int) -> list[bytes]:
 # ------------------------------------------------------------------ store and load
 
 
-def test_pages_come_back_into_any_pages_of_an_arena(tier: DiskTier) -> None:
+def test_pages_come_back_into_any_pages_of_an_arena(tier: DiskStore) -> None:
     meta = meta_of(1, pages=300)
     tier.store(meta, [pages_of(meta)])
     arena = poisoned(1000)
@@ -85,7 +85,7 @@ def test_pages_come_back_into_any_pages_of_an_arena(tier: DiskTier) -> None:
     assert (others == 0xA5).all()
 
 
-def test_what_is_not_there_is_a_miss_and_touches_nothing(tier: DiskTier) -> None:
+def test_what_is_not_there_is_a_miss_and_touches_nothing(tier: DiskStore) -> None:
     into = poisoned(5)
     assert tier.load(digest("nobody"), [into]) is None
     assert (into == 0xA5).all()
@@ -94,7 +94,7 @@ def test_what_is_not_there_is_a_miss_and_touches_nothing(tier: DiskTier) -> None
     assert not tier.drop(digest("nobody"))
 
 
-def test_an_object_is_stored_once(tier: DiskTier) -> None:
+def test_an_object_is_stored_once(tier: DiskStore) -> None:
     store(tier, 1)
 
     def untouched() -> Iterator[Pages]:
@@ -106,7 +106,7 @@ def test_an_object_is_stored_once(tier: DiskTier) -> None:
     assert tier.stat().nbytes == SIZE
 
 
-def test_dropped_objects_are_gone(tier: DiskTier) -> None:
+def test_dropped_objects_are_gone(tier: DiskStore) -> None:
     store(tier, 1, 2)
     assert tier.drop(meta_of(1).key)
     assert tier.keys() == keys(2)
@@ -114,7 +114,7 @@ def test_dropped_objects_are_gone(tier: DiskTier) -> None:
     assert tier.stat().nbytes == SIZE
 
 
-def test_files_are_for_this_user_alone(tier: DiskTier) -> None:
+def test_files_are_for_this_user_alone(tier: DiskStore) -> None:
     store(tier, 1)
     for path in (file_of(tier, 1), tier.directory / "triptych.lock"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -123,7 +123,7 @@ def test_files_are_for_this_user_alone(tier: DiskTier) -> None:
 
 
 @pytest.mark.parametrize("pages", [[], [poisoned(4)], [poisoned(9)], [poisoned(5, 128)]])
-def test_a_store_of_other_pages_leaves_nothing(tier: DiskTier, pages: list[Pages]) -> None:
+def test_a_store_of_other_pages_leaves_nothing(tier: DiskStore, pages: list[Pages]) -> None:
     with pytest.raises(ValueError, match=r"pages to store|expected contiguous|room for"):
         tier.store(meta_of(1), pages)
     assert os.listdir(tier.directory) == ["triptych.lock"]
@@ -132,7 +132,7 @@ def test_a_store_of_other_pages_leaves_nothing(tier: DiskTier, pages: list[Pages
     require_back(tier, meta_of(1))
 
 
-def test_a_source_that_fails_leaves_nothing(tier: DiskTier) -> None:
+def test_a_source_that_fails_leaves_nothing(tier: DiskStore) -> None:
     def source() -> Iterator[Pages]:
         yield poisoned(2)
         raise KeyError("gone")
@@ -143,13 +143,13 @@ def test_a_source_that_fails_leaves_nothing(tier: DiskTier) -> None:
     assert (tier.stat().nbytes, tier.stat().failed) == (0, 0)
 
 
-def test_pages_of_another_size_are_refused(tier: DiskTier) -> None:
+def test_pages_of_another_size_are_refused(tier: DiskStore) -> None:
     meta = meta_of(1, page_bytes=512)
     with pytest.raises(ValueError, match="expected 256"):
         tier.store(meta, [pages_of(meta)])
 
 
-def test_buffers_that_do_not_fit_are_the_callers_mistake_and_no_damage(tier: DiskTier) -> None:
+def test_buffers_that_do_not_fit_are_the_callers_mistake_and_no_damage(tier: DiskStore) -> None:
     store(tier, 1)
     with pytest.raises(ValueError, match="room for"):
         tier.load(meta_of(1).key, [poisoned(4)])
@@ -162,7 +162,7 @@ def test_many_threads_at_once(folder: Path) -> None:
     capacity = 4 * object_bytes(chosen[0])
     wrong = list[bytes]()
 
-    def work(tier: DiskTier, seed: int) -> None:
+    def work(tier: DiskStore, seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(60):
             meta, into = chance.choice(chosen), poisoned(40)
@@ -175,7 +175,7 @@ def test_many_threads_at_once(folder: Path) -> None:
             else:
                 tier.drop(meta.key)
 
-    with DiskTier(folder, 4 * capacity, PAGE_BYTES) as tier, ThreadPoolExecutor(4) as workers:
+    with DiskStore(folder, 4 * capacity, PAGE_BYTES) as tier, ThreadPoolExecutor(4) as workers:
         list(workers.map(work, [tier] * 4, range(4)))
         found = tier.stat()
         assert not wrong
@@ -188,7 +188,7 @@ def test_many_threads_at_once(folder: Path) -> None:
 
 
 def test_the_oldest_used_goes_first(folder: Path) -> None:
-    with DiskTier(folder, 3 * SIZE, PAGE_BYTES) as tier:
+    with DiskStore(folder, 3 * SIZE, PAGE_BYTES) as tier:
         store(tier, 1, 2, 3)
         require_back(tier, meta_of(1))
         assert not tier.store(meta_of(2), [])
@@ -198,11 +198,11 @@ def test_the_oldest_used_goes_first(folder: Path) -> None:
         assert (tier.stat().evicted, tier.stat().nbytes) == (1, 3 * SIZE)
 
 
-def test_a_tier_that_is_about_to_end_is_waited_for(tier: DiskTier) -> None:
+def test_a_tier_that_is_about_to_end_is_waited_for(tier: DiskStore) -> None:
     store(tier, 1)
     ending = threading.Timer(0.1, tier.close)
     ending.start()
-    with DiskTier(tier.directory, ROOM, PAGE_BYTES, wait_s=60.0) as other:
+    with DiskStore(tier.directory, ROOM, PAGE_BYTES, wait_s=60.0) as other:
         assert other.keys() == keys(1)
     ending.join()
 
@@ -217,7 +217,7 @@ def test_a_disk_that_hangs_keeps_nobody_from_looking(
         assert go_on.wait(60)
         unlink(*arguments, **more)
 
-    with DiskTier(folder, SIZE, PAGE_BYTES) as tier, ThreadPoolExecutor(1) as worker:
+    with DiskStore(folder, SIZE, PAGE_BYTES) as tier, ThreadPoolExecutor(1) as worker:
         store(tier, 1)
         with monkeypatch.context() as patch:
             patch.setattr("os.unlink", hang)
@@ -236,7 +236,7 @@ def test_of_a_chain_the_last_block_goes_first(folder: Path) -> None:
     first, second, third = meta_of(1), meta_of(2), meta_of(3)
     second = changed(second, parent=first.key)
     third = changed(third, parent=second.key)
-    with DiskTier(folder, 4 * SIZE, PAGE_BYTES) as tier:
+    with DiskStore(folder, 4 * SIZE, PAGE_BYTES) as tier:
         for meta in (first, second, third):
             tier.store(meta, [pages_of(meta)])
         store(tier, 4)
@@ -244,14 +244,14 @@ def test_of_a_chain_the_last_block_goes_first(folder: Path) -> None:
         require_back(tier, third)
         store(tier, 5)
         assert tier.keys() == [third.key, second.key, first.key, *keys(5)]
-    with DiskTier(folder, 3 * SIZE, PAGE_BYTES) as tier:
+    with DiskStore(folder, 3 * SIZE, PAGE_BYTES) as tier:
         assert tier.keys() == [second.key, first.key, *keys(5)]
         assert tier.touch(second.key)
         assert tier.keys() == [*keys(5), second.key, first.key]
         assert not tier.touch(third.key)
 
 
-def test_parents_in_a_circle_do_no_harm(tier: DiskTier) -> None:
+def test_parents_in_a_circle_do_no_harm(tier: DiskStore) -> None:
     one, two = meta_of(1), meta_of(2)
     for meta in (changed(one, parent=two.key), changed(two, parent=one.key)):
         tier.store(meta, [pages_of(meta)])
@@ -261,7 +261,7 @@ def test_parents_in_a_circle_do_no_harm(tier: DiskTier) -> None:
 
 def test_a_tenant_over_its_quota_evicts_its_own(folder: Path) -> None:
     size = object_bytes(meta_of(1, tenant="a"))
-    with DiskTier(folder, 10 * size, PAGE_BYTES, tenant_bytes=2 * size) as tier:
+    with DiskStore(folder, 10 * size, PAGE_BYTES, tenant_bytes=2 * size) as tier:
         for number, tenant in enumerate("abaaab"):
             meta = meta_of(number, tenant=tenant)
             tier.store(meta, [pages_of(meta)])
@@ -270,12 +270,12 @@ def test_a_tenant_over_its_quota_evicts_its_own(folder: Path) -> None:
         large = meta_of(7, pages=50, tenant="b")
         with pytest.raises(PoolError, match="too small for it"):
             tier.store(large, [pages_of(large)])
-    with DiskTier(folder, 10 * size, PAGE_BYTES, tenant_bytes=size) as tier:
+    with DiskStore(folder, 10 * size, PAGE_BYTES, tenant_bytes=size) as tier:
         assert tier.keys() == keys(4, 5)
 
 
 def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path) -> None:
-    with DiskTier(folder, 2 * SIZE, PAGE_BYTES) as tier:
+    with DiskStore(folder, 2 * SIZE, PAGE_BYTES) as tier:
         store(tier, 1, 2)
         large = meta_of(3, pages=1000)
         with pytest.raises(PoolError, match=r"pool\.disk_bytes"):
@@ -284,7 +284,7 @@ def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path
 
 
 def test_what_a_store_writes_now_is_room_that_others_cannot_have(folder: Path) -> None:
-    with DiskTier(folder, 2 * SIZE, PAGE_BYTES) as tier:
+    with DiskStore(folder, 2 * SIZE, PAGE_BYTES) as tier:
         begun, go_on = threading.Event(), threading.Event()
 
         def slow(meta: ObjectMeta) -> Iterator[Pages]:
@@ -304,7 +304,7 @@ def test_what_a_store_writes_now_is_room_that_others_cannot_have(folder: Path) -
 
 def test_a_full_disk_is_a_clear_error_before_anything_is_written(folder: Path) -> None:
     large = changed(meta_of(2), pages=1 << 19, page_bytes=1 << 30)
-    with DiskTier(folder, 1 << 60, large.page_bytes) as tier:
+    with DiskStore(folder, 1 << 60, large.page_bytes) as tier:
 
         def untouched() -> Iterator[Pages]:
             raise AssertionError("nothing is written")
@@ -332,7 +332,7 @@ def test_a_disk_that_takes_no_more_is_a_clear_error_and_the_tier_goes_on(folder:
     assert refused.startswith("refused 1: the disk tier needs 5,")
     for part in (str(folder), os.strerror(errno.EFBIG), "pool.disk_bytes"):
         assert part in refused
-    with DiskTier(folder, 1 << 30, PAGE_BYTES) as tier:
+    with DiskStore(folder, 1 << 30, PAGE_BYTES) as tier:
         assert tier.keys() == [meta_of(0).key, meta_of(2).key]
         require_back(tier, meta_of(0, 100))
         require_back(tier, meta_of(2, 200))
@@ -351,7 +351,7 @@ def test_a_process_that_is_killed_leaves_whole_objects(folder: Path, seed: int) 
             stored += process.stdout.readline().startswith("stored")
         process.kill()
         stored += process.stdout.read().count("stored")
-    with DiskTier(folder, 1 << 30, PAGE_BYTES) as tier:
+    with DiskStore(folder, 1 << 30, PAGE_BYTES) as tier:
         assert tier.stat().damaged == 0
         assert set(tier.keys()) >= set(keys(*range(stored)))
         assert len(tier.keys()) <= stored + 1
@@ -363,35 +363,35 @@ def test_a_process_that_is_killed_leaves_whole_objects(folder: Path, seed: int) 
 
 def test_a_directory_belongs_to_one_tier_at_a_time(folder: Path) -> None:
     with (
-        DiskTier(folder, ROOM, PAGE_BYTES),
+        DiskStore(folder, ROOM, PAGE_BYTES),
         pytest.raises(PoolError, match="another pool"),
     ):
-        DiskTier(folder, ROOM, PAGE_BYTES)
-    DiskTier(folder, ROOM, PAGE_BYTES).close()
+        DiskStore(folder, ROOM, PAGE_BYTES)
+    DiskStore(folder, ROOM, PAGE_BYTES).close()
 
 
 def test_a_restart_finds_everything_in_its_order_of_use(folder: Path) -> None:
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         store(tier, 1, 2, 3, 4)
         require_back(tier, meta_of(2))
         tier.drop(meta_of(3).key)
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         assert tier.keys() == keys(1, 4, 2)
         assert tier.stat().nbytes == 3 * SIZE
         for number in (1, 4, 2):
             assert tier.describe(meta_of(number).key) == meta_of(number)
             require_back(tier, meta_of(number))
-    with DiskTier(folder, 2 * SIZE, PAGE_BYTES) as smaller:
+    with DiskStore(folder, 2 * SIZE, PAGE_BYTES) as smaller:
         assert smaller.keys() == keys(4, 2)
         assert len(objects_in(folder)) == 2
 
 
 def test_a_scan_reads_no_pages(folder: Path) -> None:
     """Damage in the pages is found by the load, where it is a miss."""
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         store(tier, 1, 2)
         flip(file_of(tier, 1), SIZE - 1)
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         assert sorted(tier.keys()) == sorted(keys(1, 2))
         assert tier.load(meta_of(1).key, [poisoned(5)]) is None
         assert tier.keys() == keys(2)
@@ -412,7 +412,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_damaged_object_is_counted_and_removed(
     folder: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         store(tier, 1, 2)
         damage(tier, how)
         with caplog.at_level(logging.WARNING):
@@ -424,13 +424,13 @@ def test_a_damaged_object_is_counted_and_removed(
         store(tier, 1)
         require_back(tier, meta_of(1))
         damage(tier, how)
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         assert tier.keys() == keys(2)
         assert tier.stat().damaged == (how != "remove")
         require_back(tier, meta_of(2))
 
 
-def damage(tier: DiskTier, how: str) -> None:
+def damage(tier: DiskStore, how: str) -> None:
     path = file_of(tier, 1)
     if how == "flip":
         flip(path, 100)
@@ -447,7 +447,7 @@ def damage(tier: DiskTier, how: str) -> None:
     else:
         other = path.parent.with_name("other")
         meta = changed(meta_of(1, page_bytes=512))
-        with DiskTier(other, ROOM, 512) as stranger:
+        with DiskStore(other, ROOM, 512) as stranger:
             stranger.store(meta, [pages_of(meta)])
             (source,) = objects_in(other)
             path.write_bytes(source.read_bytes())
@@ -457,7 +457,7 @@ def damage(tier: DiskTier, how: str) -> None:
 def test_links_pipes_and_folders_under_an_objects_name_are_no_objects(
     folder: Path, tmp_path: Path
 ) -> None:
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         store(tier, 1, 2, 3, 4)
         outside = tmp_path / "outside.kv"
         file_of(tier, 1).rename(outside)
@@ -470,7 +470,7 @@ def test_links_pipes_and_folders_under_an_objects_name_are_no_objects(
         assert tier.load(meta_of(1).key, [poisoned(5)]) is None
         assert not file_of(tier, 1).is_symlink()
         file_of(tier, 1).symlink_to(outside)
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         assert tier.keys() == keys(4)
         assert outside.read_bytes() == before
         assert file_of(tier, 3).is_dir()
@@ -478,7 +478,7 @@ def test_links_pipes_and_folders_under_an_objects_name_are_no_objects(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user_is_no_object(tier: DiskTier) -> None:
+def test_a_file_of_another_user_is_no_object(tier: DiskStore) -> None:
     store(tier, 1)
     os.chown(file_of(tier, 1), 12345, 12345)
     assert tier.load(meta_of(1).key, [poisoned(5)]) is None
@@ -492,7 +492,7 @@ def test_foreign_files_are_left_alone(folder: Path) -> None:
         (folder / name).write_bytes(b"mine")
     (folder / f"{'0' * 64}.{'1' * 16}.partial").write_bytes(b"torn")
     (folder / f"{'0' * 64}.kv").write_bytes(b"torn")
-    with DiskTier(folder, ROOM, PAGE_BYTES) as tier:
+    with DiskStore(folder, ROOM, PAGE_BYTES) as tier:
         assert tier.keys() == []
         assert tier.stat().damaged == 1
         assert sorted(os.listdir(folder)) == sorted([*names, "triptych.lock"])
@@ -503,26 +503,26 @@ def test_a_directory_that_others_can_write_to_is_refused(folder: Path, mode: int
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(PoolError, match="changed by others"):
-        DiskTier(folder, ROOM, PAGE_BYTES)
+        DiskStore(folder, ROOM, PAGE_BYTES)
 
 
 def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(PoolError, match="cannot use"):
-            DiskTier(path, ROOM, PAGE_BYTES)
+            DiskStore(path, ROOM, PAGE_BYTES)
 
 
 def test_a_lock_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     (folder / "triptych.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PoolError, match="cannot lock"):
-        DiskTier(folder, ROOM, PAGE_BYTES)
+        DiskStore(folder, ROOM, PAGE_BYTES)
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_process_without_descriptors_keeps_its_objects(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+    tier: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(tier, 1)
 
@@ -538,7 +538,7 @@ def test_a_process_without_descriptors_keeps_its_objects(
 
 def test_a_closed_tier_lets_go_and_opens_nothing(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    tier = DiskTier(folder, ROOM, PAGE_BYTES)
+    tier = DiskStore(folder, ROOM, PAGE_BYTES)
     store(tier, 1)
     tier.close()
     tier.close()

@@ -16,11 +16,11 @@ import pytest
 from triptych.core.errors import PoolError
 from triptych.kvpool import LocalPool, Namespace, PoolClient, PrefixSettings, Publication
 from triptych.kvpool.disk import tier
-from triptych.kvpool.disk.store import DiskTier
-from triptych.kvpool.disk.tier import Disk, DiskLevel, DiskSettings
+from triptych.kvpool.disk.store import DiskStore
+from triptych.kvpool.disk.tier import Disk, DiskSettings, DiskTier
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import DISK_SKIPS, DiskLine
+from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
 from triptych.kvpool.prefix.blocks import chain_keys, cut, encode
 from triptych.kvpool.prefix.cache import PrefixCache
 from triptych.kvpool.rpc.client import WorkerPool
@@ -73,7 +73,7 @@ def require_content(pool: WorkerPool, tokens: list[int], blocks: int) -> None:
     pool.release_prefix(found.hold)
 
 
-def settled(pool: WorkerPool, objects: int) -> DiskLine:
+def settled(pool: WorkerPool, objects: int) -> DiskStats:
     """The disk's books once so many objects are stored."""
     while (disk := pool.stat().disk).objects < objects or disk.waiting:
         time.sleep(0.001)
@@ -148,7 +148,7 @@ def test_what_has_come_back_may_be_evicted_at_once(
         publish(pool, first[:-1])
         publish(pool, second[:-1])
         settled(pool, 40)
-        monkeypatch.setattr(DiskLevel, "_give_up", lambda *_: None)
+        monkeypatch.setattr(DiskTier, "_give_up", lambda *_: None)
         assert restore(pool, first) == 20
         assert restore(pool, second) == 20
 
@@ -219,7 +219,7 @@ def test_a_pool_without_its_directory_goes_on_and_says_so(
 ) -> None:
     folder = tmp_path / "tier"
     monkeypatch.setattr(tier, "LOCK_WAIT_S", 0.0)
-    with DiskTier(folder, 1 << 20, PAGE_BYTES):
+    with DiskStore(folder, 1 << 20, PAGE_BYTES):
         server = make_server(prefixes=PREFIXES, disk_path=str(folder), disk_bytes=1 << 20)
         client = make_client(server, "w")
         assert not client.restores
@@ -276,9 +276,9 @@ class Bench:
         self.cache, self.pages = PrefixCache(self.pool, limits), pages
         self.data = np.zeros((8 * pages, page_bytes), np.uint8)
         self.worker = self.pool.register("w", ProcessKey(1, 1, "w"), 0.0)
-        self.tier, self.mover = DiskTier(folder, 1 << 30, page_bytes), Later(room)
+        self.tier, self.mover = DiskStore(folder, 1 << 30, page_bytes), Later(room)
         disk = Disk(self.tier, self.mover, self.data)
-        self.level = DiskLevel(self.cache, disk, threading.Lock())
+        self.level = DiskTier(self.cache, disk, threading.Lock())
 
     def publish(self, token: int) -> None:
         ids = self.pool.grant(self.worker, self.pages)

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from triptych.core.errors import PoolError
-from triptych.kvpool.disk.store import DiskTier
-from triptych.kvpool.disk.tier import Disk, DiskLevel
+from triptych.kvpool.disk.store import DiskStore
+from triptych.kvpool.disk.tier import Disk, DiskTier
 from triptych.kvpool.pool.arena import shared_memory_dir
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
@@ -100,9 +100,9 @@ class DiskLevelMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool, limits)
         self.data = np.zeros((PAGES, PAGE_BYTES), np.uint8)
         self.mover = Later()
-        self.tier = DiskTier(self.folder / "tier", DISK_BYTES, PAGE_BYTES, DISK_TENANT_BYTES)
+        self.tier = DiskStore(self.folder / "tier", DISK_BYTES, PAGE_BYTES, DISK_TENANT_BYTES)
         disk = Disk(self.tier, self.mover, self.data)
-        self.level = DiskLevel(self.cache, disk, threading.Lock())
+        self.level = DiskTier(self.cache, disk, threading.Lock())
         self.worker = self.pool.register("w", ProcessKey(1, 1, "w"), 0.0)
         self.holds = list[tuple[bytes, list[int], FoundPrefix]]()
         self.lent_pages = 0

@@ -144,9 +144,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.old_workers.append(worker.id)
 
     @rule(name=st.sampled_from(NAMES))
-    def bury(self, name: str) -> None:
+    def mark_dead(self, name: str) -> None:
         assert (self.pool.process_of(name) is None) == (name not in self.workers)
-        self.pool.bury(name, self.now)
+        self.pool.mark_dead(name, self.now)
         if name in self.workers:
             self.bury_in_model(name)
 
@@ -154,11 +154,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
         name, worker = self.some_worker(data)
-        former = data.draw(st.sampled_from([n for n in sorted(self.left) if self.leases_of(n)]))
-        lease = data.draw(st.sampled_from(self.leases_of(former)))
+        previous_worker = data.draw(
+            st.sampled_from([n for n in sorted(self.left) if self.leases_of(n)])
+        )
+        lease = data.draw(st.sampled_from(self.leases_of(previous_worker)))
         label = self.leases[lease].label
-        pages = draw_some(data, self.pages_of(former) + self.pages_of(lease))
-        claim = self.pool.adopt(worker, former, label, lease, as_ids(pages))
+        pages = draw_some(data, self.pages_of(previous_worker) + self.pages_of(lease))
+        claim = self.pool.adopt(worker, previous_worker, label, lease, as_ids(pages))
         assert claim.generation == 1
         assert claim.lease not in self.leases
         self.owner.update(dict.fromkeys(pages, claim.lease))
@@ -309,19 +311,21 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stolen=st.lists(st.integers(-1, PAGES), min_size=1, max_size=3))
     def only_what_the_dead_left_is_adopted(self, data: st.DataObject, stolen: list[int]) -> None:
         _, worker = self.some_worker(data)
-        former = data.draw(st.sampled_from(NAMES))
+        previous_worker = data.draw(st.sampled_from(NAMES))
         lease = data.draw(st.sampled_from(sorted(self.leases)))
         entry = self.leases[lease]
-        if former not in self.left or entry.worker != former:
+        if previous_worker not in self.left or entry.worker != previous_worker:
             with pytest.raises(StaleHandle):
-                self.pool.adopt(worker, former, entry.label, lease, as_ids(self.pages_of(lease)))
+                self.pool.adopt(
+                    worker, previous_worker, entry.label, lease, as_ids(self.pages_of(lease))
+                )
             return
         with pytest.raises(StaleHandle):
-            self.pool.adopt(worker, former, "another", lease, as_ids(self.pages_of(lease)))
-        left = self.pages_of(former) + self.pages_of(lease)
+            self.pool.adopt(worker, previous_worker, "another", lease, as_ids(self.pages_of(lease)))
+        left = self.pages_of(previous_worker) + self.pages_of(lease)
         if set(stolen) - set(left) or len(set(stolen)) < len(stolen):
             with pytest.raises(NotHeld):
-                self.pool.adopt(worker, former, entry.label, lease, as_ids(stolen))
+                self.pool.adopt(worker, previous_worker, entry.label, lease, as_ids(stolen))
 
     @rule(data=st.data())
     def a_former_worker_is_refused_everywhere(self, data: st.DataObject) -> None:

@@ -149,7 +149,7 @@ class World:
         self.offer = None
 
     def adopt(self, heir: Actor, dead: Actor) -> None:
-        """By its journal, or, if it had put the request on offer, by its label."""
+        """By its checkpoint, or, if it had put the request on offer, by its label."""
         try:
             heir.claim = self.pool.adopt(heir.ticket, dead.name, "r", None, self.ids)
         except StaleHandle:

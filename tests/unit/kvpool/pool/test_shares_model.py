@@ -80,7 +80,7 @@ class ShareMachine(RuleBasedStateMachine):
         if name in self.left:
             return
         if how == "buried":
-            self.pool.bury(name, self.now)
+            self.pool.mark_dead(name, self.now)
         else:
             self.now += 2 * TTL_S if how == "silent" else 0.0
             for other, worker in self.workers.items():

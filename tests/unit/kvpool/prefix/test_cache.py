@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from triptych.core.errors import MessageError, NotHeld, PoolError, StaleHandle
-from triptych.core.messages import Lent, pack, unpack
+from triptych.core.messages import CacheMemoryBorrowed, pack, unpack
 from triptych.kvpool import (
     LocalPool,
     Namespace,
@@ -193,7 +193,7 @@ def test_memory_for_prefixes_is_lent(make_server: Callable[..., PoolServer]) -> 
     watcher = PoolWatcher(server.address)
     arena = server.stat().arena
     for asked, lent in ((1000, 1000), (1 << 30, room), (0, 0), (-5, 0)):
-        assert watcher.lend(asked) == Lent(arena=arena, bytes=lent)
+        assert watcher.lend(asked) == CacheMemoryBorrowed(arena=arena, bytes=lent)
         assert server.stat().prefix.lent_bytes == lent
     watcher.close()
     assert make_server().check() == []

@@ -12,7 +12,7 @@ from triptych.kvpool import Namespace, PrefixSettings, Publication
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.prefix.blocks import Guard, GuardId
-from triptych.kvpool.prefix.sessions import SessionBook, SessionKey
+from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
 from triptych.kvpool.rpc.dispatch import answer
 from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.rpc.messages import KeepSession, PrefixBlocks
@@ -203,7 +203,7 @@ opened = st.tuples(st.integers(0, 4), st.sampled_from("tu"), st.integers(1, 6), 
 def test_who_opens_one_more_has_the_first_to_end_go(
     turns: list[tuple[int, str, int, int]],
 ) -> None:
-    book, now, alive = SessionBook(ttl_s=20.0, tenant_bytes=8, total_bytes=12), 0.0, set[int]()
+    book, now, alive = SessionTable(ttl_s=20.0, tenant_bytes=8, total_bytes=12), 0.0, set[int]()
     until = dict[int, float]()
     for number, (name, tenant, nbytes, pause) in enumerate(turns):
         now += pause
@@ -224,7 +224,7 @@ def test_who_opens_one_more_has_the_first_to_end_go(
 
 @pytest.mark.parametrize(
     "book",
-    [SessionBook(0.0, 8, 8), SessionBook(1.0, 0, 8), SessionBook(1.0, 8, 0)],
+    [SessionTable(0.0, 8, 8), SessionTable(1.0, 0, 8), SessionTable(1.0, 8, 0)],
 )
-def test_none_is_kept_without_time_or_bytes(book: SessionBook) -> None:
+def test_none_is_kept_without_time_or_bytes(book: SessionTable) -> None:
     assert book.most_bytes == 0

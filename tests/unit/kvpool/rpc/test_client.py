@@ -218,12 +218,12 @@ def test_an_expelled_worker_learns_it_at_its_next_call_and_ever_after(join: Join
 
 
 def test_a_name_that_registers_again_replaces_its_former_self(join: Join) -> None:
-    former = join("worker")
-    [claim] = former.handoff([("r", former.take(5))])
+    previous_worker = join("worker")
+    [claim] = previous_worker.handoff([("r", previous_worker.take(5))])
     later = join("worker")
     assert later.stat().by_request == {}
     with pytest.raises(NotRegistered):
-        former.release([claim.lease])
+        previous_worker.release([claim.lease])
     later.give(later.take(3))
 
 

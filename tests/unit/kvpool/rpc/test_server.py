@@ -139,23 +139,23 @@ def test_what_a_dead_worker_held_goes_to_another_one(
         heir.inherit("former")
 
 
-def test_nothing_is_left_of_a_worker_without_a_journal_or_one_that_went_by_itself(
+def test_nothing_is_left_of_a_worker_without_a_checkpoint_or_one_that_went_by_itself(
     make_server: MakeServer, make_client: MakeClient, tmp_path: Path
 ) -> None:
     server = make_server()
     heir = make_client(server, "heir")
     plain = make_client(server, "plain")
-    polite = PoolClient(server.address, "polite", directory=tmp_path, journal_bytes=4096)
-    assert polite.journal is not None
+    polite = PoolClient(server.address, "polite", directory=tmp_path, checkpoint_bytes=4096)
+    assert polite.checkpoint is not None
     assert len(list(tmp_path.glob("triptych-*"))) == 2
     (claim,) = polite.handoff([("r", polite.take(3))])
     polite.close()
     assert len(list(tmp_path.glob("triptych-*"))) == 1
-    for former in ("plain", "polite", "nobody"):
+    for previous_worker in ("plain", "polite", "nobody"):
         with pytest.raises(StaleHandle, match="left nothing"):
-            heir.inherit(former)
+            heir.inherit(previous_worker)
         with pytest.raises(StaleHandle, match="left nothing"):
-            heir.adopt(former, "r", claim.lease, plain.take(0))
+            heir.adopt(previous_worker, "r", claim.lease, plain.take(0))
 
 
 def test_a_worker_that_computes_for_long_keeps_its_lease(
@@ -300,9 +300,9 @@ class TestNonsense:
             messages.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
             messages.WithdrawRequests(worker=worker, labels=("r",)),
             messages.WithdrawAll(worker=worker),
-            messages.InheritFrom(former="former"),
+            messages.InheritFrom(previous_worker="former"),
             messages.AdoptRequest(
-                worker=worker, former="former", label="r", lease=LeaseId(1), pages=pages
+                worker=worker, previous_worker="former", label="r", lease=LeaseId(1), pages=pages
             ),
             messages.UnregisterWorker(worker=worker),
             messages.StatPool(),
@@ -357,7 +357,7 @@ class TestNonsense:
             pack([]),
             pack([messages.StatPool(), messages.StatPool()]),
             pack([messages.PoolDone()]),
-            b"\x92\x01\x92\xa9GrantPage\x80",
+            b"\x92\x02\x92\xa9GrantPage\x80",
             b"\xc1" * 1000,
             b"\x91" * 100_000,
         ],
@@ -369,6 +369,14 @@ class TestNonsense:
         [said] = unpack(channel.ask(frame, 5.0))
         assert isinstance(said, messages.PoolRefused)
         assert said.error == "MessageError"
+        channel.close()
+
+    def test_a_worker_of_the_release_before_is_told_so(self, make_server: MakeServer) -> None:
+        channel = FrameChannel(make_server().address)
+        old = cast("bytes", msgpack.packb([WIRE_VERSION - 1, ["RegisterWorker", {"name": "w"}]]))
+        [said] = unpack(channel.ask(old, 5.0))
+        assert isinstance(said, messages.PoolRefused)
+        assert "run one release of Triptych in all processes" in str(said.details)
         channel.close()
 
     @pytest.mark.parametrize(("pages", "at_least"), [(-1, -1), (1, 2), (2**63, 2**63), (5, -5)])
@@ -493,12 +501,12 @@ def test_pages_may_lie_elsewhere_than_what_else_is_shared(spawn: Spawn, tmp_path
     folder = tmp_path / "arena"
     child = spawn("pool_process.py", tmp_path, "arena")
     with PoolClient(
-        said(child), "w", directory=tmp_path, arena_directory=folder, journal_bytes=4096
+        said(child), "w", directory=tmp_path, arena_directory=folder, checkpoint_bytes=4096
     ) as client:
         ids = client.take(3)
         client.arena.data[ids] = 7
         assert [path.name for path in folder.iterdir()] == [client.arena.id]
-        assert len(list(tmp_path.glob("triptych-*"))) == 1  # the journal
+        assert len(list(tmp_path.glob("triptych-*"))) == 1  # the checkpoint
         assert client.arena.is_on_disk
         client.give(ids)
     child.kill()

@@ -36,10 +36,10 @@ from triptych.kvpool.pool.page_pool import Pool, WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE, this_process
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.channel import CALL, FrameChannel
-from triptych.kvpool.rpc.gateway import OutsideAnswers, PoolAddress
+from triptych.kvpool.rpc.gateway import Gateway, PoolAddress
 from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.rpc.messages import RegisterWorker, StatPool
-from triptych.kvpool.rpc.stub import RemotePool
+from triptych.kvpool.rpc.stub import PoolStub
 from triptych.kvpool.transfer.page_stream import PageSender, receive
 
 POOL = Path(__file__).parents[1] / "rpc" / "pool_process.py"
@@ -406,8 +406,8 @@ def make_open(make_server: Callable[..., PoolServer]) -> Callable[[Access], Pool
     return lambda access: make_server(outside=("127.0.0.1", access))
 
 
-def guest_of(pool: PoolAddress | None, access: Access) -> RemotePool:
-    return RemotePool(FrameChannel(str(pool), access), 5.0, wait=False)
+def guest_of(pool: PoolAddress | None, access: Access) -> PoolStub:
+    return PoolStub(FrameChannel(str(pool), access), 5.0, wait=False)
 
 
 def test_what_a_dead_fetcher_held_comes_back_after_a_lease(
@@ -550,7 +550,7 @@ class Answering:
     """What answers other nodes, a worker of its own node with pages, and a guest with four."""
 
     pool: LockedPool
-    answers: OutsideAnswers
+    answers: Gateway
     local: WorkerId
     guest: WorkerId
     lease: LeaseId
@@ -569,7 +569,7 @@ def answering() -> Iterator[Answering]:
         pass
 
     sender = PageSender(arena.data, "127.0.0.1", Access(TOKEN), sent=ignore, refused=ignore)
-    answers = OutsideAnswers(pool, sender)
+    answers = Gateway(pool, sender)
     local = pool.register("local", this_process(), 0).worker
     pool.grant(local, 8, 8)
     ids = pool.grant(local, 4, 4)
@@ -635,8 +635,8 @@ def test_truncated_and_mutated_frames_from_other_nodes_change_nothing(
         lambda w: messages.GiveBackPages(worker=w, pages=b""),
         lambda w: messages.HandOff(worker=w, commits=(), releases=(), keep=False),
         lambda w: messages.WithdrawAll(worker=w),
-        lambda w: messages.InheritFrom(former="local"),
-        lambda w: messages.RegisterWorker(name="w", process=this_process(), journal_bytes=64),
+        lambda w: messages.InheritFrom(previous_worker="local"),
+        lambda w: messages.RegisterWorker(name="w", process=this_process(), checkpoint_bytes=64),
     ],
 )
 def test_a_guest_can_only_read_and_let_go(

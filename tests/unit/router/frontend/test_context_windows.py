@@ -7,7 +7,7 @@ import pytest
 from triptych.core.config import ModelConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import Failed, Request, Sampling, Tokens
-from triptych.router import Journeys, Windows
+from triptych.router import AttemptTable, Windows
 from triptych.router.frontend.retries import MAX_ATTEMPTS
 
 SIZES = [(2048, 1024), (8, 3), (8, 7), (8, 1), (2, 1)]
@@ -46,7 +46,7 @@ def test_a_long_prompt_is_read_from_where_its_last_window_begins() -> None:
 
 def played(windows: Windows, prompt: int, answer: int, losses: Random | None) -> list[Tokens]:
     """A worker that says each token's place; ``losses`` has it die now and then."""
-    heard, journeys = list[Tokens | Failed](), Journeys(windows)
+    heard, journeys = list[Tokens | Failed](), AttemptTable(windows)
     journey, done = journeys.start(request(prompt, answer), heard.append), False
     while not done:
         asked = journey.present()
@@ -81,7 +81,7 @@ def test_losses_between_windows_lose_nothing() -> None:
 
 
 def test_windows_are_no_failures() -> None:
-    journeys = Journeys(Windows(8, 3))
+    journeys = AttemptTable(Windows(8, 3))
     journey = journeys.start(request(7, 900), lambda _: None)
     for number in range(3 * MAX_ATTEMPTS):
         asked = journey.present()
@@ -95,7 +95,7 @@ def test_windows_are_no_failures() -> None:
 
 
 def test_an_answer_that_ends_by_itself_ends_in_any_window() -> None:
-    journeys = Journeys(Windows(8, 3))
+    journeys = AttemptTable(Windows(8, 3))
     journey = journeys.start(request(20, 100), lambda _: None)
     asked = journey.present()
     item = Tokens(request=asked.id, index=0, tokens=(2,), text="", finish="stop", stop=2)

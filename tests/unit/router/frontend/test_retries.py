@@ -8,7 +8,7 @@ import pytest
 
 from triptych.core.errors import StageLost
 from triptych.core.messages import Failed, Request, Sampling, Tokens, failed
-from triptych.router import Journey, Journeys
+from triptych.router import AttemptTable, RequestAttempts
 from triptych.router.frontend.retries import MAX_ATTEMPTS, MOST_EARLY
 
 REQUEST = Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=9), reply_to="ingress")
@@ -30,13 +30,13 @@ def heard() -> list[Tokens | Failed]:
 
 
 @pytest.fixture
-def journey(heard: list[Tokens | Failed]) -> Journey:
-    return Journey(REQUEST, heard.append)
+def journey(heard: list[Tokens | Failed]) -> RequestAttempts:
+    return RequestAttempts(REQUEST, heard.append)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_the_client_hears_each_token_once_and_in_order(
-    journey: Journey, heard: list[Tokens | Failed], order: tuple[int, ...]
+    journey: RequestAttempts, heard: list[Tokens | Failed], order: tuple[int, ...]
 ) -> None:
     """Whichever worker speaks first, and however often each says the same."""
     for index in (*order, *order):
@@ -46,13 +46,13 @@ def test_the_client_hears_each_token_once_and_in_order(
 
 
 @pytest.fixture
-def asking() -> Journey:
+def asking() -> RequestAttempts:
     """It wants log probabilities."""
     sampling = Sampling(max_tokens=9, logprobs=0)
-    return Journey(replace(REQUEST, sampling=sampling), lambda _: None)
+    return RequestAttempts(replace(REQUEST, sampling=sampling), lambda _: None)
 
 
-def test_a_token_that_will_not_come_any_more_tears_the_answer(asking: Journey) -> None:
+def test_a_token_that_will_not_come_any_more_tears_the_answer(asking: RequestAttempts) -> None:
     """One that is merely overtaken does not."""
     journey = asking
     for index in (0, 2, 3):
@@ -66,7 +66,9 @@ def test_a_token_that_will_not_come_any_more_tears_the_answer(asking: Journey) -
     assert not journey.is_torn
 
 
-def test_what_is_too_far_ahead_tears_the_answer(asking: Journey, journey: Journey) -> None:
+def test_what_is_too_far_ahead_tears_the_answer(
+    asking: RequestAttempts, journey: RequestAttempts
+) -> None:
     """Not that of who hears all tokens again: there it was a worker that moved a request."""
     for index in range(1, MOST_EARLY + 1):
         asking.hear(tokens(index))
@@ -81,7 +83,7 @@ def test_what_is_too_far_ahead_tears_the_answer(asking: Journey, journey: Journe
 
 
 def test_another_attempt_begins_behind_what_the_client_has() -> None:
-    heard, journeys = list[Tokens | Failed](), Journeys()
+    heard, journeys = list[Tokens | Failed](), AttemptTable()
     journey = journeys.start(REQUEST, heard.append)
     assert journey.present() == REQUEST
     journey.hear(tokens(0))
@@ -100,7 +102,7 @@ def test_another_attempt_begins_behind_what_the_client_has() -> None:
 
 def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_first_one() -> None:
     """By then its own prompt may be kept there, rounded."""
-    journeys = Journeys()
+    journeys = AttemptTable()
     journey = journeys.start(REQUEST, lambda _: None)
     assert journey.present().cached_at_most is None
     journey.hear(replace(tokens(0), cached_tokens=2))
@@ -114,7 +116,7 @@ def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_fir
 
 
 def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was() -> None:
-    heard, journeys = list[Tokens | Failed](), Journeys()
+    heard, journeys = list[Tokens | Failed](), AttemptTable()
     journey = journeys.start(REQUEST, heard.append)
     journey.hear(tokens(0))
     assert journeys.again(journey)
@@ -130,7 +132,7 @@ def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was
 
 
 def test_a_request_that_kills_its_workers_ends() -> None:
-    heard, journeys = list[Tokens | Failed](), Journeys()
+    heard, journeys = list[Tokens | Failed](), AttemptTable()
     journey = journeys.start(REQUEST, heard.append)
     delays = list[float]()
     while journeys.again(journey):
@@ -147,7 +149,7 @@ def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
     """A worker dies at a random point and the next one says again what may be lost."""
     random = Random(4)
     for _ in range(300):
-        heard, journeys = list[Tokens | Failed](), Journeys()
+        heard, journeys = list[Tokens | Failed](), AttemptTable()
         journey = journeys.start(REQUEST, heard.append)
         length, done = random.randrange(1, 30), False
         while not done:

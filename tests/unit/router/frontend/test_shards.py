@@ -14,7 +14,7 @@ from triptych.core.errors import ConfigError, DeadlineExceeded, QueueFull, Stage
 from triptych.core.messages import Request, Sampling, failed
 from triptych.core.pages import PagePlan
 from triptych.core.shards import cell_of
-from triptych.router import Cells, Journey
+from triptych.router import Cells, RequestAttempts
 from triptych.router.frontend.shards import key_of, may_pass_on, names_of
 from triptych.simulator import Cluster
 
@@ -179,7 +179,7 @@ def test_what_another_cell_may_have_room_for_is_passed_on() -> None:
 
 
 def test_a_client_hears_the_soonest_of_all_refusals() -> None:
-    journey = Journey(request("r", (1,)), lambda _: None)
+    journey = RequestAttempts(request("r", (1,)), lambda _: None)
     soon, late = (failed("r", QueueFull(9, 9, seconds)) for seconds in (2.0, 7.0))
     assert journey.refused(late) == late
     assert journey.refused(soon) == soon

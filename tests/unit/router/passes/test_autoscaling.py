@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.config import RouterConfig
-from triptych.core.messages import Hello, Report, Request, Sampling, Slo, Stage, Submit
+from triptych.core.messages import Register, Report, Request, Sampling, Slo, Stage, Submit
 from triptych.router.passes.autoscaling import BusyTime, Demand, wanted
-from triptych.router.scheduler import Coordinator, Patience
+from triptych.router.scheduler import Patience, Scheduler
 from triptych.simulator import Cluster
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
@@ -99,14 +99,14 @@ def test_a_load_that_comes_and_goes_is_followed_and_answered_once() -> None:
     assert seen == [2, 4, 6, 6, 6, 6, 1, 1, 1, 1, 1, 1]
 
 
-class Books:
+class ClusterState:
     """A coordinator with one worker of all stages, which reports as it is told."""
 
     def __init__(self) -> None:
         config = RouterConfig(patience_s=5.0)
-        self.router = Coordinator(config, PLAN, 600 << 20, Patience())
+        self.router = Scheduler(config, PLAN, 600 << 20, Patience())
         self.router.on(
-            Hello(name="w", address="w", stages=STAGES, max_requests=4, arena="a"), "w", 0.0
+            Register(name="w", address="w", stages=STAGES, max_requests=4, arena="a"), "w", 0.0
         )
 
     def submit(self, name: str, tokens: int, now: float, slo: Slo) -> None:
@@ -116,7 +116,7 @@ class Books:
 
 
 def test_the_books_say_what_waits_and_what_runs() -> None:
-    books = Books()
+    books = ClusterState()
     assert books.router.demand(0.0).busy == dict.fromkeys(STAGES, 1.0)  # it has not reported yet
     books.router.on(report(1.0), "w", 1.0)
     for number in range(3):
@@ -130,7 +130,7 @@ def test_the_books_say_what_waits_and_what_runs() -> None:
 
 
 def test_bytes_that_lack_are_said() -> None:
-    books = Books()
+    books = ClusterState()
     books.router.on(report(1.0), "w", 1.0)
     for number in range(40):
         books.submit(f"r{number}", 2000, 1.0, Slo())

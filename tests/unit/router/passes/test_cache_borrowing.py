@@ -4,12 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.core.messages import POOL, Hello, Lend, Lent, Request, Sampling, Send
+from triptych.core.messages import (
+    POOL,
+    BorrowCacheMemory,
+    CacheMemoryBorrowed,
+    Register,
+    Request,
+    Sampling,
+    Send,
+)
 from triptych.router.models.memory_estimate import RequestBytes
-from triptych.router.passes.cache_borrowing import ASK_AGAIN_S, KEEP_S, Loans, enough
+from triptych.router.passes.cache_borrowing import ASK_AGAIN_S, KEEP_S, CacheBorrowing, enough
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.batching import fifo
-from triptych.router.state.cluster_state import Books
+from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry
 
 CAPACITY, LIMIT = 100, 40
@@ -32,11 +40,11 @@ class Bench:
     """Books with one worker, and what they say to the pool."""
 
     def __init__(self, *arenas: str) -> None:
-        self.books = Books.open(CAPACITY, 3.0, Schedule(choose=fifo))
-        self.loans = Loans(self.books, LIMIT)
+        self.books = ClusterState.open(CAPACITY, 3.0, Schedule(choose=fifo))
+        self.loans = CacheBorrowing(self.books, LIMIT)
         for arena in arenas or ("a",):
             stages = ("prefill", "compress", "decode")
-            hello = Hello(name=arena, address=arena, stages=stages, arena=arena, max_requests=4)
+            hello = Register(name=arena, address=arena, stages=stages, arena=arena, max_requests=4)
             self.books.fleet.join(hello)
             self.books.roster.join(hello)
 
@@ -45,14 +53,14 @@ class Bench:
         sizes = RequestBytes(raw=nbytes, encoded=0, compressed=0, growth=0, grown=0)
         self.books.requests.add(Entry(request=request, sizes=sizes, arrived=0.0, since=0.0))
 
-    def said(self, held_by: str, now: float) -> list[int]:
-        self.loans.run(held_by, now)  # type: ignore[arg-type]
+    def said(self, blocked_reason: str, now: float) -> list[int]:
+        self.loans.run(blocked_reason, now)  # type: ignore[arg-type]
         sends = self.books.outbox.take()
         assert all(isinstance(send, Send) and send.to == POOL for send in sends)
-        return [send.message.bytes for send in sends if isinstance(send.message, Lend)]
+        return [send.message.bytes for send in sends if isinstance(send.message, BorrowCacheMemory)]
 
     def answer(self, nbytes: int, now: float) -> None:
-        self.loans.heard(Lent(arena="a", bytes=nbytes), now)
+        self.loans.heard(CacheMemoryBorrowed(arena="a", bytes=nbytes), now)
 
 
 def test_memory_comes_when_somebody_waits_and_goes_back_when_nobody_does() -> None:

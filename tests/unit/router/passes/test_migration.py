@@ -18,13 +18,13 @@ from triptych.core.messages import (
     Finished,
     Join,
     Message,
+    Preempt,
+    Preempted,
     Request,
     Resume,
     Resumed,
     Sampling,
     Send,
-    Suspend,
-    Suspended,
     failed,
 )
 
@@ -40,8 +40,8 @@ def crowded(*requests: Request, **config: object) -> Driver:
     return driver
 
 
-def suspended(name: str) -> Suspended:
-    return Suspended(request=name, words=WORDS, handle=on_offer(name), memory=MEMORY)
+def suspended(name: str) -> Preempted:
+    return Preempted(request=name, words=WORDS, handle=on_offer(name), memory=MEMORY)
 
 
 def on_offer(name: str) -> KVHandle:
@@ -55,7 +55,7 @@ def messages(sends: list[Send], kind: type[Message]) -> list[Send]:
 def test_the_newest_request_of_the_fullest_worker_goes_to_the_emptiest() -> None:
     driver = crowded()
     booked = driver.booked
-    assert driver.tick(0.5) == [Send("D", Suspend(requests=("two",)))]
+    assert driver.tick(0.5) == [Send("D", Preempt(requests=("two",)))]
     assert driver.tick(0.5) == []  # one at a time
     [send] = driver.on(suspended("two"), "D")
     assert isinstance(send.message, Join)
@@ -77,14 +77,14 @@ def test_a_smaller_difference_than_is_set_moves_nobody(gap: int) -> None:
 
 def test_batches_of_fixed_size_stay_where_they_are() -> None:
     driver = crowded(batch_policy="static:p1c1d2")
-    assert messages(driver.tick(0.5), Suspend) == []
+    assert messages(driver.tick(0.5), Preempt) == []
 
 
 def test_what_cannot_be_said_again_stays() -> None:
     wanted = Sampling(max_tokens=10, logprobs=0)
     told = Request(id="told", prompt=(1,) * 50, sampling=wanted, reply_to="in")
     driver = crowded(request("one"), told)
-    assert driver.tick(0.5) == [Send("D", Suspend(requests=("one",)))]
+    assert driver.tick(0.5) == [Send("D", Preempt(requests=("one",)))]
 
 
 def test_an_answer_that_ends_before_it_is_suspended_just_ends() -> None:
@@ -119,7 +119,7 @@ def test_a_request_on_offer_outlives_its_worker() -> None:
     assert driver.tick(0.5) == []
     [send] = driver.hello("E")
     assert isinstance(send.message, Join)
-    assert (send.to, send.message.former, send.message.words) == ("E", "D#1", WORDS)
+    assert (send.to, send.message.previous_worker, send.message.words) == ("E", "D#1", WORDS)
     assert driver.tick(0.5) == []
     driver.on(Resumed(request="one"), "E")
     assert driver.tick(0.5) == [expel()]
@@ -144,7 +144,7 @@ def test_a_worker_that_dies_before_its_offer_is_heard_leaves_an_orphan() -> None
     driver.tick(0.5)
     sends = driver.router.lost("D", driver.now)
     resumes = [send.message for send in sends if isinstance(send.message, Resume)]
-    assert [(resume.join.request.id, resume.former) for resume in resumes] == [
+    assert [(resume.join.request.id, resume.previous_worker) for resume in resumes] == [
         ("one", "D#1"),
         ("two", "D#1"),
     ]
@@ -171,7 +171,7 @@ def test_an_heir_may_find_what_a_living_worker_offered() -> None:
     driver.on(suspended("two"), "D")
     [send] = driver.router.lost("E", driver.now)
     assert isinstance(send.message, Resume)
-    assert (send.to, send.message.former) == ("D", "E#1")
+    assert (send.to, send.message.previous_worker) == ("D", "E#1")
     assert (send.message.join.words, send.message.join.handle) == (WORDS, on_offer("two"))
 
 
@@ -182,7 +182,7 @@ def test_what_goes_back_to_its_worker_is_inherited_if_that_dies_at_once() -> Non
     assert driver.router.lost("D", driver.now) == []
     [send] = driver.hello("E")
     assert isinstance(send.message, Resume)
-    assert (send.message.former, send.message.join.words) == ("D#1", WORDS)
+    assert (send.message.previous_worker, send.message.join.words) == ("D#1", WORDS)
 
 
 def test_a_difference_of_one_is_refused_since_it_would_never_end() -> None:

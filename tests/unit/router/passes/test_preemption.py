@@ -8,11 +8,11 @@ from triptych.core.messages import (
     Cancel,
     Finished,
     Join,
+    Preempt,
     Request,
     Resumed,
     Sampling,
     Send,
-    Suspend,
 )
 
 
@@ -36,7 +36,7 @@ def full(*, slots: int = 1, **settings: object) -> Driver:
 
 def preempted(driver: Driver) -> list[Send]:
     """An urgent request comes, and the slow one is set aside."""
-    assert driver.submit(request("quick", 0)) == [Send("D", Suspend(requests=("slow",)))]
+    assert driver.submit(request("quick", 0)) == [Send("D", Preempt(requests=("slow",)))]
     return driver.on(suspended("slow"), "D")
 
 
@@ -73,7 +73,7 @@ def test_one_that_has_lost_patience_is_let_be() -> None:
     driver.tick(6.5)
     driver.report("D")
     driver.report("P")
-    assert messages(driver.submit(request("quick", 0)), Suspend) == []
+    assert messages(driver.submit(request("quick", 0)), Preempt) == []
 
 
 def test_bytes_that_are_only_promised_are_given_to_the_urgent() -> None:
@@ -86,7 +86,7 @@ def test_bytes_that_are_only_promised_are_given_to_the_urgent() -> None:
     driver.bring_to("decoding", long)
     driver = Driver("P", "C", "D", slots=8, capacity=driver.booked + one // 4)
     driver.bring_to("decoding", long)
-    assert driver.submit(request("quick", 0)) == [Send("D", Suspend(requests=("slow",)))]
+    assert driver.submit(request("quick", 0)) == [Send("D", Preempt(requests=("slow",)))]
     assert started(driver.on(suspended("slow"), "D")) == ["quick"]
 
 
@@ -110,7 +110,7 @@ def test_a_request_that_was_set_aside_outlives_its_worker() -> None:
     assert driver.tick(0.5) == []  # the pool keeps its pages
     [send] = messages(driver.hello("E"), Join)
     assert isinstance(send.message, Join)
-    assert (send.to, send.message.request.id, send.message.former) == ("E", "slow", "D#1")
+    assert (send.to, send.message.request.id, send.message.previous_worker) == ("E", "slow", "D#1")
     driver.on(Resumed(request="slow"), "E")
     assert driver.tick(0.5) == [expel()]
     assert failures(driver.tick(PATIENCE.reclaim_s)) == []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.router.driver import Driver, request
 from triptych.core.config import RouterConfig
-from triptych.core.messages import Cancel, Join, Message, Prefill, Suspend
+from triptych.core.messages import Cancel, Join, Message, Preempt, Prefill
 from triptych.router.passes.roles import CALM_S, REMEMBERED_S, ReadingWork, divide
 from triptych.router.snapshot import Role, WorkerLoad
 from triptych.simulator import Cluster, Costs, Job, Simulation, Trial
@@ -112,7 +112,7 @@ def test_answers_wait_less_for_the_prompts_of_others() -> None:
     assert "role_changes" not in both.counters
     assert switched.counters["role_changes"] > 0
     assert longest_gap_s(switched, 0.98) < 0.7 * longest_gap_s(both, 0.98)
-    moved = [message for _, message in sent if isinstance(message, Suspend)]
+    moved = [message for _, message in sent if isinstance(message, Preempt)]
     assert len(moved) >= switched.counters["suspended"] > 0
     reads = Counter(at for at, message in sent if isinstance(message, Prefill))
     writes = Counter(at for at, message in sent if isinstance(message, Join))
@@ -127,7 +127,7 @@ def test_while_a_line_waits_everybody_does_both() -> None:
     for number in range(4):
         driver.submit(request(f"r{number}"))
     driver.tick(0.5)
-    assert driver.router.snapshot(driver.now).held_by == "no_decode_slot"
+    assert driver.router.snapshot(driver.now).blocked_reason == "no_decode_slot"
     assert roles_of(driver) == ["both", "both", "both"]
     driver.on(Cancel(requests=tuple(f"r{number}" for number in range(4))), "in")
     driver.tick(CALM_S - 1)

@@ -14,9 +14,9 @@ from triptych.router.models.latency_forecast import (
     SURE,
     TOKEN_MARGIN,
     Forecast,
+    LatencyForecast,
     Lateness,
     Mean,
-    Pace,
     Trend,
     latest_start_s,
     miss,
@@ -117,11 +117,11 @@ def test_requests_in_work_are_counted_for_each_decode_worker() -> None:
     driver = Driver("P", "C", "D", "D2")
     books = driver.router._books  # pyright: ignore[reportPrivateUsage]
     driver.submit(request("first"))
-    assert books.crowd_with(0) == 0.5
-    assert books.crowd_with(1) == 1.0
+    assert books.concurrency_with(0) == 0.5
+    assert books.concurrency_with(1) == 1.0
     driver.tick(2.0)
     driver.submit(request("second"))
-    assert books.pace.crowd_s == 1.0  # half of one for two seconds
+    assert books.pace.concurrency_s == 1.0  # half of one for two seconds
 
 
 def test_an_idle_server_refuses_nobody() -> None:
@@ -133,14 +133,14 @@ def test_an_idle_server_refuses_nobody() -> None:
 
 
 def test_a_line_that_was_empty_says_nothing_of_its_pace() -> None:
-    pace = Pace()
+    pace = LatencyForecast()
     for now in (0.0, 1.0, 2.0):
         pace.left_line(3, now)
     pace.left_line(0, 3.0)
     pace.left_line(1, 9.0)
     pace.begin_line()
     pace.left_line(1, 9.5)
-    found = pace.forecast(ahead=4, crowd=1.0, read_tokens=1, max_tokens=1, now=9.5)
+    found = pace.forecast(ahead=4, concurrency=1.0, read_tokens=1, max_tokens=1, now=9.5)
     assert found.wait_s == 4.0
 
 

@@ -8,7 +8,7 @@ from triptych.core.errors import ConfigError
 from triptych.router import BATCH_POLICIES
 from triptych.router.plugins import schedule_named
 from triptych.router.policies.batching import fifo, greedy_by_memory
-from triptych.router.queue.waiting_queue import ListedLine
+from triptych.router.queue.waiting_queue import ListedQueue
 from triptych.router.snapshot import Budget, Waiting
 
 PATIENCE_S = 5.0
@@ -18,8 +18,8 @@ def budget(free_bytes: int, max_requests: int = 99) -> Budget:
     return Budget(free_bytes=free_bytes, max_requests=max_requests)
 
 
-def line(*sizes_and_waits: tuple[int, float]) -> ListedLine:
-    return ListedLine(
+def line(*sizes_and_waits: tuple[int, float]) -> ListedQueue:
+    return ListedQueue(
         [
             Waiting(f"r{i}", size, waited, slack_s=PATIENCE_S - waited)
             for i, (size, waited) in enumerate(sizes_and_waits)
@@ -71,7 +71,7 @@ def test_no_more_requests_than_slots() -> None:
 @pytest.mark.parametrize("name", BATCH_POLICIES.names)
 @given(waiting=lines, allowed=budgets)
 def test_every_policy_keeps_the_budget_and_chooses_nobody_twice(
-    name: str, waiting: ListedLine, allowed: Budget
+    name: str, waiting: ListedQueue, allowed: Budget
 ) -> None:
     choose = schedule_named(name).choose
     batch = choose(waiting, allowed)
@@ -85,7 +85,7 @@ def test_every_policy_keeps_the_budget_and_chooses_nobody_twice(
 @pytest.mark.parametrize("name", BATCH_POLICIES.names)
 @given(waiting=lines, allowed=budgets)
 def test_a_policy_that_may_start_somebody_does(
-    name: str, waiting: ListedLine, allowed: Budget
+    name: str, waiting: ListedQueue, allowed: Budget
 ) -> None:
     """Work conservation: nobody waits for a batch while the first of the line would fit."""
     batch = schedule_named(name).choose(waiting, allowed)
@@ -96,7 +96,7 @@ def test_a_policy_that_may_start_somebody_does(
 
 @settings(max_examples=1000)
 @given(waiting=lines, free_bytes=st.integers(0, 1000))
-def test_greedy_packs_at_least_as_many_bytes_as_fifo(waiting: ListedLine, free_bytes: int) -> None:
+def test_greedy_packs_at_least_as_many_bytes_as_fifo(waiting: ListedQueue, free_bytes: int) -> None:
     allowed = budget(free_bytes, len(waiting) + 1)
     greedy, plain = greedy_by_memory(waiting, allowed), fifo(waiting, allowed)
     assert sum(one.bytes for one in greedy) >= sum(one.bytes for one in plain)
@@ -109,9 +109,9 @@ def test_where_the_oldest_fill_more_bytes_they_go_first() -> None:
 
 @given(waiting=lines, allowed=budgets)
 def test_greedy_admits_at_least_as_many_as_fifo_while_nobody_is_late(
-    waiting: ListedLine, allowed: Budget
+    waiting: ListedQueue, allowed: Budget
 ) -> None:
-    fresh = ListedLine(
+    fresh = ListedQueue(
         [Waiting(one.id, one.bytes, min(one.waited_s, PATIENCE_S)) for one in waiting.waiting]
     )
     assert len(greedy_by_memory(fresh, allowed)) >= len(fifo(fresh, allowed))
@@ -119,7 +119,7 @@ def test_greedy_admits_at_least_as_many_as_fifo_while_nobody_is_late(
 
 @given(waiting=lines, allowed=budgets)
 def test_a_late_request_that_is_left_out_leaves_out_everybody_younger(
-    waiting: ListedLine, allowed: Budget
+    waiting: ListedQueue, allowed: Budget
 ) -> None:
     batch = greedy_by_memory(waiting, allowed)
     left_out = [one for one in waiting.waiting if one not in batch and one.waited_s > PATIENCE_S]
@@ -128,7 +128,7 @@ def test_a_late_request_that_is_left_out_leaves_out_everybody_younger(
 
 
 @given(waiting=lines, allowed=budgets)
-def test_fifo_takes_a_prefix_of_the_line(waiting: ListedLine, allowed: Budget) -> None:
+def test_fifo_takes_a_prefix_of_the_line(waiting: ListedQueue, allowed: Budget) -> None:
     batch = fifo(waiting, allowed)
     assert batch == list(waiting.waiting[: len(batch)])
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
-from triptych.core.messages import Hello, Request, Sampling, Slo, pack_tokens
+from triptych.core.messages import Register, Request, Sampling, Slo, pack_tokens
 from triptych.router import PLACEMENT_POLICIES, check_policies
-from triptych.router.models.latency_forecast import Pace
+from triptych.router.models.latency_forecast import LatencyForecast
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.placement_view import Placer
-from triptych.router.policies.hash_ring import DualRing
+from triptych.router.policies.hash_ring import DualHashRing
 from triptych.router.policies.placement import Choice
 from triptych.router.policies.prefix_map import BlockCache, PrefixMap, block_keys
-from triptych.router.state.load_index import Roster
+from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.request_table import Entry, State
 from triptych.simulator import Cluster, Costs, Job, Simulation, Trial
 
@@ -32,10 +32,10 @@ class Bench:
     """A placer over prefill workers, each with an arena of its own, as on as many nodes."""
 
     def __init__(self, policy: str, arenas: int = 6, ttft_s: float = 1.0) -> None:
-        self.roster = Roster(10.0, lambda _: 0)
+        self.roster = LoadIndex(10.0, lambda _: 0)
         for number in range(arenas):
             self.add(number)
-        pace = Pace()
+        pace = LatencyForecast()
         pace.read(1.0, 100, NOW)  # a token takes 10 ms
         self.prefixes = PrefixMap(64)
         chosen = PLACEMENT_POLICIES.load(policy)
@@ -43,7 +43,7 @@ class Bench:
 
     def add(self, number: int) -> None:
         address = f"w{number}"
-        hello = Hello(name=address, address=address, stages=("prefill",), arena=f"a{number}")
+        hello = Register(name=address, address=address, stages=("prefill",), arena=f"a{number}")
         self.roster.join(hello)
         self.roster.heard(address, NOW)
 
@@ -190,7 +190,7 @@ def test_turns_of_a_conversation_have_the_same_homes_however_they_begin() -> Non
 @given(st.integers(3, 12))
 def test_a_new_member_takes_its_share_and_moves_nothing_else(members: int) -> None:
     """Two homes each: 2 of n + 1 pairs change on the mean, and 5 % of them is for luck."""
-    ring, keys = DualRing(), [f"key {number}".encode() for number in range(400)]
+    ring, keys = DualHashRing(), [f"key {number}".encode() for number in range(400)]
     names = [f"arena {number}" for number in range(members)]
     ring.hold(names)
     before = [ring.homes(key) for key in keys]

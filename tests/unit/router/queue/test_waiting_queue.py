@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.router.policies.batching import BatchPolicy, fifo, greedy_by_memory
-from triptych.router.queue.fair_share import MOST_IDLE, Accounts
-from triptych.router.queue.waiting_queue import ListedLine, WaitingLine, due_s
+from triptych.router.queue.fair_share import MOST_IDLE, FairShare
+from triptych.router.queue.waiting_queue import ListedQueue, WaitingQueue, due_s
 from triptych.router.snapshot import Budget, Waiting
 
 PATIENCE_S, AGEING_S = 5.0, 10.0
@@ -28,8 +28,8 @@ class Written:
     used: dict[str, float] = field(default_factory=dict[str, float])
     hold_s: float = 1.0
 
-    def at(self, now: float) -> ListedLine:
-        return ListedLine(
+    def at(self, now: float) -> ListedQueue:
+        return ListedQueue(
             [
                 Waiting(one.id, one.bytes, now - came, due - now, one.priority, one.tenant)
                 for one, came, due in self.waiting
@@ -57,7 +57,7 @@ events = st.lists(
 def test_a_kept_line_reads_like_one_that_was_written_down(
     events: list[tuple[int, bool, str, int, int | None, float]], look_s: float
 ) -> None:
-    kept, written = WaitingLine(), Written()
+    kept, written = WaitingQueue(), Written()
     for number, (size, in_front, tenant, priority, gone, charge) in enumerate(events):
         came, name = float(number), f"r{number}"
         due = due_s(came, priority, patience_s=PATIENCE_S, ageing_s=AGEING_S)
@@ -105,7 +105,7 @@ class Service:
     """Starts who is chosen, one round a second, and notes who overtook whom."""
 
     choose: BatchPolicy
-    line: WaitingLine = field(default_factory=WaitingLine)
+    line: WaitingQueue = field(default_factory=WaitingQueue)
     came: dict[str, tuple[float, int, str]] = field(
         default_factory=dict[str, tuple[float, int, str]]
     )
@@ -189,7 +189,7 @@ def test_a_tenant_that_comes_back_neither_saved_up_nor_pays_for_quiet_times() ->
 
 
 def test_accounts_of_made_up_tenants_do_not_pile_up() -> None:
-    accounts = Accounts()
+    accounts = FairShare()
     for number in range(2 * MOST_IDLE):
         name = f"t{number}"
         accounts.open(name, 1.0, waits_already=False)

@@ -7,15 +7,15 @@ import pytest
 from tests.unit.router.driver import REPORT, Driver, request, whole
 from triptych.core.errors import StaleHandle
 from triptych.core.messages import Cancel, Finished, Prefilled, Resumed, failed
-from triptych.router import Life
+from triptych.router import RequestTrace
 from triptych.router.state.history import MAX_STEPS, History
 
 
-def lives(driver: Driver) -> dict[str, Life]:
+def lives(driver: Driver) -> dict[str, RequestTrace]:
     return {life.request: life for life in driver.router.lives()}
 
 
-def states(life: Life) -> list[str]:
+def states(life: RequestTrace) -> list[str]:
     return [state for state, _ in life.steps]
 
 

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.router.rules import choose_compressor, choose_decode, choose_prefill
-from triptych.core.messages import Hello, Request, Sampling, Stage
-from triptych.router.models.latency_forecast import Pace
+from triptych.core.messages import Register, Request, Sampling, Stage
+from triptych.router.models.latency_forecast import LatencyForecast
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.placement import least_bytes
 from triptych.router.policies.prefix_map import PrefixMap
-from triptych.router.queue.sorted_index import Ranking
+from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Role, WorkerLoad
-from triptych.router.state.load_index import Roster
+from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.request_table import Entry, State
 
 ARENAS = ("a", "b", "c")
@@ -41,11 +41,11 @@ def build(
     booked: dict[str, int],
     silent: set[int],
     roles: dict[int, Role],
-) -> Roster:
-    roster = Roster(10.0, lambda arena: booked[arena], long_tokens=25)
+) -> LoadIndex:
+    roster = LoadIndex(10.0, lambda arena: booked[arena], long_tokens=25)
     for number, (stages, arena, slots) in enumerate(workers):
         # Names in another order than addresses: ties go by name.
-        hello = Hello(
+        hello = Register(
             name=f"n{99 - number}", address=f"w{number}", stages=stages,
             max_requests=slots if "decode" in stages else 0, arena=arena,
         )  # fmt: skip
@@ -103,7 +103,7 @@ def test_whoever_is_next_is_whom_the_rules_choose(
         f"w{number}" for number in silent if number < len(workers)
     }
     chosen = choose_prefill(loads, tokens=tokens, limit_tokens=50, fits=fits)
-    placer = Placer(least_bytes, roster, Pace(), 64, PrefixMap(0), 1.0)
+    placer = Placer(least_bytes, roster, LatencyForecast(), 64, PrefixMap(0), 1.0)
     prompt = Request(id="new", prompt=(0,) * tokens, sampling=Sampling(), reply_to="x")
     choice = placer.choose(placer.snapshot(placer.ask(prompt), 50, fits, 11.0))
     assert (choice and choice.worker) == address(chosen)
@@ -128,7 +128,7 @@ def test_whoever_is_next_is_whom_the_rules_choose(
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 5)))))
 def test_a_ranking_is_sorted_whatever_happens(changes: list[tuple[int, int | None]]) -> None:
-    ranking, plain = Ranking[int](), dict[str, int]()
+    ranking, plain = SortedIndex[int](), dict[str, int]()
     for name, key in changes:
         if key is None:
             ranking.discard(f"n{name}")
@@ -141,8 +141,8 @@ def test_a_ranking_is_sorted_whatever_happens(changes: list[tuple[int, int | Non
 
 
 def test_a_worker_that_comes_back_counts_what_is_still_there() -> None:
-    roster, number = Roster(10.0, lambda _: 0), count()
-    hello = Hello(name="n", address="w", stages=("decode",), max_requests=3, arena="a")
+    roster, number = LoadIndex(10.0, lambda _: 0), count()
+    hello = Register(name="n", address="w", stages=("decode",), max_requests=3, arena="a")
     request = Request(id=f"r{next(number)}", prompt=(0,), sampling=Sampling(), reply_to="x")
     entry = Entry(request, SIZES, 0.0, 0.0, state=State.DECODING, worker="w", decode="w")
     roster.join(hello)

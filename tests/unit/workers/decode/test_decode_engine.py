@@ -8,7 +8,7 @@ from triptych.kernels.pages import segments
 from triptych.workers.decode.decode_attention import PageAttention
 from triptych.workers.device import CPU
 from triptych.workers.kv.block_table import Sections, SectionTable
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 
 RAW = PageLayout(FORMATS["fp16"], head_dim=32, page_bytes=1792)
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=32)
@@ -21,7 +21,7 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch() -> None:
     table = SectionTable(RAW, pages, np.zeros((1, 3, 2), np.int32))
     slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12], np.int32)
     progress = np.zeros(3, np.int64)
-    memory, sections = PageMemory(CPU, arena, arena), Sections([table], CPU)
+    memory, sections = DevicePages(CPU, arena, arena), Sections([table], CPU)
     step = PageAttention(memory, sections, slots, positions, 4, progress)
     query, key, value = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
     mixed = step(0, query, key, value, scale=0.2, window=0, softcap=0.0)

@@ -16,10 +16,10 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
-from triptych.workers.decode.checkpoint import Journal
-from triptych.workers.decode.output_cache import AnswerKeeper, StoredTokens
+from triptych.workers.decode.checkpoint import Checkpoint
+from triptych.workers.decode.output_cache import OutputCache, StoredTokens
 from triptych.workers.device import CPU
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.local import Completion, LocalServer
 
@@ -190,7 +190,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     arena = torch.from_numpy(pool.arena.data)
     torch.manual_seed(seed)
     keys, values, scores = (*torch.randn(2, stored, rows, 32).unbind(), torch.rand(stored, rows))
-    tables = Journal.begin(plan, None, 2, 600).sections
+    tables = Checkpoint.begin(plan, None, 2, 600).sections
     chance = np.random.default_rng(seed)
     # Sink and window are raw and in order; the rest is in any class and any order.
     raw_end = plan.sink_tokens + 2 * plan.raw.tokens if plan.compresses else stored
@@ -226,7 +226,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         kept = store.begin(prefix)
         assert kept is not None
         span = kept.first * size, kept.last * size
-        kept.source = StoredTokens.of(PageMemory(CPU, arena, arena), plan, tables, 1, span, stored)
+        kept.source = StoredTokens.of(DevicePages(CPU, arena, arena), plan, tables, 1, span, stored)
         assert kept.source is not None
         while not store.go_on(kept, 1):
             pass
@@ -253,10 +253,10 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         )
     tables[0].tokens[1, 1, 0] -= 1
     assert (
-        StoredTokens.of(PageMemory(CPU, arena, arena), plan, tables, 1, (0, size), stored) is None
+        StoredTokens.of(DevicePages(CPU, arena, arena), plan, tables, 1, (0, size), stored) is None
     ), "a row dropped one"
     assert segments(arena, plan.high).scores.isfinite().all() or not plan.policy.needs_significance
 
 
 def test_a_worker_without_a_store_keeps_nothing() -> None:
-    assert AnswerKeeper.of(None, torch.empty(0), (), "always") is None
+    assert OutputCache.of(None, torch.empty(0), (), "always") is None

@@ -26,6 +26,8 @@ from triptych.core.messages import (
     Finished,
     Join,
     Planned,
+    Preempt,
+    Preempted,
     Prefill,
     Prefilled,
     Request,
@@ -33,8 +35,6 @@ from triptych.core.messages import (
     Resumed,
     Sampling,
     Send,
-    Suspend,
-    Suspended,
     Tokens,
 )
 from triptych.core.pages import PagePlan
@@ -42,10 +42,10 @@ from triptych.core.schema import build
 from triptych.kvpool import LocalPool
 from triptych.kvpool.rpc import page_ranges
 from triptych.workers.decode import checkpoint, decode_engine, page_selection, window
-from triptych.workers.decode.checkpoint import Journal, journal_bytes
+from triptych.workers.decode.checkpoint import Checkpoint, checkpoint_bytes
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import CPU, Device
-from triptych.workers.factory import load_brain, make_engines
+from triptych.workers.factory import load_model, make_engines
 from triptych.workers.kv import block_table
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.models.facts import describe
@@ -130,15 +130,15 @@ class Stages:
         plan = PagePlan.of(config, describe(model).geometry)
         pool = LocalPool(config.pool.capacity_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
-        brain = load_brain(config, plan, model, stages, device)
+        brain = load_model(config, plan, model, stages, device)
         made = make_engines(config, plan, brain, pool, stages, device=device)
         return cls(pool, plan, {engine.stage: engine for engine in made}, device)
 
     def decoder(self) -> tuple[str, DecodeEngine]:
-        """A new decode worker with a journal."""
+        """A new decode worker with a checkpoint."""
         self.decoders += 1
         name = f"decode-{self.decoders}"
-        pool = self.pool.join(name, journal_bytes(self.plan, SLOTS, CONTEXT))
+        pool = self.pool.join(name, checkpoint_bytes(self.plan, SLOTS, CONTEXT))
         model = self.engines["decode"]
         engine = DecodeEngine(
             model.runner,
@@ -165,9 +165,9 @@ class Stages:
         )
         return join
 
-    def resume(self, request: Request, former: str) -> Resume:
+    def resume(self, request: Request, previous_worker: str) -> Resume:
         """What the router sends to the heir of a dead worker."""
-        return Resume(former=former, join=self.joins[request.id])
+        return Resume(previous_worker=previous_worker, join=self.joins[request.id])
 
     @staticmethod
     def _until(engine: Any, message: Any, kind: type) -> Any:
@@ -187,7 +187,7 @@ class Client:
     """Log probabilities, of those who ask for them."""
     finished: set[str] = field(default_factory=set)
     resumed: set[str] = field(default_factory=set)
-    suspended: list[Suspended] = field(default_factory=list)
+    suspended: list[Preempted] = field(default_factory=list)
 
     def hear(self, sends: Iterable[Send]) -> None:
         for send in sends:
@@ -204,7 +204,7 @@ class Client:
                     self.finished.add(name)
                 case Resumed(request=name):
                     self.resumed.add(name)
-                case Suspended() as offer:
+                case Preempted() as offer:
                     self.suspended.append(offer)
                 case other:
                     raise AssertionError(other)
@@ -315,19 +315,19 @@ def die_and_go_on(
 ) -> None:
     """No token is lost, none differs, and no page is lost."""
     client = Client()
-    former, engine = stages.decoder()
+    previous_worker, engine = stages.decoder()
     for request in requests():
         client.hear(engine.accept(stages.join(request)) or ())
     with pytest.raises(Crash), crash_after(lines, files):
         run(engine, client)
-    go_on(stages, whole, client, former, f"died at line {lines}")
+    go_on(stages, whole, client, previous_worker, f"died at line {lines}")
 
 
 def go_on(
     stages: Stages,
     whole: dict[str, list[int]],
     client: Client,
-    former: str,
+    previous_worker: str,
     how: str,
     *,
     is_moved: bool = False,
@@ -335,9 +335,9 @@ def go_on(
     """With ``is_moved`` the heir is asked for the requests as soon as it has them."""
     heir_name, heir = stages.decoder()
     for request in requests():
-        client.hear(heir.accept(stages.resume(request, former)) or ())
+        client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
     if is_moved:
-        client.hear(heir.accept(Suspend(requests=tuple(whole))) or ())
+        client.hear(heir.accept(Preempt(requests=tuple(whole))) or ())
     run(heir, client)
     next_name, third = stages.decoder()
     for offer in client.suspended:
@@ -347,7 +347,7 @@ def go_on(
     assert {name: client.answer(name) for name in whole} == whole, how
     assert client.likely.keys() == {"r0"}
     assert [*sorted(client.likely["r0"])] == [*range(1, ANSWER)], how
-    for name in (former, heir_name, next_name):
+    for name in (previous_worker, heir_name, next_name):
         assert stages.pool.expel(name)
     assert stages.pool.check() == []
     assert stages.pool.stat().held_pages == 0
@@ -378,26 +378,26 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
     """
     if not stages.plan.policy.score_every:
         return
-    say, left = Journal.say, [0]
+    say, left = Checkpoint.say, [0]
 
-    def die(journal: Journal, slot: int, token: int) -> None:
+    def die(checkpoint: Checkpoint, slot: int, token: int) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise Crash
-        say(journal, slot, token)
+        say(checkpoint, slot, token)
 
     for dies_at in range(1, 16):  # tokens 1, 11 and 12 are the first ones of their pages
         client = Client()
-        former, engine = stages.decoder()
+        previous_worker, engine = stages.decoder()
         for request in requests():
             client.hear(engine.accept(stages.join(request)) or ())
         left[0] = dies_at
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "say", die)
+            patch.setattr(Checkpoint, "say", die)
             with pytest.raises(Crash):
                 run(engine, client)
         how = f"died at token {dies_at}"
-        go_on(stages, whole, client, former, how, is_moved=is_moved)
+        go_on(stages, whole, client, previous_worker, how, is_moved=is_moved)
 
 
 def test_a_retirement_is_carried_out_whatever_line_it_was_at(
@@ -427,15 +427,15 @@ def test_one_heir_may_inherit_from_several_and_die_itself(
             run(engine, client)
     for _ in range(2):
         heir_name, heir = stages.decoder()
-        for request, former in zip(requests(), names, strict=True):
-            client.hear(heir.accept(stages.resume(request, former)) or ())
+        for request, previous_worker in zip(requests(), names, strict=True):
+            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
         names = [heir_name] * len(names)
         with crash_after(lines if heir_name != "last" else 10**9), contextlib.suppress(Crash):
             run(heir, client)
     heir_name, heir = stages.decoder()
-    for request, former in zip(requests(), names, strict=True):
+    for request, previous_worker in zip(requests(), names, strict=True):
         if request.id not in client.finished:
-            client.hear(heir.accept(stages.resume(request, former)) or ())
+            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
     run(heir, client)
     assert {name: client.answer(name) for name in whole} == whole
     for name in [f"decode-{index}" for index in range(stages.decoders + 1)]:
@@ -456,7 +456,7 @@ def test_a_request_moves_between_living_workers_and_no_token_changes(
         for _, engine in both:
             for _ in range(luck.randrange(4)):
                 client.hear(engine.step())
-            client.hear(engine.accept(Suspend(requests=tuple(engine.requests()))) or ())
+            client.hear(engine.accept(Preempt(requests=tuple(engine.requests()))) or ())
             assert not engine.has_work()
         for offer in client.suspended:
             _, engine = luck.choice(both)
@@ -491,10 +491,14 @@ def test_an_answer_that_is_computed_again_goes_on_with_the_token_that_was_drawn(
     assert handed["again"] == handed["prompt"] != (said[0],)
 
 
-def joining(offer: Suspended, former: str = "") -> Join:
+def joining(offer: Preempted, previous_worker: str = "") -> Join:
     [request] = [one for one in requests() if one.id == offer.request]
     return Join(
-        request=request, words=offer.words, handle=offer.handle, report=REPORT, former=former
+        request=request,
+        words=offer.words,
+        handle=offer.handle,
+        report=REPORT,
+        previous_worker=previous_worker,
     )
 
 
@@ -505,7 +509,7 @@ def test_a_suspended_request_holds_nothing_but_its_pages(stages: Stages) -> None
     for _ in range(25):
         engine.step()
     client = Client()
-    client.hear(engine.accept(Suspend(requests=(request.id, "unknown"))) or ())
+    client.hear(engine.accept(Preempt(requests=(request.id, "unknown"))) or ())
     [offer] = client.suspended
     pages = sum(
         len(page_ranges.unpack(run.pages, stages.pool.capacity_pages)) for run in offer.handle.runs
@@ -524,24 +528,24 @@ def test_what_is_on_offer_outlives_the_worker_that_offered_it(
 ) -> None:
     """Whether the router heard of the offer, or only of the death."""
     client = Client()
-    former, engine = stages.decoder()
+    previous_worker, engine = stages.decoder()
     for request in requests():
         client.hear(engine.accept(stages.join(request)) or ())
     for _ in range(11):
         client.hear(engine.step())
-    client.hear(engine.accept(Suspend(requests=("r0", "r1"))) or ())
+    client.hear(engine.accept(Preempt(requests=("r0", "r1"))) or ())
     name, heir = stages.decoder()
     if is_heard:
-        stages.pool.inherit(former)  # a fence: it is dead from here on
+        stages.pool.inherit(previous_worker)  # a fence: it is dead from here on
         for offer in client.suspended:
-            client.hear(heir.accept(joining(offer, former)) or ())
+            client.hear(heir.accept(joining(offer, previous_worker)) or ())
     else:
         for request in requests():
-            client.hear(heir.accept(stages.resume(request, former)) or ())
+            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
     run(heir, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole
-    for one in (former, name):
+    for one in (previous_worker, name):
         assert stages.pool.expel(one)
     assert stages.pool.stat().held_pages == 0
 
@@ -550,14 +554,14 @@ def test_what_is_on_offer_outlives_the_worker_that_offered_it(
 def test_a_death_on_the_way_into_the_batch_costs_nothing(
     stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Before the worker has looked at what it was told, or before its journal has it."""
+    """Before the worker has looked at what it was told, or before its checkpoint has it."""
     client = Client()
     first, [moved, new] = stages.decoder(), requests()
     client.hear(first[1].accept(stages.join(moved)) or ())
     for _ in range(9):
         client.hear(first[1].step())
-    former, engine = stages.decoder()
-    client.hear(first[1].accept(Suspend(requests=("r0",))) or ())
+    previous_worker, engine = stages.decoder()
+    client.hear(first[1].accept(Preempt(requests=("r0",))) or ())
     joins = [joining(client.suspended.pop()), stages.join(new)]
     stages.joins["r0"] = joins[0]
 
@@ -565,13 +569,13 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
         raise Crash
 
     owners = {"attach": type(engine.pool), "fill": SectionTable, "clear": SectionTable}
-    owners |= {"join": Journal, "enter": Journal, "start": type(engine.answers)}
+    owners |= {"join": Checkpoint, "enter": Checkpoint, "start": type(engine.answers)}
     for join in joins if call != "nothing" else ():
         with monkeypatch.context() as patch:
             patch.setattr(owners[call], call, die)
             with pytest.raises(Crash):
                 engine.accept(join)
-    go_on(stages, whole, client, former, f"died in {call}")
+    go_on(stages, whole, client, previous_worker, f"died in {call}")
     stages.pool.expel(first[0])
 
 
@@ -579,9 +583,9 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
 def test_a_death_on_the_way_to_an_offer_loses_nothing(
     stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Before the journal says so, before the pool has the lease, and right after that."""
+    """Before the checkpoint says so, before the pool has the lease, and right after that."""
     client = Client()
-    former, engine = stages.decoder()
+    previous_worker, engine = stages.decoder()
     for request in requests():
         client.hear(engine.accept(stages.join(request)) or ())
     for _ in range(7):
@@ -590,12 +594,12 @@ def test_a_death_on_the_way_to_an_offer_loses_nothing(
     def die(*_: object, **__: object) -> None:
         raise Crash
 
-    owner = {"offer": Journal, "handoff": type(engine.pool), "setdiff1d": np}[call]
+    owner = {"offer": Checkpoint, "handoff": type(engine.pool), "setdiff1d": np}[call]
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, die)
         with pytest.raises(Crash):
-            engine.accept(Suspend(requests=("r0", "r1")))
-    go_on(stages, whole, client, former, f"died in {call}")
+            engine.accept(Preempt(requests=("r0", "r1")))
+    go_on(stages, whole, client, previous_worker, f"died in {call}")
 
 
 def refusals(sends: Iterable[Send] | None) -> list[tuple[str | None, bool]]:
@@ -609,18 +613,22 @@ NO_MORE = [("worker_lost", True)]
 
 def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
     [request, other] = requests()
-    former, engine = stages.decoder()
+    previous_worker, engine = stages.decoder()
     heir_name, heir = stages.decoder()
     engine.accept(stages.join(request))
     never_here = replace(stages.joins[request.id], request=other)
     assert refusals(heir.accept(stages.resume(request, "nobody"))) == NO_MORE
-    assert refusals(heir.accept(Resume(former=former, join=never_here))) == NO_MORE
-    assert refusals(heir.accept(stages.resume(request, former))) == []
-    assert refusals(heir.accept(stages.resume(request, former))) == []  # it is here already
+    assert (
+        refusals(heir.accept(Resume(previous_worker=previous_worker, join=never_here))) == NO_MORE
+    )
+    assert refusals(heir.accept(stages.resume(request, previous_worker))) == []
+    assert (
+        refusals(heir.accept(stages.resume(request, previous_worker))) == []
+    )  # it is here already
     _, late = stages.decoder()
-    assert refusals(late.accept(stages.resume(request, former))) == NO_MORE
+    assert refusals(late.accept(stages.resume(request, previous_worker))) == NO_MORE
     run(heir, Client())
-    for name in (former, heir_name):
+    for name in (previous_worker, heir_name):
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
 
@@ -638,44 +646,44 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
         ("lease", checkpoint.ENDED),
     ],
 )
-def test_a_journal_that_makes_no_sense_is_not_believed(
+def test_a_checkpoint_that_makes_no_sense_is_not_believed(
     stages: Stages, field_name: str, value: object
 ) -> None:
     [request, _] = requests()
-    former, engine = stages.decoder()
+    previous_worker, engine = stages.decoder()
     engine.accept(stages.join(request))
     heir_name, heir = stages.decoder()
-    written = engine._journal
+    written = engine._checkpoint
     getattr(written, field_name)[written.find(request.id)] = value
-    assert refusals(heir.accept(stages.resume(request, former))) == NO_MORE
+    assert refusals(heir.accept(stages.resume(request, previous_worker))) == NO_MORE
     assert stages.pool.check() == []
-    for name in (former, heir_name):
+    for name in (previous_worker, heir_name):
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
 
 
-def test_page_ids_and_counts_of_a_journal_are_checked(stages: Stages) -> None:
+def test_page_ids_and_counts_of_a_checkpoint_are_checked(stages: Stages) -> None:
     [request, _] = requests()
     rng = np.random.default_rng(3)
     for _ in range(20):
-        former, engine = stages.decoder()
+        previous_worker, engine = stages.decoder()
         engine.accept(stages.join(request))
         heir_name, heir = stages.decoder()
-        table = rng.choice(engine._journal.sections)
+        table = rng.choice(engine._checkpoint.sections)
         target = table.pages if rng.random() < 0.5 else table.tokens
         target[...] = rng.integers(-(2**31), 2**31, target.shape, dtype=np.int32)
-        refused = refusals(heir.accept(stages.resume(request, former)))
+        refused = refusals(heir.accept(stages.resume(request, previous_worker)))
         assert refused in (NO_MORE, [])  # raw counts are not believed anyway
         assert stages.pool.check() == []
-        for name in (former, heir_name):
+        for name in (previous_worker, heir_name):
             stages.pool.expel(name)
         assert stages.pool.stat().held_pages == 0
 
 
-def test_a_journal_of_other_settings_is_refused(stages: Stages) -> None:
-    mine = Journal.begin(stages.plan, None, SLOTS, CONTEXT)
+def test_a_checkpoint_of_other_settings_is_refused(stages: Stages) -> None:
+    mine = Checkpoint.begin(stages.plan, None, SLOTS, CONTEXT)
     for slots, context in ((SLOTS, CONTEXT - 1), (SLOTS - 1, CONTEXT), (SLOTS + 1, CONTEXT)):
-        other = Journal.begin(stages.plan, None, slots, context)
+        other = Checkpoint.begin(stages.plan, None, slots, context)
         with pytest.raises(StaleHandle):
             mine.beside(other.memory)
     with pytest.raises(StaleHandle):

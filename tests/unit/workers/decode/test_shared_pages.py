@@ -29,19 +29,19 @@ from triptych.core.messages import (
     Encode,
     Join,
     Planned,
+    Preempt,
     Prefill,
     Prefilled,
     Prefix,
     Request,
     Sampling,
-    Suspend,
     pack_tokens,
 )
 from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.kvpool.rpc import page_ranges
-from triptych.workers.factory import load_brain, make_engines, prefix_store
+from triptych.workers.factory import load_model, make_engines, prefix_store
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
@@ -91,7 +91,7 @@ class Sharing(Stages):
         pool = LocalPool(pages, plan.page_bytes, prefixes=PrefixSettings.of(config.pool, plan))
         store = prefix_store(config, plan, pool, "weights")
         stages = ("prefill", "compress", "decode")
-        brain = load_brain(config, plan, model, stages)
+        brain = load_model(config, plan, model, stages)
         made = make_engines(config, plan, brain, pool, stages, prefixes=store)
         self = cls(pool, plan, {engine.stage: engine for engine in made}, store=store)
         [first, *_] = requests()
@@ -238,17 +238,17 @@ def test_whoever_dies_leaves_the_same_tokens_and_no_hold(
         run(engine, Client())
     for lines in luck.sample(range(count[0]), 6):
         heard = Client()
-        former, engine = stages.decoder()
+        previous_worker, engine = stages.decoder()
         for request in requests():
             heard.hear(engine.accept(stages.join(request)) or ())
         with pytest.raises(Crash), crash_after(lines, DECODE):
             run(engine, heard)
         name, heir = stages.decoder()
         for request in requests():
-            heard.hear(heir.accept(stages.resume(request, former)) or ())
+            heard.hear(heir.accept(stages.resume(request, previous_worker)) or ())
         run(heir, heard)
         assert {name: heard.answer(name) for name in whole} == whole, f"died at line {lines}"
-        for one in (former, name):
+        for one in (previous_worker, name):
             stages.pool.expel(one)
         stages.expect_nothing_held()
 
@@ -265,7 +265,7 @@ def test_shares_move_with_their_requests(
         engine = both[turn % 2]
         for _ in range(3):
             client.hear(engine.step())
-        client.hear(engine.accept(Suspend(requests=(one.id, other.id))) or ())
+        client.hear(engine.accept(Preempt(requests=(one.id, other.id))) or ())
         assert stages.readers == 1
         for offer in client.suspended:
             request = one if offer.request == one.id else other

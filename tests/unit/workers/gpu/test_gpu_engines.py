@@ -13,7 +13,7 @@ from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.kvpool import WorkerPool
-from triptych.workers.decode.checkpoint import Journal
+from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
@@ -170,7 +170,7 @@ def test_nobody_is_told_before_the_device_is_done(
     for name in ("handoff", "give", "release", "withdraw", "release_prefix", "publish_prefix"):
         watch(WorkerPool, name)
     for name in ("say", "offer", "end"):
-        watch(Journal, name)
+        watch(Checkpoint, name)
     for name in ("_enter", "_close"):  # a phase of a retirement is noted before each
         watch(Window, name)
     pool = {"capacity_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}

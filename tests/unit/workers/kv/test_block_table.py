@@ -12,11 +12,11 @@ from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.kernels.pages import segments
 from triptych.kvpool.pool.free_list import FreeList
-from triptych.workers.decode.checkpoint import Journal
+from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU
 from triptych.workers.kv.block_table import RowCells, Sections
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 
 SLOTS, LONGEST, PAGES = 3, 200, 52
 
@@ -41,11 +41,11 @@ class Slots:
         self.plan = plan
         self.free = FreeList(PAGES)
         self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
-        self.journal = journal = Journal.begin(plan, None, SLOTS, LONGEST)
-        memory = PageMemory(CPU, self.arena, self.arena)
-        self.window = Window(memory, journal, Sections(journal.tables, CPU))
-        self.tables = journal.tables
-        self.raw, self.high, self.low = journal.tables
+        self.checkpoint = checkpoint = Checkpoint.begin(plan, None, SLOTS, LONGEST)
+        memory = DevicePages(CPU, self.arena, self.arena)
+        self.window = Window(memory, checkpoint, Sections(checkpoint.tables, CPU))
+        self.tables = checkpoint.tables
+        self.raw, self.high, self.low = checkpoint.tables
         self.seen = dict[int, int]()
         self.taken = {slot: list[int]() for slot in range(SLOTS)}
 
@@ -55,10 +55,10 @@ class Slots:
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
             leaving = self.window.leaving(at, [self.seen[slot]])
-            self._grow(self.journal.class_cells, at, leaving.plan.counts)
+            self._grow(self.checkpoint.class_cells, at, leaving.plan.counts)
             self.window.move(leaving)
         elif self.raw.length(slot) % self.raw.layout.tokens == 0:
-            self._grow(self.journal.raw_cells, at, self.journal.raw_cells.one_more(at))
+            self._grow(self.checkpoint.raw_cells, at, self.checkpoint.raw_cells.one_more(at))
         column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
         self.raw.tokens[:, slot] += 1
         parts = segments(self.arena, self.plan.raw)

@@ -19,10 +19,10 @@ from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.workers.device import CPU
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.prefill.prefix_restore import ASK_EVERY_S, Awaited
+from triptych.workers.prefill.prefix_restore import ASK_EVERY_S, PrefixRestore
 
 VOCAB = 258
 FP16_BLOCK_TOKENS = 30
@@ -228,7 +228,7 @@ def test_a_cache_that_is_too_small_lives_on_on_disk(tiny_model: Path, tmp_path: 
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
     store, now = SlowDisk(), [0.0]
-    awaited = Awaited(store, clock=lambda: now[0])  # type: ignore[arg-type]
+    awaited = PrefixRestore(store, clock=lambda: now[0])  # type: ignore[arg-type]
     first, second = (
         Request(id=name, prompt=(1, 2), sampling=Sampling(), reply_to="") for name in ("a", "b")
     )
@@ -297,7 +297,7 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
     tokens = tuple(range(count))
     mean = torch.rand(rows, count)
     prefix = Prefix(tokens=pack_tokens(tokens), cache_salt="s", tenant="t", token_s=0.01)
-    store.publish(prefix, RawPages(PageMemory(CPU, arena, arena), plan, raw, mean))
+    store.publish(prefix, RawPages(DevicePages(CPU, arena, arena), plan, raw, mean))
     assert not store.skipped
     again = store.pool.take(raw.size).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, count)
@@ -329,7 +329,7 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
 def test_what_cannot_be_kept_is_counted_and_nothing_is_lost() -> None:
     store, raw, count = filled_store("k8v8", 1)
     prefix = Prefix(tokens=pack_tokens(range(count)), cache_salt="", tenant="", token_s=0.0)
-    memory = PageMemory.in_place(store.pool.arena, CPU)
+    memory = DevicePages.in_place(store.pool.arena, CPU)
     pages = RawPages(memory, store.plan, raw, None)
     rest = store.pool.take(2000 - raw.size - 3)
     store.publish(prefix, pages)

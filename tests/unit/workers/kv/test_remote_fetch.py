@@ -26,7 +26,7 @@ from triptych.core.messages import (
 from triptych.kvpool import About, LocalPool
 from triptych.kvpool.rpc import page_ranges
 from triptych.kvpool.transfer.fetcher import Traffic
-from triptych.workers.kv.remote_fetch import Inbound
+from triptych.workers.kv.remote_fetch import RemoteFetch
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Worker:
             self.sent += sends
             self.said.release()
 
-        self.inbound = Inbound(self.pool, self.fetcher, post, deliver)  # type: ignore[arg-type]
+        self.inbound = RemoteFetch(self.pool, self.fetcher, post, deliver)  # type: ignore[arg-type]
 
     def wait(self, count: int = 1) -> None:
         for _ in range(count):

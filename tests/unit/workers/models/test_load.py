@@ -22,7 +22,7 @@ from transformers import (
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.facts import describe
-from triptych.workers.models.hf_model import StockModel
+from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
 from triptych.workers.models.weights import read_plain
 
@@ -70,7 +70,7 @@ def test_weights_come_in_the_type_that_was_asked_for(
     path = save_model(llama)
     for name in ("float32", "bfloat16"):
         loaded = load(path, name, fused=False).network
-        assert isinstance(loaded, StockModel)
+        assert isinstance(loaded, HFModel)
         model = loaded.model
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
         assert not model.training

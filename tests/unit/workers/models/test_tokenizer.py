@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from triptych.core.errors import ModelError
 from triptych.workers.models.pretrained import read_tokenizer
-from triptych.workers.models.tokenizer import BareTokenizer, open_tokenizer
+from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
-Both = tuple[BareTokenizer, PreTrainedTokenizerFast]
+Both = tuple[FastTokenizer, PreTrainedTokenizerFast]
 
 
 def save_tokenizer(path: Path) -> Path:

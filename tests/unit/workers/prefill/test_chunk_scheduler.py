@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.workers.prefill.chunk_scheduler import PATIENCE, Chunks
+from triptych.workers.prefill.chunk_scheduler import PATIENCE, ChunkScheduler
 
 CHUNK = 16
 
@@ -22,7 +22,7 @@ class Prompt:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200)), min_size=1, max_size=25))
 def test_nobody_is_overtaken_by_who_came_after_it_was_due(arrivals: list[tuple[int, int]]) -> None:
     """Each arrival: steps before it, and its tokens."""
-    chunks, queue, read = Chunks(), list[Prompt](), list[Prompt]()
+    chunks, queue, read = ChunkScheduler(), list[Prompt](), list[Prompt]()
 
     def step() -> None:
         left = CHUNK
@@ -51,7 +51,7 @@ def test_nobody_is_overtaken_by_who_came_after_it_was_due(arrivals: list[tuple[i
 
 
 def test_a_limit_makes_a_prompt_urgent_once_it_is_known_what_a_token_takes() -> None:
-    chunks = Chunks()
+    chunks = ChunkScheduler()
     assert chunks.due(1000, ttft_s=1.0) == 2000
     chunks.note(100, 1.0)  # 10 ms each
     assert chunks.due(1000, ttft_s=1.0) == 200

@@ -32,7 +32,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import LocalPool
-from triptych.workers.factory import load_brain, make_engines
+from triptych.workers.factory import load_model, make_engines
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.models.facts import describe
 from triptych.workers.stage import Engine
@@ -155,7 +155,7 @@ class Bench:
         facts = describe(model)
         self.plan = PagePlan.of(settings, facts.geometry, is_plain=True)
         self.pool = LocalPool(pages, self.plan.page_bytes, "worker", None, None, None)
-        brain = load_brain(settings, self.plan, model, ("prefill", "compress"))
+        brain = load_model(settings, self.plan, model, ("prefill", "compress"))
         self.prefill, self.compress = make_engines(
             settings, self.plan, brain, self.pool, ("prefill", "compress")
         )

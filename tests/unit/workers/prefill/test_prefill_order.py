@@ -12,7 +12,7 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import Prefill, Prefilled, Request, Sampling, Tokens
 from triptych.core.pages import PagePlan
 from triptych.kvpool import LocalPool
-from triptych.workers.factory import load_brain, make_engines
+from triptych.workers.factory import load_model, make_engines
 from triptych.workers.models.facts import describe
 from triptych.workers.stage import Engine
 
@@ -66,7 +66,7 @@ def reader(tiny_model: Path) -> Iterator[Reader]:
     )
     plan = PagePlan.of(config, describe(tiny_model).geometry)
     pool = LocalPool(2000, plan.page_bytes, "reader")
-    brain = load_brain(config, plan, tiny_model, ("prefill",))
+    brain = load_model(config, plan, tiny_model, ("prefill",))
     (engine,) = make_engines(config, plan, brain, pool, ("prefill",))
     yield Reader(engine, pool, plan)
     engine.abandon()

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.prefill.prompt_logprobs import PromptScores
+from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
 
 VOCAB = 258
 
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_cached_is_computed_again(server, reference) -> None:
 
 
 def test_equal_and_infinite_logits_are_ranked() -> None:
-    scores = PromptScores([9, 1, 2, 0], top=5)
+    scores = PromptLogprobRows([9, 1, 2, 0], top=5)
     logits = torch.tensor([[0.0, 0.0, 0.0], [-torch.inf, 1.0, 0.0], [-torch.inf, 2.0, 2.0]])
     scores.add(0, logits)
     rows = list(scores.packed().rows())

@@ -74,7 +74,7 @@ def test_log_probabilities_are_those_of_the_model_itself(server: LocalServer) ->
 
 
 def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
-    """As it would if a journal told of tokens that the grammar does not have."""
+    """As it would if a checkpoint told of tokens that the grammar does not have."""
     made = grammar.of_regex("[0-9]+")
     tokenizer = from_tokenizer(byte_tokenizer(), eos_token=1)
     digit, letter = tokenizer.tokenize_str("7x")

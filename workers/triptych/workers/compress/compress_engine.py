@@ -37,7 +37,7 @@ from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.compress.job import ClassPlan, Early, Job, Part, split_by_class
 from triptych.workers.device import CPU, Device
-from triptych.workers.kv.device_pages import NO_PAGES, PageMemory
+from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, unpack_run
 from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
 from triptych.workers.stage import refuse
@@ -76,7 +76,7 @@ class CompressEngine:
     _ready: list[Job] = field(default_factory=list[Job])
 
     def __post_init__(self) -> None:
-        self._memory = PageMemory.in_place(self.pool.arena, self.device)
+        self._memory = DevicePages.in_place(self.pool.arena, self.device)
 
     # ---------------------------------------------------------------- the Engine protocol
 

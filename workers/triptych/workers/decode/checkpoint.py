@@ -40,7 +40,7 @@ RATED = 8
 _ALIGN = 64
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape of each array of a journal, by name."""
+"""Type and shape of each array of a checkpoint, by name."""
 
 
 ENDED = -1
@@ -49,8 +49,8 @@ OFFERED = -2
 """Stands for whatever lease the request has in the pool: the one before, or that on offer."""
 
 
-def journal_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
-    """Memory that a journal takes."""
+def checkpoint_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
+    """Memory that a checkpoint takes."""
     return sum(_size(*one) for one in _fields(plan, slots, context_tokens).values())
 
 
@@ -71,8 +71,8 @@ class Retirements:
 
 
 @dataclass(eq=False)
-class Journal:
-    """One worker's journal. Arrays are indexed by slot."""
+class Checkpoint:
+    """One worker's checkpoint. Arrays are indexed by slot."""
 
     plan: PagePlan
     memory: NDArray[np.uint8]
@@ -130,23 +130,25 @@ class Journal:
     def begin(
         cls, plan: PagePlan, memory: NDArray[np.uint8] | None, slots: int, context_tokens: int
     ) -> Self:
-        """Start a journal in memory full of zeros; None: in memory of this process alone."""
+        """Start a checkpoint in memory full of zeros; None: in memory of this process alone."""
         if memory is None:
-            memory = np.zeros(journal_bytes(plan, slots, context_tokens), np.uint8)
-        journal = cls(plan, memory, slots, context_tokens)
-        journal._seal_cell[0] = journal._seal
-        return journal
+            memory = np.zeros(checkpoint_bytes(plan, slots, context_tokens), np.uint8)
+        checkpoint = cls(plan, memory, slots, context_tokens)
+        checkpoint._seal_cell[0] = checkpoint._seal
+        return checkpoint
 
     def beside(self, memory: NDArray[np.uint8]) -> Self:
-        """Another worker's journal.
+        """Another worker's checkpoint.
 
         Raises: StaleHandle if it was written by other rules or for other pages
         """
         if memory.size < self.memory.size:
-            raise StaleHandle(0, f"a journal of {memory.size} bytes, expected {self.memory.size}")
+            raise StaleHandle(
+                0, f"a checkpoint of {memory.size} bytes: expected {self.memory.size}"
+            )
         other = type(self)(self.plan, memory, self.slots, self.context_tokens)
         if other._seal_cell[0] != self._seal:
-            raise StaleHandle(0, "a journal of other settings, or of another version")
+            raise StaleHandle(0, "a checkpoint of other settings, or of another version")
         return other
 
     # ---------------------------------------------------------------- writing
@@ -343,8 +345,8 @@ class Journal:
             return np.empty(0, np.int32)
         return raw.pages[:, slot, :, column].ravel()
 
-    def copy(self, other: "Journal", at: int, slot: int) -> None:
-        """Take over the tables and the answer of another journal's slot, but not its lease."""
+    def copy(self, other: "Checkpoint", at: int, slot: int) -> None:
+        """Take over the tables and the answer of another checkpoint's slot, but not its lease."""
         for mine, theirs in zip(self.sections, other.sections, strict=True):
             mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
         self.read[slot], self.said[slot] = other.read[at], other.said[at]

@@ -10,7 +10,7 @@ PATIENT_S = 0.5
 
 
 @dataclass
-class Tempo:
+class DecodeDeadlines:
     """The answers of one decode worker.
 
     A step writes one token of each, so that what is due is counted in steps.
@@ -23,7 +23,7 @@ class Tempo:
     def join(self, name: str, tpot_s: float, written: int, age_s: float, now: float) -> None:
         """An answer of ``written`` tokens goes on here, ``age_s`` behind the first of them.
 
-        >>> tempo = Tempo()
+        >>> tempo = DecodeDeadlines()
         >>> tempo.join("a", tpot_s=0.1, written=3, age_s=0.2, now=10.0)
         >>> f"{tempo.due:.2f}"  # 0.08 a token, of which two were due by now
         '10.04'

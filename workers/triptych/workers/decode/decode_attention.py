@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.kernels import append_tokens, block_table_ops, decode_attention, score_tokens
 from triptych.workers.decode.page_selection import Selector, StepChoice
 from triptych.workers.kv.block_table import Sections, SectionTable
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefetch import Prefetcher
 
 Ids = NDArray[np.int32]
@@ -29,7 +29,7 @@ class PageAttention:
 
     def __init__(
         self,
-        memory: PageMemory,
+        memory: DevicePages,
         sections: Sections,
         slots: Ids,
         positions: Ids,

@@ -18,21 +18,21 @@ from triptych.core.messages import (
     Finished,
     Join,
     Message,
+    Preempt,
+    Preempted,
     Request,
     Resume,
     Resumed,
     Send,
     Stage,
-    Suspend,
-    Suspended,
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import About, WorkerPool
-from triptych.workers.decode.checkpoint import MOST_MEMORY, Journal
-from triptych.workers.decode.deadlines import Tempo
+from triptych.workers.decode.checkpoint import MOST_MEMORY, Checkpoint
+from triptych.workers.decode.deadlines import DecodeDeadlines
 from triptych.workers.decode.decode_attention import PageAttention
-from triptych.workers.decode.output_cache import AnswerKeeper, KeepAnswers
-from triptych.workers.decode.page_growth import Growth
+from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
+from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict, selection_for
 from triptych.workers.decode.plugins.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_ENTROPY
@@ -40,12 +40,12 @@ from triptych.workers.decode.running_batch import Running, Wanted, exits_of
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.block_table import Sections, SectionTable
-from triptych.workers.kv.device_pages import NO_PAGES, PageMemory
+from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import make_handle, unpack_run
 from triptych.workers.kv.prefetch import Prefetcher
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.models.runner import Runner
-from triptych.workers.sampling.output import Answer, AnswerFactory
+from triptych.workers.sampling.output import Answer, OutputFactory
 from triptych.workers.sampling.sampler import Draw, Drawn, sample
 from triptych.workers.stage import refuse
 
@@ -61,7 +61,7 @@ class DecodeEngine:
     runner: Runner
     pool: WorkerPool
     plan: PagePlan
-    answers: AnswerFactory
+    answers: OutputFactory
     max_requests: int
     draw: Draw = sample
     """How tokens are drawn from logits; the quality harness forces them."""
@@ -75,39 +75,41 @@ class DecodeEngine:
     """Which answers are."""
     device: Device = CPU
     stage: Stage = "decode"
-    _tempo: Tempo = field(default_factory=Tempo)
+    _tempo: DecodeDeadlines = field(default_factory=DecodeDeadlines)
     _running: dict[str, Running] = field(default_factory=dict[str, Running])
     _kept: dict[str, Running] = field(default_factory=dict[str, Running])
     """Answers that are complete and told; their pages stay until the pool has what it lacks."""
 
     def __post_init__(self) -> None:
         arena, device = self.pool.arena, self.device
-        self._memory = PageMemory.nearest(arena, device)
+        self._memory = DevicePages.nearest(arena, device)
         self._shared = self._memory.behind
         # The one that was left first is used first: what was said there stays to be read longest.
         self._free_slots = deque(range(self.max_requests))
         longest = self.answers.context_tokens
         self._every = np.arange(self.max_requests)
-        self._journal = Journal.begin(self.plan, self.pool.journal, self.max_requests, longest)
-        self._tables = self._journal.tables
+        self._checkpoint = Checkpoint.begin(
+            self.plan, self.pool.checkpoint, self.max_requests, longest
+        )
+        self._tables = self._checkpoint.tables
         self._raw = self._tables[0]
-        self._sections = Sections(self._journal.sections, device)
-        self._window = self._window_of(self._journal, self._memory, self._sections)
+        self._sections = Sections(self._checkpoint.sections, device)
+        self._window = self._window_of(self._checkpoint, self._memory, self._sections)
         self._selector = Selector.of(self.selection, self.plan, arena, self._memory, self._sections)
-        self._growth = Growth(
-            self.pool, self._journal, self._sections, self._window, self._selector
+        self._growth = PageGrowth(
+            self.pool, self._checkpoint, self._sections, self._window, self._selector
         )
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
-        self._keeper = AnswerKeeper.of(
+        self._keeper = OutputCache.of(
             self.prefixes, self._shared, self._sections.tables, self.keep_answers
         )
 
     def _window_of(
-        self, journal: Journal, memory: PageMemory, sections: Sections | None = None
+        self, checkpoint: Checkpoint, memory: DevicePages, sections: Sections | None = None
     ) -> Window | None:
         """None if raw pages are the final ones."""
-        return Window(memory, journal, sections) if self.plan.compresses else None
+        return Window(memory, checkpoint, sections) if self.plan.compresses else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -117,7 +119,7 @@ class DecodeEngine:
                 return self._accept_join(message)
             case Resume():
                 return self._accept_resume(message)
-            case Suspend():
+            case Preempt():
                 running = [self._running.get(name) for name in message.requests]
                 return [send for one in running if one for send in self._ask_back(one)]
             case _:
@@ -180,7 +182,7 @@ class DecodeEngine:
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
             one.position += 1
             for likely in one.answer.logprobs(draw):
-                self._journal.rate(one.slot, likely)
+                self._checkpoint.rate(one.slot, likely)
             try:
                 sends.append(one.answer.push(draw, self._ender(verdict, row)))
             except TriptychError as error:
@@ -188,8 +190,8 @@ class DecodeEngine:
                 continue
             if verdict:
                 is_end = bool(one.answer.ended_by)
-                self._journal.note(one.slot, verdict.memory[row], verdict.ended_by[row] * is_end)
-            self._journal.say(one.slot, draw.token)
+                self._checkpoint.note(one.slot, verdict.memory[row], verdict.ended_by[row] * is_end)
+            self._checkpoint.say(one.slot, draw.token)
             if one.answer.finish is not None:
                 sends.extend(self._finish(one))
             elif one.is_asked_back:
@@ -208,7 +210,7 @@ class DecodeEngine:
             lengths=[len(one.answer.tokens) + 1 for one in batch],
             positions=[one.position for one in batch],
         )
-        memory = np.stack([self._journal.remembered(one.slot) for one in batch])
+        memory = np.stack([self._checkpoint.remembered(one.slot) for one in batch])
         return self._pipeline.look([one.wanted.plugins for one in batch], seen, memory)
 
     def _ender(self, verdict: Verdict | None, row: int) -> str:
@@ -217,7 +219,7 @@ class DecodeEngine:
 
     def _finish(self, one: Running) -> list[Send]:
         """End a request, now or when what was answered is kept."""
-        self._journal.end(one.slot)
+        self._checkpoint.end(one.slot)
         # What has skipped layers is nobody's prefix: its keys and values are not the model's.
         is_exact = not one.wanted.exit_entropy
         if is_exact and self._keeper and self._keeper.wants(one.answer.request):
@@ -252,8 +254,8 @@ class DecodeEngine:
 
     # ---------------------------------------------------------------- join and leave
 
-    def _join(self, message: Join, former: str = "") -> list[Send]:
-        """Go on from the pages of a handle; ``former`` may have them, and did nothing with them."""
+    def _join(self, message: Join, previous_worker: str = "") -> list[Send]:
+        """Continue from the pages of a handle, which ``previous_worker`` may still hold."""
         self._require_slot()
         rows = self.plan.geometry.head_rows
         unpacked = list[tuple[SectionTable, Ids, Ids]]()
@@ -265,21 +267,21 @@ class DecodeEngine:
         if len(message.memory) > MOST_MEMORY:
             raise MessageError(f"memory of {len(message.memory)} numbers: at most {MOST_MEMORY}")
         ids = np.concatenate([ids for _, _, ids in unpacked])
-        self._journal.forget(message.request.id)
-        claim = self._obtain(message, ids, former)
+        self._checkpoint.forget(message.request.id)
+        claim = self._obtain(message, ids, previous_worker)
         slot = self._free_slots.popleft()
         for table in self._sections.tables:
             table.clear(slot)
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
         name, stored = message.request.id, message.handle.tokens
-        self._journal.join(slot, name, claim.lease, message.words, stored, message.memory)
-        resumed = [Send(ROUTER, Resumed(request=name))] if message.former else []
+        self._checkpoint.join(slot, name, claim.lease, message.words, stored, message.memory)
+        resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
         return [*resumed, *self._start(message, answer, slot, claim, wanted)]
 
     def _table_of(self, run: PageRun) -> SectionTable:
         """Where a run goes; two of one format are told apart by whether they are ever written."""
-        fixed = self._journal.fixed
+        fixed = self._checkpoint.fixed
         tables = [fixed] if fixed is not None and run.fixed else [] if run.fixed else self._tables
         found = {table.layout.format.name: table for table in tables}
         if run.format not in found:
@@ -287,13 +289,13 @@ class DecodeEngine:
             raise MessageError(f"{kind} of format {run.format}: expected one of {sorted(found)}")
         return found[run.format]
 
-    def _obtain(self, message: Join, ids: Ids, former: str) -> Claim:
+    def _obtain(self, message: Join, ids: Ids, previous_worker: str) -> Claim:
         try:
             return self.pool.attach([(message.handle.claim, ids)])[0]
         except StaleHandle:
-            if not former:
+            if not previous_worker:
                 raise
-            return self.pool.adopt(former, message.request.id, None, ids)
+            return self.pool.adopt(previous_worker, message.request.id, None, ids)
 
     def _require_slot(self) -> None:
         if not self._free_slots:
@@ -302,9 +304,9 @@ class DecodeEngine:
     def _ask_back(self, one: Running) -> list[Send]:
         """Put a request on offer; one whose step was cut short at a dead worker goes on first.
 
-        Of what is done of that step nothing is in its pages: only the journal here tells.
+        Of what is done of that step nothing is in its pages: only the checkpoint here tells.
         """
-        if self._journal.is_begun(one.slot):
+        if self._checkpoint.is_begun(one.slot):
             one.is_asked_back = True
             return []
         return [self._suspend(one)]
@@ -313,43 +315,50 @@ class DecodeEngine:
         """Put a request on offer as it is between two steps: its pages, and what it said.
 
         Until it is joined somewhere the pages are this worker's. If it dies before the router
-        has heard of it, its heir goes by the journal, as ever.
+        has heard of it, its heir goes by the checkpoint, as ever.
         """
-        journal = self._journal
+        checkpoint = self._checkpoint
         runs = [table.run(one.slot) for table in self._tables]
-        fixed = journal.fixed_run(one.slot)
+        fixed = checkpoint.fixed_run(one.slot)
         parts = runs if fixed is None else [*runs, fixed]
         held = np.concatenate([pages for _, _, pages in parts])
-        journal.offer(one.slot)
+        checkpoint.offer(one.slot)
         owned = runs if one.claim.shared else parts
         about = About(formats=tuple((name, pages.size) for name, _, pages in owned))
         (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
         handle = make_handle(claim, runs, one.position, fixed)
-        words, memory = tuple(journal.words(one.slot)), tuple(journal.remembered(one.slot).tolist())
+        words, memory = (
+            tuple(checkpoint.words(one.slot)),
+            tuple(checkpoint.remembered(one.slot).tolist()),
+        )
         one.grown = [np.setdiff1d(np.concatenate(one.grown), held)]
         self._free(one)
-        return Send(ROUTER, Suspended(request=one.id, words=words, handle=handle, memory=memory))
+        return Send(ROUTER, Preempted(request=one.id, words=words, handle=handle, memory=memory))
 
     def _resume(self, message: Resume) -> list[Send]:
-        """Go on from what a dead worker left in its journal and in the pool.
+        """Go on from what a dead worker left in its checkpoint and in the pool.
 
-        It may have died before it took the request over, even if its journal has it: it may have
+        It may have died before it took the request over, even if its checkpoint has it: it may have
         had the same request once before.
         """
         join = message.join
-        left = self._journal.beside(self.pool.inherit(message.former))
+        left = self._checkpoint.beside(self.pool.inherit(message.previous_worker))
         at = left.find(join.request.id)
         resumed = Send(ROUTER, Resumed(request=join.request.id))
         if at is None:
-            return [resumed, *self._join(join, message.former)]
+            return [resumed, *self._join(join, message.previous_worker)]
         try:
             return [resumed, *self._take_over(message, left, at)]
         except StaleHandle:
             return [resumed, *self._join(join)]
 
-    def _take_over(self, message: Resume, left: Journal, at: int) -> list[Send]:
-        """Go on from a slot of a dead worker's journal."""
-        name, journal, answer = message.join.request.id, self._journal, self._answer(message.join)
+    def _take_over(self, message: Resume, left: Checkpoint, at: int) -> list[Send]:
+        """Go on from a slot of a dead worker's checkpoint."""
+        name, checkpoint, answer = (
+            message.join.request.id,
+            self._checkpoint,
+            self._answer(message.join),
+        )
         if left.is_ended(at):
             words = self._repeat(answer, left, at)
             if answer.finish is None:
@@ -359,8 +368,8 @@ class DecodeEngine:
         wanted = self._wanted(message.join.request)
         begun = left.begun_pages(at)
         held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
-        journal.forget(name)
-        claim = self.pool.adopt(message.former, name, left.lease_of(at), held)
+        checkpoint.forget(name)
+        claim = self.pool.adopt(message.previous_worker, name, left.lease_of(at), held)
         # What it left is in the arena; it comes near once it is whole.
         window = self._window_of(left, self._shared)
         emptied = window.finish(at) if window else NO_PAGES
@@ -369,8 +378,8 @@ class DecodeEngine:
         # A step that was cut short may have counted its token already.
         left.tables[0].tokens[:, at] = left.raw_tokens(at)
         slot = self._free_slots.popleft()
-        journal.copy(left, at, slot)
-        journal.enter(slot, name, claim.lease)
+        checkpoint.copy(left, at, slot)
+        checkpoint.enter(slot, name, claim.lease)
         return self._start(message.join, answer, slot, claim, wanted, spare)
 
     def _wanted(self, request: Request) -> Wanted:
@@ -400,34 +409,34 @@ class DecodeEngine:
         wanted: Wanted,
         spare: Ids = NO_PAGES,
     ) -> list[Send]:
-        """Put a request that is in the journal into the batch."""
+        """Put a request that is in the checkpoint into the batch."""
         if self._memory.is_copied:
-            self._memory.fetch(self._journal.pages(slot))
+            self._memory.fetch(self._checkpoint.pages(slot))
         self._sections.moved(slot)
         if self._selector is not None:
             self._selector.join(slot, wanted.selection)
-        sends = self._repeat(answer, self._journal, slot)
-        position = self._journal.position(slot)
+        sends = self._repeat(answer, self._checkpoint, slot)
+        position = self._checkpoint.position(slot)
         one = Running(slot, claim, answer, wanted, position, spare, token_s=join.token_s)
         self._running[one.id] = one
-        written, asked = int(self._journal.said[slot]), join.request.slo.tpot_s
+        written, asked = int(self._checkpoint.said[slot]), join.request.slo.tpot_s
         self._tempo.join(one.id, asked, written, join.age_s, time.monotonic())
         if answer.finish is not None:
             sends.extend(self._finish(one))
         return sends
 
-    def _repeat(self, answer: Answer, journal: Journal, slot: int) -> list[Send]:
+    def _repeat(self, answer: Answer, checkpoint: Checkpoint, slot: int) -> list[Send]:
         """Say again what is written of an answer, in case it did not get through.
 
         Of one that tells how likely its tokens are, the newest alone: of older ones that is not
         written any more, nor what was told of the prompt with the first. If such are lost, the
         ingress begins again.
         """
-        sends, words, asked = list[Send](), journal.words(slot), answer.request.sampling
+        sends, words, asked = list[Send](), checkpoint.words(slot), answer.request.sampling
         for index, token in enumerate(words):
-            rating = journal.rating(slot, index)
+            rating = checkpoint.rating(slot, index)
             is_last = index == len(words) - 1
-            ender = self._pipeline.label(journal.ended(slot)) if is_last else ""
+            ender = self._pipeline.label(checkpoint.ended(slot)) if is_last else ""
             send = answer.replay(token, ender, () if rating is None else (rating,))
             tells_of_prompt = index == 0 and asked.prompt_logprobs >= 0
             if rating is not None or not (asked.logprobs >= 0 or tells_of_prompt):
@@ -445,7 +454,7 @@ class DecodeEngine:
         On cancel the lease is withdrawn by the request's name, and where stages share a
         process another one may have done that already.
         """
-        self._journal.leave(one.slot)
+        self._checkpoint.leave(one.slot)
         self._free(one)
 
     def _free(self, one: Running) -> None:
@@ -475,9 +484,9 @@ class DecodeEngine:
             slots,
             positions,
             self.plan.policy.score_every,
-            self._journal.scored,
+            self._checkpoint.scored,
             self._selector,
-            self._journal.fixed,
+            self._checkpoint.fixed,
             self._prefetcher,
         )
         every, put = self._every[: len(batch)], self.device.put

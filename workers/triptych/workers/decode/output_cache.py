@@ -15,7 +15,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.workers.kv.block_table import Mask, SectionTable
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefix_cache import Cells, Ids, Keeping, PrefixStore
 
 KeepAnswers = Literal["always", "sessions", "never"]
@@ -29,7 +29,7 @@ class StoredTokens:
     its position. It comes out in the high format, but no better than it went in.
     """
 
-    memory: PageMemory
+    memory: DevicePages
     plan: PagePlan
     tables: Sequence[SectionTable]
     sink: Ids
@@ -47,7 +47,7 @@ class StoredTokens:
     @classmethod
     def of(
         cls,
-        memory: PageMemory,
+        memory: DevicePages,
         plan: PagePlan,
         tables: Sequence[SectionTable],
         slot: int,
@@ -124,14 +124,14 @@ class Ended:
 
 
 @dataclass
-class AnswerKeeper:
+class OutputCache:
     """Gives the pool the ends of sequences that it lacks, a block at a time.
 
     So a step of decoding, which others wait for, is longer by one block at most.
     """
 
     store: PrefixStore
-    memory: PageMemory
+    memory: DevicePages
     tables: Sequence[SectionTable]
     mode: KeepAnswers = "always"
     _begun: dict[str, Keeping] = field(default_factory=dict[str, Keeping])
@@ -140,10 +140,10 @@ class AnswerKeeper:
     def of(
         cls,
         store: PrefixStore | None,
-        memory: PageMemory,
+        memory: DevicePages,
         tables: Sequence[SectionTable],
         mode: KeepAnswers,
-    ) -> "AnswerKeeper | None":
+    ) -> "OutputCache | None":
         """None if no answer is ever kept.
 
         A policy that judges tokens by attention that nobody has counted for answers would judge

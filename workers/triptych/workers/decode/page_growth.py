@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import TriptychError
 from triptych.kvpool import WorkerPool
-from triptych.workers.decode.checkpoint import Journal
+from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import Running
 from triptych.workers.decode.window import Window
@@ -20,20 +20,20 @@ Failure = tuple[Running, TriptychError]
 """Who got no pages, and why."""
 
 
-class Growth:
+class PageGrowth:
     """What a decode worker does to pages between two steps."""
 
     def __init__(
         self,
         pool: WorkerPool,
-        journal: Journal,
+        checkpoint: Checkpoint,
         sections: Sections,
         window: Window | None,
         selector: Selector | None,
     ) -> None:
         """``window``: None if raw pages are the final ones."""
-        self._pool, self._journal, self._sections = pool, journal, sections
-        self._raw, self._window, self._selector = journal.tables[0], window, selector
+        self._pool, self._checkpoint, self._sections = pool, checkpoint, sections
+        self._raw, self._window, self._selector = checkpoint.tables[0], window, selector
 
     def make_room(self, running: Mapping[str, Running]) -> Iterator[Failure]:
         """Move old tokens out of raw pages, and see that every row can take one more token.
@@ -53,7 +53,7 @@ class Growth:
         if not full:
             return
         slots = _slots(full)
-        cells = self._journal.raw_cells
+        cells = self._checkpoint.raw_cells
         yield from self._grow(full, slots, cells, cells.one_more(slots))
 
     def _retire_old_pages(
@@ -79,7 +79,7 @@ class Growth:
         slots, seen = _slots(full), [one.position for one in full]
         leaving = window.leaving(slots, seen, alpha_low)
         gone = set[Running]()
-        for failure in self._grow(full, slots, self._journal.class_cells, leaving.plan.counts):
+        for failure in self._grow(full, slots, self._checkpoint.class_cells, leaving.plan.counts):
             gone.add(failure[0])
             yield failure
         moving = [index for index, one in enumerate(full) if one not in gone]

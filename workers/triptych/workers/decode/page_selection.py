@@ -25,7 +25,7 @@ from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
 from triptych.kvpool import Arena
 from triptych.workers.decode.window import Leaving
 from triptych.workers.kv.block_table import Sections, SectionTable
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 
 Ids = NDArray[np.int32]
 Ids64 = NDArray[np.int64]
@@ -50,7 +50,7 @@ class TableSummaries:
         kind: Kind,
         rotated: bool,
         arena: Arena,
-        memory: PageMemory,
+        memory: DevicePages,
         table: SectionTable,
     ) -> None:
         self._arena, self._memory, self.table = arena, memory, table
@@ -167,7 +167,7 @@ class Selector:
         kind: Kind,
         plan: PagePlan,
         arena: Arena,
-        memory: PageMemory,
+        memory: DevicePages,
         sections: Sections,
     ) -> None:
         """The first of the tables is that of raw pages, the last, if pages are shared, that of
@@ -210,7 +210,7 @@ class Selector:
         config: SelectionConfig,
         plan: PagePlan,
         arena: Arena,
-        memory: PageMemory,
+        memory: DevicePages,
         sections: Sections,
     ) -> "Selector | None":
         """None if every page is read."""

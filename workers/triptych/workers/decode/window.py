@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.kernels import Retirement, block_table_ops, move_tokens, plan_retirement
-from triptych.workers.decode.checkpoint import Journal
+from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.kv.block_table import Sections
-from triptych.workers.kv.device_pages import NO_PAGES, PageMemory
+from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 
 Ids = NDArray[np.int32]
 
@@ -39,21 +39,21 @@ class Leaving:
 PLANNED, LOWERED, ENTERED = 1, 2, 3
 """Phases of a retirement."""
 RAW, HIGH, LOW = range(3)
-"""Tables of a journal."""
+"""Tables of a checkpoint."""
 
 
 class Window:
     """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
 
     def __init__(
-        self, memory: PageMemory, journal: Journal, sections: Sections | None = None
+        self, memory: DevicePages, checkpoint: Checkpoint, sections: Sections | None = None
     ) -> None:
-        """``sections``: the journal's tables as kernels see them; None: made if they are needed."""
-        self.memory, self.plan, self.moving = memory, journal.plan, journal.retirements
-        self._journal, self._given = journal, sections
-        self.raw, self.high, *low = journal.tables
+        """``sections``: the checkpoint's tables as kernels see them; None: made when needed."""
+        self.memory, self.plan, self.moving = memory, checkpoint.plan, checkpoint.retirements
+        self._checkpoint, self._given = checkpoint, sections
+        self.raw, self.high, *low = checkpoint.tables
         self.low = low[0] if low else None
-        self.class_tokens = journal.class_cells.tokens
+        self.class_tokens = checkpoint.class_cells.tokens
         self._full_tokens = self.plan.full_raw_tokens
         layers, slots, _ = self.raw.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
@@ -62,7 +62,7 @@ class Window:
     @cached_property
     def sections(self) -> Sections:
         """The tables as kernels see them."""
-        return self._given or Sections(self._journal.sections, self.memory.device)
+        return self._given or Sections(self._checkpoint.sections, self.memory.device)
 
     @cached_property
     def _page_places(self) -> list[Tensor]:

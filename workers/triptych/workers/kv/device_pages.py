@@ -3,7 +3,7 @@
 A CPU reads and writes the arena itself. A GPU could as well, over the bus, and stages that touch a
 page once do. Decoding reads every page of a request at each step, so it keeps copies in the GPU's
 own memory, under the same page ids. What it writes goes to both: the arena always has what the
-journal says, and whoever takes over reads it there.
+checkpoint says, and whoever takes over reads it there.
 """
 
 import logging
@@ -28,7 +28,7 @@ NO_PAGES: Ids = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
-class PageMemory:
+class DevicePages:
     """An arena, and what kernels are given in its place.
 
     Both are uint8 [pages, bytes of a page] on ``device``, and the same tensor if pages are read in
@@ -42,13 +42,13 @@ class PageMemory:
     """What the engine's kernels read and write."""
 
     @classmethod
-    def in_place(cls, arena: Arena, device: Device) -> "PageMemory":
+    def in_place(cls, arena: Arena, device: Device) -> "DevicePages":
         """Read the arena where it is."""
         shared = device.share(arena.data)
         return cls(device, shared, shared)
 
     @classmethod
-    def nearest(cls, arena: Arena, device: Device) -> "PageMemory":
+    def nearest(cls, arena: Arena, device: Device) -> "DevicePages":
         """Read copies in the device's own memory, if that is not the arena's and has the room."""
         memory, wanted, free = cls.in_place(arena, device), arena.data.nbytes, device.free_bytes
         if device.is_host:
@@ -71,9 +71,9 @@ class PageMemory:
         return self.near is not self.shared
 
     @property
-    def behind(self) -> "PageMemory":
+    def behind(self) -> "DevicePages":
         """The same arena, read in place."""
-        return PageMemory(self.device, self.shared, self.shared)
+        return DevicePages(self.device, self.shared, self.shared)
 
     @property
     def arenas(self) -> list[Tensor]:

@@ -23,7 +23,7 @@ from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.kvpool import FoundPrefix, HoldId, Namespace, Publication, WorkerPool
 from triptych.workers.device import CPU, Device
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Source(Protocol):
 class RawPages:
     """A prompt in raw pages, as the prefill stage left it."""
 
-    memory: PageMemory
+    memory: DevicePages
     plan: PagePlan
     sink: Ids
     """All of its raw pages."""
@@ -149,7 +149,7 @@ class PrefixStore:
     """Publications that were given up, by kind of error."""
 
     def __post_init__(self) -> None:
-        self._memory = PageMemory.in_place(self.pool.arena, self.device)
+        self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._profile = profile_of(self.plan, self.dtype)
 
     def namespace(self, cache_salt: str) -> Namespace:

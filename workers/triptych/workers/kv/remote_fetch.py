@@ -42,7 +42,7 @@ FETCHES = 2
 """Requests whose pages are fetched at once: more would share the same line."""
 
 
-class Inbound:
+class RemoteFetch:
     """Passes messages on to the engines, those of other nodes once their pages are here."""
 
     def __init__(
@@ -117,19 +117,19 @@ class Inbound:
         self,
         request: str,
         handle: KVHandle,
-        giver: Stage,
+        source_worker: Stage,
         here: Callable[[KVHandle], Message],
         tenant: str,
     ) -> None:
         with self._lock:
             self._under_way[request] = False
-        self._threads.submit(self._fetch, request, handle, giver, here, tenant)
+        self._threads.submit(self._fetch, request, handle, source_worker, here, tenant)
 
     def _fetch(
         self,
         request: str,
         handle: KVHandle,
-        giver: Stage,
+        source_worker: Stage,
         here: Callable[[KVHandle], Message],
         tenant: str,
     ) -> None:
@@ -139,7 +139,7 @@ class Inbound:
         except Cancelled:
             message = None
         except TriptychError as error:
-            self._end(request, _what_ended_it(request, error, giver))
+            self._end(request, _what_ended_it(request, error, source_worker))
             return
         except Exception:
             logger.exception("the pages of request %s did not come over", request)
@@ -190,8 +190,8 @@ def _compress_of(item: CompressItem) -> Callable[[KVHandle], Message]:
     return lambda handle: Compress(items=(replace(item, handle=handle),))
 
 
-def _what_ended_it(request: str, error: TriptychError, giver: Stage) -> TriptychError:
+def _what_ended_it(request: str, error: TriptychError, source_worker: Stage) -> TriptychError:
     """What the client is to hear. Whoever gave the pages away may be gone, and so are they."""
     logger.warning("the pages of request %s did not come over: %s", request, error)
     is_here = isinstance(error, PoolExhausted)
-    return error if is_here else StageLost(giver)
+    return error if is_here else StageLost(source_worker)

@@ -20,14 +20,14 @@ ATTENTION = "triptych"
 
 
 @dataclass(frozen=True)
-class StockModel:
+class HFModel:
     """A model as transformers runs it."""
 
     model: PreTrainedModel
     can_exit = False
 
     @classmethod
-    def read(cls, path: Path, dtype: DType, device: str) -> "StockModel":
+    def read(cls, path: Path, dtype: DType, device: str) -> "HFModel":
         """Raises: ModelError for what cannot be loaded, saying why"""
         return cls(read_weights(path, read_config(path), dtype, device, ATTENTION))
 
@@ -47,11 +47,11 @@ class StockModel:
         logits_at: Tensor,
         exits: Exits | None = None,
     ) -> Tensor:
-        """Logits, as ``run_stock``; whoever asks for exits of layers gets none."""
-        return run_stock(self.model, tokens, positions, attend, logits_at)
+        """Logits, as ``run_hf_model``; whoever asks for exits of layers gets none."""
+        return run_hf_model(self.model, tokens, positions, attend, logits_at)
 
 
-def run_stock(
+def run_hf_model(
     model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
 ) -> Tensor:
     """Run any model through transformers' own layers.

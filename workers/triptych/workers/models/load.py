@@ -12,7 +12,7 @@ from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.facts import ModelFacts, PlainTraits, describe
 from triptych.workers.models.fused import FusedModel
-from triptych.workers.models.tokenizer import BareTokenizer, open_tokenizer
+from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.weights import read_plain
 
 
@@ -46,7 +46,7 @@ class LoadedModel(ModelFacts):
     """A decoder-only language model, ready to run."""
 
     network: Network
-    tokenizer: BareTokenizer
+    tokenizer: FastTokenizer
 
 
 def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -> LoadedModel:
@@ -69,7 +69,7 @@ def _network(
     if plain is not None:
         return FusedModel(facts, plain, read_plain(path, plain, dtype, device))
     from triptych.workers.models.hf_model import (  # noqa: PLC0415 - plain layers do not need it
-        StockModel,
+        HFModel,
     )
 
-    return StockModel.read(path, dtype, device)
+    return HFModel.read(path, dtype, device)

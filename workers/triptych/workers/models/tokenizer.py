@@ -28,7 +28,7 @@ SpecialTokens = Mapping[str, str | list[str]]
 
 
 @dataclass(frozen=True)
-class BareTokenizer:
+class FastTokenizer:
     """Ids, texts and chats as transformers' fast tokenizers have them, and nothing else of those.
 
     The methods have their names, and give what they give.
@@ -103,7 +103,7 @@ class BareTokenizer:
             _renderer()
 
 
-def open_tokenizer(model: Path) -> BareTokenizer:
+def open_tokenizer(model: Path) -> FastTokenizer:
     """The tokenizer of a model's directory; the first time, transformers makes it.
 
     Raises: ModelError if the directory has none that can be used
@@ -111,7 +111,7 @@ def open_tokenizer(model: Path) -> BareTokenizer:
     return kept("tokenizers", model, _PATTERNS, __file__, lambda: _made_of(model), _parse)
 
 
-def bare(made: "PreTrainedTokenizerFast") -> BareTokenizer:
+def bare(made: "PreTrainedTokenizerFast") -> FastTokenizer:
     """What is left of a tokenizer of transformers without it."""
     return _parse(_as_text(made))
 
@@ -138,13 +138,13 @@ def _as_text(made: "PreTrainedTokenizerFast") -> str:
     return json.dumps(content)
 
 
-def _parse(text: str) -> BareTokenizer:
+def _parse(text: str) -> FastTokenizer:
     content = cast("dict[str, object]", json.loads(text))
     backend = Tokenizer.from_str(cast("str", content["backend"]))
     backend.encode_special_tokens = bool(content["split_special_tokens"])
     backend.no_truncation()
     backend.no_padding()
-    return BareTokenizer(
+    return FastTokenizer(
         backend=backend,
         chat_template=cast("str | None", content["chat_template"]),
         special_tokens=cast("SpecialTokens", content["special_tokens"]),

@@ -17,7 +17,7 @@ class Reading(Protocol):
 
     @property
     def due(self) -> float:
-        """As ``Chunks.due`` gave it when the prompt came."""
+        """As ``ChunkScheduler.due`` gave it when the prompt came."""
         ...
 
 
@@ -25,7 +25,7 @@ R = TypeVar("R", bound=Reading)
 
 
 @dataclass
-class Chunks:
+class ChunkScheduler:
     """Earliest due first, at each chunk; time is counted in tokens that the worker has read.
 
     A prompt of n tokens is due when the worker has read ``PATIENCE`` n more, or when its limit on
@@ -45,7 +45,7 @@ class Chunks:
     def due(self, tokens: int, ttft_s: float = 0.0) -> float:
         """When a prompt that comes now must have been read; ``ttft_s`` is its limit, 0 if none.
 
-        >>> chunks = Chunks(read_tokens=100)
+        >>> chunks = ChunkScheduler(read_tokens=100)
         >>> chunks.due(4096), chunks.due(50)
         (8292.0, 200.0)
         """

@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych.core.pages import PagePlan
 from triptych.kernels import Past, prefill_attention, store_tokens
 from triptych.kvpool import Arena
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.prefill.prompt_batch import Piece
 
 Ids = NDArray[np.int32]
@@ -22,7 +22,7 @@ class ChunkAttention:
     def __init__(
         self,
         arena: Arena,
-        memory: PageMemory,
+        memory: DevicePages,
         plan: PagePlan,
         pieces: list[Piece],
         positions: NDArray[np.int64],

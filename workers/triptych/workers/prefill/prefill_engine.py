@@ -31,16 +31,22 @@ from triptych.kernels import largest_sums
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
-from triptych.workers.kv.device_pages import PageMemory
+from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import make_handle
 from triptych.workers.kv.prefix_cache import PrefixStore, asks_for_prompt
 from triptych.workers.models.runner import Runner
-from triptych.workers.prefill.chunk_scheduler import Chunks
+from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 from triptych.workers.prefill.prefill_attention import ChunkAttention
-from triptych.workers.prefill.prefix_restore import Awaited
-from triptych.workers.prefill.prompt_batch import Ascent, Newcomer, Piece, Prompt, Room
-from triptych.workers.prefill.prompt_logprobs import PromptScores
-from triptych.workers.sampling.output import Answer, AnswerFactory
+from triptych.workers.prefill.prefix_restore import PrefixRestore
+from triptych.workers.prefill.prompt_batch import (
+    LayerwisePrefill,
+    PendingRequest,
+    Piece,
+    Prompt,
+    Room,
+)
+from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
+from triptych.workers.sampling.output import Answer, OutputFactory
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import refuse
 
@@ -63,7 +69,7 @@ class PrefillEngine:
     runner: Runner
     pool: WorkerPool
     plan: PagePlan
-    answers: AnswerFactory
+    answers: OutputFactory
     chunk_tokens: int
     prefixes: PrefixStore | None = None
     """None: each prompt is read from its first token on."""
@@ -74,13 +80,13 @@ class PrefillEngine:
     """Whether attention multiplies numbers of 16 bits: those of keys and values are what raw pages
     hold. Tensor cores are many times as fast with them."""
     stage: Stage = "prefill"
-    _chunks: Chunks = field(default_factory=Chunks)
-    _waiting: list[Newcomer] = field(default_factory=list[Newcomer])
+    _chunks: ChunkScheduler = field(default_factory=ChunkScheduler)
+    _waiting: list[PendingRequest] = field(default_factory=list[PendingRequest])
     _prompts: list[Prompt] = field(default_factory=list[Prompt])
 
     def __post_init__(self) -> None:
-        self._memory = PageMemory.in_place(self.pool.arena, self.device)
-        self._awaited = Awaited(self.prefixes) if self.prefixes is not None else None
+        self._memory = DevicePages.in_place(self.pool.arena, self.device)
+        self._awaited = PrefixRestore(self.prefixes) if self.prefixes is not None else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -93,8 +99,8 @@ class PrefillEngine:
         for request, encoder in zip(message.requests, message.encoders or repeat(""), strict=False):
             due = self._chunks.due(request.known_tokens, request.slo.ttft_s)
             at_once = self.plan.layers_of(request.known_tokens)
-            ascent = Ascent(encoder, message.reader, at_once) if encoder else None
-            self._waiting.append(Newcomer(request, due, ascent))
+            ascent = LayerwisePrefill(encoder, message.reader, at_once) if encoder else None
+            self._waiting.append(PendingRequest(request, due, ascent))
         if self._awaited is not None:
             for request in message.requests:
                 self._awaited.begin(request)
@@ -147,7 +153,7 @@ class PrefillEngine:
 
     # ---------------------------------------------------------------- taking prompts in
 
-    def _start(self, one: Newcomer, refused: list[Send]) -> Prompt | None:
+    def _start(self, one: PendingRequest, refused: list[Send]) -> Prompt | None:
         """Give a prompt its pages; None if its beginning is on its way from disk, or it cannot be.
 
         While it waits for the disk, others are read.
@@ -163,14 +169,14 @@ class PrefillEngine:
         self._prompts.append(prompt)
         return prompt
 
-    def _prompt(self, one: Newcomer) -> Prompt:
+    def _prompt(self, one: PendingRequest) -> Prompt:
         request = one.request
         prompt = Prompt(request, one.due, NO_PAGES, ascent=one.ascent)
         if prompt.ascent is not None:
             return prompt
         self._give_room(prompt, self.plan.geometry.layers)
         if asks_for_prompt(request):
-            prompt.scores = PromptScores(request.prompt, request.sampling.prompt_logprobs)
+            prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
             self._begin_with_prefix(prompt, self.prefixes)
         return prompt
@@ -208,13 +214,13 @@ class PrefillEngine:
         """
         refused, pieces = list[Send](), list[Piece]()
         room, layers = Room(self.chunk_tokens), range(self.plan.geometry.layers)
-        queue: list[Prompt | Newcomer] = [*self._prompts, *self._waiting]
+        queue: list[Prompt | PendingRequest] = [*self._prompts, *self._waiting]
         for one in self._chunks.in_order(queue):
             if not room.tokens:
                 break
             if one.ascent is not None and pieces:
                 continue  # all pieces of a step go through the same layers
-            prompt = self._start(one, refused) if isinstance(one, Newcomer) else one
+            prompt = self._start(one, refused) if isinstance(one, PendingRequest) else one
             if prompt is None:
                 continue
             if prompt.ascent is not None:
@@ -225,7 +231,9 @@ class PrefillEngine:
                 pieces.append(piece)
         return refused, pieces
 
-    def _next_part(self, prompt: Prompt, ascent: Ascent, refused: list[Send]) -> Piece | None:
+    def _next_part(
+        self, prompt: Prompt, ascent: LayerwisePrefill, refused: list[Send]
+    ) -> Piece | None:
         """The next layers of a prompt; None if it waits for its compressor, or cannot go on."""
         if prompt.waits:
             return None

@@ -18,7 +18,7 @@ class _Wait:
 
 
 @dataclass
-class Awaited:
+class PrefixRestore:
     """Asks the pool, from time to time, whether anything is still on its way.
 
     Nobody waits longer than it would take to compute what is awaited, so a disk that hangs costs

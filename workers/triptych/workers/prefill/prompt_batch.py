@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.messages import Request
-from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptScores
+from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptLogprobRows
 
 UNENCODED = 1
 """Parts of a prompt that may wait for their compressor while the next one is read."""
 
 
 @dataclass(eq=False)
-class Ascent:
+class LayerwisePrefill:
     """Where a prompt is that is read some layers at a time.
 
     Source: FlowPrefill (prefill that stops between layers)
@@ -49,11 +49,11 @@ class Prompt:
     """Attention that each token received so far, [layers, heads, tokens]; None: nobody asks."""
     cached: int = 0
     """Tokens that a prefix of another request saved."""
-    scores: PromptScores | None = None
+    scores: PromptLogprobRows | None = None
     """How likely its tokens were; None: nobody asks."""
     seconds: float = 0.0
     """Its share of the steps so far, by tokens."""
-    ascent: Ascent | None = None
+    ascent: LayerwisePrefill | None = None
     """None: each step reads tokens through all layers."""
 
     @property
@@ -72,12 +72,12 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class PendingRequest:
     """A request whose prompt has no pages yet."""
 
     request: Request
     due: float
-    ascent: Ascent | None = None
+    ascent: LayerwisePrefill | None = None
     """How it will be read, if it is some layers at a time."""
 
 

@@ -19,7 +19,7 @@ _SLICE_ROWS = 16
 """Rows that are looked at together, so that no second copy of all logits is made."""
 
 
-class PromptScores:
+class PromptLogprobRows:
     """Log probabilities of one prompt's tokens, given those before each.
 
     Shapes:  one row for each token but the first, of which nothing can be said

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.core.messages import Sampling
-from triptych.workers.models.tokenizer import BareTokenizer
+from triptych.workers.models.tokenizer import FastTokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_TOKENS = 16
@@ -31,7 +31,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: BareTokenizer,
+        tokenizer: FastTokenizer,
         sampling: Sampling,
         prompt_tail: Sequence[int] = (),
     ) -> None:
@@ -60,7 +60,7 @@ class _Window:
     where the text was settled, so characters are never cut.
     """
 
-    def __init__(self, tokenizer: BareTokenizer, *, skip_special: bool) -> None:
+    def __init__(self, tokenizer: FastTokenizer, *, skip_special: bool) -> None:
         self._decode = tokenizer.backend.decode
         self._skip = frozenset(tokenizer.all_special_ids if skip_special else ())
         self._tokens = list[int]()

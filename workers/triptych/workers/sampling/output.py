@@ -120,7 +120,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class AnswerFactory:
+class OutputFactory:
     """Makes answers for one model."""
 
     model: LoadedModel

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
 from triptych.core.messages import Request, Sampling, Slo
-from triptych.core.plugin_overrides import switches_of
+from triptych.core.plugin_overrides import overrides_of
 from triptych.core.profile import Fidelity
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.openai.guided_decoding import grammar_of, is_structured
@@ -182,7 +182,7 @@ class Planner:
             "weight": weight,
             "priority": body.priority,
             "slo": _slo(body),
-            "switches": switches_of(body.plugins, self._model.plugins),
+            "switches": overrides_of(body.plugins, self._model.plugins),
         }
         owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))

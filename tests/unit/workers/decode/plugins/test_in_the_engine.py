@@ -14,14 +14,14 @@ from triptych.core.grammar import of_regex
 from triptych.core.messages import (
     Finished,
     Join,
+    PluginOverride,
+    Preempt,
+    Preempted,
     Request,
     Sampling,
-    Suspend,
-    Suspended,
-    Switch,
     Tokens,
 )
-from triptych.workers.decode.checkpoint import MOST_MEMORY, Journal
+from triptych.workers.decode.checkpoint import MOST_MEMORY, Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.decode.window import Leaving, Window
@@ -62,7 +62,7 @@ class Answers:
         return sample(logits, rows)
 
     def ask(
-        self, *wishes: Sequence[Switch], sampling: Sampling = GREEDY, prompts: int = 3
+        self, *wishes: Sequence[PluginOverride], sampling: Sampling = GREEDY, prompts: int = 3
     ) -> list[Completion]:
         """Of each prompt an answer; wish by wish, each batch by itself."""
         done = list[Completion]()
@@ -103,7 +103,7 @@ def calm(tiny_model: Path) -> tuple[float, int]:
 def test_off_and_neutral_are_the_plain_step_token_for_token(
     tiny_model: Path, plain: list[list[float]]
 ) -> None:
-    off = Switch(plugin="eager", on=False)
+    off = PluginOverride(plugin="eager", on=False)
     eager = {
         "name": "entropy_stop",
         "label": "eager",
@@ -120,7 +120,7 @@ def test_off_and_neutral_are_the_plain_step_token_for_token(
 def test_tokens_skip_layers_for_those_who_want_it_alone(
     tiny_model: Path, plain: list[list[float]]
 ) -> None:
-    early = (Switch(plugin="layer_exit", options={"threshold": 99.0, "depth": 0.5}),)
+    early = (PluginOverride(plugin="layer_exit", options={"threshold": 99.0, "depth": 0.5}),)
     with LocalServer(settings(tiny_model, "layer_exit")) as server:
         asked = [server.request(prompt, GREEDY) for prompt in PROMPTS]
         changed, *others = server.complete([replace(asked[0], switches=early), *asked[1:]])
@@ -136,7 +136,7 @@ def test_an_answer_ends_with_the_last_of_so_many_tokens_that_were_sure(
 ) -> None:
     threshold, length = calm
     stop = {"name": "entropy_stop", "options": {"patience_tokens": PATIENCE}}
-    wish = (Switch(plugin="entropy_stop", options={"threshold": threshold}),)
+    wish = (PluginOverride(plugin="entropy_stop", options={"threshold": threshold}),)
     answers = Answers(settings(tiny_model, stop))
     (ended,) = answers.ask(wish, prompts=1)
     assert ended.finish == "stop"
@@ -154,9 +154,9 @@ def test_what_a_request_wants_and_nobody_has_ends_it_with_a_400(tiny_model: Path
     config = settings(tiny_model, NEUTRAL)
     with LocalServer(config) as server:
         for switch in (
-            Switch(plugin="nobody"),
-            Switch(plugin="selection", on=False),
-            Switch(plugin="entropy_stop", options={"patience_tokens": -1.0}),
+            PluginOverride(plugin="nobody"),
+            PluginOverride(plugin="selection", on=False),
+            PluginOverride(plugin="entropy_stop", options={"patience_tokens": -1.0}),
         ):
             request = replace(server.request(PROMPTS[0], GREEDY), switches=(switch,))
             (answer,) = server.complete([request])
@@ -170,8 +170,10 @@ def test_requests_of_one_batch_read_different_shares_of_their_pages(
 ) -> None:
     """Each as it does alone; with all pages, or with none chosen, as without a selection."""
     config = settings(tiny_model, selection=SELECTION)
-    wishes = [(), (Switch(plugin="selection", on=False),)]
-    wishes += [(Switch(plugin="selection", options={"keep_fraction": kept}),) for kept in (0.6, 1)]
+    wishes = [(), (PluginOverride(plugin="selection", on=False),)]
+    wishes += [
+        (PluginOverride(plugin="selection", options={"keep_fraction": kept}),) for kept in (0.6, 1)
+    ]
     whole = told(Answers(settings(tiny_model)).ask(*[()] * 4, prompts=1))
     alone = told(Answers(config).ask(*wishes, prompts=1))
     assert alone[1] == alone[3] == whole[0] != alone[0]
@@ -187,7 +189,7 @@ def test_requests_of_one_batch_read_different_shares_of_their_pages(
 
 
 def asked(threshold: float) -> list[Request]:
-    wish = Switch(plugin="entropy_stop", options={"threshold": threshold})
+    wish = PluginOverride(plugin="entropy_stop", options={"threshold": threshold})
     sampling = replace(GREEDY, logprobs=-1)
     requests = [
         Request(id=f"r{i}", prompt=tuple(prompt), sampling=sampling, reply_to="client")
@@ -261,7 +263,7 @@ def test_a_streak_goes_along_when_a_request_moves(stages: Stages, threshold: flo
         for join in joins:
             client.hear(engine.accept(join) or ())
         client.hear(engine.step())
-        client.hear(engine.accept(Suspend(requests=tuple(engine.requests()))) or ())
+        client.hear(engine.accept(Preempt(requests=tuple(engine.requests()))) or ())
         joins = [joining(offer, threshold) for offer in client.suspended]
         moves += len(joins)
         client.suspended.clear()
@@ -269,7 +271,7 @@ def test_a_streak_goes_along_when_a_request_moves(stages: Stages, threshold: flo
     check(client, whole, stages, [name for name, _ in both])
 
 
-def joining(offer: Suspended, threshold: float) -> Join:
+def joining(offer: Preempted, threshold: float) -> Join:
     (request,) = [one for one in asked(threshold) if one.id == offer.request]
     return Join(
         request=request,
@@ -284,34 +286,34 @@ def joining(offer: Suspended, threshold: float) -> Join:
 def test_a_streak_outlives_its_worker(
     stages: Stages, threshold: float, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Wherever in a step the worker dies, right before a store of its journal."""
+    """Wherever in a step the worker dies, right before a store of its checkpoint."""
     whole = run(stages, threshold)
     last = 2 * len(whole.answer("r0"))
-    original = getattr(Journal, call)
+    original = getattr(Checkpoint, call)
     for dies_at in range(1, 3) if call in ("end", "leave") else range(last - 7, last + 1):
         left = [dies_at]
 
-        def die(journal: Journal, *given: object, left: list[int] = left) -> None:
+        def die(checkpoint: Checkpoint, *given: object, left: list[int] = left) -> None:
             left[0] -= 1
             if left[0] == 0:
                 raise Crash
-            original(journal, *given)
+            original(checkpoint, *given)
 
         client = Listener()
-        former, engine = stages.decoder()
+        previous_worker, engine = stages.decoder()
         for request in asked(threshold):
             client.hear(engine.accept(stages.join(request)) or ())
         with monkeypatch.context() as patch, contextlib.suppress(Crash):
-            patch.setattr(Journal, call, die)
+            patch.setattr(Checkpoint, call, die)
             while engine.has_work():
                 client.hear(engine.step())
         heir_name, heir = stages.decoder()
         for request in asked(threshold):
             if request.id not in client.finished:
-                client.hear(heir.accept(stages.resume(request, former)) or ())
+                client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
         while heir.has_work():
             client.hear(heir.step())
-        check(client, whole, stages, [former, heir_name])
+        check(client, whole, stages, [previous_worker, heir_name])
 
 
 def test_a_memory_that_has_no_room_is_refused(stages: Stages) -> None:
@@ -334,7 +336,7 @@ def stored(tiny_model: Path, threshold: float | None) -> tuple[list[int], int, i
     """Tokens of an answer, how many are stored in all head rows, and how many were dropped."""
     plugins = [] if threshold is None else [{"name": "soft_prune"}]
     stages = Stages.of(tiny_model, "diffkv", plugins)
-    wish = Switch(plugin="soft_prune", options={"threshold": threshold or 0.0})
+    wish = PluginOverride(plugin="soft_prune", options={"threshold": threshold or 0.0})
     sampling = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
     request = Request(
         id="r", prompt=tuple(PROMPTS[0]), sampling=sampling, reply_to="client", switches=(wish,)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from triptych.core.config import AppConfig, DecodeConfig, StepPluginConfig
 from triptych.core.errors import ConfigError, PluginError, RequestError
-from triptych.core.messages import Switch
+from triptych.core.messages import PluginOverride
 from triptych.core.plugin_overrides import Bound, Offer
 from triptych.core.policy import Policy
 from triptych.workers.decode.checkpoint import MOST_MEMORY
@@ -235,17 +235,17 @@ def test_a_request_has_what_it_wants() -> None:
     pipeline = Pipeline.of(config.steps)
     assert pipeline.chosen(()) == (EntropyStop(0.5), None)
     wanted = (
-        Switch(plugin="sure", options={"patience_tokens": 3.0}),
-        Switch(plugin="Mean"),
-        Switch(plugin="selection", on=False),  # not this pipeline's
+        PluginOverride(plugin="sure", options={"patience_tokens": 3.0}),
+        PluginOverride(plugin="Mean"),
+        PluginOverride(plugin="selection", on=False),  # not this pipeline's
     )
     assert pipeline.chosen(wanted) == (EntropyStop(0.5, 3), Mean())
     assert isinstance(pipeline.chosen(wanted)[0].patience_tokens, int)
-    assert pipeline.chosen((Switch(plugin="sure", on=False),)) == (None, None)
+    assert pipeline.chosen((PluginOverride(plugin="sure", on=False),)) == (None, None)
     for switch in (
-        Switch(plugin="nobody"),
-        Switch(plugin="sure", options={"nothing": 1.0}),
-        Switch(plugin="sure", options={"patience_tokens": 0.0}),
+        PluginOverride(plugin="nobody"),
+        PluginOverride(plugin="sure", options={"nothing": 1.0}),
+        PluginOverride(plugin="sure", options={"patience_tokens": 0.0}),
     ):
         with pytest.raises(RequestError):
             pipeline.chosen((switch,))
@@ -267,9 +267,12 @@ def test_the_first_in_order_is_who_ended_an_answer() -> None:
     pipeline = Pipeline.of(both.steps)
     chosen = [
         pipeline.chosen(()),
-        pipeline.chosen((Switch(plugin="entropy_stop", on=False),)),
+        pipeline.chosen((PluginOverride(plugin="entropy_stop", on=False),)),
         pipeline.chosen(
-            (Switch(plugin="entropy_stop", on=False), Switch(plugin="CalmStop", on=False))
+            (
+                PluginOverride(plugin="entropy_stop", on=False),
+                PluginOverride(plugin="CalmStop", on=False),
+            )
         ),
     ]
     verdict = pipeline.look(chosen, seen(torch.zeros(3, 8)), np.zeros((3, MOST_MEMORY)))
@@ -325,11 +328,11 @@ def test_what_shares_the_batch_changes_nothing(
     chosen = [
         pipeline.chosen(
             (
-                Switch(
+                PluginOverride(
                     plugin="entropy_stop",
                     options={"threshold": threshold, "patience_tokens": float(patience)},
                 ),
-                Switch(plugin="CalmStop", on=is_on),
+                PluginOverride(plugin="CalmStop", on=is_on),
             )
         )
         for is_on, threshold, patience in wishes
@@ -385,9 +388,11 @@ def test_pruning_is_refused_where_nobody_counts_attention() -> None:
         ):
             offers_of(config, policy)
     pipeline = Pipeline.of(config.steps, counting)
-    chosen = pipeline.chosen((Switch(plugin="entropy_stop", on=False),))
+    chosen = pipeline.chosen((PluginOverride(plugin="entropy_stop", on=False),))
     assert pipeline.settings(chosen) == {"alpha_low": 0.5}
-    assert pipeline.settings(pipeline.chosen((Switch(plugin="soft_prune", on=False),))) == {}
+    assert (
+        pipeline.settings(pipeline.chosen((PluginOverride(plugin="soft_prune", on=False),))) == {}
+    )
     assert pipeline.look([chosen], seen(torch.zeros(1, 4)), np.zeros((1, MOST_MEMORY))) is None
     twice = configured("soft_prune", entry("soft_prune", label="again"))
     with pytest.raises(ConfigError, match="both provide 'alpha_low'"):

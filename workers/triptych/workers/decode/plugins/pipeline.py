@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.core.config import DecodeConfig, SelectionConfig, StepPluginConfig
 from triptych.core.errors import ConfigError, PluginError, RequestError
-from triptych.core.messages import Switch
+from triptych.core.messages import PluginOverride
 from triptych.core.plugin_overrides import Bound, Offer
 from triptych.core.policy import Policy
 from triptych.core.schema import SchemaError, build
@@ -105,7 +105,7 @@ class Pipeline:
         """Who that is in ``Verdict.ended_by``; empty: nobody."""
         return self.places[number - 1].label if 0 < number <= len(self.places) else ""
 
-    def chosen(self, switches: Sequence[Switch]) -> Chosen:
+    def chosen(self, switches: Sequence[PluginOverride]) -> Chosen:
         """The plug-ins that a request wants.
 
         Raises: RequestError if one of them is not here, or does not take these options
@@ -151,7 +151,9 @@ class Pipeline:
         return Verdict(ended_by, kept.cpu().numpy())
 
 
-def selection_for(config: SelectionConfig, switches: Sequence[Switch]) -> SelectionConfig | None:
+def selection_for(
+    config: SelectionConfig, switches: Sequence[PluginOverride]
+) -> SelectionConfig | None:
     """Which pages of a request are read; None: all.
 
     Raises: RequestError if that is no selection
@@ -356,7 +358,7 @@ def _numbers(plugin: object) -> list[str]:
 # ---------------------------------------------------------------- a request, and a step
 
 
-def _chosen(placed: Placed, switch: Switch | None) -> StepPlugin | None:
+def _chosen(placed: Placed, switch: PluginOverride | None) -> StepPlugin | None:
     """The plug-in as a request wants it; None: not at all."""
     if switch is None:
         return placed.plugin if placed.is_on else None

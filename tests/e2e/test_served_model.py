@@ -199,8 +199,9 @@ def test_a_prompt_alone_is_scored(client: openai.OpenAI) -> None:
     assert likelihood("The capital of Japan is Tokyo") > likelihood("The capital of Japan is Paris")
 
 
-def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+def test_the_example_of_the_features_names_the_capital(server: Any, root: Path) -> None:
+    text = (root / "docs" / "features.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "http://127.0.0.1:8000" in example
     run = subprocess.run(
         [sys.executable, "-c", example.replace("http://127.0.0.1:8000", server.url)],

@@ -6,7 +6,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
-PARTS := core kernels kvpool router workers deployments cli
+PARTS := core kernels kvpool router workers simulator evals loadgen deployments cli
 SLOW  := slow or integration or e2e or gpu
 SLOWEST := --durations=20 --durations-min=5
 

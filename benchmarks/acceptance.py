@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from triptych.core.config import AppConfig
-from triptych.workers.models import resolve
-from triptych.workers.teacher import forced_logits
+from triptych.evals.metrics.teacher_forcing import forced_logits
+from triptych.workers.models.store.model_store import resolve
 
 MODEL = "smollm2-135m-instruct"
 PROMPTS, LONGEST, ANSWER = 32, 3000, 64

@@ -21,16 +21,16 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB, AppConfig
 from triptych.core.messages import Compressed, Failed, Message, Sampling, Send
+from triptych.evals.data.texts import documents
+from triptych.evals.data.vocabulary import Vocabulary
 from triptych.kvpool import Arena
-from triptych.workers.decode import DecodeEngine
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
-from triptych.workers.models import resolve
-from triptych.workers.quality.texts import documents
-from triptych.workers.quality.vocabulary import Vocabulary
+from triptych.workers.models.store.model_store import resolve
 
 WARM_STEPS = 16
 """Steps that are not counted: the pages that the first queries want come into memory."""

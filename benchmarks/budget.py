@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB, AppConfig
 from triptych.core.messages import Failed, Sampling, Send
-from triptych.workers.decode import DecodeEngine
+from triptych.evals.data.texts import documents
+from triptych.evals.data.vocabulary import Vocabulary
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
-from triptych.workers.models import resolve
-from triptych.workers.quality.texts import documents
-from triptych.workers.quality.vocabulary import Vocabulary
+from triptych.workers.models.store.model_store import resolve
 
 
 @dataclass(frozen=True)

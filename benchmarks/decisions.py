@@ -13,12 +13,12 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
-from triptych.cli.loadgen.host import host_info
-from triptych.cli.loadgen.stats import percentile
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import RouterConfig
-from triptych.router.simulator import Cluster, Costs, Job, Simulation
-from triptych.router.simulator.setup import split_of
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.stats import percentile
+from triptych.simulator import Cluster, Costs, Job, Simulation
+from triptych.simulator.setup import split_of
 
 CASES = (
     *((replicas, 1000) for replicas in (10, 30, 100, 300, 1000)),

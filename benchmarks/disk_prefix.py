@@ -31,15 +31,16 @@ import numpy as np
 import torch
 from prefix import ask
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, Namespace, PrefixSettings, Publication
+from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
-from triptych.workers.models import describe, resolve
-from triptych.workers.profiles import find_profile
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
 
 VOCAB = 49_152
 ANSWER_TOKENS = 4

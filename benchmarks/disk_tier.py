@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from rates import Rate, rates, timed
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB
-from triptych.kvpool.disk import DiskTier
-from triptych.kvpool.diskobject import PART_BYTES, READ_PARTS, ObjectMeta, Pages, page_runs
+from triptych.kvpool.disk.block_file import PART_BYTES, READ_PARTS, ObjectMeta, Pages, page_runs
+from triptych.kvpool.disk.store import DiskStore
+from triptych.loadgen.report.host import host_info
 
 PAGE_BYTES = 3584
 CHUNK_BYTES = PART_BYTES * READ_PARTS
@@ -35,7 +35,7 @@ class Bench:
     def __init__(self, directory: Path, mib: int) -> None:
         self.directory = directory
         self.pages = mib * MIB // PAGE_BYTES
-        self.tier = DiskTier(directory / "tier", 4 * mib * MIB, PAGE_BYTES)
+        self.tier = DiskStore(directory / "tier", 4 * mib * MIB, PAGE_BYTES)
         chance = np.random.default_rng(0)
         self.source: Pages = chance.integers(0, 256, (self.pages, PAGE_BYTES), np.uint8)
         self.arena: Pages = np.zeros((2 * self.pages, PAGE_BYTES), np.uint8)

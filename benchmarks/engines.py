@@ -22,15 +22,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB, AppConfig
 from triptych.core.messages import Sampling, Send
 from triptych.core.pages import PagePlan
-from triptych.workers.decode import DecodeEngine
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
-from triptych.workers.models import describe
-from triptych.workers.prefill import PrefillEngine
+from triptych.workers.models.facts import describe
+from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 WARM_UP_STEPS = 4
 

@@ -32,9 +32,9 @@ import httpx
 import psutil
 from server import Server, serving
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, progress_bars, write_json
 from triptych.cli.pool import pool_at
+from triptych.loadgen.report.host import host_info
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from triptych.cli.loadgen.host import host_info
-from triptych.kernels import bench_gpu, bench_selection
+from triptych.kernels.bench import attention_gpu, selection
+from triptych.loadgen.report.host import host_info
 
 ROOT = Path(__file__).parents[1]
 TESTS = [
@@ -47,15 +47,15 @@ def main() -> None:
         sys.exit("something is wrong on this device: nothing is timed")
     rows: list[dict[str, object]] = []
     options = {"batch": asked.batch, "context": asked.context, "repeats": asked.repeats}
-    for row in bench_gpu.run(asked.formats.split(","), **options):
+    for row in attention_gpu.run(asked.formats.split(","), **options):
         rows.append(asdict(row))
         print(json.dumps(rows[-1]), flush=True)
     chosen: list[dict[str, object]] = []
-    for row in bench_selection.run_selection(
+    for row in selection.run_selection(
         ("cuda",),
         batches=[int(word) for word in asked.selection_batch.split(",")],
         contexts=[int(word) for word in asked.selection_context.split(",")],
-        shape=bench_gpu.LAYER,
+        shape=attention_gpu.LAYER,
         repeats=asked.repeats,
         device="cuda",
     ):

@@ -16,16 +16,16 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from triptych.cli.commas import integers, words, words_or_none
-from triptych.cli.evaluate import show_results
-from triptych.cli.loadgen.host import host_info
+from triptych.cli.list_options import integers, words, words_or_none
 from triptych.cli.output import write_json
-from triptych.workers.quality.exchange import read_records, write_cases
-from triptych.workers.quality.methods import COMPARED
-from triptych.workers.quality.plot import draw
-from triptych.workers.quality.runner import Records
-from triptych.workers.quality.study import Prepared, Study, measure, prepare, report
-from triptych.workers.quality.tasks import TASKS
+from triptych.cli.quality.evaluate import show_results
+from triptych.evals.data.exchange import read_records, write_cases
+from triptych.evals.data.tasks import TASKS
+from triptych.evals.methods.method_names import COMPARED
+from triptych.evals.studies.plot import draw
+from triptych.evals.studies.runner import Records
+from triptych.evals.studies.study import Prepared, Study, measure, prepare, report
+from triptych.loadgen.report.host import host_info
 
 ROOT = Path(__file__).parents[1]
 PRESSES = "knorm,snapkv,expected_attention,streaming_llm,pyramidkv,observed_attention"

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from rates import Rate, rates
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import MIB, NetworkConfig, PoolConfig
 from triptych.kvpool import Access, Fetcher, PoolClient, PoolServer
-from triptych.kvpool.freelist import PageIds
+from triptych.kvpool.pool.free_list import PageIds
+from triptych.loadgen.report.host import host_info
 
 PAGE_BYTES = 3584
 TOKEN = "a token of benchmarks"

@@ -23,20 +23,20 @@ from time import perf_counter
 
 from server import serving  # beside this file
 
-from triptych.cli.loadgen.arrivals import arrivals_s
-from triptych.cli.loadgen.client import open_client, send
-from triptych.cli.loadgen.gauges import watch_gauges
-from triptych.cli.loadgen.host import host_info
-from triptych.cli.loadgen.load import Load
-from triptych.cli.loadgen.sample import Sample
-from triptych.cli.loadgen.stats import percentile
-from triptych.cli.loadgen.virtual import tpot_s
 from triptych.cli.output import console, make_table, write_json
-from triptych.cli.scrape import read_metrics
+from triptych.cli.serving.scrape import read_metrics
 from triptych.core.config import RouterConfig
 from triptych.core.messages import NO_SLO, Slo
-from triptych.router.simulator import Cluster, Costs, Job, Simulation
-from triptych.router.simulator.capacity import saturation_rate
+from triptych.loadgen.client import open_client, send
+from triptych.loadgen.report.gauges import watch_gauges
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.sample import Sample
+from triptych.loadgen.report.stats import percentile
+from triptych.loadgen.workload.arrivals import arrivals_s
+from triptych.loadgen.workload.load import Load
+from triptych.loadgen.workload.simulated import tpot_s
+from triptych.simulator import Cluster, Costs, Job, Simulation
+from triptych.simulator.capacity import saturation_rate
 
 QUIET, OVERLOAD = 0.6, 3.0
 PHASES_S = (60.0, 120.0, 60.0)

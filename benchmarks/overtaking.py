@@ -19,12 +19,12 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Sampling
-from triptych.router.chunks import Chunks
+from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
+from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 
 VOCAB = 49_152
 ANSWER_TOKENS = 2
@@ -36,10 +36,10 @@ def in_order_of_arrival() -> AbstractContextManager[object]:
     """Chunks as they were before prompts could overtake each other."""
     numbers = count()
 
-    def due(_chunks: Chunks, _tokens: int, _ttft_s: float = 0.0) -> float:
+    def due(_chunks: ChunkScheduler, _tokens: int, _ttft_s: float = 0.0) -> float:
         return next(numbers)
 
-    return patch.object(Chunks, "due", due)
+    return patch.object(ChunkScheduler, "due", due)
 
 
 def first_token_s(server: LocalServer, prompt: Sequence[int]) -> float:

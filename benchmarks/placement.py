@@ -22,10 +22,10 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
-from triptych.cli.scrape import read_metrics
+from triptych.cli.serving.scrape import read_metrics
 from triptych.deployments.app import build_app
+from triptych.loadgen.report.host import host_info
 
 PORT, HEAD, NODES = 8187, "127.0.0.2", ("127.0.0.3", "127.0.0.4")
 PARTS = ("prefill", "compressor", "decode")

@@ -11,12 +11,12 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import PoolConfig
 from triptych.core.layout import FORMATS, Geometry, PageLayout, default_page_bytes
 from triptych.kvpool import PoolClient, PoolServer
-from triptych.kvpool.freelist import FreeList
+from triptych.kvpool.pool.free_list import FreeList
+from triptych.loadgen.report.host import host_info
 
 HERE = Path(__file__).parent
 SMOLLM2 = Geometry(layers=30, kv_heads=3, head_dim=64)

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Sampling
+from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
 
 VOCAB = 49_152

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from triptych.cli.output import console, make_table, write_json
-from triptych.kvpool.blocks import Limits, Namespace, Payload
-from triptych.kvpool.eviction import CostPolicy, EvictionPolicy, LruPolicy
-from triptych.kvpool.prefix import PrefixIndex
+from triptych.kvpool.prefix.blocks import Limits, Namespace, Payload
+from triptych.kvpool.prefix.eviction import CostPolicy, EvictionPolicy, LruPolicy
+from triptych.kvpool.prefix.index import PrefixIndex
 
 BLOCK_TOKENS = 64
 SYSTEM_PROMPTS, LONGEST, ZIPF, DRIFT_EVERY = 8, 64, 1.1, 1000

@@ -21,15 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 from server import serving  # beside this file
 
-from triptych.cli.bench import described, save_details
-from triptych.cli.commas import numbers, words
-from triptych.cli.load_options import LoadOptions, shallow
-from triptych.cli.loadgen.host import host_info
-from triptych.cli.loadgen.measure import Level, Results, ServeBenchmark, measure
-from triptych.cli.loadgen.processes import tree_of
-from triptych.cli.loadgen.stats import Slo
-from triptych.cli.loadgen.workload import Workload
+from triptych.cli.list_options import numbers, words
+from triptych.cli.measure.bench import described, save_details
+from triptych.cli.measure.load_options import LoadOptions, shallow
 from triptych.cli.output import console, make_table, write_json
+from triptych.loadgen.measure import Level, Results, ServeBenchmark, measure
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.processes import tree_of
+from triptych.loadgen.report.stats import Slo
+from triptych.loadgen.workload.openai_requests import Workload
 
 MODEL = "smollm2-135m-instruct"
 DEFAULT_POLICY = "greedy_by_memory"

@@ -21,19 +21,20 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import CompressionReport, Join, Request, Sampling
 from triptych.core.pages import PagePlan
 from triptych.kernels import store_tokens
 from triptych.kvpool import LocalPool
-from triptych.workers.attention import Ids64
-from triptych.workers.build import load_brain, make_engines
-from triptych.workers.handles import make_handle
-from triptych.workers.models import describe, resolve
-from triptych.workers.profiles import find_profile
-from triptych.workers.selection import Ids, Mask, Selector, StepChoice
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_attention import Ids64
+from triptych.workers.decode.page_selection import Ids, Mask, Selector, StepChoice
+from triptych.workers.factory import load_model, make_engines
+from triptych.workers.kv.handle_codec import make_handle
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
 from triptych.workers.stage import Engine
 
 
@@ -110,7 +111,7 @@ def measure(requests: int, prompt: int, answer: int, keep: float, spread: str) -
     plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
     pages = (plan.high.pages(prompt) + plan.raw_pages(prompt) + answer) * plan.geometry.head_rows
     pool = LocalPool(requests * pages, plan.page_bytes)
-    brain = load_brain(config, plan, path, ("decode",))
+    brain = load_model(config, plan, path, ("decode",))
     (engine,) = make_engines(config, plan, brain, pool, ("decode",))
     turns = Turns()
 

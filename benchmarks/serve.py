@@ -18,11 +18,11 @@ from pathlib import Path
 
 from server import serving
 
-from triptych.cli.loadgen.host import host_info
-from triptych.cli.loadgen.measure import ServeBenchmark, levels_of, measure
-from triptych.cli.loadgen.processes import tree_of
-from triptych.cli.loadgen.workload import Workload
 from triptych.cli.output import console, make_table, write_json
+from triptych.loadgen.measure import ServeBenchmark, levels_of, measure
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.processes import tree_of
+from triptych.loadgen.workload.openai_requests import Workload
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import yaml
 
-from triptych.cli.servefile import DEFAULT
+from triptych.cli.serving.serve_file import DEFAULT
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0

@@ -27,16 +27,16 @@ from pathlib import Path
 
 import torch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Request, Sampling, Tokens
+from triptych.evals.data.texts import Document, documents
+from triptych.evals.metrics.fidelity import compare, summarize
+from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
-from triptych.workers.models import resolve
 from triptych.workers.models.pretrained import read_tokenizer
-from triptych.workers.quality.metrics import compare, summarize
-from triptych.workers.quality.texts import Document, documents
-from triptych.workers.teacher import Script, Teacher
+from triptych.workers.models.store.model_store import resolve
 
 FIRST, NEXT, ANSWER, TURNS = 256, 32, 128, 5
 """Tokens of the first question, of the next ones and of each answer; turns of a conversation."""

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Sampling, Send
-from triptych.workers.decode import DecodeEngine
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
 from triptych.workers.loop import Work
 from triptych.workers.stage import Engine

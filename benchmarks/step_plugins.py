@@ -24,22 +24,22 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
-from triptych.core.messages import Sampling, Send, Switch
-from triptych.workers.decode import DecodeEngine
+from triptych.core.messages import PluginOverride, Sampling, Send
+from triptych.evals.data.texts import documents
+from triptych.evals.metrics.fidelity import compare, summarize
+from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.loadgen.report.host import host_info
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.local import LocalServer
 from triptych.workers.loop import Work
-from triptych.workers.models import resolve
-from triptych.workers.models.exits import Leaving
+from triptych.workers.models.early_exit import Leaving
 from triptych.workers.models.pretrained import read_tokenizer
-from triptych.workers.quality.metrics import compare, summarize
-from triptych.workers.quality.texts import documents
-from triptych.workers.sampling import Drawn, SamplerRow, sample
+from triptych.workers.models.store.model_store import resolve
+from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
 from triptych.workers.stage import Engine
-from triptych.workers.steps.entropy import entropy
-from triptych.workers.teacher import Script, Teacher
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -191,7 +191,9 @@ class Forced:
     """Median time of a decode step."""
 
 
-def forced(config: AppConfig, wish: Switch | None, count: int, context: int, answer: int) -> Forced:
+def forced(
+    config: AppConfig, wish: PluginOverride | None, count: int, context: int, answer: int
+) -> Forced:
     """The same texts with a plug-in, or without any."""
     path = resolve(config.model.name)
     tokenizer = read_tokenizer(path)
@@ -246,7 +248,7 @@ def pruned(
     """Each threshold next to no pruning."""
     plain = forced(config, None, count, context, answer)
     for threshold in thresholds:
-        wish = Switch(plugin="soft_prune", options={"threshold": threshold})
+        wish = PluginOverride(plugin="soft_prune", options={"threshold": threshold})
         found = forced(config, wish, count, context, answer)
         yield Pruned(threshold, *apart(plain, found), round(found.held / plain.held, 4))
 
@@ -265,7 +267,7 @@ def left(config: AppConfig, count: int, context: int, answer: int) -> Iterable[L
 
     for depth, threshold in product(DEPTHS, EXIT_THRESHOLDS):
         seen[:] = [0, 0]
-        wish = Switch(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
+        wish = PluginOverride(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
         with patch.object(Leaving, "staying", counted):
             found = forced(config, wish, count, context, answer)
         share = seen[0] / max(1, seen[1])

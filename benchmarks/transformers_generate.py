@@ -17,13 +17,13 @@ from time import perf_counter
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
-from triptych.cli.loadgen.host import host_info
-from triptych.cli.loadgen.processes import tree_of, watch
-from triptych.cli.loadgen.run import Run
-from triptych.cli.loadgen.sample import Chunk, Sample
-from triptych.cli.loadgen.stats import Slo, summarize
-from triptych.cli.loadgen.workload import Workload
-from triptych.workers.models import resolve
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.processes import tree_of, watch
+from triptych.loadgen.report.sample import Chunk, Sample
+from triptych.loadgen.report.stats import Slo, summarize
+from triptych.loadgen.run import Run
+from triptych.loadgen.workload.openai_requests import Workload
+from triptych.workers.models.store.model_store import resolve
 
 
 class Clock(StoppingCriteria):

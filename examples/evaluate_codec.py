@@ -1,6 +1,6 @@
 """What a page format costs: its KL divergence from the full cache, and the bytes that it takes."""
 
-from triptych.workers.quality.study import Results, Study, measure, prepare, report
+from triptych.evals.studies.study import Results, Study, measure, prepare, report
 
 
 def main(model: str = "smollm2-135m-instruct", context: int = 512, documents: int = 2) -> Results:

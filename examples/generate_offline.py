@@ -3,8 +3,8 @@
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.workers.local import LocalServer
-from triptych.workers.models import resolve
 from triptych.workers.models.pretrained import read_tokenizer
+from triptych.workers.models.store.model_store import resolve
 
 
 def main(model: str = "smollm2-135m-instruct", profile: str = "auto") -> str:

@@ -19,8 +19,8 @@ import torch
 
 from triptych.core.config import AppConfig, require
 from triptych.core.messages import Sampling
+from triptych.workers.decode.plugins import Facts, StepPlugin
 from triptych.workers.local import LocalServer
-from triptych.workers.steps import Facts, StepPlugin
 
 
 @dataclass(frozen=True)

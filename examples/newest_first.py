@@ -4,7 +4,7 @@
 on a cluster that is not there: ``triptych simulate --policy newest_first:policy,fcfs``.
 """
 
-from triptych.router import Budget, Line, ListedLine, Waiting
+from triptych.router import Budget, Line, ListedQueue, Waiting
 
 
 def policy(line: Line, budget: Budget) -> list[Waiting]:
@@ -24,7 +24,7 @@ def policy(line: Line, budget: Budget) -> list[Waiting]:
 def main() -> list[str]:
     """Decide once, without a router: a decision is a function of what it is shown."""
     waited_s = {"a": 9.0, "b": 3.0, "c": 2.0, "d": 1.0}
-    line = ListedLine([Waiting(name, 100, s, slack_s=5.0 - s) for name, s in waited_s.items()])
+    line = ListedQueue([Waiting(name, 100, s, slack_s=5.0 - s) for name, s in waited_s.items()])
     chosen = policy(line, Budget(free_bytes=250, max_requests=8))
     print("starts:", *(one.id for one in chosen))
     return [one.id for one in chosen]

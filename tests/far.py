@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from triptych.kernels import OPS, launch
-from triptych.kernels.launch import Launch
+from triptych.kernels import OPS
+from triptych.kernels.triton import launch
+from triptych.kernels.triton.launch import Launch
 from triptych.workers.device import Bytes, Device, Numbers
 
 _setup_privateuseone_for_python_backend("far")

@@ -1,7 +1,8 @@
-"""Writes the parts of the documents that the code knows best: ``make docs``.
+"""Writes the parts of the documents that are generated from the code: ``make docs``.
 
 A document has a pair of marks, ``<!-- generated: NAME -->`` and ``<!-- end -->``, around each such
-part; what stands between them is replaced. ``tests/arch/test_generated_docs.py`` compares.
+part; the text between them is replaced. Words after the name are arguments, as in
+``<!-- generated: cli bench serve -->``. ``tests/arch/test_generated_docs.py`` compares.
 """
 
 import ast
@@ -14,27 +15,31 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from triptych.cli import diagnosis
+from typer.main import get_command
+
+from triptych.cli.checks import diagnosis
 from triptych.cli.config import Setting, all_settings
+from triptych.cli.main import app
 from triptych.core import errors
 from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
 from triptych.core.plugins import COMPRESSION_POLICIES
-from triptych.deployments.rpc.service import CODES
+from triptych.deployments.grpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
 from triptych.workers.plugins import STEP_PLUGINS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
-    "README.md",
-    "docs/papers.md",
+    "docs/cli.md",
     "docs/configuration.md",
-    "docs/troubleshooting.md",
     "docs/extending.md",
+    "docs/features.md",
+    "docs/papers.md",
+    "docs/troubleshooting.md",
 )
-PARTS = ("core", "kernels", "kvpool", "router", "workers")
-MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PARTS = ("core", "kernels", "kvpool", "router", "workers", "simulator", "evals")
+MARKED = re.compile(r"(<!-- generated: (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 SOURCE = re.compile(r"Source:\s+(.+?)(?=\n\s*\n|\n\s*[A-Z]\w+:\s|\Z)", re.DOTALL)
 
 
@@ -222,9 +227,78 @@ def _text(node: ast.expr, known: dict[str, ast.expr]) -> str:
             return "…"
 
 
+# ---------------------------------------------------------------- command line
+
+
+def command_line(*path: str) -> str:
+    """Help, usage and options of one command; without a path, a table of all commands."""
+    if not path:
+        rows = [
+            (f"[`{' '.join(names)}`](#triptych-{'-'.join(names)})", first_sentence(command.help))
+            for names, command in all_commands().items()
+        ]
+        return table(("command", "purpose"), rows)
+    command = all_commands()[path]
+    with command.make_context("triptych", [], resilient_parsing=True) as context:
+        rows = [_parameter(parameter, context) for parameter in command.params]
+    usage = " ".join(["triptych", *path, *filter(None, map(_usage, command.params)), "[options]"])
+    meaning = command.help.replace("``", "`")
+    options = table(("option", "value", "default", "meaning"), rows)
+    return f"{meaning}\n\nUsage: `{usage}`\n\n{options}"
+
+
+def all_commands() -> dict[tuple[str, ...], Any]:
+    """Every command that does something by itself, by its words after ``triptych``."""
+    return dict(_commands(get_command(app), ()))
+
+
+def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    children = getattr(command, "commands", {})
+    if path and (not children or command.invoke_without_command):
+        yield path, command
+    for name, child in children.items():
+        yield from _commands(child, (*path, name))
+
+
+def _usage(parameter: Any) -> str:
+    """An argument as a usage line has it; nothing for an option."""
+    if parameter.param_type_name != "argument":
+        return ""
+    name = parameter.name.upper() + ("..." if parameter.nargs == -1 else "")
+    return name if parameter.required else f"[{name}]"
+
+
+def _parameter(parameter: Any, context: Any) -> tuple[str, ...]:
+    is_argument = parameter.param_type_name == "argument"
+    names = [parameter.name.upper()] if is_argument else parameter.opts + parameter.secondary_opts
+    is_flag = getattr(parameter, "is_flag", False)
+    default = parameter.default
+    is_default_said = default is not None and default != "" and not is_flag
+    meaning = parameter.help or ""
+    if parameter.envvar:
+        meaning = f"{meaning} Environment: `{parameter.envvar}`.".strip()
+    return (
+        ", ".join(f"`{name}`" for name in names),
+        "" if is_flag else _values(parameter, context),
+        "required" if parameter.required else f"`{default}`" if is_default_said else "",
+        meaning,
+    )
+
+
+def _values(parameter: Any, context: Any) -> str:
+    """The type of an option's value, and its bounds."""
+    kind = parameter.display_type(context).strip("<>").removesuffix(" range").replace("|", ", ")
+    kind = re.sub(r"list\[(\w+)\]", r"\1...", kind).lower()
+    least, most = parameter.min, parameter.max
+    if least is not None and most is not None:
+        return f"{kind}, {least} to {most}"
+    return f"{kind}, at least {least}" if least is not None else kind
+
+
 # ---------------------------------------------------------------- putting them in
 
-PIECES: dict[str, Callable[[], str]] = {
+PIECES: dict[str, Callable[..., str]] = {
+    "cli": command_line,
     "configuration": configuration,
     "formats": formats,
     "policies": policies,
@@ -236,7 +310,11 @@ PIECES: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """A document with its generated parts as they are today."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{PIECES[found[2]]()}\n{found[3]}", text)
+    return MARKED.sub(_fresh, text)
+
+
+def _fresh(found: re.Match[str]) -> str:
+    return f"{found[1]}\n{PIECES[found[2]](*found[3].split())}\n{found[4]}"
 
 
 def main() -> None:

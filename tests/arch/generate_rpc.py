@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "deployments"
-SCHEMA = "triptych/deployments/rpc/triptych.proto"
+SCHEMA = "triptych/deployments/grpc/triptych.proto"
 
 
 def generate(into: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 import triptych
 from tests.arch.test_folders import PARTS, ROOT
 from triptych.cli.config import all_settings, field_docstrings
-from triptych.cli.servefile import DEFAULT, read_serve_file
+from triptych.cli.serving.serve_file import DEFAULT, read_serve_file
 from triptych.core import config
 from triptych.core.registry import Registry
 

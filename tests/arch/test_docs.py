@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from tests.arch.test_folders import ROOT
-from tests.clients.readme import LIVE, SERVERS, SKIPPED, blocks, commands
+from tests.clients.readme import LIVE, PRINTS, SERVERS, SKIPPED, blocks, commands
 from triptych.cli.main import app
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")])
@@ -61,6 +61,11 @@ def test_what_make_readme_treats_apart_is_in_the_readme() -> None:
     ]
     assert {*SKIPPED, *LIVE} <= set(told)
     assert all(any(command.startswith(server) for command in told) for server in SERVERS)
+    assert {*PRINTS} <= {command.partition(" ")[0] for command in told}
+
+
+def test_the_readme_can_be_read_in_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
 
 
 def test_continuous_integration_runs_what_the_readme_says() -> None:

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["core", "kernels", "kvpool", "router", "workers", "deployments", "cli"]
+PARTS = [
+    "core",
+    "kernels",
+    "kvpool",
+    "router",
+    "workers",
+    "simulator",
+    "evals",
+    "loadgen",
+    "deployments",
+    "cli",
+]
 SOURCES = sorted(path for part in PARTS for path in (ROOT / part / "triptych" / part).rglob("*.py"))
 
 RUNS_WHAT_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -87,6 +98,6 @@ def test_no_text_of_the_repository_names_this_machine() -> None:
 @pytest.mark.parametrize("actor", ["pool", "router", "ingress"])
 def test_actors_that_run_no_model_start_without_torch(actor: str) -> None:
     """Its import takes seconds, which everybody would wait for when one of them has died."""
-    code = f"import sys, triptych.deployments.{actor}; print(*sys.modules)"
+    code = f"import sys, triptych.deployments.replicas.{actor}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "numba", "triton"} & set(done.stdout.split())

@@ -20,6 +20,12 @@ def test_every_piece_is_in_a_document() -> None:
     assert used == set(generate_docs.PIECES)
 
 
+def test_every_command_has_a_section() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    told = [tuple(found[3].split()) for found in generate_docs.MARKED.finditer(text)]
+    assert sorted(told) == sorted([(), *generate_docs.all_commands()])
+
+
 def test_nothing_is_left_out() -> None:
     told = generate_docs.configuration()
     for setting in all_settings(AppConfig):

@@ -31,6 +31,8 @@ SKIPPED = {"make check test": "takes an hour, and is all that continuous integra
 SERVERS = ("make serve", ".venv/bin/triptych serve")
 LIVE = (".venv/bin/triptych top",)
 """They show something until they are interrupted."""
+PRINTS = {"curl": b'"choices"'}
+"""Commands that succeed only if they print this, by their first word."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Reader:
 
     def read(self, block: Block) -> list[str]:
         """Do what a block says; what failed."""
+        if block.language == "text":
+            return []
         if block.language == "python":
             return self._run("python", [".venv/bin/python", "-c", block.text])
         return [fault for command in commands(block) for fault in self._type(command)]
@@ -103,7 +107,10 @@ class Reader:
             return [f"{name}: not done after {TIMEOUT_S} s"]
         print(f"    {process.returncode} after {time.monotonic() - began:.0f} s", flush=True)
         print("\n".join(f"    | {line}" for line in output.decode().splitlines()[-6:]), flush=True)
-        return [f"{name}: exit code {process.returncode}"] if process.returncode else []
+        if process.returncode:
+            return [f"{name}: exit code {process.returncode}"]
+        is_printed = PRINTS.get(name.partition(" ")[0], b"") in output
+        return [] if is_printed else [f"{name}: printed {output[-300:]!r}"]
 
     def _watch(self, command: str) -> list[str]:
         process = self._start(command, ["bash", "-c", f"exec {command}"])

@@ -17,7 +17,7 @@ import httpx
 
 from tests.e2e.conftest import MODEL, serve_run
 from tests.unit.deployments.http.conftest import make_engine, make_tokenizer, serve_app
-from triptych.workers.models import resolve
+from triptych.workers.models.store.model_store import resolve
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(HERE.glob("use_*.py"))

@@ -129,8 +129,8 @@ def with_a_server(outside: Outside, port: int, grpc_port: int) -> None:
     outside.run("triptych", "bench", "serve", *load)
     asked = f"""
 import grpc
-from triptych.deployments.rpc.triptych_pb2 import CompletionRequest
-from triptych.deployments.rpc.triptych_pb2_grpc import TriptychStub
+from triptych.deployments.grpc.triptych_pb2 import CompletionRequest
+from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 with grpc.insecure_channel("127.0.0.1:{grpc_port}") as channel:
     for part in TriptychStub(channel).StreamCompletion(CompletionRequest(prompt=["Hello"])):
         print(part.choices[0].text if part.choices else part.usage)

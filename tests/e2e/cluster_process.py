@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.serve.deployment import Application
 
 from triptych.deployments.app import build_app
-from triptych.deployments.placement import SLIVER
+from triptych.deployments.placement.nodes import SLIVER
 
 HEAD, FRONT, BACK, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
 """Loopback, like 127.0.0.1, which Ray would replace by an address that others reach."""

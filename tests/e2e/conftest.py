@@ -60,7 +60,7 @@ class Server:
         return self.processes(f"ServeReplica:triptych:{deployment}")
 
     def shared_memory(self) -> list[Path]:
-        """The files of the pool's memory, largest first: the arena, then journals."""
+        """The files of the pool's memory, largest first: the arena, then checkpoints."""
         (pool,) = self.replicas("Pool")
         paths = {Path(m.path) for m in pool.memory_maps() if "/dev/shm/triptych-" in m.path}
         return sorted(paths, key=lambda path: -path.stat().st_size)

@@ -17,8 +17,8 @@ from tests.e2e.conftest import Server, free_port
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.workers.local import LocalServer
-from triptych.workers.models import resolve
 from triptych.workers.models.pretrained import read_tokenizer
+from triptych.workers.models.store.model_store import resolve
 
 pytestmark = pytest.mark.e2e
 

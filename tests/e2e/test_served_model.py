@@ -23,13 +23,13 @@ from tests.e2e.conftest import free_port
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.deployments.app import check_gpus
-from triptych.deployments.rpc.triptych_pb2 import (
+from triptych.deployments.grpc.triptych_pb2 import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     ListModelsRequest,
 )
-from triptych.deployments.rpc.triptych_pb2_grpc import TriptychStub
+from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 
 pytestmark = pytest.mark.e2e
 
@@ -199,8 +199,9 @@ def test_a_prompt_alone_is_scored(client: openai.OpenAI) -> None:
     assert likelihood("The capital of Japan is Tokyo") > likelihood("The capital of Japan is Paris")
 
 
-def test_the_example_of_the_readme_names_the_capital(server: Any, root: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+def test_the_example_of_the_features_names_the_capital(server: Any, root: Path) -> None:
+    text = (root / "docs" / "features.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "http://127.0.0.1:8000" in example
     run = subprocess.run(
         [sys.executable, "-c", example.replace("http://127.0.0.1:8000", server.url)],

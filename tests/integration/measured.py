@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from triptych.workers.quality.report import Row
-from triptych.workers.quality.study import Results, Study, measure, prepare, report
+from triptych.evals.studies.report import Row
+from triptych.evals.studies.study import Results, Study, measure, prepare, report
 
 
 def run(**options: object) -> Results:

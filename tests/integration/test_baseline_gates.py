@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.integration.measured import assert_within, rows_of
-from triptych.workers.quality.report import Row
+from triptych.evals.studies.report import Row
 
 BOUNDS = {
     "simulated:k4v4:2:2": {"kl": 0.0098, "top1": 0.95, "data": 0.37},

@@ -16,7 +16,7 @@ import pytest
 from triptych.kvpool import PoolClient
 
 ROOT = Path(__file__).parents[2]
-POOL = ROOT / "tests/unit/kvpool/pool_process.py"
+POOL = ROOT / "tests/unit/kvpool/rpc/pool_process.py"
 FETCH = Path(__file__).with_name("fetch_process.py")
 TOKEN = "a token of the tests"
 FAR, NEAR = f"tri-far-{os.getpid()}", f"tri-near-{os.getpid()}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.integration.measured import assert_within, rows_of
-from triptych.workers.quality.report import Row
+from triptych.evals.studies.report import Row
 
 PAPER = "diffkv+alpha_high=1+recent_window_tokens=64+basis=plain"
 K8V8, K8V4, K4V4 = (

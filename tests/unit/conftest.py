@@ -1,9 +1,12 @@
-"""Folders called ``gpu``: on a GPU, or on the CPU in Triton's interpreter."""
+"""The tiny model, and folders called ``gpu``: on a GPU, or on the CPU in Triton's interpreter."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.tiny import save_tiny_model
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -20,3 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(quiet)
             if not IS_INTERPRETED and not torch.cuda.is_available():
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tiny model."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -11,7 +11,7 @@ import typer
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 
 if TYPE_CHECKING:
-    from triptych.kernels.ahead import Compiled, Task
+    from triptych.kernels.codegen.aot import Compiled, Task
 
 app = typer.Typer(help="Look at the GPU kernels.", no_args_is_help=True)
 
@@ -49,7 +49,7 @@ def check(
     Needs no GPU. Compiled kernels stay in Triton's cache, so a second time is fast. The exit
     code is 1 if a kernel spills registers to memory.
     """
-    from triptych.kernels.ahead import TARGETS, tasks
+    from triptych.kernels.codegen.aot import TARGETS, tasks
 
     made = compile_with_progress(tasks(target or list(TARGETS), quick=quick), jobs)
     rows = [asdict(row) for row in made]
@@ -67,7 +67,7 @@ def check(
 
 def compile_with_progress(wanted: Sequence["Task"], jobs: int) -> list["Compiled"]:
     """Compile with a bar on a terminal; sorted by kernel, variant and target."""
-    from triptych.kernels.ahead import compile_all
+    from triptych.kernels.codegen.aot import compile_all
 
     made = list["Compiled"]()
     with progress_bars(9) as bars:

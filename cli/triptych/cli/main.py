@@ -6,17 +6,19 @@ from typing import Annotated
 
 import typer
 
-from triptych.cli import bench, config, evaluate, kernels, keys, model, pool, simulate
-from triptych.cli.calibrate import calibrate
-from triptych.cli.doctor import doctor
-from triptych.cli.drain import drain
+from triptych.cli import config, kernels, keys, model, pool
+from triptych.cli.checks.doctor import doctor
+from triptych.cli.checks.plan import plan
+from triptych.cli.checks.validate import validate
+from triptych.cli.measure import bench, simulate
+from triptych.cli.measure.profile import profile
 from triptych.cli.output import notes
-from triptych.cli.plan import plan
-from triptych.cli.profile import profile
-from triptych.cli.serve import serve
-from triptych.cli.spread import spread
-from triptych.cli.top import top
-from triptych.cli.validate import validate
+from triptych.cli.quality import evaluate
+from triptych.cli.quality.calibrate import calibrate
+from triptych.cli.quality.spread import spread
+from triptych.cli.serving.drain import drain
+from triptych.cli.serving.serve import serve
+from triptych.cli.serving.top import top
 from triptych.core.errors import ConfigError, TriptychError
 
 app = typer.Typer(

@@ -38,7 +38,7 @@ def fetch(
 @app.command()
 def path(name: Name = DEFAULT, as_json: JsonFlag = False) -> None:
     """Print the directory of a model that is on this machine."""
-    from triptych.workers.models import resolve
+    from triptych.workers.models.store.model_store import resolve
 
     _tell(name, resolve(name, allow_download=False), as_json=as_json)
 
@@ -54,8 +54,8 @@ def _tell(name: str, place: Path, *, as_json: bool) -> None:
 def list_models(as_json: JsonFlag = False) -> None:
     """List the models known by name."""
     from triptych.core.errors import ModelError
-    from triptych.workers.models import resolve
-    from triptych.workers.models.catalogue import KNOWN_MODELS
+    from triptych.workers.models.store.catalogue import KNOWN_MODELS
+    from triptych.workers.models.store.model_store import resolve
 
     rows = list[dict[str, object]]()
     for known in KNOWN_MODELS.values():
@@ -71,7 +71,7 @@ def list_models(as_json: JsonFlag = False) -> None:
 
 def fetch_with_progress(name: str, *, verify: bool = False) -> Path:
     """Fetch a model, with a bar per stage of the work on a terminal."""
-    from triptych.workers.models import fetch as fetch_model
+    from triptych.workers.models.store.model_store import fetch as fetch_model
 
     bars = Progress(
         TextColumn("{task.description:>10}"),

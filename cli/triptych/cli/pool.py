@@ -13,11 +13,11 @@ from rich.table import Table
 from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.core.config import MIB, NetworkConfig
 from triptych.core.errors import ConfigError
-from triptych.deployments.rundir import pool_sockets
-from triptych.kvpool.access import Access
-from triptych.kvpool.ledger import Ledger
-from triptych.kvpool.remote import RemotePool
-from triptych.kvpool.wire import FrameChannel
+from triptych.deployments.transport.run_dir import pool_sockets
+from triptych.kvpool.pool.stats import PoolStats
+from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.channel import FrameChannel
+from triptych.kvpool.rpc.stub import PoolStub
 
 app = typer.Typer(help="Look into the page pool of a running server.", no_args_is_help=True)
 
@@ -74,7 +74,7 @@ def check(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag
 
 
 @contextmanager
-def pool_at(address: str, token_file: str = "") -> Generator[RemotePool, None, None]:
+def pool_at(address: str, token_file: str = "") -> Generator[PoolStub, None, None]:
     """A pool to ask; asking raises PoolUnavailable if it does not answer.
 
     ``token_file`` holds what pools of other nodes want to be shown.
@@ -82,7 +82,7 @@ def pool_at(address: str, token_file: str = "") -> Generator[RemotePool, None, N
     Raises: ConfigError if the file does not hold a token
     """
     access = Access.of(NetworkConfig(token_file=token_file), "") if token_file else None
-    pool = RemotePool(FrameChannel(address, access), TIMEOUT_S)
+    pool = PoolStub(FrameChannel(address, access), TIMEOUT_S)
     try:
         yield pool
     finally:
@@ -107,7 +107,7 @@ def _listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def _as_data(ledger: Ledger) -> dict[str, object]:
+def _as_data(ledger: PoolStats) -> dict[str, object]:
     return {
         **asdict(ledger),
         "held_pages": ledger.held_pages,
@@ -115,7 +115,7 @@ def _as_data(ledger: Ledger) -> dict[str, object]:
     }
 
 
-def _as_table(ledger: Ledger) -> Table:
+def _as_table(ledger: PoolStats) -> Table:
     used = ledger.held_bytes / 2**20
     rows: list[tuple[object, ...]] = [
         (line.name, line.requests, line.request_pages, line.extent_pages, line.silent_s)
@@ -129,7 +129,7 @@ def _as_table(ledger: Ledger) -> Table:
     return make_table(("worker", "requests", "pages", "stock", "silent s"), rows, title)
 
 
-def _parts(ledger: Ledger) -> Iterator[Table]:
+def _parts(ledger: PoolStats) -> Iterator[Table]:
     """What requests and prefixes hold, by each of the questions that one may ask."""
     stock = {"(workers' stock)": ledger.extent_pages} if ledger.extent_pages else {}
     named = {f"{name[:12]}…" if len(name) > 12 else name: n for name, n in ledger.by_tenant.items()}
@@ -152,7 +152,7 @@ def _parts(ledger: Ledger) -> Iterator[Table]:
             yield make_table((title, "pages", "MiB"), rows)
 
 
-def _kept(ledger: Ledger) -> Iterator[str]:
+def _kept(ledger: PoolStats) -> Iterator[str]:
     """What is kept of prompts, in words."""
     prefix, disk = ledger.prefix, ledger.disk
     if prefix.blocks or prefix.asked_tokens:

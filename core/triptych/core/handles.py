@@ -42,7 +42,7 @@ class PageRun:
     """Tokens per head row: int32, little endian, one per (layer, KV head)."""
 
     pages: bytes
-    """Page ids, packed by ``triptych.kvpool.runs.pack``."""
+    """Page ids, packed by ``triptych.kvpool.rpc.page_ranges.pack``."""
 
     fixed: bool = False
     """Whether nobody ever writes these pages, all of which are full: the beginning of a prompt as

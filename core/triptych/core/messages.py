@@ -14,7 +14,9 @@ from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.schema import SchemaError, build
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+"""Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
+checkpoints and borrowed cache memory."""
 MAX_FRAME_BYTES = 64 << 20
 
 Message = Any
@@ -67,7 +69,9 @@ def unpack(frame: bytes) -> list[Message]:
         raise MessageError(f"not a msgpack frame: {error}") from error
     items = cast("list[object]", body) if isinstance(body, list) else []
     if not items or items[0] != WIRE_VERSION:
-        raise MessageError(f"expected a frame of wire version {WIRE_VERSION}")
+        sent = f"wire version {items[0]!r:.20}" if items else "no wire version"
+        expected = f"this process reads version {WIRE_VERSION}"
+        raise MessageError(f"{sent}: {expected}; run one release of Triptych in all processes")
     return [_revive(item) for item in items[1:]]
 
 
@@ -169,7 +173,7 @@ NO_SLO = Slo()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
+class PluginOverride:
     """What a request wants of one plug-in of the decode step."""
 
     plugin: str
@@ -216,7 +220,7 @@ class Request:
     """The client's name for the conversation: what is kept of it is evicted last for a while."""
     cached_at_most: int | None = None
     """Most tokens that may come from a cached prefix; None: all that are known."""
-    switches: tuple[Switch, ...] = ()
+    switches: tuple[PluginOverride, ...] = ()
     """Plug-ins of which it wants something else than the server's settings."""
 
     @property
@@ -371,7 +375,7 @@ class Cancel:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Register:
     """A worker or an ingress introduces itself; sent again after the router was restarted."""
 
     name: str
@@ -533,7 +537,7 @@ class Join:
     """Tokens of the answer so far, behind ``request.said``. The pages hold all but the last."""
     handle: KVHandle
     report: CompressionReport
-    former: str = ""
+    previous_worker: str = ""
     """Name of the decode worker that put the pages on offer, if one did: then the router hears when
     they are here."""
     token_s: float = 0.0
@@ -550,7 +554,7 @@ class Join:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspend:
+class Preempt:
     """Router to decode worker: put these requests on offer for another one, as they are now."""
 
     requests: tuple[str, ...]
@@ -558,7 +562,7 @@ class Suspend:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspended:
+class Preempted:
     """Decode worker to router: whoever joins the request goes on with it; here it does not."""
 
     request: str
@@ -582,7 +586,7 @@ class Fetched:
 class Resume:
     """Router to decode worker: take over a request from a dead one, as that one left it."""
 
-    former: str
+    previous_worker: str
     """Name of the worker that died."""
     join: Join
     """What the dead one was told; if it had not come to that, its heir does it."""
@@ -606,7 +610,7 @@ class Expel:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lend:
+class BorrowCacheMemory:
     """Router to pool: of the memory for prefixes, requests are to have so much, in all."""
 
     bytes: int
@@ -614,7 +618,7 @@ class Lend:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lent:
+class CacheMemoryBorrowed:
     """Pool to router: so much of it requests may have from now on."""
 
     arena: str

@@ -8,10 +8,10 @@ from typing import Self
 
 from triptych.core.config import ActorConfig, AppConfig, CompressorConfig, check_policy
 from triptych.core.errors import ConfigError
+from triptych.core.head_budgets import Spread, check_spread
 from triptych.core.layout import Geometry
 from triptych.core.plugins import COMPRESSION_POLICIES
 from triptych.core.schema import SchemaError, build
-from triptych.core.spread import Spread, check_spread
 
 VERSION = 1
 

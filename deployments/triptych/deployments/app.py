@@ -13,27 +13,28 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
-from triptych.core.cells import cell_of
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
-from triptych.deployments.everynode import alive_nodes, on_every_node
+from triptych.core.shards import cell_of
+from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
-from triptych.deployments.ingress import IngressShell
-from triptych.deployments.placement import sliver, wait_for_homes
-from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import PoolShell
-from triptych.deployments.router import RouterShell
-from triptych.deployments.rundir import new_run_dir
-from triptych.deployments.worker import WorkerShell
+from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
+from triptych.deployments.placement.nodes import sliver, wait_for_homes
+from triptych.deployments.replicas.ingress import IngressReplica
+from triptych.deployments.replicas.pool import PoolReplica
+from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.worker import WorkerReplica
+from triptych.deployments.transport.run_dir import new_run_dir
 from triptych.kvpool import Access
 from triptych.router import check_policies
-from triptych.workers.build import actor_config, context_tokens
-from triptych.workers.models import describe, resolve
-from triptych.workers.profiles import find_profile
-from triptych.workers.steps import offers_of
-from triptych.workers.tokenizer import open_tokenizer
+from triptych.workers.decode.plugins import offers_of
+from triptych.workers.factory import actor_config, context_tokens
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
+from triptych.workers.models.tokenizer import open_tokenizer
 
 UNLIMITED = 1_000_000
 """The router queues and refuses; Serve must not do it a second time, by count."""
@@ -111,7 +112,7 @@ def wire(plans: Sequence[AppPlan]) -> Application:
     workers = [stage for one in plans for stage in _stages(one)]
     pools = [_pools(one) for one in plans]
     return serve.deployment(
-        IngressShell,
+        IngressReplica,
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
         ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
@@ -122,7 +123,7 @@ def wire(plans: Sequence[AppPlan]) -> Application:
 def _router(plan: AppPlan) -> Application:
     here = sliver(plan.config.node_resource)
     return serve.deployment(
-        RouterShell,
+        RouterReplica,
         name=plan.named("Router"),
         ray_actor_options={"num_cpus": 0, "resources": here},
         **INNER,
@@ -133,7 +134,7 @@ def _pools(plan: AppPlan) -> Application:
     """A pool on each node, and if they are several, also on those that join later."""
     where = plan.config.node_resource
     pools = serve.deployment(
-        PoolShell,
+        PoolReplica,
         name=plan.named("Pool"),
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": sliver(where)},
@@ -152,7 +153,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
     actor = actor_config(plan.config, stage)
     names = {"prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
     return serve.deployment(
-        WorkerShell,
+        WorkerReplica,
         name=plan.named(names[stage] if len(members) == 1 else "Worker"),
         **_replicas(plan.config, stage),
         **INNER,
@@ -185,7 +186,7 @@ def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
 
 LOOK_BACK_S = 15.0
 """Over how long what the copies were told is averaged; more than the 10 s between two reports."""
-POLICY = "triptych.deployments.autoscaling:policy"
+POLICY = "triptych.deployments.placement.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
 """OpenMP threads spin for milliseconds before they sleep; how many, the processor's pause decides.
 

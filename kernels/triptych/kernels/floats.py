@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from triptych.kernels.compiled import from_half, kernel, pointer, to_half
+from triptych.kernels.codegen.numba_runtime import from_half, kernel, pointer, to_half
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT, BFLOAT, HALF = KINDS.values()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.known import Known
+from triptych.kernels.codegen.call_cache import Known
 from triptych.kernels.pages import check_indices
 
 

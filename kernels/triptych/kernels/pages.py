@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.known import Known
+from triptych.kernels.codegen.call_cache import Known
 
 
 @dataclass(frozen=True, slots=True, eq=False)

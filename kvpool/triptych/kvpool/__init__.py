@@ -1,43 +1,43 @@
 """Who owns which page, and until when: arenas, the pool's books, and access to both."""
 
-from triptych.kvpool.access import Access
-from triptych.kvpool.arena import Arena
-from triptych.kvpool.blocks import HoldId, Namespace, Publication
-from triptych.kvpool.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
-from triptych.kvpool.disklevel import DiskSettings
-from triptych.kvpool.fetch import Fetcher
-from triptych.kvpool.ledger import DiskLine, Ledger, NetworkLine, PrefixLine, WorkerLine
-from triptych.kvpool.outside import PoolAddress, bracketed, guest_name, is_guest
-from triptych.kvpool.pagemap import OwnerLine, PageMap
-from triptych.kvpool.pool import About
-from triptych.kvpool.prefixcache import PREFIX_WORKER, FoundPrefix, PrefixSettings
-from triptych.kvpool.service import PoolServer
+from triptych.kvpool.disk.tier import DiskSettings
+from triptych.kvpool.pool.arena import Arena
+from triptych.kvpool.pool.page_map import OwnerPages, PageMap
+from triptych.kvpool.pool.page_pool import About
+from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats, WorkerStats
+from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
+from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
+from triptych.kvpool.rpc.gateway import PoolAddress, bracketed, guest_name, is_guest
+from triptych.kvpool.rpc.server import PoolServer
+from triptych.kvpool.transfer.fetcher import Fetcher
 
 __all__ = [
     "PREFIX_WORKER",
     "About",
     "Access",
     "Arena",
-    "DiskLine",
     "DiskSettings",
+    "DiskStats",
     "Fetcher",
     "FoundPrefix",
     "HoldId",
-    "Ledger",
     "LocalPool",
     "Namespace",
-    "NetworkLine",
-    "OwnerLine",
+    "NetworkStats",
+    "OwnerPages",
     "PageMap",
     "PoolAddress",
     "PoolClient",
     "PoolServer",
+    "PoolStats",
     "PoolWatcher",
-    "PrefixLine",
     "PrefixSettings",
+    "PrefixStats",
     "Publication",
-    "WorkerLine",
     "WorkerPool",
+    "WorkerStats",
     "bracketed",
     "guest_name",
     "is_guest",

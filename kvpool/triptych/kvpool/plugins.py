@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from triptych.core.registry import Registry
-from triptych.kvpool.eviction import EvictionPolicy
+from triptych.kvpool.prefix.eviction import EvictionPolicy
 
 EVICTION_POLICIES = Registry[Callable[[], EvictionPolicy]](
     kind="eviction_policies",
     builtin={
-        "cost": "triptych.kvpool.eviction:CostPolicy",
-        "lru": "triptych.kvpool.eviction:LruPolicy",
+        "cost": "triptych.kvpool.prefix.eviction:CostPolicy",
+        "lru": "triptych.kvpool.prefix.eviction:LruPolicy",
     },
 )

@@ -3,27 +3,27 @@
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.core.registry import Registry
-from triptych.router.batching import BatchPolicy
-from triptych.router.placement import PlacementPolicy
-from triptych.router.schedule import STATIC, Schedule, static_schedule
+from triptych.router.policies.batch_gates import STATIC, Schedule, static_schedule
+from triptych.router.policies.batching import BatchPolicy
+from triptych.router.policies.placement import PlacementPolicy
 
 BATCH_POLICIES = Registry[BatchPolicy](
     kind="batch_policies",
     builtin={
-        "greedy_by_memory": "triptych.router.batching:greedy_by_memory",
-        "fifo": "triptych.router.batching:fifo",
-        "fcfs": "triptych.router.batching:fifo",
-        "dynamic": "triptych.router.dynamic:DYNAMIC",
+        "greedy_by_memory": "triptych.router.policies.batching:greedy_by_memory",
+        "fifo": "triptych.router.policies.batching:fifo",
+        "fcfs": "triptych.router.policies.batching:fifo",
+        "dynamic": "triptych.router.policies.dynamic:DYNAMIC",
     },
 )
 PLACEMENT_POLICIES = Registry[PlacementPolicy](
     kind="placement_policies",
     builtin={
-        "least_bytes": "triptych.router.placement:least_bytes",
-        "power_of_two": "triptych.router.placement:power_of_two",
-        "prefix_affinity": "triptych.router.placement:prefix_affinity",
-        "dualmap": "triptych.router.placement:dualmap",
-        "single_hash": "triptych.router.placement:single_hash",
+        "least_bytes": "triptych.router.policies.placement:least_bytes",
+        "power_of_two": "triptych.router.policies.placement:power_of_two",
+        "prefix_affinity": "triptych.router.policies.placement:prefix_affinity",
+        "dualmap": "triptych.router.policies.placement:dualmap",
+        "single_hash": "triptych.router.policies.placement:single_hash",
     },
 )
 

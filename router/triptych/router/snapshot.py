@@ -94,7 +94,7 @@ class Explanation:
     decode_worker: str
     """Address of the decode worker with a slot for it; empty until it is chosen."""
     booked_bytes: int
-    held_by: HeldBy
+    blocked_reason: HeldBy
     """For a waiting request: what the line waits for."""
 
 
@@ -108,7 +108,7 @@ class RouterSnapshot:
     """By arena."""
     capacity_bytes: int
     """Of all arenas together; of one while no worker is there."""
-    held_by: HeldBy
+    blocked_reason: HeldBy
     oldest_waiting_s: float
     counters: Mapping[str, int]
     """Decisions and oddities by reason, since the start."""

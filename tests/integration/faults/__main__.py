@@ -19,8 +19,8 @@ from tests.integration.faults.cluster import Cluster
 from tests.integration.faults.points import PART_POINTS, PLACES, WHOLE_POINTS
 from tests.integration.faults.trial import Trial, Trials
 from tests.tiny import save_tiny_model
-from triptych.cli.loadgen.host import host_info
 from triptych.cli.output import console, make_table, write_json
+from triptych.loadgen.report.host import host_info
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 

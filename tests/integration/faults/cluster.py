@@ -28,17 +28,17 @@ from tests.tiny import DIFFKV
 from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolError
-from triptych.core.messages import Failed, Request, Send, Suspend
-from triptych.deployments import rundir
+from triptych.core.messages import Failed, Preempt, Request, Send
 from triptych.deployments.app import make_plan
-from triptych.deployments.ingress import RouterEngine
-from triptych.deployments.plan import AppPlan
-from triptych.deployments.router import RouterShell
-from triptych.deployments.worker import WorkerShell
-from triptych.kvpool import Ledger, PoolServer, PrefixSettings
-from triptych.router import Coordinator
-from triptych.router.balance import can_move
-from triptych.router.state import State
+from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.replicas.ingress import RouterEngine
+from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.worker import WorkerReplica
+from triptych.deployments.transport import run_dir
+from triptych.kvpool import PoolServer, PoolStats, PrefixSettings
+from triptych.router import Scheduler
+from triptych.router.passes.migration import can_move
+from triptych.router.state.request_table import State
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
 WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", "heir")}
@@ -125,7 +125,7 @@ class Cluster:
         finally:
             await self.engine.stop()
             await asyncio.to_thread(self._stop, "router", "pool")
-            rundir.remove_orphans()
+            run_dir.remove_orphans()
 
     async def answer(self, request: Request, salt: str = "", session: str = "") -> Answer:
         """One client's request, from submission to its end.
@@ -205,7 +205,7 @@ class Cluster:
     def _is_whole(self) -> bool:
         return ABSENT not in self._taken
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> PoolStats:
         """The pool's books; raises PoolUnavailable while there is none."""
         with pool_at(self.plan.pool_address) as pool:
             return pool.stat()
@@ -252,8 +252,8 @@ def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int) -> None:
 
 
 def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
-    rundir.remove_orphans()
-    place = rundir.RunDir.enter(plan.run_dir)
+    run_dir.remove_orphans()
+    place = run_dir.RunDir.enter(plan.run_dir)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
     server = PoolServer(
         plan.config.pool, plan.pages.page_bytes, address=plan.pool_address, prefixes=prefixes
@@ -269,9 +269,9 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
 
 def move_at_random() -> None:
     """Have running requests moved all the time; to be even, some would move now and then."""
-    luck, advance = random.Random(0), Coordinator._advance
+    luck, advance = random.Random(0), Scheduler._advance
 
-    def restless(self: Coordinator, now: float) -> list[Send]:
+    def restless(self: Scheduler, now: float) -> list[Send]:
         books = self._books
         still = [
             entry
@@ -281,22 +281,22 @@ def move_at_random() -> None:
         if still and luck.random() < MOVES_A_FRAME:
             entry = luck.choice(still)
             entry.is_asked_back = True
-            books.outbox.post(entry.worker, Suspend(requests=(entry.id,)))
+            books.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
         return advance(self, now)
 
-    Coordinator._advance = restless
+    Scheduler._advance = restless
 
 
 async def be_router(plan: AppPlan, taken: Any, index: int) -> None:
     stop = told_to_stop()
     move_at_random()
-    shell = RouterShell.__new__(RouterShell)
+    shell = RouterReplica.__new__(RouterReplica)
     await shell.__init__(plan)
     taken[index] = 0
     await stop.wait()
 
 
-class Worker(WorkerShell):
+class Worker(WorkerReplica):
     """A worker that lets others see how many pages it has in use."""
 
     @property

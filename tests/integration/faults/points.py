@@ -6,78 +6,78 @@ from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.deployments.worker import WorkerShell
-from triptych.kvpool.locked import LockedPool
-from triptych.kvpool.remote import RemotePool
-from triptych.router import Coordinator
-from triptych.workers import compress
-from triptych.workers.answered import AnswerKeeper, StoredTokens
-from triptych.workers.decode import DecodeEngine
-from triptych.workers.growth import Growth
-from triptych.workers.journal import Journal
-from triptych.workers.prefill import PrefillEngine
-from triptych.workers.rows import SectionTable
-from triptych.workers.window import Window
+from triptych.deployments.replicas.worker import WorkerReplica
+from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.stub import PoolStub
+from triptych.router import Scheduler
+from triptych.workers.compress import compress_engine
+from triptych.workers.decode.checkpoint import Checkpoint
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.output_cache import OutputCache, StoredTokens
+from triptych.workers.decode.page_growth import PageGrowth
+from triptych.workers.decode.window import Window
+from triptych.workers.kv.block_table import SectionTable
+from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 EXIT_CODE = 66
 
 PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     "prefill": {
-        "look up the prefix": (RemotePool, "find_prefix"),
-        "get pages": (RemotePool, "grant"),
+        "look up the prefix": (PoolStub, "find_prefix"),
+        "get pages": (PoolStub, "grant"),
         "read a chunk": (PrefillEngine, "_read"),
         "draw the first token": (PrefillEngine, "_finish"),
-        "commit": (RemotePool, "handoff"),
-        "tell": (WorkerShell, "_deliver"),
+        "commit": (PoolStub, "handoff"),
+        "tell": (WorkerReplica, "_deliver"),
     },
     "compress": {
-        "attach": (RemotePool, "attach"),
-        "hold what is shared": (RemotePool, "hold_prefix"),
-        "plan": (compress.CompressEngine, "_classes"),
-        "get pages": (RemotePool, "grant"),
-        "publish the prefix": (RemotePool, "publish_prefix"),
-        "encode": (compress, "move_tokens"),
-        "commit": (RemotePool, "handoff"),
-        "tell": (WorkerShell, "_deliver"),
+        "attach": (PoolStub, "attach"),
+        "hold what is shared": (PoolStub, "hold_prefix"),
+        "plan": (compress_engine.CompressEngine, "_classes"),
+        "get pages": (PoolStub, "grant"),
+        "publish the prefix": (PoolStub, "publish_prefix"),
+        "encode": (compress_engine, "move_tokens"),
+        "commit": (PoolStub, "handoff"),
+        "tell": (WorkerReplica, "_deliver"),
     },
     "decode": {
-        "attach": (RemotePool, "attach"),
+        "attach": (PoolStub, "attach"),
         "fill the tables": (SectionTable, "fill"),
-        "enter the journal": (Journal, "join"),
-        "note a token": (Journal, "say"),
-        "grow": (Growth, "_grow"),
-        "get pages": (RemotePool, "grant"),
+        "enter the checkpoint": (Checkpoint, "join"),
+        "note a token": (Checkpoint, "say"),
+        "grow": (PageGrowth, "_grow"),
+        "get pages": (PoolStub, "grant"),
         "compute": (DecodeEngine, "_forward"),
         "plan a retirement": (Window, "leaving"),
         "note a retirement": (Window, "_carry_out"),
         "lower": (Window, "_lower"),
         "move up": (Window, "_enter"),
         "close a retirement": (Window, "_close"),
-        "note an offer": (Journal, "offer"),
-        "put on offer": (RemotePool, "handoff"),
-        "keep an answer": (AnswerKeeper, "go_on"),
+        "note an offer": (Checkpoint, "offer"),
+        "put on offer": (PoolStub, "handoff"),
+        "keep an answer": (OutputCache, "go_on"),
         "find what was answered": (StoredTokens, "of"),
         "copy what was answered": (StoredTokens, "copy"),
-        "publish the answer": (RemotePool, "publish_prefix"),
-        "keep the session": (RemotePool, "keep_session"),
-        "release": (RemotePool, "release"),
-        "leave the journal": (Journal, "leave"),
-        "tell": (WorkerShell, "_deliver"),
+        "publish the answer": (PoolStub, "publish_prefix"),
+        "keep the session": (PoolStub, "keep_session"),
+        "release": (PoolStub, "release"),
+        "leave the checkpoint": (Checkpoint, "leave"),
+        "tell": (WorkerReplica, "_deliver"),
     },
     "heir": {
-        "fence": (RemotePool, "inherit"),
-        "find": (Journal, "find"),
-        "adopt": (RemotePool, "adopt"),
+        "fence": (PoolStub, "inherit"),
+        "find": (Checkpoint, "find"),
+        "adopt": (PoolStub, "adopt"),
         "finish the retirement": (Window, "finish"),
-        "copy the journal": (Journal, "copy"),
+        "copy the checkpoint": (Checkpoint, "copy"),
     },
     "router": {
-        "submit": (Coordinator, "_submit"),
-        "prefilled": (Coordinator, "_prefilled"),
-        "planned": (Coordinator, "_planned"),
-        "compressed": (Coordinator, "_compressed"),
-        "suspended": (Coordinator, "_suspended"),
-        "finished": (Coordinator, "_finished"),
+        "submit": (Scheduler, "_submit"),
+        "prefilled": (Scheduler, "_prefilled"),
+        "planned": (Scheduler, "_planned"),
+        "compressed": (Scheduler, "_compressed"),
+        "suspended": (Scheduler, "_suspended"),
+        "finished": (Scheduler, "_finished"),
     },
     "pool": {
         "grant": (LockedPool, "grant"),
@@ -98,9 +98,9 @@ PARTS: dict[str, dict[str, tuple[Any, str]]] = {
         "hear that layers are encoded": (PrefillEngine, "_hear_encoded"),
     },
     "compress": {
-        "take layers": (compress.CompressEngine, "_take_layers"),
-        "encode layers": (compress.CompressEngine, "_step_early"),
-        "let raw layers go": (RemotePool, "release"),
+        "take layers": (compress_engine.CompressEngine, "_take_layers"),
+        "encode layers": (compress_engine.CompressEngine, "_step_early"),
+        "let raw layers go": (PoolStub, "release"),
     },
 }
 """The same where prompts are encoded layer by layer as they are read."""

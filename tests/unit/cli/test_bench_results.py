@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
-from triptych.cli.bench import described, save_details
-from triptych.cli.bench_compare import compare
-from triptych.cli.loadgen.gauges import Series, read_gauges
-from triptych.cli.loadgen.measure import Level, ServeBenchmark, measure
-from triptych.cli.loadgen.plot import curve, draw_all
-from triptych.cli.loadgen.results import read_results
-from triptych.cli.loadgen.run import Run
-from triptych.cli.loadgen.sample import Chunk, Sample
-from triptych.cli.loadgen.stats import Slo, goodput_per_gb, most_at_once
-from triptych.cli.loadgen.workload import Workload
+from triptych.cli.measure.bench import described, save_details
+from triptych.cli.measure.bench_compare import compare
 from triptych.core.errors import ConfigError
+from triptych.loadgen.measure import Level, ServeBenchmark, measure
+from triptych.loadgen.report.gauges import Series, read_gauges
+from triptych.loadgen.report.plot import curve, draw_all
+from triptych.loadgen.report.results import read_results
+from triptych.loadgen.report.sample import Chunk, Sample
+from triptych.loadgen.report.stats import Slo, goodput_per_gb, most_at_once
+from triptych.loadgen.run import Run
+from triptych.loadgen.workload.openai_requests import Workload
 
 WORKLOAD = Workload(model="fake", prompt_tokens=16, output_tokens=4)
 VLLM_NAMES = set(

@@ -20,7 +20,7 @@ except KeyboardInterrupt:
 """
 PARENT = """
 import sys
-from triptych.cli.child import run_interruptible
+from triptych.cli.serving.child import run_interruptible
 sys.exit(run_interruptible(sys.argv[1:]))
 """
 

@@ -14,7 +14,7 @@ import yaml
 from tests.tiny import save_tiny_model
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
-from triptych.cli.servefile import DEFAULT, default_serve_file
+from triptych.cli.serving.serve_file import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
 from triptych.core.profile import Profile
 from triptych.deployments.http.keys import KeyRing
@@ -224,7 +224,7 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
         started.append(command)
         return 0
 
-    monkeypatch.setattr("triptych.cli.serve.run_interruptible", begin)
+    monkeypatch.setattr("triptych.cli.serving.serve.run_interruptible", begin)
     path = serve_file({"model": {"name": str(tmp_path), "served_name": "tiny"}})
     code, _, err = run("serve", path)
     assert code == 0
@@ -254,7 +254,7 @@ def test_serve_of_a_wrong_file_starts_nothing(
     def begin(_command: list[str]) -> int:
         pytest.fail("started")
 
-    monkeypatch.setattr("triptych.cli.serve.run_interruptible", begin)
+    monkeypatch.setattr("triptych.cli.serving.serve.run_interruptible", begin)
     assert run("serve", serve_file({"modle": {}}))[0] == 2
 
 

@@ -4,8 +4,8 @@ import pytest
 import typer
 
 from tests.unit.cli.conftest import METRICS, Serve
-from triptych.cli import drain as command
-from triptych.cli.scrape import Metrics, parse_metrics, read_metrics
+from triptych.cli.serving import drain as command
+from triptych.cli.serving.scrape import Metrics, parse_metrics, read_metrics
 
 
 @pytest.fixture(autouse=True)

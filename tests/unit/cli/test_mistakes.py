@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from tests.unit.k8s.kustomize import Body, render
-from triptych.cli.diagnosis import Disk, Facts, diagnose
-from triptych.cli.doctor import container_memory, look_around
-from triptych.cli.manifests import find_problems, read_manifests
-from triptych.cli.servefile import DEFAULT, HttpOptions, parse_serve_config, read_http
+from triptych.cli.checks.diagnosis import Disk, Facts, diagnose
+from triptych.cli.checks.doctor import container_memory, look_around
+from triptych.cli.checks.manifests import find_problems, read_manifests
+from triptych.cli.serving.serve_file import DEFAULT, HttpOptions, parse_serve_config, read_http
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 

@@ -8,13 +8,13 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.unit.cli.conftest import Run
-from triptych.cli.plan import byte_count
-from triptych.cli.sizing import Load, app_plan, fits, sizes
+from triptych.cli.checks.plan import byte_count
+from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
 from triptych.core.config import AppConfig, AutoscalingConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.core.profile import Fidelity, Profile, Settings
-from triptych.router.estimate import ByteModel
+from triptych.router.models.memory_estimate import ByteModel
 
 SMALL = Geometry(layers=30, kv_heads=3, head_dim=64)
 LARGE = Geometry(layers=80, kv_heads=8, head_dim=128)
@@ -72,7 +72,7 @@ def test_what_calibration_measured_is_expected_of_its_policy_alone() -> None:
     assert all(other.expected_tokens is None for other in others)
 
 
-def test_memory_is_pages_journals_rays_store_and_processes() -> None:
+def test_memory_is_pages_checkpoints_rays_store_and_processes() -> None:
     one, two, scaled = (
         sizes(app_plan(replace(config(), decode=decode), SMALL, 8192, None), GIB)
         for decode in (
@@ -81,10 +81,10 @@ def test_memory_is_pages_journals_rays_store_and_processes() -> None:
             replace(config().decode, autoscaling=AutoscalingConfig(max_replicas=2)),
         )
     )
-    assert two.journal_bytes == 2 * one.journal_bytes > 2**20
-    assert one.shared_memory_bytes == 4 * GIB + one.journal_bytes + 256 * 2**20
+    assert two.checkpoint_bytes == 2 * one.checkpoint_bytes > 2**20
+    assert one.shared_memory_bytes == 4 * GIB + one.checkpoint_bytes + 256 * 2**20
     assert (one.workers, two.workers) == (3, 4)
-    added = GIB + GIB + one.journal_bytes  # a process, the weights in it, its journal
+    added = GIB + GIB + one.checkpoint_bytes  # a process, the weights in it, its checkpoint
     assert two.memory_bytes == one.memory_bytes + added
     assert scaled == two
 

@@ -17,8 +17,8 @@ from triptych.cli.pool import find_pool, pool_at
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
 from triptych.kvpool import About, Access, Namespace, PrefixSettings, Publication
-from triptych.kvpool.client import PoolClient
-from triptych.kvpool.service import PoolServer
+from triptych.kvpool.rpc.client import PoolClient
+from triptych.kvpool.rpc.server import PoolServer
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

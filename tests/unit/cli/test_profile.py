@@ -8,8 +8,8 @@ import yaml
 
 from tests.tiny import DIFFKV, save_tiny_model
 from tests.unit.cli.conftest import Run
-from triptych.cli.profile import overhead_of
-from triptych.workers.profiler import Profiler, Step
+from triptych.cli.measure.profile import overhead_of
+from triptych.workers.profiling.profiler import Profiler, Step
 
 
 @pytest.fixture(scope="module")

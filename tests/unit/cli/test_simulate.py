@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Run
-from triptych.cli.loadgen.results import read_results
-from triptych.cli.loadgen.virtual import weighted
+from triptych.loadgen.report.results import read_results
+from triptych.loadgen.workload.simulated import weighted
 
 
 def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decisions(

@@ -5,9 +5,9 @@ import json
 from rich.console import Console
 
 from tests.unit.cli.conftest import Run, Serve
-from triptych.cli.frames import WAITING, WORKING, draw, frame
-from triptych.cli.scrape import parse_metrics
-from triptych.router.state import State
+from triptych.cli.serving.scrape import parse_metrics
+from triptych.cli.serving.top_view import WAITING, WORKING, draw, frame
+from triptych.router.state.request_table import State
 
 BEFORE = """\
 triptych_num_requests_running 2.0

@@ -1,6 +1,7 @@
 """Frames: what was packed comes back; anything else is refused."""
 
 import struct
+from typing import cast
 
 import msgpack
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from triptych.core.errors import MessageError
 from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
 from triptych.core.messages import (
+    WIRE_VERSION,
     CompressionReport,
     Join,
     PromptLogprobs,
@@ -84,19 +86,28 @@ def test_messages_come_back_equal_and_in_order() -> None:
     [
         b"",
         b"\xc1",
-        msgpack.packb([2, ["Submit", {}]]),
-        msgpack.packb([1, ["Explode", {}]]),
-        msgpack.packb([1, ["Submit", {}]]),
-        msgpack.packb([1, ["Submit", {"request": 3}]]),
-        msgpack.packb([1, ["Cancel", {"requests": ["a"], "also": 1}]]),
-        msgpack.packb([1, ["Cancel", {"requests": [1]}]]),
-        msgpack.packb([1, "Cancel"]),
+        msgpack.packb([WIRE_VERSION + 1, ["Submit", {}]]),
+        msgpack.packb([WIRE_VERSION, ["Explode", {}]]),
+        msgpack.packb([WIRE_VERSION, ["Submit", {}]]),
+        msgpack.packb([WIRE_VERSION, ["Submit", {"request": 3}]]),
+        msgpack.packb([WIRE_VERSION, ["Cancel", {"requests": ["a"], "also": 1}]]),
+        msgpack.packb([WIRE_VERSION, ["Cancel", {"requests": [1]}]]),
+        msgpack.packb([WIRE_VERSION, "Cancel"]),
         msgpack.packb({"1": 2}),
         b"\x80\x04\x95\x0b\x00\x00\x00",  # the head of a pickle
     ],
 )
 def test_what_is_not_a_message_is_refused(frame: bytes) -> None:
     with pytest.raises(MessageError):
+        unpack(frame)
+
+
+def test_a_frame_of_the_release_before_is_refused_with_a_sentence() -> None:
+    frame = cast("bytes", msgpack.packb([WIRE_VERSION - 1, ["Hello", {}]]))
+    expected = (
+        f"wire version {WIRE_VERSION - 1}: this process reads version {WIRE_VERSION}; run one"
+    )
+    with pytest.raises(MessageError, match=expected):
         unpack(frame)
 
 

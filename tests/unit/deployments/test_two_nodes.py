@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import CONTEXT_TOKENS, save_tiny_model
-from tests.unit.deployments.test_network import FakeDirectory
+from tests.unit.deployments.transport.test_network import FakeDirectory
 from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Request, Sampling, Stage
 from triptych.core.pages import PagePlan
-from triptych.deployments.ingress import RouterEngine
-from triptych.deployments.plan import AppPlan
-from triptych.deployments.pool import PoolShell
-from triptych.deployments.router import RouterShell
-from triptych.deployments.routes import Network
-from triptych.deployments.rundir import RunDir
-from triptych.deployments.site import Site
-from triptych.deployments.worker import WorkerShell
+from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.replicas.ingress import RouterEngine
+from triptych.deployments.replicas.pool import PoolReplica
+from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.worker import WorkerReplica
+from triptych.deployments.transport.addressing import Network
+from triptych.deployments.transport.node_context import NodeContext
+from triptych.deployments.transport.run_dir import RunDir
 from triptych.kvpool import Access
 from triptych.workers.local import LocalServer
-from triptych.workers.models import describe
+from triptych.workers.models.facts import describe
 
 pytestmark = pytest.mark.slow
 
@@ -77,16 +77,16 @@ def sites(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray would say: a plan's directory is named after the node."""
     directory = FakeDirectory()
 
-    def arrive(plan: AppPlan) -> Site:
+    def arrive(plan: AppPlan) -> NodeContext:
         network = Network(
             plan.run_dir.name, "127.0.0.1", plan.run_dir, directory, Access(plan.token)
         )
-        return Site(plan, RunDir.enter(plan.run_dir), network)
+        return NodeContext(plan, RunDir.enter(plan.run_dir), network)
 
-    monkeypatch.setattr(Site, "arrive", arrive)
+    monkeypatch.setattr(NodeContext, "arrive", arrive)
 
 
-class Worker(WorkerShell):
+class Worker(WorkerReplica):
     """One that says when it leaves, where Serve would."""
 
     async def leave(self) -> None:
@@ -96,7 +96,7 @@ class Worker(WorkerShell):
         pass
 
 
-class Router(RouterShell):
+class Router(RouterReplica):
     async def leave(self) -> None:
         await super().__del__()
 
@@ -104,7 +104,7 @@ class Router(RouterShell):
         pass
 
 
-class Pool(PoolShell):
+class Pool(PoolReplica):
     def leave(self) -> None:
         super().__del__()
 
@@ -156,7 +156,7 @@ async def cluster(plan: AppPlan, sites: None) -> AsyncIterator[Cluster]:
     pools = {node: await asyncio.to_thread(Pool, at) for node, at in nodes.items()}
     router = Router.__new__(Router)
     await router.__init__(nodes["front"])
-    network = Site.arrive(nodes["front"]).network
+    network = NodeContext.arrive(nodes["front"]).network
     assert network is not None
     engine = RouterEngine(nodes["front"], routes=network)
     await engine.start()

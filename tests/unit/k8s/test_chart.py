@@ -9,7 +9,7 @@ import yaml
 
 from tests.unit.k8s.kustomize import Body
 from tests.unit.k8s.test_manifests import K8S, ROOT, of_kind, rendered, validate
-from triptych.cli.manifests import find_problems
+from triptych.cli.checks.manifests import find_problems
 from triptych.core.config import AppConfig
 
 CHART = K8S / "chart"

@@ -16,14 +16,14 @@ from ray.serve.schema import ServeDeploySchema
 
 from tests.unit.k8s.kustomize import Body, render
 from tests.unit.k8s.schemas import CUSTOM
-from triptych.cli.manifests import find_problems
-from triptych.cli.servefile import parse_serve_config
+from triptych.cli.checks.manifests import find_problems
+from triptych.cli.serving.serve_file import parse_serve_config
 from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan
 from triptych.deployments.app import check_gpus, wire
-from triptych.deployments.placement import sliver
-from triptych.deployments.plan import AppPlan
+from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.placement.nodes import sliver
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"

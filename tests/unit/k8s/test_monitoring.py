@@ -18,9 +18,9 @@ from tests.unit.k8s.kustomize import Body, render
 from tests.unit.k8s.test_manifests import K8S, pod_templates, rendered, validate
 from triptych.core.messages import Report
 from triptych.deployments.http.metrics import IngressMetrics
-from triptych.deployments.status import Status
+from triptych.deployments.monitoring.status import Status
 from triptych.kvpool import LocalPool
-from triptych.kvpool.ledger import DiskLine
+from triptych.kvpool.pool.stats import DiskStats
 from triptych.router import RouterSnapshot
 
 COMPONENT = K8S / "components" / "monitoring"
@@ -45,12 +45,12 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Body
 def exported() -> dict[str, set[str]]:
     """Every metric of a server that has seen some of everything, with the names of its labels."""
     with LocalPool(16, 256, "w") as pool:
-        ledger = replace(pool.stat(), disk=DiskLine(capacity_bytes=1, skipped={"full": 1}))
+        ledger = replace(pool.stat(), disk=DiskStats(capacity_bytes=1, skipped={"full": 1}))
     router = RouterSnapshot(
         requests={"waiting": 1},
         booked_bytes={"a": 1},
         capacity_bytes=1,
-        held_by="",
+        blocked_reason="",
         oldest_waiting_s=1.0,
         counters={"fits": 1},
         workers=(),

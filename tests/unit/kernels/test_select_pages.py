@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.core.head_budgets import SPREAD_STEPS
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
-from triptych.core.spread import SPREAD_STEPS
 from triptych.kernels import (
     PageLists,
     Rule,

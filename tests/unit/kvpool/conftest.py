@@ -7,8 +7,8 @@ import pytest
 
 from triptych.core.config import PoolConfig
 from triptych.kvpool import Access, PrefixSettings
-from triptych.kvpool.client import LocalPool, PoolClient, WorkerPool
-from triptych.kvpool.service import PoolServer
+from triptych.kvpool.rpc.client import LocalPool, PoolClient, WorkerPool
+from triptych.kvpool.rpc.server import PoolServer
 
 PAGES, PAGE_BYTES = 4096, 256
 

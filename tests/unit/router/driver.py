@@ -12,11 +12,11 @@ from triptych.core.messages import (
     CompressionReport,
     Expel,
     Failed,
-    Hello,
     Message,
     Planned,
     Prefill,
     Prefilled,
+    Register,
     Report,
     Request,
     Sampling,
@@ -26,7 +26,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
-from triptych.router import ByteModel, Coordinator, Patience
+from triptych.router import ByteModel, Patience, Scheduler
 
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
 MODEL = ByteModel(PagePlan(Geometry(layers=1, kv_heads=1, head_dim=64), 3584, POLICY))
@@ -73,7 +73,7 @@ class Driver:
         self.now = 0.0
         self.slots, self.arenas = slots, arenas or {}
         settings = {"patience_s": 5.0, **config}
-        self.router = Coordinator(
+        self.router = Scheduler(
             RouterConfig(**settings),  # pyright: ignore[reportArgumentType]
             plan,
             capacity,
@@ -81,14 +81,14 @@ class Driver:
         )
         for worker in workers:
             self.hello(worker)
-        self.on(Hello(name="in#1", address="in"), "in")
+        self.on(Register(name="in#1", address="in"), "in")
 
     def on(self, message: Message, sender: str) -> list[Send]:
         return self.router.on(message, sender, self.now)
 
     def hello(self, address: str, start: int = 1) -> list[Send]:
         stages = WORKERS.get(address, ALL_STAGES)
-        hello = Hello(
+        hello = Register(
             name=f"{address}#{start}",
             address=address,
             stages=stages,

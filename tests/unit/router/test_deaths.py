@@ -63,11 +63,11 @@ def test_the_death_of_a_worker_may_overtake_the_end_of_an_answer() -> None:
     assert failures(driver.router.lost("D", driver.now)) == []
 
 
-def resume(former: str = "D#1", age_s: float = 0.0) -> Resume:
+def resume(previous_worker: str = "D#1", age_s: float = 0.0) -> Resume:
     join = Join(
         request=request(), words=(7,), handle=handle("r", "final"), report=REPORT, age_s=age_s
     )
-    return Resume(former=former, join=join)
+    return Resume(previous_worker=previous_worker, join=join)
 
 
 def test_another_decode_worker_takes_over_from_a_dead_one() -> None:
@@ -274,11 +274,11 @@ def test_a_request_that_lost_its_worker_goes_to_the_front_and_finds_the_line_nev
     assert send.message.requests[0] == again
 
 
-@pytest.mark.parametrize(("step", "giver"), [("compressing", "P"), ("decoding", "C")])
-def test_the_death_of_the_stage_before_costs_nothing(step: Step, giver: str) -> None:
+@pytest.mark.parametrize(("step", "source_worker"), [("compressing", "P"), ("decoding", "C")])
+def test_the_death_of_the_stage_before_costs_nothing(step: Step, source_worker: str) -> None:
     driver = whole()
     driver.bring_to(step)
-    assert driver.router.lost(giver, driver.now) == []
+    assert driver.router.lost(source_worker, driver.now) == []
     assert driver.state() == step
 
 
@@ -323,7 +323,7 @@ def test_a_new_process_at_a_known_address_means_that_the_old_one_died() -> None:
     driver.bring_to("decoding")
     [send] = driver.hello("D", start=2)
     assert isinstance(send.message, Resume)
-    assert send.message.former == "D#1"
+    assert send.message.previous_worker == "D#1"
 
 
 def test_the_same_process_saying_hello_again_changes_nothing() -> None:

@@ -9,9 +9,9 @@ import torch
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
-from triptych.workers.build import cores_for, device_of
-from triptych.workers.cores import OwnCores, Turns
+from triptych.workers.core_scheduler import OwnCores, Turns
 from triptych.workers.device import CPU, device_for
+from triptych.workers.factory import cores_for, device_of
 from triptych.workers.local import LocalServer
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
-from triptych.router.recording import replay
+from triptych.router.replay import replay
 from triptych.workers.local import LocalServer
 
 

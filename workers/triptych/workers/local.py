@@ -24,14 +24,14 @@ from triptych.core.messages import (
     POOL,
     ROUTER,
     STAGES,
+    BorrowCacheMemory,
     Cancel,
     CompressionReport,
     Failed,
     FinishReason,
-    Hello,
-    Lend,
     Message,
     PromptLogprobs,
+    Register,
     Request,
     Sampling,
     Send,
@@ -43,22 +43,23 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
-from triptych.router import Journeys, Life, Patience, Windows
-from triptych.router.recording import end_recording, open_coordinator
-from triptych.workers.build import (
+from triptych.router import AttemptTable, Patience, RequestTrace, Windows
+from triptych.router.replay import end_recording, open_scheduler
+from triptych.workers.core_scheduler import Turns
+from triptych.workers.decode.plugins import offers_of
+from triptych.workers.device import Device
+from triptych.workers.factory import (
     context_tokens,
     device_of,
-    load_brain,
+    load_model,
     make_engines,
     prefix_store,
 )
-from triptych.workers.cores import Turns
-from triptych.workers.device import Device
 from triptych.workers.loop import Around, StageLoop
-from triptych.workers.models import describe, resolve
-from triptych.workers.profiles import find_profile
-from triptych.workers.sampling import Draw, sample
-from triptych.workers.steps import offers_of
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
+from triptych.workers.sampling.sampler import Draw, sample
 
 WORKER, CLIENT = "worker", "client"
 
@@ -130,7 +131,7 @@ class LocalServer:
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = Turns(Path(self._directory.name))
-        brain = load_brain(config, self.plan, path, STAGES, device)
+        brain = load_model(config, self.plan, path, STAGES, device)
         self.weight_bytes = brain.answers.model.network.step_bytes if brain else 0
         """That each forward pass reads."""
         self.vocab_size = facts.vocab_size
@@ -139,7 +140,7 @@ class LocalServer:
             config, self.plan, brain, self.pool, STAGES, draw, self._prefixes, device
         )
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
-        self._coordinator = open_coordinator(
+        self._coordinator = open_scheduler(
             config.router,
             self.plan,
             capacity_bytes=pages * self.plan.page_bytes - self.plan.prefix_bytes,
@@ -148,9 +149,9 @@ class LocalServer:
         self._lock = threading.Lock()
         self._watch = watch
         context = context_tokens(config, facts.context_tokens)
-        self._journeys = Journeys(Windows.of(config.model, context))
+        self._journeys = AttemptTable(Windows.of(config.model, context))
         self._ids = itertools.count()
-        hello = Hello(
+        hello = Register(
             name=WORKER,
             address=WORKER,
             stages=STAGES,
@@ -192,7 +193,7 @@ class LocalServer:
         return self._loop.looked_on(around)
 
     @property
-    def lives(self) -> Sequence[Life]:
+    def lives(self) -> Sequence[RequestTrace]:
         """What became of the latest requests, in seconds of ``time.monotonic``."""
         with self._lock:
             return self._coordinator.lives()
@@ -274,7 +275,7 @@ class LocalServer:
         (message,) = unpack(pack([send.message]))
         if send.to == WORKER:
             self._loop.post(message)
-        elif isinstance(message, Lend):
+        elif isinstance(message, BorrowCacheMemory):
             self._to_router(self.pool.lend(message.bytes), POOL)
         elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):
             journey.hear(message)

@@ -21,14 +21,14 @@ from triptych.core.messages import (
     Layers,
     LayersEncoded,
     Message,
+    Preempt,
     Prefill,
     Report,
     Resume,
     Send,
     Stage,
-    Suspend,
 )
-from triptych.workers.cores import Cores
+from triptych.workers.core_scheduler import Cores
 from triptych.workers.stage import Engine, refuse
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def requests_of(message: Message) -> list[str]:
             return [request.id for request in requests]
         case Compress(items=items):
             return [item.request for item in items]
-        case Encode(requests=names) | Suspend(requests=names) | Expect(requests=names):
+        case Encode(requests=names) | Preempt(requests=names) | Expect(requests=names):
             return list(names)
         case Layers(request=name) | LayersEncoded(request=name):
             return [name]

@@ -1,9 +1,17 @@
 """The OpenAI-compatible HTTP side: a FastAPI app over any engine, free of Ray."""
 
-from triptych.deployments.http.app import create_app
-from triptych.deployments.http.intake import Intake
+from triptych.deployments.http.api_server import create_app
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.serving import OpenAIServing
 from triptych.deployments.http.tokenizer import Tokenizer
 
-__all__ = ["Engine", "Health", "IngressMetrics", "Intake", "ModelCard", "Tokenizer", "create_app"]
+__all__ = [
+    "Engine",
+    "Health",
+    "IngressMetrics",
+    "ModelCard",
+    "OpenAIServing",
+    "Tokenizer",
+    "create_app",
+]

@@ -14,8 +14,8 @@ from pathlib import Path
 from starlette.responses import Response
 
 from triptych.deployments.http.interfaces import ModelCard
+from triptych.deployments.http.json_frames import JsonResponse
 from triptych.deployments.http.metrics import IngressMetrics
-from triptych.deployments.http.wire import JsonResponse
 
 BoardSource = Callable[[], Awaitable[Mapping[str, object]]]
 """Fetches what router and pool know, as JSON that is bounded in size."""

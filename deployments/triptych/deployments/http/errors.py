@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from triptych.core.errors import QueueFull, RequestError, TooManyRequests, TriptychError
 from triptych.core.messages import Failed
-from triptych.deployments.http.wire import JsonResponse
+from triptych.deployments.http.json_frames import JsonResponse
 
 logger = logging.getLogger(__name__)
 

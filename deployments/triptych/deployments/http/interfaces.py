@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
+from triptych.core.plugin_overrides import Offer
 from triptych.core.profile import Fidelity
-from triptych.core.switches import Offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,11 +194,11 @@ class KeyRing:
 
     def _take(self, keys: Mapping[str, Key]) -> None:
         """Keep what is counted of those who stay."""
-        former = self._clients
+        previous_worker = self._clients
         self._clients = {}
         for digest, key in keys.items():
             tenant = _digest(f"name {key.name}")
-            client = former.get(digest) or Client(tenant, refused=self.refused)
+            client = previous_worker.get(digest) or Client(tenant, refused=self.refused)
             client.tenant, client.key = tenant, key
             self._clients[digest] = client
 

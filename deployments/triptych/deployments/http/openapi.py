@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from triptych.deployments.http.protocol import (
+from triptych.deployments.http.openai.protocol import (
     Body,
     ChatBody,
     CompletionBody,

@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from triptych.core.errors import Cancelled, DeadlineExceeded, StageLost
 from triptych.core.messages import Failed, Tokens
-from triptych.deployments.http.answers import Answer, Choice
 from triptych.deployments.http.errors import RequestFailed, report
 from triptych.deployments.http.interfaces import Engine
+from triptych.deployments.http.json_frames import DONE, KEEP_ALIVE, event
 from triptych.deployments.http.limits import request_id
 from triptych.deployments.http.metrics import IngressMetrics
-from triptych.deployments.http.plan import Job
-from triptych.deployments.http.wire import DONE, KEEP_ALIVE, event
+from triptych.deployments.http.openai.request_builder import Job
+from triptych.deployments.http.openai.responses import Answer, Choice
 
 logger = logging.getLogger(__name__)
 

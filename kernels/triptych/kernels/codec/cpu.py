@@ -9,9 +9,9 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.codec import driver
+from triptych.kernels.codec import codec_numba
 from triptych.kernels.codec.vectors import COPY, NARROW, REQUANTIZE
-from triptych.kernels.compiled import team_address, team_threads
+from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.floats import KINDS
 from triptych.kernels.pages import (
     Section,
@@ -57,7 +57,7 @@ def store_tokens(
         pages.data_ptr(),
         rows.data_ptr(),
     )
-    _run(job, driver.store.address, "store_tokens")
+    _run(job, codec_numba.store.address, "store_tokens")
 
 
 def append_tokens(
@@ -93,7 +93,7 @@ def append_tokens(
         slots.data_ptr(),
         places.data_ptr(),
     )
-    _run(job, driver.append.address, "append_tokens")
+    _run(job, codec_numba.append.address, "append_tokens")
 
 
 def transcode(
@@ -117,7 +117,7 @@ def transcode(
         *way_words(source_layout, target_layout),
         *(item.data_ptr() for item in cells),
     )
-    _run(job, driver.transcode.address, "transcode")
+    _run(job, codec_numba.transcode.address, "transcode")
 
 
 def move_tokens(
@@ -133,8 +133,8 @@ def move_tokens(
     check_moves(source, target, slots, places, target_places)
     slots, places, target_places = slots.contiguous(), _dense(places), _dense(target_places)
     rows, heads, most = target_places.shape
-    run = max(1, min(most, driver.CHUNK))
-    runs, at_once = -(-most // run), driver.CHUNK // run
+    run = max(1, min(most, codec_numba.CHUNK))
+    runs, at_once = -(-most // run), codec_numba.CHUNK // run
     job = _job(
         arena,
         source.layout.head_dim,
@@ -151,7 +151,7 @@ def move_tokens(
         target_places.data_ptr(),
         *target_places.stride()[:2],
     )
-    _run(job, driver.move.address, "move_tokens", alone=at_once)
+    _run(job, codec_numba.move.address, "move_tokens", alone=at_once)
 
 
 def load_tokens(
@@ -179,7 +179,7 @@ def load_tokens(
         value.data_ptr(),
         positions.data_ptr(),
     )
-    _run(job, driver.load.address, "load_tokens")
+    _run(job, codec_numba.load.address, "load_tokens")
     return key, value, positions
 
 
@@ -266,6 +266,6 @@ def _struct(words: int) -> Struct:
     return Struct(f"{words}q")
 
 
-def _run(job: np.ndarray, body: int, name: str, alone: int = driver.CHUNK) -> None:
-    if not driver.run(job, team_address(), body, team_threads(), alone):
+def _run(job: np.ndarray, body: int, name: str, alone: int = codec_numba.CHUNK) -> None:
+    if not codec_numba.run(job, team_address(), body, team_threads(), alone):
         raise ConfigError(f"{name}: an index names a page or a row that the arena does not have")

@@ -14,15 +14,6 @@ from triptych.kernels.codec.gpu_cells import (
     store_cells,
     transcode_cells,
 )
-from triptych.kernels.form import form_of
-from triptych.kernels.launch import (
-    VECTOR_TYPES,
-    Argument,
-    Launch,
-    check_device,
-    dense,
-    power_of_two,
-)
 from triptych.kernels.pages import (
     Section,
     check_append,
@@ -30,6 +21,15 @@ from triptych.kernels.pages import (
     check_indices,
     check_moves,
 )
+from triptych.kernels.triton.launch import (
+    VECTOR_TYPES,
+    Argument,
+    Launch,
+    check_device,
+    dense,
+    power_of_two,
+)
+from triptych.kernels.triton.triton_layout import form_of
 
 COPY, NARROW, REQUANTIZE = range(3)
 BLOCK_NUMBERS = 4096

@@ -7,7 +7,14 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from triptych.kernels.compiled import from_half, inlined, kernel, pointer, summing_kernel, to_half
+from triptych.kernels.codegen.numba_runtime import (
+    from_half,
+    inlined,
+    kernel,
+    pointer,
+    summing_kernel,
+    to_half,
+)
 
 FP16_MAX = np.float32(65504.0)
 

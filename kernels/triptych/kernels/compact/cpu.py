@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
+from triptych.kernels.codegen.numba_runtime import inlined, kernel, prefetch
 from triptych.kernels.compact.retire import NONE, Retirement
-from triptych.kernels.compiled import inlined, kernel, prefetch
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 AHEAD = 4

@@ -10,9 +10,9 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.kernels.compact.gpu_rows import classify, retire_tokens
 from triptych.kernels.compact.retire import Retirement
-from triptych.kernels.form import form_of, section_arguments
-from triptych.kernels.launch import Argument, Launch, check_device, power_of_two
 from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.triton.launch import Argument, Launch, check_device, power_of_two
+from triptych.kernels.triton.triton_layout import form_of, section_arguments
 
 TILE = 1024
 

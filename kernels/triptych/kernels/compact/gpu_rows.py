@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from triptych.kernels.gpu_pages import cells_of, positions_of, row_of
+from triptych.kernels.triton.page_access import cells_of, positions_of, row_of
 
 
 @triton.jit

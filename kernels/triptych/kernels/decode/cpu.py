@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.compiled import team_address, team_threads
-from triptych.kernels.decode import driver
+from triptych.kernels.codegen.numba_runtime import team_address, team_threads
+from triptych.kernels.decode import flash_decoding
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
 from triptych.kernels.lists import PageLists, list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
@@ -105,7 +105,7 @@ def _attend(
     if lists is not None:
         places = lists.rows.contiguous()
         listed = list_words(lists, rows, table.kv_heads)
-    job = np.empty(driver.JOB_WORDS, np.int64)
+    job = np.empty(flash_decoding.JOB_WORDS, np.int64)
     JOB.pack_into(
         job.data,
         0,
@@ -121,7 +121,9 @@ def _attend(
         0 if places is None else places.data_ptr(),
         *listed,
     )
-    if not driver.attend(job, team_address(), driver.take_runs.address, team_threads()):
+    if not flash_decoding.attend(
+        job, team_address(), flash_decoding.take_runs.address, team_threads()
+    ):
         raise ConfigError("decode attention: a slot, a token count or a page id is out of range")
 
 

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, score_run
-from triptych.kernels.form import (
-    MIN_DOT,
-    chunk_of,
-    form_of,
-    list_arguments,
-    section_arguments,
-)
-from triptych.kernels.launch import (
+from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.triton.launch import (
     Launch,
     check_device,
     factors_of,
     power_of_two,
     processors,
 )
-from triptych.kernels.lists import PageLists, check_lists
-from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.triton.triton_layout import (
+    MIN_DOT,
+    chunk_of,
+    form_of,
+    list_arguments,
+    section_arguments,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from triptych.kernels.gpu_pages import (
+from triptych.kernels.triton.page_access import (
     capped,
     cells_of,
     half_of,

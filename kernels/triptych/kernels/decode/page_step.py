@@ -13,9 +13,9 @@ from typing import Any
 from llvmlite import ir
 
 from triptych.core.layout import PageLayout
-from triptych.kernels.native import compile_function, vector_lanes
+from triptych.kernels.codegen.native import compile_function, vector_lanes
+from triptych.kernels.codegen.simd import FLOAT, I32, I64, POINTER, Emitter, Value, vector
 from triptych.kernels.pages import is_channel_major
-from triptych.kernels.simd import FLOAT, I32, I64, POINTER, Emitter, Value, vector
 
 CACHE_LINE = 64
 HIDDEN = -1e30

@@ -10,7 +10,7 @@ from numba import carray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.compiled import (
+from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     float_of_bits,
     kernel,
@@ -21,8 +21,8 @@ from triptych.kernels.compiled import (
     team_body,
     team_threads,
 )
+from triptych.kernels.codegen.simd import EXP2
 from triptych.kernels.floats import KINDS, read_floats, write_floats
-from triptych.kernels.simd import EXP2
 
 NORM, ROTATE, GATE = range(3)
 

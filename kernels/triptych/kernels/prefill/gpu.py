@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.form import MIN_DOT, form_of
-from triptych.kernels.launch import (
+from triptych.kernels.pages import Past, check_arena, check_indices
+from triptych.kernels.prefill.gpu_blocks import attend_chunks, find_first, sum_columns
+from triptych.kernels.triton.launch import (
     VECTOR_TYPES,
     Argument,
     Launch,
@@ -22,8 +23,7 @@ from triptych.kernels.launch import (
     is_interpreted,
     power_of_two,
 )
-from triptych.kernels.pages import Past, check_arena, check_indices
-from triptych.kernels.prefill.gpu_blocks import attend_chunks, find_first, sum_columns
+from triptych.kernels.triton.triton_layout import MIN_DOT, form_of
 
 
 @dataclass(frozen=True, slots=True)

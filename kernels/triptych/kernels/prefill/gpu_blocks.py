@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from triptych.kernels.gpu_pages import capped, cells_of, numbers_of, positions_of, soften
+from triptych.kernels.triton.page_access import capped, cells_of, numbers_of, positions_of, soften
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
-from triptych.kernels.compiled import team_address, team_threads
+from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.hadamard import block_size
 from triptych.kernels.lists import PageLists, list_words
 from triptych.kernels.pages import Section, check_arena, check_indices

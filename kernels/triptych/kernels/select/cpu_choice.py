@@ -7,8 +7,8 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from triptych.core.spread import SPREAD_STEPS
-from triptych.kernels.compiled import (
+from triptych.core.head_budgets import SPREAD_STEPS
+from triptych.kernels.codegen.numba_runtime import (
     call_score_tile,
     fetch_add,
     kernel,

@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray
 
 from triptych.kernels.codec.vectors import PART_WORDS, decode, part_of
-from triptych.kernels.compiled import (
+from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     from_half,
     kernel,

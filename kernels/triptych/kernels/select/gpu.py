@@ -14,8 +14,6 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec import gpu as codec
-from triptych.kernels.form import MIN_DOT, chunk_of, list_arguments
-from triptych.kernels.launch import Argument, Launch, check_device, power_of_two, processors
 from triptych.kernels.lists import PageLists, check_lists
 from triptych.kernels.pages import Section, check_indices
 from triptych.kernels.select.gpu_choice import choose_pages
@@ -28,6 +26,8 @@ from triptych.kernels.select.summary import (
     check_spread,
     check_summaries,
 )
+from triptych.kernels.triton.launch import Argument, Launch, check_device, power_of_two, processors
+from triptych.kernels.triton.triton_layout import MIN_DOT, chunk_of, list_arguments
 
 SPAN = 32
 """Pages that a program scores together; half of them where a group fills two tiles of heads."""

@@ -11,7 +11,7 @@ threshold, whatever the length of the row, and one more writes the list in its o
 import triton
 import triton.language as tl
 
-from triptych.core import spread as core_spread
+from triptych.core import head_budgets as core_spread
 from triptych.kernels.select import summary
 from triptych.kernels.select.gpu_scores import asked_of, pages_of, score_pages
 

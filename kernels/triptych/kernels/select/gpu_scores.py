@@ -9,8 +9,8 @@ float32 accuracy; squares of deviations are two bytes.
 import triton
 import triton.language as tl
 
-from triptych.kernels.gpu_pages import half_of, halves, held_of, products, unit_of
 from triptych.kernels.select import summary
+from triptych.kernels.triton.page_access import half_of, halves, held_of, products, unit_of
 
 PAGES = tl.constexpr(summary.TILE_PAGES)
 BLOCKS = tl.constexpr(summary.BLOCKS)

@@ -9,7 +9,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from triptych.kernels.native import compile_function, vector_lanes
+from triptych.kernels.codegen.native import compile_function, vector_lanes
+from triptych.kernels.codegen.simd import FLOAT, I64, POINTER, Emitter, Value, vector
 from triptych.kernels.select.summary import (
     BLOCKS,
     CODE_BYTES,
@@ -19,7 +20,6 @@ from triptych.kernels.select.summary import (
     Kind,
     tile_bytes,
 )
-from triptych.kernels.simd import FLOAT, I64, POINTER, Emitter, Value, vector
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.spread import SPREAD_STEPS
+from triptych.core.head_budgets import SPREAD_STEPS
 
 Kind = Literal["box", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

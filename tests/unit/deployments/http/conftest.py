@@ -24,7 +24,7 @@ from triptych.core.messages import (
     TokenLogprob,
     Tokens,
 )
-from triptych.deployments.http import Health, Intake, ModelCard, create_app
+from triptych.deployments.http import Health, ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.interfaces import Engine
 
 MODEL = "tiny"
@@ -214,9 +214,9 @@ def server(tokenizer: PreTrainedTokenizerFast, late_engine: LateEngine) -> Itera
 
 def make_intake(
     engine: Engine, tokenizer: PreTrainedTokenizerFast, config: IngressConfig
-) -> Intake:
+) -> OpenAIServing:
     card = ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000)
-    return Intake(engine=engine, tokenizer=tokenizer, model=card, config=config)
+    return OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=config)
 
 
 @contextmanager

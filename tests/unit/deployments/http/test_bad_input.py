@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triptych.core.errors import RequestError
-from triptych.deployments.http.wire import parse_json
+from triptych.deployments.http.json_frames import parse_json
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -6,7 +6,7 @@ The fields are those of the models that check requests, so a new one is tried as
 import httpx
 import pytest
 
-from triptych.deployments.http.protocol import (
+from triptych.deployments.http.openai.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import Overloaded
-from triptych.deployments.http import IngressMetrics, Intake, ModelCard, create_app
+from triptych.deployments.http import IngressMetrics, ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.dashboard import PAGE, Dashboard
 
 CARD = ModelCard(name="tiny", context_tokens=2048, created=0)
@@ -128,7 +128,7 @@ async def test_however_many_watch_the_router_is_asked_twice_a_second_at_most() -
 @pytest.fixture
 def serve(tokenizer, engine, tmp_path: Path) -> Callable[..., TestClient]:
     def begin(config: IngressConfig, **parts: object) -> TestClient:
-        intake = Intake(engine=engine, tokenizer=tokenizer, model=CARD, config=config)
+        intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=CARD, config=config)
         return TestClient(create_app(intake, **parts), raise_server_exceptions=False)
 
     return begin

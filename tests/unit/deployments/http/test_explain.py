@@ -13,8 +13,8 @@ from tests.unit.deployments.http.conftest import FakeEngine
 from tests.unit.router.driver import request, whole
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Finished
-from triptych.deployments.explain import explained, summary
-from triptych.deployments.http import Intake, ModelCard, create_app
+from triptych.deployments.http import ModelCard, OpenAIServing, create_app
+from triptych.deployments.monitoring.explain import explained, summary
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -46,7 +46,7 @@ def keys(tmp_path: Path) -> str:
 async def ask(
     engine: FakeEngine, tokenizer, config: IngressConfig, key: str, *, path: str, body=None
 ) -> httpx.Response:
-    intake = Intake(
+    intake = OpenAIServing(
         engine=engine,
         tokenizer=tokenizer,
         model=ModelCard(name="tiny", context_tokens=2048, created=0),

@@ -13,7 +13,7 @@ import yaml
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ConfigError, InvalidKey, TooManyRequests
-from triptych.deployments.http import Intake, ModelCard, create_app
+from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.keys import KeyRing, read_keys
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -149,7 +149,7 @@ async def test_clients_meet_their_limits(tokenizer, engine, tmp_path: Path) -> N
     """Over HTTP, with the official client; a stream counts until it ends."""
     path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=2))
     app = create_app(
-        Intake(
+        OpenAIServing(
             engine=engine,
             tokenizer=tokenizer,
             model=ModelCard(name="tiny", context_tokens=2048, created=0),

@@ -12,7 +12,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from triptych.core.errors import Overloaded, QueueFull
-from triptych.deployments.http.protocol import ChatBody
+from triptych.deployments.http.openai.protocol import ChatBody
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -11,11 +11,11 @@ from google.protobuf.struct_pb2 import Struct
 from tests.unit.deployments.http.conftest import FakeEngine, make_engine
 from triptych.core.config import IngressConfig
 from triptych.core.errors import RequestError
-from triptych.core.messages import Request, Switch, Tokens
-from triptych.core.switches import Bound, Offer, switches_of
-from triptych.deployments.http import Intake, ModelCard, create_app
-from triptych.deployments.rpc.bodies import body_of
-from triptych.deployments.rpc.triptych_pb2 import CompletionRequest
+from triptych.core.messages import PluginOverride, Request, Tokens
+from triptych.core.plugin_overrides import Bound, Offer, overrides_of
+from triptych.deployments.grpc.bodies import body_of
+from triptych.deployments.grpc.triptych_pb2 import CompletionRequest
+from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 
 OFFERS = (
     Offer(
@@ -47,7 +47,7 @@ def engine(tokenizer) -> FakeEngine:
 @pytest.fixture
 async def http(engine, tokenizer):
     card = ModelCard(name="tiny", context_tokens=2048, created=0, plugins=OFFERS)
-    intake = Intake(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
     transport = httpx.ASGITransport(app=create_app(intake))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         yield client
@@ -66,9 +66,11 @@ async def test_a_request_switches_plugins_and_sets_their_options(http, engine, p
     assert (await http.post(path, json=body)).status_code == 200
     for request in engine.calls[-1]:
         assert request.switches == (
-            Switch(plugin="selection", options={"keep_fraction": 1.0, "budget_tokens": 64.0}),
-            Switch(plugin="mean", on=True),
-            Switch(plugin="calm_stop", on=True),
+            PluginOverride(
+                plugin="selection", options={"keep_fraction": 1.0, "budget_tokens": 64.0}
+            ),
+            PluginOverride(plugin="mean", on=True),
+            PluginOverride(plugin="calm_stop", on=True),
         )
     assert (await http.post(path, json=BODIES[path])).status_code == 200
     assert engine.calls[-1][0].switches == ()
@@ -154,6 +156,6 @@ async def test_the_model_card_says_what_may_be_changed(http):
 
 def test_a_plugin_cannot_lose_what_it_needs() -> None:
     offers = [replace(offer, on=True) for offer in OFFERS]
-    assert switches_of({"mean": False, "calm_stop": False}, offers)
+    assert overrides_of({"mean": False, "calm_stop": False}, offers)
     with pytest.raises(RequestError, match="'calm_stop' needs 'mean'"):
-        switches_of({"mean": False}, offers)
+        overrides_of({"mean": False}, offers)

@@ -8,9 +8,9 @@ import pytest
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Request, Slo
 from triptych.deployments.http import ModelCard
-from triptych.deployments.http.answers import Choice, usage
-from triptych.deployments.http.plan import Planner
-from triptych.deployments.http.protocol import ChatBody, CompletionBody, validate
+from triptych.deployments.http.openai.protocol import ChatBody, CompletionBody, validate
+from triptych.deployments.http.openai.request_builder import Planner
+from triptych.deployments.http.openai.responses import Choice, usage
 from triptych.deployments.http.tokenizer import TextCodec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

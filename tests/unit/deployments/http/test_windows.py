@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.deployments.http.conftest import FakeEngine, make_engine
 from triptych.core.config import IngressConfig
-from triptych.deployments.http import Intake, ModelCard, create_app
+from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 
 LONGEST, WINDOW = 4096, 256
 
@@ -23,7 +23,7 @@ async def http(
     engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
 ) -> AsyncIterator[httpx.AsyncClient]:
     card = ModelCard(name="tiny", context_tokens=LONGEST, window_tokens=WINDOW, created=0)
-    intake = Intake(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
     transport = httpx.ASGITransport(app=create_app(intake))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         yield client

@@ -14,12 +14,12 @@ from triptych.kernels import (
     Section,
     Summaries,
     decode_attention,
-    form,
     select_pages,
     summarize_pages,
 )
 from triptych.kernels.select import gpu, reference
 from triptych.kernels.select.summary import KINDS, WHOLE, Kind, tile_bytes
+from triptych.kernels.triton import triton_layout
 
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
@@ -108,7 +108,9 @@ def select(
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How rows are scored and chosen from, whatever their length would decide."""
     monkeypatch.setattr(gpu, "fuses", lambda *_: request.param == "one launch")
-    monkeypatch.setattr(form, "LISTED_AT_ONCE", 1024 if request.param == "one launch" else 16)
+    monkeypatch.setattr(
+        triton_layout, "LISTED_AT_ONCE", 1024 if request.param == "one launch" else 16
+    )
     return request.param
 
 
@@ -174,7 +176,7 @@ def test_attention_reads_what_is_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of the requests may have no list: it reads all. ``at_once``: entries looked through."""
-    monkeypatch.setattr(form, "LISTED_AT_ONCE", at_once)
+    monkeypatch.setattr(triton_layout, "LISTED_AT_ONCE", at_once)
     cache, sections, known = mixed_case(new_cache, head_dim, "moments")
     query, rule = torch.randn(2, 6, head_dim), Rule.of(0.4)
     want, _ = select("reference", Here(), query, sections, known, rule, rows)

@@ -13,11 +13,11 @@ from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.kvpool import WorkerPool
-from triptych.workers.decode import DecodeEngine
+from triptych.workers.decode.checkpoint import Checkpoint
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
-from triptych.workers.journal import Journal
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.window import Window
 
 PROMPTS = (3, 40, 90)
 GREEDY = Sampling(temperature=0.0, max_tokens=18, ignore_eos=True, logprobs=2)
@@ -170,7 +170,7 @@ def test_nobody_is_told_before_the_device_is_done(
     for name in ("handoff", "give", "release", "withdraw", "release_prefix", "publish_prefix"):
         watch(WorkerPool, name)
     for name in ("say", "offer", "end"):
-        watch(Journal, name)
+        watch(Checkpoint, name)
     for name in ("_enter", "_close"):  # a phase of a retirement is noted before each
         watch(Window, name)
     pool = {"capacity_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.workers.test_resume import (
+from tests.unit.workers.decode.test_resume import (
     DECODE,
     RETIREMENT,
     Stages,

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from triptych.core.errors import ModelError
-from triptych.workers.models.convert import ARCHITECTURES, convert
-from triptych.workers.models.files import ignore_progress
-from triptych.workers.models.gguf import read_header
+from triptych.workers.models.store.convert import ARCHITECTURES, convert
+from triptych.workers.models.store.gguf import read_header
+from triptych.workers.models.store.safe_files import ignore_progress
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 

@@ -21,8 +21,9 @@ from transformers import (
 
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
-from triptych.workers.models import describe, load
-from triptych.workers.models.stock import StockModel
+from triptych.workers.models.facts import describe
+from triptych.workers.models.hf_model import HFModel
+from triptych.workers.models.load import load
 from triptych.workers.models.weights import read_plain
 
 SaveModel = Callable[[PreTrainedConfig], Path]
@@ -69,7 +70,7 @@ def test_weights_come_in_the_type_that_was_asked_for(
     path = save_model(llama)
     for name in ("float32", "bfloat16"):
         loaded = load(path, name, fused=False).network
-        assert isinstance(loaded, StockModel)
+        assert isinstance(loaded, HFModel)
         model = loaded.model
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
         assert not model.training
@@ -83,7 +84,7 @@ def test_the_second_process_describes_and_loads_plain_layers_without_transformer
     path = save_model(llama)
     load(path, "float32")
     code = (
-        "import sys; from pathlib import Path; from triptych.workers.models import load;"
+        "import sys; from pathlib import Path; from triptych.workers.models.load import load;"
         "loaded = load(Path(sys.argv[1]), 'float32'); print('transformers' in sys.modules)"
     )
     done = subprocess.run(

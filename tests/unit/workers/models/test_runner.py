@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from triptych.workers.models import ModelRunner, load
+from triptych.workers.models.load import load
+from triptych.workers.models.runner import ModelRunner
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 LENGTHS = (1, 23, 12)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from triptych.core.layout import Geometry
 from triptych.core.schema import build
-from triptych.workers.kept import kept
-from triptych.workers.models.attention import LayerTraits
-from triptych.workers.models.files import MANIFEST, file_hashes
+from triptych.workers.models.attention_interface import LayerTraits
+from triptych.workers.models.store.metadata_cache import kept
+from triptych.workers.models.store.safe_files import MANIFEST, file_hashes
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 _SETTINGS = ("config.json", "generation_config.json")

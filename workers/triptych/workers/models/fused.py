@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych.kernels import gate, rms_norm, rotate
-from triptych.workers.models.attention import Attend, LayerTraits
-from triptych.workers.models.exits import Exits, Leaving
+from triptych.workers.models.attention_interface import Attend, LayerTraits
+from triptych.workers.models.early_exit import Exits, Leaving
 from triptych.workers.models.facts import ModelFacts, PlainTraits
 from triptych.workers.models.packed import Linear, pack
 from triptych.workers.models.weights import EMBEDDING, HEAD, Weights

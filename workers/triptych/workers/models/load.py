@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from triptych.core.config import DType
-from triptych.workers.models.attention import Attend
-from triptych.workers.models.exits import Exits
+from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.facts import ModelFacts, PlainTraits, describe
 from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.weights import read_plain
-from triptych.workers.tokenizer import BareTokenizer, open_tokenizer
 
 
 class Network(Protocol):
@@ -46,7 +46,7 @@ class LoadedModel(ModelFacts):
     """A decoder-only language model, ready to run."""
 
     network: Network
-    tokenizer: BareTokenizer
+    tokenizer: FastTokenizer
 
 
 def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -> LoadedModel:
@@ -68,8 +68,8 @@ def _network(
 ) -> Network:
     if plain is not None:
         return FusedModel(facts, plain, read_plain(path, plain, dtype, device))
-    from triptych.workers.models.stock import (  # noqa: PLC0415 - plain layers do not need it
-        StockModel,
+    from triptych.workers.models.hf_model import (  # noqa: PLC0415 - plain layers do not need it
+        HFModel,
     )
 
-    return StockModel.read(path, dtype, device)
+    return HFModel.read(path, dtype, device)

@@ -19,8 +19,9 @@ from transformers import (
 
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
-from triptych.workers.models.attention import LayerTraits
+from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.facts import ModelShape, Observed, PlainTraits
+from triptych.workers.models.hf_model import ATTENTION, run_hf_model
 from triptych.workers.models.pretrained import (
     read_config,
     read_end_tokens,
@@ -28,7 +29,6 @@ from triptych.workers.models.pretrained import (
     shapes_of,
     without_weights,
 )
-from triptych.workers.models.stock import ATTENTION, run_stock
 
 PLAIN = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 """Of models whose layers are the plain pre-norm block."""
@@ -119,7 +119,7 @@ def _observe(
 
     token = torch.zeros(1, dtype=torch.int64, device="meta")
     with readable(path, "cannot run on a ragged batch"), torch.inference_mode():
-        run_stock(model, token, token, note, token)
+        run_hf_model(model, token, token, note, token)
     return _uniform(path, int(config.num_hidden_layers), seen, shapes)
 
 

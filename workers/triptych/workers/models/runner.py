@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.workers.models.attention import Attend
-from triptych.workers.models.basis import Coordinates
-from triptych.workers.models.exits import Exits
+from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import LoadedModel
 
 

@@ -49,11 +49,11 @@ def _stored(path: Path) -> Weights:
 
 
 def _through_transformers(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Weights:
-    from triptych.workers.models.stock import (  # noqa: PLC0415 - most models do not need it
-        StockModel,
+    from triptych.workers.models.hf_model import (  # noqa: PLC0415 - most models do not need it
+        HFModel,
     )
 
-    weights = StockModel.read(path, dtype, device).model.state_dict()
+    weights = HFModel.read(path, dtype, device).model.state_dict()
     if missing := sorted(plain.tensors.keys() - weights.keys()):
         raise ModelError(f"{path}: cannot be loaded: its layers are plain, but lack {missing[:5]}")
     return weights

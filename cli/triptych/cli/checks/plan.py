@@ -1,0 +1,159 @@
+"""``triptych plan``: how many tokens and requests a pool holds, before anything is bought."""
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.cli.output import JsonFlag, console, make_table, show
+from triptych.cli.serving.serve_file import read_serve_file
+from triptych.core.config import AppConfig, ModelConfig
+from triptych.core.errors import ConfigError
+from triptych.core.pages import NEAR_SHARE
+
+if TYPE_CHECKING:
+    from triptych.core.profile import Profile
+    from triptych.workers.models.facts import ModelShape
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="A known name, a directory (its config.json is enough), or a hub name."),
+]
+ConfigFile = Annotated[Path | None, typer.Option(help="A Serve file whose settings hold.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Page memory of the pool, such as 4GiB; overrides the file.")
+]
+Gpus = Annotated[
+    int,
+    typer.Option(min=0, help="GPUs, each with copies of a pool's pages beside the weights."),
+]
+GpuMemory = Annotated[str, typer.Option(help="Memory of each GPU.")]
+Prompt = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
+Answer = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+
+
+def plan(
+    model: Model = None,
+    config: ConfigFile = None,
+    memory: Memory = None,
+    gpus: Gpus = 0,
+    gpu_memory: GpuMemory = "80GiB",
+    prompt_tokens: Prompt = 1024,
+    answer_tokens: Answer = 256,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show how many pages, tokens and requests fit, by policy and format.
+
+    With --gpus there is a cell for each (router.cells), whose pool has as many pages as the GPU has
+    room to copy; the machine's memory has them all.
+    """
+    from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
+
+    settings = _settings(config, model)
+    shape, profile, is_plain = _shape(settings)
+    weights_bytes = shape.parameters * DTYPE_BYTES[settings.model.dtype]
+    if gpus:
+        settings = _with_capacity(
+            settings, _bytes_beside_weights(byte_count(gpu_memory), weights_bytes)
+        )
+    elif memory is not None:
+        settings = _with_capacity(settings, byte_count(memory))
+    load = Load(prompt_tokens, answer_tokens)
+    asked = settings.model.max_context_tokens
+    context = shape.context_tokens if asked == "auto" else min(asked, shape.context_tokens)
+    found = fits(settings, shape.geometry, context, load, profile, is_plain=is_plain)
+    needs = sizes(app_plan(settings, shape.geometry, context, profile), weights_bytes)
+    data = {
+        "model": settings.model.name,
+        "geometry": asdict(shape.geometry),
+        "context_tokens": context,
+        "parameters": shape.parameters,
+        "weights_bytes": weights_bytes,
+        "pools": gpus or settings.router.cells,
+        "load": asdict(load),
+        "per_pool": asdict(needs),
+        "fits": [asdict(fit) for fit in found],
+    }
+    columns = ("policy", "formats", "pages", "tokens a page", "bytes a token", "of FP16",
+               "tokens", "expected", "MiB read", "MiB decoded", "requests")  # fmt: skip
+    rows = [
+        (
+            fit.policy, fit.formats, fit.pages, fit.tokens_per_page, fit.token_bytes, fit.of_fp16,
+            fit.tokens, fit.expected_tokens, fit.peak_bytes / 2**20, fit.decoding_bytes / 2**20,
+            fit.requests,
+        )
+        for fit in found
+    ]  # fmt: skip
+    title = (
+        f"{settings.model.name}: {data['pools']} x {_mib(needs.capacity_bytes)} of pages, requests "
+        f"of {prompt_tokens} + {answer_tokens} tokens; the first line is what is configured"
+    )
+    show(data, make_table(columns, rows, title), as_json=as_json)
+    if not as_json:
+        console.print(
+            f"of each pool {_mib(needs.prefix_bytes)} keep prefixes and {_mib(needs.stock_bytes)} "
+            f"are workers' stock; /dev/shm needs {_mib(needs.shared_memory_bytes)} with "
+            f"checkpoints and Ray's store; weights take {_mib(weights_bytes)} "
+            f"in each process that computes\n"
+            f"memory for all of it, with {needs.workers} workers: {_mib(needs.memory_bytes)}\n"
+            "tokens, requests: at least so many (all tokens significant); expected: at the ratio "
+            "that calibration measured; MiB of a request at most while it is read and decoded"
+        )
+
+
+def byte_count(text: str) -> int:
+    """Bytes of a size such as ``4GiB``, ``512M`` or ``1e9``.
+
+    Raises: ConfigError if it is none
+
+    >>> byte_count("4GiB"), byte_count("80G"), byte_count("1024")
+    (4294967296, 80000000000, 1024)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?|[KMGT]i)B?", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r}: expected a size such as 4GiB")
+    return int(float(match[1]) * {**UNITS, **BINARY_UNITS}[match[2]])
+
+
+def _settings(path: Path | None, model: str | None) -> AppConfig:
+    settings = read_serve_file(path)[0].config if path is not None else AppConfig()
+    return settings if model is None else replace(settings, model=ModelConfig(name=model))
+
+
+def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None, bool]":
+    """With whether its layers are plain; from config.json alone where that is all there is: then
+    nobody knows that, or a profile."""
+    from triptych.workers.models.compression_profile import find_profile
+    from triptych.workers.models.facts import describe, shape_of
+    from triptych.workers.models.store.model_store import resolve
+
+    path = Path(settings.model.name).expanduser()
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        return shape_of(path), None, False
+    path = resolve(settings.model.name, allow_download=False)
+    facts = describe(path)
+    return shape_of(path), find_profile(settings, facts), facts.is_plain
+
+
+def _bytes_beside_weights(gpu_bytes: int, weights_bytes: int) -> int:
+    left = gpu_bytes - weights_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"--gpu-memory={gpu_bytes}: less than the weights, {weights_bytes} bytes: take a "
+            "larger GPU or a smaller model"
+        )
+    return int(NEAR_SHARE * left)
+
+
+def _with_capacity(settings: AppConfig, capacity_bytes: int) -> AppConfig:
+    return replace(settings, pool=replace(settings.pool, capacity_bytes=capacity_bytes))
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,197 @@
+"""How much fits into a pool: pages, tokens and requests, by policy, from the real page layouts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from triptych.cli.checks.diagnosis import processes_bytes
+from triptych.core.config import MIB, AppConfig, CompressorConfig
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, Geometry
+from triptych.core.pages import PagePlan
+from triptych.core.profile import Profile
+from triptych.core.shards import cell_of
+from triptych.deployments.app_plan import AppPlan
+from triptych.router.models.memory_estimate import ByteModel, RequestBytes
+from triptych.workers.decode.checkpoint import checkpoint_bytes
+
+OBJECT_STORE_BYTES = 256 * MIB
+"""What the manifests of ``k8s/`` give Ray's own store, which lies in /dev/shm too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a request is like."""
+
+    prompt_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What one pool holds under one policy. Tokens are of a whole request, all its head rows."""
+
+    policy: str
+    formats: str
+    page_bytes: int
+    pages: int
+    tokens_per_page: int
+    """Of one KV head, in the format of significant tokens."""
+    token_bytes: float
+    """Page memory of one token of all layers and KV heads, in that format, pages being full."""
+    of_fp16: float
+    """Its share of the bytes of keys and values in 16 bits."""
+    bookable_bytes: int
+    """What requests may book: the pool less what workers keep in stock and prefixes."""
+    tokens: int
+    """That fit into it at least: whatever is told apart, all tokens may be significant ones."""
+    expected_tokens: int | None
+    """What fits at the ratio that calibration measured; None where nobody measured one."""
+    peak_bytes: int
+    """The most that a request of the load ever holds: its raw pages, and what is made of them."""
+    decoding_bytes: int
+    """The most that it holds once it is compressed, up to its last token."""
+    requests: int
+    """That are answered at once at least: one is being read, the others decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a pod or machine needs for one pool."""
+
+    capacity_bytes: int
+    prefix_bytes: int
+    stock_bytes: int
+    checkpoint_bytes: int
+    """Of all decode workers, beside the pages."""
+    shared_memory_bytes: int
+    """Pages and checkpoints of all cells, and Ray's own store: the size of /dev/shm."""
+    workers: int
+    """Processes that compute, when there are most."""
+    memory_bytes: int
+    """The memory limit of a pod: /dev/shm, Ray, and the workers; all but compressors have the
+    weights."""
+
+
+def policies(config: AppConfig, profile: Profile | None) -> Iterator[AppConfig]:
+    """What is configured, then every format for all tokens."""
+    yield config
+    names = [f"uniform:{name}" for name in FORMATS]
+    if profile is None:
+        names.append("diffkv")
+    for name in names:
+        compressor = CompressorConfig(
+            actor=config.compressor.actor, policy=name, profile=config.compressor.profile
+        )
+        yield replace(config, compressor=compressor)
+
+
+def fits(
+    config: AppConfig,
+    geometry: Geometry,
+    context_tokens: int,
+    load: Load,
+    profile: Profile | None,
+    *,
+    is_plain: bool = False,
+) -> list[Fit]:
+    """What a pool of ``config`` holds, by policy; ``is_plain``: as for ``PagePlan.of``.
+
+    Raises: ConfigError if the pool is too small for the model, or the load for its context
+    """
+    if load.prompt_tokens + load.answer_tokens > context_tokens:
+        raise ConfigError(
+            f"--prompt-tokens={load.prompt_tokens} and --answer-tokens={load.answer_tokens}: "
+            f"together they exceed the model's context of {context_tokens} tokens"
+        )
+    return [
+        _fit(app_plan(each, geometry, context_tokens, profile, is_plain=is_plain), load, profile)
+        for each in policies(config, profile)
+    ]
+
+
+def app_plan(
+    config: AppConfig,
+    geometry: Geometry,
+    context_tokens: int,
+    profile: Profile | None,
+    *,
+    is_plain: bool = False,
+) -> AppPlan:
+    """The plan that the builder would make of the first cell, less what belongs to a start.
+
+    Raises: ConfigError if the pool is too small
+    """
+    one = cell_of(config, 0)
+    plan = AppPlan(
+        config=one,
+        model_path=Path(),
+        pages=PagePlan.of(one, geometry, profile, is_plain=is_plain),
+        context_tokens=context_tokens,
+        weights="",
+        run_dir=Path(),
+        cells=config.router.cells,
+    )
+    plan.check()
+    return plan
+
+
+def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
+    """What the plan takes of memory; ``weights_bytes``: the weights in one process."""
+    capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
+    checkpoint = checkpoint_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
+    checkpoints = checkpoint * decode.autoscaling.most(decode.actor)
+    shared = plan.cells * (plan.config.pool.shared_bytes + checkpoints) + OBJECT_STORE_BYTES
+    groups = plan.config.worker_groups().items()
+    readers = sum(group.most for name, group in groups if name != "compressor")
+    processes = processes_bytes(plan.config, plan.cells)
+    return Sizes(
+        capacity_bytes=capacity,
+        prefix_bytes=plan.pages.prefix_bytes,
+        stock_bytes=plan.pool_pages * plan.pages.page_bytes
+        - plan.bookable_bytes
+        - plan.pages.prefix_bytes,
+        checkpoint_bytes=checkpoints,
+        shared_memory_bytes=shared,
+        workers=plan.cells * plan.workers,
+        memory_bytes=shared + processes + plan.cells * readers * weights_bytes,
+    )
+
+
+def _fit(plan: AppPlan, load: Load, profile: Profile | None) -> Fit:
+    pages = plan.pages
+    rows = pages.geometry.head_rows
+    token_bytes = pages.page_bytes * rows / pages.high.tokens
+    bookable_pages = plan.bookable_bytes // pages.page_bytes
+    model, tokens = ByteModel(pages), (load.prompt_tokens, load.answer_tokens)
+    estimate = model.estimate_in_parts(*tokens) or model.estimate(*tokens)
+    low = pages.policy.low_format
+    return Fit(
+        policy=pages.policy.name,
+        formats=pages.policy.high_format + (f"+{low}" if low else ""),
+        page_bytes=pages.page_bytes,
+        pages=plan.pool_pages,
+        tokens_per_page=pages.high.tokens,
+        token_bytes=token_bytes,
+        of_fp16=token_bytes / pages.raw_bytes(1),
+        bookable_bytes=plan.bookable_bytes,
+        tokens=bookable_pages // rows * pages.high.tokens,
+        expected_tokens=_expected_tokens(plan, profile),
+        peak_bytes=estimate.peak,
+        decoding_bytes=estimate.grown,
+        requests=_requests(plan.bookable_bytes, estimate),
+    )
+
+
+def _requests(bookable_bytes: int, request: RequestBytes) -> int:
+    if request.peak > bookable_bytes:
+        return 0
+    return 1 + (bookable_bytes - request.peak) // request.grown
+
+
+def _expected_tokens(plan: AppPlan, profile: Profile | None) -> int | None:
+    """By the ratio at the longest context that calibration measured, for the policy it measured."""
+    if profile is None or not profile.measured or plan.pages.policy.name != profile.settings.policy:
+        return None
+    longest = max(profile.measured, key=lambda one: one.context)
+    return int(plan.bookable_bytes / (longest.bytes_ratio * plan.pages.raw_bytes(1)))

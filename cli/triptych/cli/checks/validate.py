@@ -1,0 +1,292 @@
+"""``triptych validate``: find what is wrong with a file before anything starts."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.cli.checks.manifests import find_problems, read_manifests
+from triptych.cli.output import JsonFlag, console, make_table, show
+from triptych.cli.serving.serve_file import ServedApp, parse_serve_config, read_text
+from triptych.core.config import ActorConfig, AppConfig, WorkerGroup
+from triptych.core.errors import ConfigError
+from triptych.core.shards import cell_of
+from triptych.router import check_policies
+
+if TYPE_CHECKING:
+    from triptych.core.pages import PagePlan
+    from triptych.workers.models.facts import ModelFacts
+
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(
+        help="A Ray Serve config file, Kubernetes manifests, a folder of either, or - for stdin."
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one application of a config file would start."""
+
+    name: str
+    route_prefix: str
+    model: str
+    topology: str
+    actors: dict[str, dict[str, object]]
+    pages: dict[str, object] | None
+    """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
+    disk: dict[str, object] | None
+    """What the disk tier may take, and where; None without one."""
+    arena: dict[str, object] | None
+    """Where pages lie on a disk; None: in memory."""
+    plugins: tuple[str, ...]
+    """Plug-ins of the decode step in their order, by the names that requests have for them."""
+    network: str
+    """How processes of different nodes believe each other."""
+
+
+def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
+    """Check a file and print what it would start. Exit code 2 if it is wrong."""
+    text = _read(config)
+    if _has_manifests(text):
+        _validate_manifests(text, str(config), as_json=as_json)
+        return
+    facts = [_facts(app) for app in parse_serve_config(text, str(config))]
+    if as_json:
+        typer.echo(json.dumps([asdict(fact) for fact in facts], indent=2))
+        return
+    columns = ("actor", "copies", "at most", "CPUs each", "GPUs each", "threads")
+    keys = ("num_replicas", "max_replicas", "num_cpus", "num_gpus", "threads")
+    for fact in facts:
+        rows = [(actor, *(each[key] for key in keys)) for actor, each in fact.actors.items()]
+        title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
+        console.print(make_table(columns, rows, title))
+        console.print(_in_words(fact.pages), markup=False)
+        if fact.plugins:
+            console.print(f"in a decode step: {', '.join(fact.plugins)}", markup=False)
+        console.print(f"between nodes: {fact.network}", markup=False)
+        if fact.disk:
+            told = (
+                "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
+            )
+            console.print(told.format_map(fact.disk), markup=False)
+        if fact.arena:
+            told = "pages: {bytes:,} bytes in {path}, where {free_bytes:,} are free"
+            console.print(told.format_map(fact.arena), markup=False)
+            if fact.arena["is_read_whole"]:
+                warning = "every step reads them all: set decode.selection.method to read a part"
+                console.print(f"warning: {warning}", markup=False)
+
+
+def _read(path: Path) -> str:
+    """The YAML of a file, of standard input, of a kustomization, or of a folder's files.
+
+    Raises: ConfigError if there is none, or nothing here can render it
+    """
+    if str(path) == "-":
+        return sys.stdin.read()
+    if not path.is_dir():
+        return read_text(path)
+    if (path / "kustomization.yaml").exists():
+        return _render(path)
+    if (path / "Chart.yaml").exists():
+        raise ConfigError(
+            f"{path}: a Helm chart: run 'helm template triptych {path} | triptych validate -'"
+        )
+    files = sorted(path.glob("*.y*ml"))
+    if not files:
+        raise ConfigError(f"{path}: no YAML file in this folder")
+    return "\n---\n".join(read_text(file) for file in files)
+
+
+def _render(folder: Path) -> str:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise ConfigError(
+            f"{folder}: rendering a kustomization needs kubectl, which is not here: run 'kubectl "
+            f"kustomize {folder} | triptych validate -' where it is"
+        )
+    done = subprocess.run(
+        [kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise ConfigError(f"{folder}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _has_manifests(text: str) -> bool:
+    """Every Kubernetes object says its kind in the first column; a Serve file has no such key."""
+    return any(line.startswith("kind:") for line in text.splitlines())
+
+
+def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
+    bodies = read_manifests(text, source)
+    problems = find_problems(bodies)
+    rows = [(problem.where, problem.what, problem.remedy) for problem in problems]
+    table = make_table(("where", "what is wrong", "remedy"), rows)
+    if not problems:
+        kinds = sorted({str(body["kind"]) for body in bodies})
+        table = make_table((f"{len(bodies)} objects are right: {', '.join(kinds)}",), [])
+    show([asdict(problem) for problem in problems], table, as_json=as_json)
+    if problems:
+        raise typer.Exit(2)
+
+
+def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
+    """The actors that this configuration starts, and what each copy is given."""
+    groups, cells = config.worker_groups(), config.router.cells
+    if config.topology == "colocated":
+        groups = {"worker (all stages)": groups["decode"]}
+    copies = config.ingress.num_replicas
+    front = WorkerGroup(ActorConfig(num_replicas=copies), copies)
+    each = WorkerGroup(ActorConfig(num_replicas=cells), cells)
+    actors = {"ingress": front, "router": each, "pool": each, **groups}
+    return {
+        name: {**asdict(group.actor), "max_replicas": group.most} for name, group in actors.items()
+    }
+
+
+def check_keys(config: AppConfig) -> None:
+    """Raise ConfigError if the file of API keys cannot be used."""
+    if config.ingress.api_keys:
+        from triptych.deployments.http.keys import read_keys
+
+        read_keys(Path(config.ingress.api_keys))
+
+
+def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, None]":
+    """The model that is served, and pages for it; none if it is not on this machine.
+
+    Raises: ConfigError if a page is too small for a format, or the pool for a request
+    """
+    from triptych.core.errors import ModelError
+    from triptych.core.pages import PagePlan
+    from triptych.workers.models.compression_profile import find_profile
+    from triptych.workers.models.facts import describe
+    from triptych.workers.models.store.model_store import resolve
+
+    try:
+        path = resolve(config.model.name, allow_download=False)
+    except ModelError:
+        return None, None
+    facts = describe(path)
+    profile, one = find_profile(config, facts), cell_of(config, 0)
+    return facts, PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
+
+
+def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object] | None:
+    """Shape of the pages, if they are known."""
+    if plan is None:
+        return None
+    cell = cell_of(config, 0)
+    return {
+        "page_bytes": plan.page_bytes,
+        "pages": config.router.cells * (cell.pool.capacity_bytes // plan.page_bytes),
+        "raw_tokens_per_page": plan.raw.tokens,
+        "stored_tokens_per_page": plan.high.tokens,
+        "policy": plan.policy.name,
+        "high_format": plan.policy.high_format,
+        "low_format": plan.policy.low_format,
+        "alpha_high": plan.policy.alpha_high,
+        "alpha_low": plan.policy.alpha_low,
+        "window_tokens": plan.policy.window_tokens,
+        "rotated": plan.policy.basis.rotated,
+        "centred": bool(plan.policy.basis.key_centre),
+    }
+
+
+def check_disk(config: AppConfig) -> dict[str, object] | None:
+    """Where prefixes are to be kept on disk; None if nowhere.
+
+    Raises: ConfigError if the directory cannot be used, or the disk is too small
+    """
+    from triptych.kvpool.disk.store import usable_bytes
+    from triptych.kvpool.disk.tier import DiskSettings
+
+    settings = DiskSettings.of(config.pool)
+    if settings is None:
+        return None
+    free = usable_bytes(settings.path, settings.capacity_bytes)
+    return {"path": str(settings.path), "bytes": settings.capacity_bytes, "free_bytes": free}
+
+
+def check_arena(config: AppConfig) -> dict[str, object] | None:
+    """Where pages are to lie on a disk; None: in memory.
+
+    Raises: ConfigError if the directory cannot be used, or the disk is too small
+    """
+    from triptych.kvpool.pool.directory_space import free_bytes, require_room
+
+    directory, wanted = config.pool.arena_directory, config.pool.capacity_bytes
+    if directory is None:
+        return None
+    free = free_bytes("pool.arena_path", directory)
+    require_room(free, "pool.arena_path", directory, "pool.capacity_bytes", wanted)
+    is_read_whole = config.decode.selection.method == "none"
+    return {
+        "path": str(directory), "bytes": wanted, "free_bytes": free, "is_read_whole": is_read_whole
+    }  # fmt: skip
+
+
+def check_steps(
+    config: AppConfig, facts: "ModelFacts | None", plan: "PagePlan | None"
+) -> tuple[str, ...]:
+    """Plug-ins of the decode step, in their order.
+
+    Raises: ConfigError if one cannot be loaded, or they do not fit together
+    """
+    if not config.decode.plugins and not config.decode.selection.request_bounds:
+        return ()  # without torch, which takes seconds
+    from triptych.workers.decode.plugins import offers_of
+
+    policy, can_exit = plan.policy if plan else None, facts is None or facts.is_plain
+    return tuple(offer.plugin for offer in offers_of(config.decode, policy, can_exit=can_exit))
+
+
+def _in_words(pages: dict[str, object] | None) -> str:
+    if pages is None:
+        return "pages: not checked, the model is not on this machine yet"
+    told = (
+        "pages: {pages} of {page_bytes} bytes; one holds {raw_tokens_per_page} raw or "
+        "{stored_tokens_per_page} stored tokens of a KV head\n"
+        "compression: {policy}, the newest {window_tokens} tokens in 16 bits"
+    )
+    if pages["low_format"] is not None:
+        told += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
+    return told.format_map(pages)
+
+
+def check_network(config: AppConfig) -> str:
+    """How processes of different nodes would prove who they are, in words.
+
+    Raises: ConfigError naming a file that is missing, cannot be read, or is not what it should be
+    """
+    from triptych.kvpool import Access
+
+    access = Access.of(config.network, token="one is made for each start")
+    token = "token from a file" if config.network.token_file else "a new token for each start"
+    return f"{token}, {'TLS' if access.tls else 'no TLS'}"
+
+
+def _facts(app: ServedApp) -> Facts:
+    facts, plan = known_of(app.config)
+    check_keys(app.config)
+    check_policies(app.config.router, app.config.decode.max_batch_requests)
+    return Facts(
+        name=app.name,
+        route_prefix=app.route_prefix,
+        model=app.config.model.public_name,
+        topology=app.config.topology,
+        actors=actors_of(app.config),
+        pages=check_pages(app.config, plan),
+        disk=check_disk(app.config),
+        arena=check_arena(app.config),
+        plugins=check_steps(app.config, facts, plan),
+        network=check_network(app.config),
+    )

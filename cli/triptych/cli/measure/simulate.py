@@ -1,0 +1,379 @@
+"""``triptych simulate``: the real router among pretended workers, in virtual time."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.measure.load_options import LoadOptions
+from triptych.cli.measure.simulate_fit import simulate_fit
+from triptych.cli.measure.simulate_replay import simulate_replay
+from triptych.cli.output import console, make_table, progress_bars, write_json
+from triptych.core import messages as core
+from triptych.core.config import RouterConfig, require
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.stats import Slo
+from triptych.loadgen.workload.load import Load
+from triptych.loadgen.workload.shapes import SHAPES
+from triptych.loadgen.workload.simulated import (
+    cell_figures,
+    decision_ms,
+    figures_of,
+    jobs_of,
+    per_job,
+)
+from triptych.loadgen.workload.turns import requests_of
+from triptych.router import check_policies
+from triptych.simulator import Cluster, Costs, Simulation, Trial
+from triptych.simulator.capacity import saturation_rate
+from triptych.simulator.setup import split_of
+
+app = typer.Typer(help="Simulate a cluster with the real router.", invoke_without_command=True)
+app.command("fit")(simulate_fit)
+app.command("replay")(simulate_replay)
+
+NEAR_SATURATION = 0.8
+NODE_WORKERS = 10
+"""Workers of a machine in a cluster that is given by their number."""
+UNLIMITED_QUEUE = 1 << 40
+
+COLUMNS = {
+    "TTFT ms mean": "mean_ttft_ms",
+    "p99": "p99_ttft_ms",
+    "queue p99": "p99_queue_ms",
+    "cached": "prefix_hit_ratio",
+    "TPOT ms mean": "mean_tpot_ms",
+    "out tok/s": "output_throughput",
+    "req/s": "request_throughput",
+    "good/s": "request_goodput",
+    "good/s/GB KV": "goodput_per_gb_kv",
+    "failed": "failed",
+}
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run: a policy at a rate or a concurrency."""
+
+    policy: str
+    placement: str
+    rate_per_s: float | None
+    concurrency: int | None
+    seed: int
+    cells: int = 1
+    roles: str = "both"
+
+    def __str__(self) -> str:
+        pace = f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:.3g}/s"
+        is_trace = self.rate_per_s is None and not self.concurrency
+        return f"{self.label} {'trace' if is_trace else pace}"
+
+    @property
+    def label(self) -> str:
+        """What was compared, without defaults."""
+        is_default = self.placement == RouterConfig().placement
+        placed = self.policy if is_default else f"{self.policy}+{self.placement}"
+        divided = placed if self.cells == 1 else f"{placed}+{self.cells}cells"
+        return divided if self.roles == "both" else f"{divided}+{self.roles}"
+
+
+@app.callback()
+def simulate(
+    context: typer.Context,
+    replicas: Annotated[
+        int | None, typer.Option(help="Workers in all: 3 in 10 prefill, 1 compresses, 6 decode.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
+    compress: Annotated[int, typer.Option(min=1, help="Compressors.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    colocated: Annotated[
+        int, typer.Option(min=0, help="Workers of all stages instead of those.")
+    ] = 0,
+    roles: Annotated[
+        str, typer.Option(help="router.roles of colocated workers: one or more, as in both,switch.")
+    ] = "both",
+    workers_per_node: Annotated[
+        int | None, typer.Option(min=0, help="0: all on one machine; with --replicas 10.")
+    ] = None,
+    own_cores: Annotated[
+        bool | None,
+        typer.Option(help="Workers compute at once, as with --replicas; else in turns."),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Requests of a decode worker.")] = 32,
+    capacity_mib: Annotated[int, typer.Option(min=1, help="Bookable pages of a machine.")] = 600,
+    max_queued: Annotated[
+        int | None, typer.Option(min=1, help="More are refused; default: never.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="One or more, as in dynamic,fcfs,static:p2c2d8.")
+    ] = "greedy_by_memory",
+    placement: Annotated[
+        str, typer.Option(help="Who reads a prompt: one or more, as in least_bytes,dualmap.")
+    ] = "least_bytes",
+    affinity_ttft_s: Annotated[
+        float, typer.Option(help="router.affinity_ttft_s: from when on dualmap switches.")
+    ] = RouterConfig().affinity_ttft_s,
+    cells: Annotated[
+        str, typer.Option(help="Routers that share the workers: one or more numbers, as in 1,2,4.")
+    ] = "1",
+    cell_overload: Annotated[
+        float, typer.Option(help="router.cell_overload: times the mean that a cell may hold.")
+    ] = RouterConfig().cell_overload,
+    prefill_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens sent to a prefill worker at once.")
+    ] = RouterConfig().prefill_batch_tokens,
+    prefix_mib: Annotated[
+        int, typer.Option(min=0, help="Prefixes kept on each machine; 0: none.")
+    ] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 1000,
+    rate: Annotated[
+        str, typer.Option(help="Requests per second; default: 0.8 of saturation.")
+    ] = "",
+    load_factor: Annotated[
+        str, typer.Option(help="Rates as parts of saturation, as in 0.5,1,2.")
+    ] = "",
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop instead.")] = None,
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "mixed",
+    trace: Annotated[Path | None, typer.Option(help="Recorded traffic, .csv or .jsonl.")] = None,
+    speed: Annotated[float, typer.Option(help="Send a trace so many times as fast.")] = 1.0,
+    burstiness: Annotated[float | None, typer.Option(help="Gamma shape of gaps.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", help="What simulate fit wrote.")
+    ] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TTFT.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TPOT.")] = None,
+    send_slo: Annotated[
+        bool, typer.Option(help="Requests say these limits; the router refuses what misses them.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the first run of each case.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.")
+    ] = None,
+    detailed: Annotated[bool, typer.Option(help="With every request in the JSON.")] = False,
+) -> None:
+    """Let the real coordinator route simulated requests to simulated workers.
+
+    Same policies, same books, same decisions as in the server; only computing takes virtual
+    time, by costs that were fitted to measured runs.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    router = RouterConfig(
+        max_queued_requests=max_queued or UNLIMITED_QUEUE,
+        affinity_ttft_s=affinity_ttft_s,
+        prefill_batch_tokens=prefill_batch_tokens,
+        cell_overload=cell_overload,
+    )
+    cluster = replace(
+        cluster_of(replicas, (prefill, compress, decode), colocated, workers_per_node, own_cores),
+        capacity_bytes=capacity_mib << 20,
+        max_batch_requests=slots,
+        router=router,
+    )
+    cluster = replace(cluster, plan=replace(cluster.plan, prefix_bytes=prefix_mib << 20))
+    costs = Costs.read(costs_file) if costs_file else Costs()
+    load = LoadOptions(
+        shape="uniform" if trace else workload,
+        trace=trace,
+        speed=speed,
+        limit=requests,
+        burstiness=burstiness,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        max_output_tokens=max_output_tokens,
+    ).resolve()
+    policies, placements = words(policy), words(placement)
+    for name, where in product(policies, placements):
+        check_policies(RouterConfig(batch_policy=name, placement=where), slots)
+    for one in words(roles):
+        require(one in ("both", "switch"), "--roles", one, "both, switch or both,switch")
+        require(one == "both" or bool(colocated), "--roles", one, "--colocated workers")
+    for count in integers(cells):
+        replace(cluster, router=replace(router, cells=count))  # says what cannot be divided
+    saturation = saturation_of(cluster, costs, load)
+    rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
+    cases = [
+        Case(
+            policy=name,
+            placement=where,
+            rate_per_s=one,
+            concurrency=concurrency,
+            seed=seed + offset,
+            cells=count,
+            roles=role,
+        )
+        for one in rates
+        for offset in range(seeds)
+        for name, where, count, role in product(policies, placements, integers(cells), words(roles))
+    ]
+    slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
+    require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
+    rows = run_cases(
+        cases, cluster, costs, load, requests, slo, detailed=detailed, send_slo=send_slo
+    )
+    if json_file:
+        about = {"costs": costs.as_dict(), "workload": load.shape, "saturation_per_s": saturation}
+        write_rows(rows, cluster, about, json_file)
+    show(rows)
+
+
+def cluster_of(
+    replicas: int | None,
+    stages: tuple[int, int, int],
+    colocated: int,
+    workers_per_node: int | None,
+    own_cores: bool | None,
+) -> Cluster:
+    """Workers of each stage, or so many in all: then on machines that each have cores for theirs.
+
+    Raises: ConfigError if both are given
+    """
+    is_large = replicas is not None
+    if replicas is not None:
+        require(stages == (1, 1, 1), "--replicas", replicas, "no other counts")
+        stages = split_of(replicas)
+    if colocated:
+        require(stages == (1, 1, 1), "--colocated", colocated, "no other counts")
+        stages = (0, 0, 0)
+    prefill, compress, decode = stages
+    return Cluster(
+        prefill=prefill,
+        compress=compress,
+        decode=decode,
+        colocated=colocated,
+        workers_per_node=NODE_WORKERS * is_large if workers_per_node is None else workers_per_node,
+        shared_cores=not (is_large if own_cores is None else own_cores),
+    )
+
+
+def write_rows(rows: list[Row], cluster: Cluster, about: Mapping[str, object], path: Path) -> None:
+    """Write the figures of all runs."""
+    head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
+    decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
+    write_json({**head, **about, "decision_ms": decisions, "rows": rows}, path)
+
+
+def show(rows: list[Row]) -> None:
+    """Print a line for each run."""
+    table = [
+        [row["label"], row["level"], *(row.get(key) for key in COLUMNS.values())] for row in rows
+    ]
+    console.print(make_table(("policy", "load", *COLUMNS), table, "simulated"))
+
+
+def rates_of(
+    rate: str, load_factor: str, concurrency: int | None, saturation: float, *, has_trace: bool
+) -> list[float | None]:
+    """Rates in requests per second; None where a trace or a closed loop sets the pace.
+
+    Raises: ConfigError if two of them do
+    """
+    given = [name for name in (rate, load_factor, concurrency) if name]
+    require(len(given) <= 1, "--rate, --load-factor, --concurrency", given, "one of them")
+    if load_factor:
+        return [factor * saturation for factor in numbers(load_factor)]
+    if rate:
+        return list(numbers(rate))
+    return [None] if concurrency or has_trace else [NEAR_SATURATION * saturation]
+
+
+def saturation_of(cluster: Cluster, costs: Costs, load: Load) -> float:
+    """The rate that the cluster could serve at most, for requests as they are in this load."""
+    sample = load.sessions(min(500, len(load.trace) or 500))
+    turns = [turn for session in sample for turn in session.turns]
+    prompt = sum(turn.prompt_tokens for turn in turns) / len(turns)
+    output = sum(turn.output_tokens for turn in turns) / len(turns)
+    return saturation_rate(cluster, costs, prompt, output)
+
+
+def run_cases(
+    cases: list[Case],
+    cluster: Cluster,
+    costs: Costs,
+    load: Load,
+    requests: int,
+    slo: Slo,
+    *,
+    detailed: bool = False,
+    send_slo: bool = False,
+) -> list[Row]:
+    """Simulate each case, with a bar on a terminal."""
+    bars = progress_bars(24)
+    rows, asked = list[Row](), core.NO_SLO
+    if send_slo:
+        asked = core.Slo(ttft_s=(slo.ttft_ms or 0) / 1e3, tpot_s=(slo.tpot_ms or 0) / 1e3)
+    with bars:
+        for case in cases:
+            sessions = replace(load, seed=case.seed).sessions(requests, rate_per_s=case.rate_per_s)
+            bar = bars.add_task(str(case), total=requests_of(sessions))
+            router = replace(
+                cluster.router,
+                batch_policy=case.policy,
+                placement=case.placement,
+                cells=case.cells,
+                roles=case.roles,
+            )
+            simulation = Simulation(
+                replace(cluster, router=router),
+                costs,
+                on_tick=lambda trial, bar=bar: bars.update(bar, completed=len(trial.outcomes)),
+            )
+            started = time.process_time()
+            trial = simulation.run(jobs_of(sessions, asked), case.concurrency)
+            spent_s = time.process_time() - started
+            bars.update(bar, completed=len(trial.outcomes))
+            row = row_of(case, trial, slo, spent_s)
+            rows.append({**row, **per_job(trial)} if detailed else row)
+    return rows
+
+
+def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
+    """One run in the names of a measured one."""
+    done = sum(one.is_done for one in trial.outcomes) or 1
+    figures = figures_of(trial, slo)
+    return {
+        "simulated": True,
+        "label": case.label,
+        "placement": case.placement,
+        "level": str(case).partition(" ")[2],
+        "seed": case.seed,
+        "max_concurrency": case.concurrency,
+        "request_rate": case.rate_per_s,
+        "num_prompts": len(trial.outcomes),
+        **figures,
+        "stage_seconds": {name: s / done for name, s in trial.state_seconds.items() if s},
+        "busy_seconds": trial.busy_s,
+        "counters": trial.counters,
+        "decision_ms": decision_ms(trial),
+        "cpu_s": spent_s,
+        **cell_figures(case.cells, trial),
+    }
+
+
+def worst_decisions(rows: list[Row]) -> dict[str, float]:
+    """The largest of each over all runs."""
+    each = [cast("dict[str, float]", row["decision_ms"]) for row in rows]
+    return {name: max(decisions[name] for decisions in each) for name in each[0]}
+
+
+def described(cluster: Cluster) -> dict[str, object]:
+    """A cluster as result files have it."""
+    names = ("prefill", "compress", "decode", "colocated", "workers_per_node", "shared_cores")
+    names += ("capacity_bytes", "max_batch_requests", "chunk_tokens", "high_share")
+    return {
+        **{name: getattr(cluster, name) for name in names},
+        "prefix_bytes": cluster.plan.prefix_bytes,
+    }

@@ -1,0 +1,161 @@
+"""``triptych simulate fit``: costs from measured runs, and how well they foretell other ones."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import typer
+
+from triptych.cli.output import console, make_table, notes, write_json
+from triptych.core.config import RouterConfig
+from triptych.core.errors import ConfigError
+from triptych.loadgen.report.host import host_info
+from triptych.loadgen.report.results import Requests, Result, read_results
+from triptych.router import check_policies
+from triptych.simulator import Cluster, Costs, Job
+from triptych.simulator.fit import Fitted, Observation, Prediction, fit, predict, summary
+
+LEAST_FREE_CORES = 0.05
+
+SHOWN = ("mean_ttft_s", "mean_tpot_s", "request_throughput")
+
+
+def simulate_fit(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Result files of bench serve --save-dir; none: --costs as they are."),
+    ] = None,
+    held_out: Annotated[
+        list[Path] | None, typer.Option(help="Files to foretell and not to fit to; repeatable.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers of the server.")] = 1,
+    compress: Annotated[int, typer.Option(min=1, help="Compressors of the server.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers of the server.")] = 1,
+    policy: Annotated[
+        str, typer.Option(help="The server's router.batch_policy.")
+    ] = RouterConfig().batch_policy,
+    own_cores: Annotated[
+        bool, typer.Option(help="Its workers computed at once; else they took turns.")
+    ] = False,
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", help="Begin with these, of an earlier fit.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write costs and predictions here.")
+    ] = None,
+) -> None:
+    """Fit what each piece of work takes, so that simulated runs give what the measured ones gave.
+
+    With --held-out it says how far predictions for runs that were not fitted to are off.
+    """
+    check_policies(RouterConfig(batch_policy=policy), Cluster().max_batch_requests)
+    cluster = Cluster(
+        prefill=prefill,
+        compress=compress,
+        decode=decode,
+        shared_cores=not own_cores,
+        router=RouterConfig(batch_policy=policy),
+    )
+    start = Costs.read(costs_file) if costs_file else Costs()
+    observed = [observation for path in files or () for observation in observations_of(path)]
+    others = [observation for path in held_out or () for observation in observations_of(path)]
+
+    def note(number: int, loss: float) -> None:
+        notes.print(f"round {number}: squared errors {loss:.3f}")
+
+    if costs_file and others and not observed:
+        fitted = Fitted(start, [], 0)
+    else:
+        fitted = fit(observed, cluster, start, note)
+    foretold = [predict(one, cluster, fitted.costs) for one in others]
+    if json_file:
+        write_json(
+            {
+                "simulated": True,
+                "host": host_info(),
+                "own_cores": own_cores,
+                "policy": policy,
+                "costs": fitted.costs.as_dict(),
+                "fitted_to": [as_json(one) for one in fitted.predictions],
+                "held_out": [as_json(one) for one in foretold],
+                "held_out_errors": errors(foretold),
+            },
+            json_file,
+        )
+    if fitted.predictions:
+        console.print(make_table(*table("fitted to", fitted.predictions)))
+    if foretold:
+        console.print(make_table(*table("held out", foretold)))
+        for name, error in errors(foretold).items():
+            console.print(
+                f"{name}: off by {error:.0%} on the mean of {len(foretold)} held-out runs"
+            )
+
+
+def observations_of(path: Path) -> list[Observation]:
+    """The runs of a file that lists every request.
+
+    Raises: ConfigError if it does not
+    """
+    return [_observation(result) for result in read_results(path)]
+
+
+def _observation(result: Result) -> Observation:
+    requests = result.requests
+    if requests is None:
+        raise ConfigError(
+            f"{result.path}: it does not list its requests: use bench serve --save-dir"
+        )
+    concurrency = result.figures.get("max_concurrency")
+    jobs = zip(requests.prompt_tokens, requests.output_tokens, requests.started_s, strict=True)
+    return Observation(
+        name=result.name,
+        sessions=[
+            (Job(f"r{number}", prompt, output, at_s),)
+            for number, (prompt, output, at_s) in enumerate(jobs)
+        ],
+        concurrency=int(concurrency) if concurrency else None,
+        cores=result.cores,
+        free_cores=max(LEAST_FREE_CORES, result.cores - result.figures.get("other_cores", 0.0)),
+        measured=summary(requests.ttft_s, tpots_s(requests), result.figures["request_throughput"]),
+    )
+
+
+def tpots_s(requests: Requests) -> list[float]:
+    """Mean time per token after the first, of each answer that has more than one."""
+    return [sum(gaps) / len(gaps) for gaps in requests.gaps_s if gaps]
+
+
+def errors(predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Mean absolute error of each figure, as a share of what was measured."""
+    if not predictions:
+        return {}
+    return {
+        name: fmean(abs(one.ratios[name] - 1.0) for one in predictions)
+        for name in predictions[0].measured
+    }
+
+
+def as_json(prediction: Prediction) -> dict[str, object]:
+    return {
+        "run": prediction.name,
+        "measured": prediction.measured,
+        "predicted": prediction.predicted,
+        "ratios": prediction.ratios,
+    }
+
+
+def table(
+    title: str, predictions: Sequence[Prediction]
+) -> tuple[list[str], list[list[object]], str]:
+    """Columns, rows and title: measured and predicted side by side."""
+    columns = ["run", *(f"{name} {side}" for name in SHOWN for side in ("measured", "predicted"))]
+    rows: list[list[object]] = [
+        [
+            one.name,
+            *(value for name in SHOWN for value in (one.measured[name], one.predicted[name])),
+        ]
+        for one in predictions
+    ]
+    return columns, rows, title

@@ -1,0 +1,81 @@
+"""``triptych calibrate``: find how far a model's cache can be compressed, and write it down."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.quality.studies import run_with_progress
+from triptych.core.config import ModelConfig
+from triptych.loadgen.report.host import host_info
+
+if TYPE_CHECKING:
+    from triptych.evals.studies.calibration import Calibrated
+
+COLUMNS = {
+    "data": "bytes_data_ratio",
+    "all-in": "bytes_all_in_ratio",
+    "KL": "kl",
+    "top-1": "top1_agreement",
+    "perplexity ratio": "perplexity_ratio",
+}
+
+
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(help="A known name, a directory, a .gguf file, a hub name.")
+    ] = ModelConfig().name,
+    output: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path(
+        "profile.json"
+    ),
+    max_kl: Annotated[float, typer.Option(help="Divergence from the full cache, nats.")] = 0.01,
+    min_top1: Annotated[float, typer.Option(help="Agreement on the most likely token.")] = 0.96,
+    max_perplexity_ratio: Annotated[float, typer.Option(help="Next to the full cache.")] = 1.01,
+    high_format: Annotated[str, typer.Option(help="Of significant tokens.")] = "k8v4",
+    low_formats: Annotated[str, typer.Option(help="Candidates for the others.")] = "k4v2,k4v4",
+    alphas: Annotated[str, typer.Option(help="Candidates for alpha_high.")] = "2,3,4,5,6,8",
+    windows: Annotated[str, typer.Option(help="Candidates for recent_window_tokens.")] = "16,32",
+    contexts: Annotated[str, typer.Option(help="Tokens that are compressed.")] = "1024",
+    documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each context.")] = 128,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows here.")] = None,
+) -> None:
+    """Find the smallest cache that stays this near to the full one, and write a profile of it.
+
+    Point compressor.profile at the file; a model that Triptych knows brings its profile along.
+    """
+    from triptych.evals.studies.calibration import Calibration, Target, calibrate
+
+    plan = Calibration(
+        model=model,
+        target=Target(kl=max_kl, top1_agreement=min_top1, perplexity_ratio=max_perplexity_ratio),
+        high_format=high_format,
+        low_formats=tuple(words(low_formats)),
+        alphas=tuple(numbers(alphas)),
+        windows=tuple(integers(windows)),
+        contexts=tuple(integers(contexts)),
+        documents=documents,
+        steps=steps,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    found = calibrate(plan, run_with_progress)
+    found.profile.write(output)
+    if json_file:
+        rows = [row.as_json() for row in found.rows]
+        write_json({"host": host_info(), "chosen": found.chosen, "rows": rows}, json_file)
+    _show(found)
+    notes.print(f"wrote {output}", markup=False, soft_wrap=True)
+
+
+def _show(found: "Calibrated") -> None:
+    lines = [
+        [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
+        for row in sorted(found.rows, key=lambda row: row.bytes_all_in_ratio)
+    ]
+    console.print(make_table(("method", "", *COLUMNS), lines))
+
+
+def _figures(row: dict[str, object]) -> list[object]:
+    return [row[key] for key in COLUMNS.values()]

@@ -1,0 +1,75 @@
+"""What ``triptych serve`` says before it starts: where, what, how much, and what to try."""
+
+import json
+from collections.abc import Iterator
+
+from triptych.cli.serving.serve_file import HttpOptions, ServedApp
+from triptych.core.errors import ConfigError
+from triptych.deployments.app_plan import AppPlan
+
+
+def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
+    """Lines of the panel, a title and a text each.
+
+    Raises: ConfigError if a page is too small for a format, or the pool for a request
+    """
+    from triptych.cli.checks.sizing import app_plan
+    from triptych.workers.factory import context_tokens
+    from triptych.workers.models.compression_profile import find_profile
+    from triptych.workers.models.facts import describe
+    from triptych.workers.models.store.model_store import resolve
+
+    config = app.config
+    facts = describe(resolve(config.model.name, allow_download=False))
+    context = context_tokens(config, facts.context_tokens)
+    plan = app_plan(config, facts.geometry, context, find_profile(config, facts))
+    url = http.url + app.route_prefix.rstrip("/")
+    body = {
+        "model": config.model.public_name,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 64,
+    }
+    grpc = config.ingress.grpc_port
+    return [
+        ("address", f"{url}/v1"),
+        *([("gRPC", f"{config.ingress.grpc_host}:{grpc}")] if grpc else []),
+        ("model", f"{config.model.public_name}, {context} tokens of context, {config.topology}"),
+        ("pages", pages_in_words(plan)),
+        ("precision", ", ".join(precision_in_words(plan))),
+        (
+            "try",
+            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"-d '{json.dumps(body)}'",
+        ),
+        ("watch", f"triptych top --url {url}"),
+    ]
+
+
+def pages_in_words(plan: AppPlan) -> str:
+    """The budget of pages, in tokens that fit at least."""
+    pages = plan.pages
+    tokens = plan.bookable_bytes // pages.page_bytes // pages.geometry.head_rows * pages.high.tokens
+    if tokens < 1:
+        raise ConfigError(
+            f"pool.capacity_bytes={plan.config.pool.capacity_bytes}: not one page for each of "
+            f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
+        )
+    told = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
+    if plan.cells > 1:
+        told += f" in each of {plan.cells} cells"
+    if pages.prefix_bytes:
+        told += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
+    return told
+
+
+def precision_in_words(plan: AppPlan) -> Iterator[str]:
+    """Which tokens are kept how."""
+    policy = plan.pages.policy
+    if not plan.pages.compresses:
+        yield "all tokens in 16 bits"
+        return
+    yield f"{policy.name}: the newest {policy.window_tokens} tokens in 16 bits"
+    others = policy.high_format.upper()
+    if policy.low_format is not None:
+        others += f" or {policy.low_format.upper()}, by the attention that they receive"
+    yield f"others in {others}"

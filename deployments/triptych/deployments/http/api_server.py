@@ -1,0 +1,299 @@
+"""The HTTP app: OpenAI's routes, and the ones that operators look at."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
+from triptych.deployments.http.dashboard import BoardSource, Dashboard, no_board
+from triptych.deployments.http.errors import ApiError, RequestFailed, report
+from triptych.deployments.http.interfaces import NoReasons, Profiles, Reasons, no_profiles
+from triptych.deployments.http.json_frames import JsonResponse, read_json
+from triptych.deployments.http.keys import Client
+from triptych.deployments.http.limits import Envelope, Limits, request_id
+from triptych.deployments.http.metrics import Gauges
+from triptych.deployments.http.openai.protocol import (
+    DetokenizeBody,
+    ProfileBody,
+    TokenizeBody,
+    validate,
+)
+from triptych.deployments.http.openai.responses import Answer
+from triptych.deployments.http.openapi import document
+from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing
+from triptych.deployments.http.stream import (
+    KEEP_ALIVE_S,
+    EventStream,
+    collect,
+    frames,
+    unless_disconnected,
+)
+from triptych.deployments.http.vllm_metrics import aliases
+
+logger = logging.getLogger(__name__)
+
+DECISION_TIMEOUT_S = 0.5
+"""Seconds that a finished answer waits for what its header is to say."""
+
+
+async def no_gauges() -> Mapping[str, float]:
+    """The default of ``create_app``: only the ingress's own metrics are shown."""
+    return {}
+
+
+def create_app(
+    intake: OpenAIServing,
+    *,
+    gauges: Gauges = no_gauges,
+    board: BoardSource = no_board,
+    reasons: Reasons | None = None,
+    profiles: Profiles = no_profiles,
+    keep_alive_s: float = KEEP_ALIVE_S,
+    send_request_id: bool = True,
+) -> FastAPI:
+    """Build the app in front of ``intake``.
+
+    ``gauges`` adds values of other parts to ``/metrics``, ``board`` what they do to the
+    dashboard, ``reasons`` why the router decided as it did, ``profiles`` where the time of steps
+    goes. Turn ``send_request_id`` off
+    where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
+    """
+    routes = Routes(
+        intake,
+        gauges=gauges,
+        dashboard=Dashboard(board, intake.metrics, intake.model),
+        reasons=reasons or NoReasons(),
+        profiles=profiles,
+        keep_alive_s=keep_alive_s,
+    )
+    app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
+    routes.mount(app)
+    for kind in (TriptychError, RequestFailed, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer_error)
+    app.add_middleware(Limits, max_body_bytes=intake.config.max_body_bytes)
+    app.add_middleware(Envelope, send_request_id=send_request_id)
+    return app
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer with OpenAI's JSON."""
+    return report(error, request_id(request.scope)).response()
+
+
+async def _whole(answer: Answer, more: Mapping[str, str]) -> Response:
+    def response() -> Response:
+        return JsonResponse(answer.whole(), headers={**answer.headers(), **more})
+
+    # Other streams go on meanwhile.
+    return await asyncio.to_thread(response) if answer.is_long else response()
+
+
+def _with_session(request: Request, body: Mapping[str, object]) -> Mapping[str, object]:
+    """The body with the ``session_id`` of ``X-Session-Id``, unless it has one itself."""
+    named = request.headers.get("x-session-id")
+    return body if named is None else {"session_id": named, **body}
+
+
+class Routes:
+    """The handlers of one app."""
+
+    def __init__(
+        self,
+        intake: OpenAIServing,
+        *,
+        gauges: Gauges,
+        dashboard: Dashboard,
+        reasons: Reasons,
+        profiles: Profiles,
+        keep_alive_s: float,
+    ) -> None:
+        self._intake = intake
+        self._codec = intake.codec
+        self._planner = intake.planner
+        self._config = intake.config
+        self._gauges = gauges
+        self._dashboard = dashboard
+        self._reasons = reasons
+        self._profiles = profiles
+        self._keep_alive_s = keep_alive_s
+
+    def mount(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"])
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}/ready", self.model_ready, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self.one_model, methods=["GET"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/ready", self.health, methods=["GET"])
+        app.add_api_route("/live", self.live, methods=["GET"])
+        app.add_api_route("/ping", self.health, methods=["GET", "POST"])
+        app.add_api_route("/load", self.load, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
+        app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
+        app.add_api_route("/router/explain/{name}", self.explain, methods=["GET"])
+        app.add_api_route("/profile", self.profile, methods=["POST"])
+        app.add_api_route("/dashboard", self.dashboard, methods=["GET"])
+        app.add_api_route("/dashboard/state", self.dashboard_state, methods=["GET"])
+
+    async def chat(self, request: Request) -> Response:
+        client, parent = self._client(request), request.headers.get("traceparent", "")
+        given = _with_session(request, await read_json(request))
+        return await self._answer(request, client, await self._intake.chat(given, client, parent))
+
+    async def completions(self, request: Request) -> Response:
+        client, parent = self._client(request), request.headers.get("traceparent", "")
+        given = _with_session(request, await read_json(request))
+        answer = await self._intake.completion(given, client, parent)
+        return await self._answer(request, client, answer)
+
+    def _client(self, request: Request) -> Client:
+        return self._intake.keys.client(request.headers.get("authorization", ""))
+
+    async def _answer(self, request: Request, client: Client, answer: Answer) -> Response:
+        items, job = self._intake.run(client, answer), answer.job
+        timeout_s = self._config.request_timeout_s
+        if job.stream:
+            events = frames(items, job, answer)
+            return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
+        await unless_disconnected(request.receive, collect(items, timeout_s))
+        told = await self._decision(job.id) if self._config.decision_header else None
+        return await _whole(answer, {} if told is None else {"x-triptych-decision": told})
+
+    async def _decision(self, name: str) -> str:
+        """What the router decided; an answer that is there does not wait for it."""
+        try:
+            async with asyncio.timeout(DECISION_TIMEOUT_S):
+                return await self._reasons.decision(name)
+        except TimeoutError:
+            return ""
+
+    async def models(self, request: Request) -> Response:
+        self._client(request)
+        return JsonResponse({"object": "list", "data": [self._intake.card()]})
+
+    async def one_model(self, request: Request, name: str) -> Response:
+        self._client(request)
+        self._planner.check_model(name)
+        return JsonResponse(self._intake.card())
+
+    async def model_ready(self, request: Request, name: str) -> Response:
+        """Whether a model has a worker for each stage, as Dynamo tells it."""
+        self._client(request)
+        self._planner.check_model(name)
+        return await self.health()
+
+    async def tokenize(self, request: Request) -> Response:
+        self._client(request)
+        body = validate(TokenizeBody, await read_json(request))
+        self._planner.check_model(body.model)
+        tokens = await self._tokens(body)
+        answer: dict[str, object] = {
+            "count": len(tokens),
+            "max_model_len": self._intake.model.context_tokens,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = self._codec.pieces(tokens)
+        return JsonResponse(answer)
+
+    async def _tokens(self, body: TokenizeBody) -> list[int]:
+        match body:
+            case TokenizeBody(prompt=str(prompt), messages=None):
+                self._codec.check_length(len(prompt), "prompt")
+                return await self._codec.encode(prompt, add_special_tokens=body.add_special_tokens)
+            case TokenizeBody(prompt=None, messages=list(messages)):
+                return await self._planner.encode_messages(messages, body)
+            case _:
+                raise RequestError("give either prompt or messages", "prompt")
+
+    async def detokenize(self, request: Request) -> Response:
+        self._client(request)
+        body = validate(DetokenizeBody, await read_json(request))
+        self._planner.check_model(body.model)
+        self._planner.check_token_ids(body.tokens, "tokens")
+        return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
+
+    async def live(self) -> Response:
+        """Whether this process answers, whatever the others do."""
+        return Response()
+
+    async def health(self) -> Response:
+        """Whether requests can be served: each stage has a worker."""
+        state = await self._intake.health()
+        if state.ok:
+            return Response()
+        kind, code = "service_unavailable", "overloaded"
+        return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
+
+    async def load(self) -> Response:
+        """Answers in progress, as vLLM tells it."""
+        return JsonResponse({"server_load": self._intake.metrics.in_progress})
+
+    async def metrics(self) -> Response:
+        gauges: Mapping[str, float] = {}
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                gauges = await self._gauges()
+        except (TimeoutError, TriptychError) as error:
+            logger.warning("metrics of other parts are missing: %s", error)
+        text = self._intake.metrics.exposition(gauges)
+        if self._config.vllm_metrics:
+            lines = aliases(text.decode(), self._intake.model.name)
+            text += "".join(f"{line}\n" for line in lines).encode()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def explain(self, request: Request, name: str) -> Response:
+        """Why the router decided as it did about one request: bytes, queue, alternatives."""
+        self._admin(request)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                found = await self._reasons.explain(name)
+        except TimeoutError as error:
+            raise Overloaded("the router does not answer") from error
+        if not found:
+            raise RequestNotFound(
+                f"no request {name[:128]!r} is remembered: give the id of an answer, such as "
+                "chatcmpl-..., while it is one of the latest"
+            )
+        data: dict[str, object] = {"id": name, "object": "router.explanation", "requests": [*found]}
+        return JsonResponse(data, headers={"cache-control": "no-store"})
+
+    async def profile(self, request: Request) -> Response:
+        """Where the time of the next steps goes."""
+        self._admin(request)
+        body = validate(ProfileBody, await read_json(request))
+        told = await self._profiles(body.steps, body.seconds, trace=body.trace)
+        return JsonResponse({"object": "profile", "workers": [*told]})
+
+    def _admin(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        self._intake.keys.admin(given, everybody=self._config.open_admin)
+
+    async def version(self) -> Response:
+        return JsonResponse({"version": version("triptych")})
+
+    async def openapi(self) -> Response:
+        return JsonResponse(document())
+
+    async def dashboard(self) -> Response:
+        return self._dashboard.page()
+
+    async def dashboard_state(self, request: Request) -> Response:
+        # A page that looks every second must not use up what its key may ask.
+        self._intake.keys.client(request.headers.get("authorization", ""), counts=False)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await self._dashboard.state()
+        except TimeoutError as error:
+            raise Overloaded("the router does not answer") from error

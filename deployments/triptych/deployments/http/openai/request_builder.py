@@ -1,0 +1,374 @@
+"""From a checked body to the requests that the engine runs."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from triptych.core.config import IngressConfig
+from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
+from triptych.core.messages import Request, Sampling, Slo
+from triptych.core.plugin_overrides import overrides_of
+from triptych.core.profile import Fidelity
+from triptych.deployments.http.interfaces import Engine, ModelCard
+from triptych.deployments.http.openai.guided_decoding import grammar_of, is_structured
+from triptych.deployments.http.openai.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    Rendering,
+    Tool,
+)
+from triptych.deployments.http.openai.tool_parser import grammar_of as grammar_of_calls
+from triptych.deployments.http.openai.tool_parser import tools_of, turns_of
+from triptych.deployments.http.tokenizer import TextCodec
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
+
+SEEDS = 2**63
+
+MAX_PROMPT_LOGPROBS = 200_000
+"""Log probabilities of prompts in one answer, at most: as JSON they take 16 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One client request, ready to run: a request of the engine per choice."""
+
+    id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    requests: tuple[Request, ...]
+    prompt_tokens: int
+    """Each prompt counted once, however many choices continue it."""
+    stream: bool
+    include_usage: bool
+    """Send the usage as a last event of the stream."""
+    continuous_usage: bool
+    """Send the usage so far with each event."""
+    token_ids: bool
+    """Give the ids of prompt and answer beside the text, as vLLM does."""
+    choices_each: int = 1
+    """Choices of one prompt; they follow each other in ``requests``."""
+    echo: tuple[str, ...]
+    """What each choice repeats before its answer."""
+    tools: frozenset[str] = frozenset()
+    """Names of the tools that the answer may call."""
+    prompt_logprobs: int = -1
+    """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
+    fidelity: Fidelity | None = None
+    """What compression costs at about this length; None: nobody measured it."""
+    is_prompt_alone: bool = False
+    """Nothing is answered: what is told is the prompt, with its log probabilities."""
+    echo_logprobs: int = -1
+    """Alternatives per token of the prompt to repeat before those of the answer; -1: none."""
+
+
+class Planner:
+    """Checks what a body asks for against the model, and tokenizes its prompts."""
+
+    def __init__(
+        self, *, engine: Engine, codec: TextCodec, model: ModelCard, config: IngressConfig
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._model = model
+        self._config = config
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: ModelNotFound"""
+        if name is not None and name != self._model.name:
+            text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
+            raise ModelNotFound(text, "model")
+
+    async def chat(self, body: ChatBody, tenant: str = "", weight: float = 1.0) -> Job:
+        """Raises: RequestError naming the field that cannot be served"""
+        self.check_model(body.model)
+        self._check(body)
+        if body.functions:
+            raise Unsupported("functions: send them as tools", "functions")
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        tools = tools_of(body)
+        prompt = self._newest(await self.encode_messages(body.messages, body, tools), body)
+        logprobs = body.top_logprobs if body.logprobs else -1
+        sampling = await self._sampling(body, logprobs)
+        if tools:
+            calls = await asyncio.to_thread(grammar_of_calls, body, tools)
+            sampling = replace(sampling, grammar=calls)
+        job = self._job("chatcmpl", body, [prompt], "messages", sampling)
+        job = replace(job, tools=frozenset(tool.function.name for tool in tools))
+        job = self._with_prompt_logprobs(job, body)
+        return self._owned(job, body, tenant, weight)
+
+    async def completion(self, body: CompletionBody, tenant: str = "", weight: float = 1.0) -> Job:
+        """Raises: RequestError naming the field that cannot be served"""
+        self.check_model(body.model)
+        self._check(body)
+        if body.suffix:
+            raise RequestError("this model cannot fill in before a suffix", "suffix")
+        if body.max_tokens == 0 and not body.echo:
+            text = "max_tokens=0: nothing would be answered; with echo: true the prompt is"
+            raise RequestError(text, "max_tokens")
+        if body.best_of > body.n:
+            raise Unsupported("best_of larger than n", "best_of")
+        given = [await self._encode_prompt(prompt) for prompt in body.prompts]
+        prompts = [self._newest(prompt, body) for prompt in given]
+        whole = body.prompts if prompts == given else prompts
+        texts = await self._texts(whole) if body.echo else [""] * len(prompts)
+        logprobs = -1 if body.logprobs is None else body.logprobs
+        sampling = await self._sampling(body, logprobs)
+        job = self._job("cmpl", body, prompts, "prompt", sampling, texts)
+        job = replace(job, is_prompt_alone=body.max_tokens == 0)
+        if body.echo and body.logprobs is not None:
+            job = replace(job, echo_logprobs=logprobs)
+        job = self._with_prompt_logprobs(job, body)
+        return self._owned(job, body, tenant, weight)
+
+    def _with_prompt_logprobs(self, job: Job, body: GenerationBody) -> Job:
+        """Have a choice of each prompt tell how likely the prompt's tokens were.
+
+        Raises: RequestError if a stream asks for what has no place in its events, or if it is
+            too much
+        """
+        shown = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+        top, name = max(shown, job.echo_logprobs), "prompt_logprobs" if shown >= 0 else "logprobs"
+        if top < 0:
+            return job
+        if shown >= 0 and job.stream:
+            raise RequestError("prompt_logprobs come with whole answers: send stream: false", name)
+        values = job.prompt_tokens * (1 + top)
+        if values > MAX_PROMPT_LOGPROBS:
+            text = (
+                f"{name}={top} of {job.prompt_tokens} tokens of prompts are {values} values: at "
+                f"most {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or send shorter prompts"
+            )
+            raise RequestError(text, name)
+        longest, window = max(len(one.prompt) for one in job.requests), self._model.window_tokens
+        if 0 < window <= longest:
+            text = (
+                f"{name} of a prompt of {longest} tokens: this model reads less than {window} at "
+                "once, and longer ones in windows; send parts that are shorter"
+            )
+            raise RequestError(text, name)
+        # In a stream any choice of a prompt may be the first to speak.
+        first = range(0, len(job.requests), 1 if job.stream else job.choices_each)
+        requests = (
+            replace(request, sampling=replace(request.sampling, prompt_logprobs=top))
+            if index in first
+            else request
+            for index, request in enumerate(job.requests)
+        )
+        return replace(job, requests=tuple(requests), prompt_logprobs=shown)
+
+    def _owned(self, job: Job, body: GenerationBody, tenant: str, weight: float) -> Job:
+        """Say with whom the requests share cached prefixes, whose they are, in which conversation,
+        how urgent, and with which plug-ins.
+
+        ``tenant`` is "" or has a fixed length, so no two pairs look alike.
+
+        Raises: RequestError if plug-ins are asked for what is not offered
+        """
+        salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
+        mine = {
+            "cache_salt": salt,
+            "tenant": tenant,
+            "session": body.session_id or "",
+            "weight": weight,
+            "priority": body.priority,
+            "slo": _slo(body),
+            "switches": overrides_of(body.plugins, self._model.plugins),
+        }
+        owned = (replace(request, **mine) for request in job.requests)
+        return replace(job, requests=tuple(owned))
+
+    async def encode_messages(
+        self,
+        messages: Sequence[Message],
+        how: Rendering,
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
+        if how.chat_template is not None:
+            raise Unsupported("chat_template: templates come with the model", "chat_template")
+        if how.continue_final_message and how.add_generation_prompt:
+            text = "continue_final_message needs add_generation_prompt: false"
+            raise RequestError(text, "continue_final_message")
+        turns = turns_of(messages, tools)
+        # The template's own tokens come on top, so this never refuses what fits.
+        self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
+        return await self._codec.encode_chat(
+            turns,
+            add_generation_prompt=how.add_generation_prompt,
+            continue_final=how.continue_final_message,
+            options=how.template_options,
+        )
+
+    def _newest(self, prompt: list[int], body: GenerationBody) -> list[int]:
+        """What is left of a prompt after ``truncate_prompt_tokens``.
+
+        Raises: RequestError if that is nothing
+        """
+        keep = body.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        if keep == 0:
+            text = "truncate_prompt_tokens=0: it leaves nothing of the prompt"
+            raise RequestError(text, "truncate_prompt_tokens")
+        if keep < 0:
+            keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
+        return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt
+
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._codec.check_length(len(prompt), "prompt")
+            return await self._codec.encode(prompt)
+        self.check_token_ids(prompt, "prompt")
+        return prompt
+
+    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises: RequestError if an id is outside of the vocabulary"""
+        size = self._codec.vocab_tokens
+        if ids and max(ids) >= size:
+            raise RequestError(f"token id {max(ids)}: the vocabulary has {size} tokens", param)
+
+    async def _texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        return [p if isinstance(p, str) else await self._codec.decode(p) for p in prompts]
+
+    def _check(self, body: GenerationBody) -> None:
+        if body.n > self._config.max_choices:
+            raise RequestError(f"n={body.n}: at most {self._config.max_choices} choices", "n")
+        if body.stream_options and not body.stream:
+            raise RequestError("stream_options needs stream: true", "stream_options")
+        self.check_token_ids(body.stop_token_ids, "stop_token_ids")
+        ttft_ms, deadline_ms = body.ttft_slo_ms, body.deadline_ms
+        if ttft_ms and deadline_ms and ttft_ms > deadline_ms:
+            text = f"ttft_slo_ms={ttft_ms:g} is later than deadline_ms={deadline_ms:g}"
+            raise RequestError(text, "ttft_slo_ms")
+
+    def _job(
+        self,
+        prefix: str,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        param: str,
+        sampling: Sampling,
+        texts: Sequence[str] = ("",),
+    ) -> Job:
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
+        requests: list[Request] = []
+        for prompt in prompts:
+            limit = self._answer_tokens(body, len(prompt), param)
+            for _ in range(body.n):
+                index = len(requests)
+                request = Request(
+                    id=f"{name}-{index}",
+                    prompt=tuple(prompt),
+                    # Who reads a prompt has the next token as well: it is drawn, and not told.
+                    sampling=replace(
+                        sampling, max_tokens=max(limit, 1), seed=(seed + index) % SEEDS
+                    ),
+                    reply_to=self._engine.address,
+                )
+                requests.append(request)
+        options = body.stream_options
+        return Job(
+            id=name,
+            created=int(time.time()),
+            model=self._model.name,
+            requests=tuple(requests),
+            prompt_tokens=sum(map(len, prompts)),
+            stream=body.stream,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            token_ids=body.return_token_ids,
+            choices_each=body.n,
+            fidelity=self._fidelity(requests),
+            echo=tuple(text for text in texts for _ in range(body.n)),
+        )
+
+    def _fidelity(self, requests: Sequence[Request]) -> Fidelity | None:
+        """What compression costs them; None: nobody measured that, or they switch something on."""
+        if any(switch.on for request in requests for switch in request.switches):
+            return None
+        longest = max(len(request.prompt) for request in requests)
+        return _nearest(self._model.fidelity, longest)
+
+    def _answer_tokens(self, body: GenerationBody, prompt_tokens: int, param: str) -> int:
+        """Say how long the answer may become.
+
+        Raises: PromptTooLong with both numbers; RequestError for an empty prompt
+        """
+        if prompt_tokens == 0:
+            raise RequestError("the prompt has no tokens", param)
+        wanted, name = body.answer_tokens
+        room = self._model.context_tokens - prompt_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            raise PromptTooLong(
+                self._too_long(prompt_tokens, wanted, param), param if room < 1 else name
+            )
+        limit = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
+        limit = limit if wanted is None else wanted
+        if body.min_tokens > limit:
+            text = f"min_tokens={body.min_tokens} is more than the answer may have: {limit}"
+            raise RequestError(text, "min_tokens")
+        return limit
+
+    def _too_long(self, prompt_tokens: int, wanted: int | None, param: str) -> str:
+        # Clients recognise an overflow by the words of the first sentence.
+        asked = (
+            f"your {param} resulted in {prompt_tokens} tokens"
+            if wanted is None
+            else f"you requested {prompt_tokens + wanted} tokens "
+            f"({prompt_tokens} in the {param}, {wanted} in the completion)"
+        )
+        return (
+            f"This model's maximum context length is {self._model.context_tokens} tokens. "
+            f"However, {asked}. Please reduce the length of the {param} or of the completion."
+        )
+
+    async def _sampling(self, body: GenerationBody, logprobs: int) -> Sampling:
+        return Sampling(
+            grammar=await asyncio.to_thread(grammar_of, body) if is_structured(body) else "",
+            temperature=float(body.temperature),
+            top_k=max(body.top_k, 0),
+            top_p=float(body.top_p),
+            min_p=float(body.min_p),
+            repetition_penalty=float(body.repetition_penalty),
+            presence_penalty=float(body.presence_penalty),
+            frequency_penalty=float(body.frequency_penalty),
+            logit_bias=self._logit_bias(body.logit_bias),
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
+            stop=body.stops,
+            include_stop=body.include_stop_str_in_output,
+            stop_token_ids=tuple(body.stop_token_ids),
+            logprobs=logprobs,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+
+    def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+        size = self._codec.vocab_tokens
+        for key in bias:
+            fits = key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < size
+            if not fits:
+                text = f"{key[:32]!r} is not a token id below {size}"
+                raise RequestError(text, f"logit_bias.{key[:32]}")
+        return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:
+    return min(measured, key=lambda one: abs(one.context - tokens), default=None)
+
+
+def _slo(body: GenerationBody) -> Slo:
+    return Slo(
+        ttft_s=(body.ttft_slo_ms or 0.0) / 1e3,
+        tpot_s=(body.tpot_slo_ms or 0.0) / 1e3,
+        deadline_s=(body.deadline_ms or 0.0) / 1e3,
+    )

@@ -1,0 +1,404 @@
+"""OpenAI's answers, whole and in chunks, built from the tokens of each choice."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from triptych.core.messages import (
+    CompressionReport,
+    FinishReason,
+    PromptLogprobs,
+    TokenLogprob,
+    TokenRank,
+    Tokens,
+)
+from triptych.core.profile import Fidelity
+from triptych.deployments.http.openai.request_builder import Job
+from triptych.deployments.http.openai.tool_parser import Call, Reader
+from triptych.deployments.http.tokenizer import TextCodec
+
+Json = dict[str, object]
+
+UNLIKELY = -9999.0
+"""What OpenAI writes for the log probability of what cannot happen: JSON has no infinity."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """What one choice has come to so far."""
+
+    index: int
+    echo: str = ""
+    texts: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    ids: list[int] = field(default_factory=list[int])
+    untold: list[int] = field(default_factory=list[int])
+    """Ids of tokens that no event has told of, as they had no text yet."""
+    chars: int = 0
+    """Characters of the tokens whose log probabilities were reported."""
+    opened: bool = False
+    """Whether a stream has begun to tell of this choice."""
+    finish: FinishReason | None = None
+    stop: str | int | None = None
+    ended_by: str = ""
+    """The plug-in that ended it, if one did."""
+    compression: CompressionReport | None = None
+    cached_tokens: int = 0
+    """Tokens of its prompt that were not computed again."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """How likely the tokens of its prompt were, if it is the first choice of that prompt."""
+
+    @property
+    def ending(self) -> Json:
+        """What ended it, beside the reason: a stop, and only if one did, a plug-in."""
+        ending: Json = {"stop_reason": self.stop}
+        return ending | {"ended_by": self.ended_by} if self.ended_by else ending
+
+    def add(self, item: Tokens) -> None:
+        """Take new tokens."""
+        self.texts.append(item.text)
+        self.logprobs += item.logprobs
+        self.ids += item.tokens
+        self.finish, self.stop, self.ended_by = item.finish, item.stop, item.ended_by
+        self.compression = item.compression or self.compression
+        self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
+        self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
+
+
+def usage(
+    prompt_tokens: int,
+    choices: Sequence[Choice],
+    choices_each: int = 1,
+    fidelity: Fidelity | None = None,
+) -> Json:
+    """Count tokens, and say what compression did if a stage reported it, and costs if it is known.
+
+    A prompt counts once, with the most that one of its ``choices_each`` choices had cached.
+    """
+    answer_tokens = sum(len(choice.ids) for choice in choices)
+    counts: Json = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": _cached_tokens(choices, choices_each)},
+    }
+    compression = _compression(choices)
+    if compression and fidelity:
+        compression["estimated_error"] = {
+            "kl": fidelity.kl,
+            "top1_agreement": fidelity.top1_agreement,
+            "measured_at_tokens": fidelity.context,
+        }
+    return counts | {"compression": compression} if compression else counts
+
+
+def _compression(choices: Sequence[Choice]) -> Json:
+    """What compression did to all choices together; empty if no stage reported it.
+
+    The ratio counts what is shared as if each choice had it alone: it is compression's, and what
+    sharing saves beyond it stands beside it.
+    """
+    reports = [choice.compression for choice in choices if choice.compression]
+    if not reports:
+        return {}
+    raw = sum(report.raw_bytes for report in reports)
+    stored = sum(report.stored_bytes for report in reports)
+    shared = sum(report.shared_bytes for report in reports)
+    told: Json = {
+        "policy": reports[0].policy,
+        "ratio": round(raw / max(stored + shared, 1), 3),
+        "raw_bytes": raw,
+        "stored_bytes": stored,
+    }
+    return told | {"shared_bytes": shared} if shared else told
+
+
+def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:
+    return sum(
+        max(choice.cached_tokens for choice in choices[first : first + choices_each])
+        for first in range(0, len(choices), choices_each)
+    )
+
+
+class Answer(ABC):
+    """Builds the answer to one client request. Subclasses know the shape of a choice."""
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, job: Job, codec: TextCodec) -> None:
+        self.job = job
+        self._codec = codec
+        self.choices = [
+            Choice(index=index, echo=job.echo[index] if job.echo else "")
+            for index in range(len(job.requests))
+        ]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether building it may take a second: log probabilities of a prompt do."""
+        return max(self.job.prompt_logprobs, self.job.echo_logprobs) >= 0
+
+    def whole(self) -> Json:
+        """Build the answer that is not streamed."""
+        choices = [self._choice(choice) | self._ids(choice) for choice in self.choices]
+        return self._frame(self.object, choices) | {"usage": self._usage()}
+
+    def headers(self) -> dict[str, str]:
+        """What compression did, and what was cached, for those who do not read the body."""
+        cached = _cached_tokens(self.choices, self.job.choices_each)
+        told = {"x-triptych-cached-tokens": str(cached)}
+        if compression := _compression(self.choices):
+            told["x-triptych-compression-policy"] = str(compression["policy"])
+            told["x-triptych-compression-ratio"] = str(compression["ratio"])
+            if self.job.fidelity:
+                told["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
+        return told
+
+    def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        """Build the events that tell of ``item``, which ``choice`` has taken already."""
+        choice.untold += item.tokens
+        for part in self._parts(choice, item):
+            if self.job.token_ids:
+                part["token_ids"], choice.untold = choice.untold, []
+            chunk = self._frame(self.chunk_object, [part])
+            if self.job.continuous_usage:
+                chunk["usage"] = self._usage()
+            elif self.job.include_usage:
+                chunk["usage"] = None
+            yield chunk
+
+    def _ids(self, choice: Choice) -> Json:
+        if not self.job.token_ids:
+            return {}
+        prompt = self.job.requests[choice.index].prompt
+        return {"prompt_token_ids": list(prompt), "token_ids": choice.ids}
+
+    def usage_chunk(self) -> Json:
+        """Build the last event of a stream whose client asked for the usage."""
+        return self._frame(self.chunk_object, []) | {"usage": self._usage()}
+
+    def _prompt_rows(self, choice: Choice) -> list[TokenRank]:
+        """How likely the tokens of its prompt were, but the first, of which nothing is known."""
+        first = self.choices[choice.index - choice.index % self.job.choices_each]
+        told = choice.prompt_logprobs or first.prompt_logprobs
+        return list(told.rows()) if told else []
+
+    def _prompt_logprobs(self, choice: Choice) -> Json:
+        """vLLM's list of what each token of the prompt, and others in its place, are worth."""
+        top = self.job.prompt_logprobs
+        if top < 0:
+            return {}
+        tokens = self.job.requests[choice.index].prompt[1:]
+        rows = zip(tokens, self._prompt_rows(choice), strict=True)
+        return {"prompt_logprobs": [None, *(self._ranked(token, row, top) for token, row in rows)]}
+
+    def _ranked(self, token: int, row: TokenRank, top: int) -> Json:
+        best = [(i, value, rank) for rank, (i, value) in enumerate(row.top[:top], 1)]
+        return {
+            str(one): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": self._codec.token_bytes(one).decode("utf-8", errors="replace"),
+            }
+            for one, value, rank in [(token, row.logprob, row.rank), *best]
+        }
+
+    def _frame(self, kind: str, choices: list[Json]) -> Json:
+        job = self.job
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": job.model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> Json:
+        job = self.job
+        return usage(job.prompt_tokens, self.choices, job.choices_each, job.fidelity)
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> Json:
+        """Build the finished choice."""
+
+    @abstractmethod
+    def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        """Build what a stream says of ``choice`` for these tokens, one entry per event."""
+
+
+class ChatAnswer(Answer):
+    """``chat.completion``. All choices have one prompt, so vLLM tells of it beside them."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, job: Job, codec: TextCodec) -> None:
+        super().__init__(job, codec)
+        self._readers = [Reader(job.tools) for _ in job.requests]
+        self._calls = [0 for _ in job.requests]
+
+    def whole(self) -> Json:
+        return super().whole() | self._prompt_logprobs(self.choices[0])
+
+    def _choice(self, choice: Choice) -> Json:
+        text, calls = self._read(choice, "".join(choice.texts), is_last=True)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text.strip() or None, "tool_calls": calls}
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": self._finish(choice),
+            **choice.ending,
+        }
+
+    def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        if not choice.opened:
+            choice.opened = True
+            yield self._part(choice, {"role": "assistant", "content": ""})
+        text, calls = self._read(choice, item.text, is_last=item.finish is not None)
+        if text or item.logprobs:
+            yield self._part(choice, {"content": text}, self._logprobs(item.logprobs))
+        first = self._calls[choice.index] - len(calls)
+        for index, call in enumerate(calls, first):
+            yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
+        if item.finish:
+            last = self._part(choice, {})
+            yield last | {"finish_reason": self._finish(choice), **choice.ending}
+
+    def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
+        """What a text adds to the answer, and which calls."""
+        if not self.job.tools:
+            return text, []
+        pieces = list(self._readers[choice.index].read(text, is_last=is_last))
+        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        self._calls[choice.index] += len(calls)
+        rest = "".join(piece for piece in pieces if isinstance(piece, str))
+        # Line breaks around calls are no text of the answer.
+        return (rest if rest.strip() or not self._calls[choice.index] else ""), [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+
+    def _finish(self, choice: Choice) -> str | None:
+        has_called = self._calls[choice.index] and choice.finish == "stop"
+        return "tool_calls" if has_called else choice.finish
+
+    def _part(self, choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:
+        return {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+        if not logprobs:
+            return None
+        content = [
+            self._named(entry.token, entry.logprob)
+            | {"top_logprobs": [self._named(token, value) for token, value in entry.top]}
+            for entry in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> Json:
+        raw = self._codec.token_bytes(token)
+        text = raw.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class CompletionAnswer(Answer):
+    """``text_completion``."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def _choice(self, choice: Choice) -> Json:
+        text = choice.echo + "".join(choice.texts)
+        whole = self._part(choice, text, choice.logprobs, self._echoed(choice))
+        return whole | self._prompt_logprobs(choice)
+
+    def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
+        text = item.text if choice.opened else choice.echo + item.text
+        echoed = [] if choice.opened else self._echoed(choice)
+        choice.opened = True
+        if text or item.logprobs or item.finish:
+            yield self._part(choice, text, item.logprobs, echoed)
+
+    def _echoed(self, choice: Choice) -> list[TokenLogprob | int]:
+        """What log probabilities repeat of the prompt; of its first token there is only the id."""
+        top = self.job.echo_logprobs
+        if top < 0:
+            return []
+        first, *rest = self.job.requests[choice.index].prompt
+        rows = zip(rest, self._prompt_rows(choice), strict=True)
+        return [
+            first,
+            *(
+                TokenLogprob(token=token, logprob=row.logprob, top=row.top[:top])
+                for token, row in rows
+            ),
+        ]
+
+    def _part(
+        self,
+        choice: Choice,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        echoed: Sequence[TokenLogprob | int],
+    ) -> Json:
+        told = [*echoed, *logprobs]
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, told) if told else None,
+            "finish_reason": choice.finish,
+            **choice.ending,
+        }
+
+    def _logprobs(self, choice: Choice, told: Sequence[TokenLogprob | int]) -> Json:
+        offsets, tokens = list[int](), list[str]()
+        values, tops = list[float | None](), list[Json | None]()
+        for entry in told:
+            token = entry if isinstance(entry, int) else entry.token
+            offsets.append(choice.chars)
+            choice.chars += _characters(self._codec.token_bytes(token))
+            tokens.append(self._name(token))
+            values.append(None if isinstance(entry, int) else _finite(entry.logprob))
+            tops.append(None if isinstance(entry, int) else self._top(entry))
+        return {
+            "text_offset": offsets,
+            "token_logprobs": values,
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
+
+    def _top(self, entry: TokenLogprob) -> Json:
+        best: Json = {self._name(token): _finite(value) for token, value in entry.top}
+        return best | {self._name(entry.token): _finite(entry.logprob)}
+
+    def _name(self, token: int) -> str:
+        """Name a token by its text, or by its bytes (as OpenAI did) if they are no text alone."""
+        raw = self._codec.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, UNLIKELY) if math.isfinite(logprob) else UNLIKELY
+
+
+def _characters(raw: bytes) -> int:
+    """Count the characters that begin in these bytes: continuation bytes of UTF-8 do not."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)

@@ -1,0 +1,168 @@
+"""What the router and the pool know at one moment, as /health and /metrics show it."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from triptych.core.messages import STAGES, Report
+from triptych.kvpool import DiskStats, PoolStats
+from triptych.router import RouterSnapshot
+from triptych.router.snapshot import HeldBy
+
+
+@dataclass(frozen=True)
+class Status:
+    """The router's snapshot beside the books of all pools."""
+
+    router: RouterSnapshot
+    pools: tuple[PoolStats | None, ...]
+    """None for a pool that does not answer."""
+    reports: tuple[Report, ...]
+    """The last one of each worker."""
+
+    @classmethod
+    def of(cls, cells: "Sequence[Status]") -> Self:
+        """That of all cells together; of one, its own."""
+        routers = [status.router for status in cells]
+        held: list[HeldBy] = [one.blocked_reason for one in routers if one.blocked_reason]
+        return cls(
+            router=RouterSnapshot(
+                requests=_sum(one.requests for one in routers),
+                booked_bytes={arena: n for one in routers for arena, n in one.booked_bytes.items()},
+                capacity_bytes=sum(one.capacity_bytes for one in routers),
+                blocked_reason=held[0] if held else "",
+                oldest_waiting_s=max(one.oldest_waiting_s for one in routers),
+                counters=_sum(one.counters for one in routers),
+                workers=tuple(worker for one in routers for worker in one.workers),
+            ),
+            pools=tuple(pool for status in cells for pool in status.pools),
+            reports=tuple(report for status in cells for report in status.reports),
+        )
+
+    @property
+    def missing_stages(self) -> list[str]:
+        """Stages without a worker that takes requests."""
+        there = {stage for worker in self.router.workers for stage in worker.stages}
+        return [stage for stage in STAGES if stage not in there]
+
+    def gauges(self) -> Mapping[str, float]:
+        """Metrics by name and labels."""
+        return {**self._router_gauges(), **self._pool_gauges(), **self._worker_gauges()}
+
+    def _worker_gauges(self) -> dict[str, float]:
+        gauges = dict[str, float]()
+        for report in self.reports:
+            values = {
+                "requests": report.running,
+                "pages_taken": report.pages_held,
+                "bytes_copied": report.bytes_copied,
+                "busy_seconds": report.busy_s,
+                "transfers_resumed": report.transfers_resumed,
+                "chunks_refused": report.chunks_refused,
+            }
+            for name, value in values.items():
+                gauges[f'triptych_workers_{name}{{worker="{report.name}"}}'] = float(value)
+            for reason, count in report.prefixes_skipped.items():
+                labels = f'worker="{report.name}",reason="{reason}"'
+                gauges[f"triptych_prefix_skipped{{{labels}}}"] = float(count)
+        return gauges
+
+    def _router_gauges(self) -> dict[str, float]:
+        router = self.router
+        capacity, booked = router.capacity_bytes, sum(router.booked_bytes.values())
+        gauges = {
+            "triptych_num_requests_waiting": float(router.requests.get("waiting", 0)),
+            "triptych_kv_cache_usage_perc": booked / capacity if capacity else 0.0,
+            "triptych_router_capacity_bytes": float(capacity),
+            "triptych_router_booked_bytes": float(booked),
+            "triptych_router_oldest_waiting_seconds": router.oldest_waiting_s,
+        }
+        for state, count in router.requests.items():
+            gauges[f'triptych_router_requests{{state="{state}"}}'] = float(count)
+        for reason, count in router.counters.items():
+            gauges[f'triptych_router_decisions{{reason="{reason}"}}'] = float(count)
+        for stage in STAGES:
+            workers = [worker for worker in router.workers if stage in worker.stages]
+            gauges[f'triptych_workers{{stage="{stage}"}}'] = float(len(workers))
+        return gauges
+
+    def _pool_gauges(self) -> dict[str, float]:
+        """Sums over all pools; pages of each, if there are several."""
+        ledgers = [ledger for ledger in self.pools if ledger is not None]
+        gauges = {"triptych_pool_up": float(bool(ledgers) and len(ledgers) == len(self.pools))}
+        for ledger in ledgers:
+            for name, value in _gauges_of(ledger).items():
+                gauges[name] = gauges.get(name, 0.0) + value
+        if ledgers:
+            gauges["triptych_pool_page_bytes"] = float(ledgers[0].page_bytes)
+        if "triptych_disk_up" in gauges:
+            gauges["triptych_disk_up"] = float(not any(one.disk.fault for one in ledgers))
+        if len(self.pools) > 1:
+            for ledger in ledgers:
+                free = f'triptych_node_pool_pages_free{{arena="{ledger.arena}"}}'
+                gauges[free] = float(ledger.free_pages)
+        return gauges
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for one in counts:
+        total.update(one)
+    return dict(total)
+
+
+def _gauges_of(pool: PoolStats) -> dict[str, float]:
+    """What of one pool's books can be added to that of others."""
+    prefix, network = pool.prefix, pool.network
+    return {
+        **_disk_gauges(pool.disk),
+        "triptych_prefix_cache_queries": float(prefix.asked_tokens),
+        "triptych_prefix_cache_hits": float(prefix.hit_tokens),
+        'triptych_prefix_lookups{result="hit"}': float(prefix.hits),
+        'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
+        "triptych_prefix_blocks": float(prefix.blocks),
+        "triptych_prefix_bytes": float(prefix.bytes),
+        "triptych_prefix_lent_bytes": float(prefix.lent_bytes),
+        "triptych_prefix_evictions": float(prefix.evictions),
+        "triptych_prefix_refused": float(prefix.refused),
+        "triptych_sessions": float(prefix.sessions),
+        "triptych_session_bytes": float(prefix.session_bytes),
+        "triptych_prefix_readers": float(prefix.readers),
+        "triptych_prefix_shared_bytes": float(prefix.shared_bytes),
+        "triptych_pool_pages": float(pool.pages),
+        "triptych_pool_pages_free": float(pool.free_pages),
+        "triptych_pool_pages_in_stock": float(pool.extent_pages),
+        "triptych_pool_pages_in_requests": float(pool.request_pages - pool.prefix_pages),
+        "triptych_pool_pages_in_prefixes": float(pool.prefix_pages),
+        "triptych_pool_pages_reclaimed": float(pool.reclaimed_pages_total),
+        "triptych_pool_workers_reclaimed": float(pool.reclaimed_workers_total),
+        "triptych_pool_sent_bytes": float(network.sent_bytes),
+        "triptych_pool_refused_frames": float(network.refused_frames),
+        "triptych_pool_refused_calls": float(network.refused_calls),
+    }
+
+
+def _disk_gauges(disk: DiskStats) -> dict[str, float]:
+    """Of the disk tier; none if there is none, nor should be."""
+    if not disk.capacity_bytes and not disk.fault:
+        return {}
+    return {
+        "triptych_disk_up": float(not disk.fault),
+        "triptych_disk_objects": float(disk.objects),
+        "triptych_disk_bytes": float(disk.bytes),
+        "triptych_disk_capacity_bytes": float(disk.capacity_bytes),
+        "triptych_disk_waiting": float(disk.waiting),
+        "triptych_disk_coming": float(disk.coming),
+        "triptych_disk_stored": float(disk.stored),
+        "triptych_disk_stored_bytes": float(disk.stored_bytes),
+        "triptych_disk_loaded": float(disk.loaded),
+        "triptych_disk_loaded_bytes": float(disk.loaded_bytes),
+        "triptych_disk_evictions": float(disk.evictions),
+        "triptych_disk_damaged": float(disk.damaged),
+        "triptych_disk_failed": float(disk.failed),
+        **{
+            f'triptych_disk_skipped{{reason="{reason}"}}': float(count)
+            for reason, count in disk.skipped.items()
+        },
+    }

@@ -1,0 +1,234 @@
+# Ray's handles lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""A worker's shell: model, engines and their loop in one replica, a link to the router."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ray import serve
+
+from triptych.core.errors import PoolError
+from triptych.core.messages import ROUTER, Message, Register, Send, Stage
+from triptych.deployments.app_plan import AppPlan, new_name
+from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
+from triptych.deployments.placement.autoscaling import WANTED
+from triptych.deployments.replicas.gc_tuning import settle_heap
+from triptych.deployments.transport.node_context import NodeContext
+from triptych.deployments.transport.peer_channel import PeerChannel
+from triptych.deployments.transport.router_link import RouterLink
+from triptych.kvpool import Fetcher, PoolClient
+from triptych.workers.decode.checkpoint import checkpoint_bytes
+from triptych.workers.factory import cores_for, device_of, load_model, make_engines, prefix_store
+from triptych.workers.kv.remote_fetch import RemoteFetch
+from triptych.workers.loop import StageLoop
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.5
+STUCK_STEP_S = 120.0
+POOL_ANSWER_S = 30.0
+"""How long one attempt to join a pool waits for its answer; another follows."""
+POOL_GRACE_S = 300.0
+"""How long a worker waits for a pool that is being started anew.
+
+A worker that is replaced waits for the same pool, and loads its model again meanwhile, on cores
+that the pool needs to start. So this is only for one that cannot join a pool that others have.
+"""
+
+
+def _checkpoint_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
+    """Only decode has more to leave than can be computed again at once."""
+    slots = plan.config.decode.max_batch_requests
+    return checkpoint_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
+
+
+class WorkerReplica:
+    """One replica of a stage, or of all three when they are colocated.
+
+    The model is loaded once. When the pool is lost, everything around it is made anew: another
+    name, another registration, engines that hold nothing.
+    """
+
+    async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
+        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
+        self._plan, self._stages = self._site.plan, tuple(stages)
+        plan = self._plan
+        self._events = asyncio.get_running_loop()
+        self._pool, self._lost_since = await asyncio.to_thread(self._join_pool), 0.0
+        self._device = await asyncio.to_thread(device_of, plan.config, self._stages)
+        logger.info("%s: computes on %s", self._pool.worker, self._device.name)
+        self._brain = await asyncio.to_thread(
+            load_model, plan.config, plan.pages, plan.model_path, stages, self._device
+        )
+        brain = self._brain
+        self._onlooker = LiveProfiler(
+            self._stages, brain.answers.model.network.step_bytes if brain else 0
+        )
+        self._loop = await asyncio.to_thread(self._make_loop)
+        self._address = plan.address(self._pool.worker)
+        self._inbound = self._make_inbound()
+        self._mailbox = PeerChannel(self._address, self._receive, self._on_lost, self._site.routes)
+        self._link = RouterLink(
+            self._mailbox,
+            self._hello,
+            plan.router_address,
+            on_found=self._report,
+            on_lost=self._on_router_lost,
+        )
+        self._rejoining: asyncio.Task[None] | None = None
+        settle_heap()
+        self._loop.start()
+        await self._mailbox.start()
+        self._link.start()
+        self._reporting = asyncio.create_task(self._keep_reporting())
+
+    def check_health(self) -> None:
+        """Fail, so that Serve replaces this replica, if it can do no more work."""
+        if self._pool.is_lost:  # and the loop may have ended of it
+            lost_s = time.monotonic() - self._lost_since if self._lost_since else 0.0
+            if lost_s > POOL_GRACE_S:
+                raise RuntimeError(f"{self._pool.worker}: no pool for {lost_s:.0f} s")
+        elif not self._loop.is_alive:
+            raise RuntimeError(f"{self._pool.worker}: the compute loop ended")
+        elif self._loop.step_age_s > STUCK_STEP_S:
+            age_s = self._loop.step_age_s
+            raise RuntimeError(f"{self._pool.worker}: a step is stuck for {age_s:.0f} s")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks if this stage may grow: the router knows how much there is to do."""
+        application = serve.get_replica_context().app_name
+        router: Any = serve.get_deployment_handle(self._plan.named("Router"), application)
+        return {WANTED: await router.wanted_replicas.remote(self._stages)}
+
+    async def profile(self, steps: int, seconds: float, *, trace: bool) -> Json | None:
+        """What the next steps of this worker are made of; None while somebody looks on already."""
+        name, loop = self._pool.worker, self._loop
+        return await self._onlooker.look_on(name, loop, steps, seconds, trace=trace)
+
+    async def __del__(self) -> None:
+        self._reporting.cancel()
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+        await asyncio.to_thread(self._close_inbound)
+        await asyncio.to_thread(self._loop.stop)
+        self._link.stop()
+        await self._mailbox.stop()
+        await asyncio.to_thread(self._pool.close)
+        self._site.run_dir.leave()
+
+    # ---------------------------------------------------------------- the pool
+
+    def _join_pool(self) -> PoolClient:
+        return PoolClient(
+            self._plan.pool_address,
+            new_name("-".join(self._stages)),
+            arena_directory=self._plan.config.pool.arena_directory,
+            checkpoint_bytes=_checkpoint_bytes(self._plan, self._stages),
+            connect_timeout_s=POOL_ANSWER_S,
+        )
+
+    def _make_loop(self) -> StageLoop:
+        plan = self._plan
+        self._prefixes = prefix_store(
+            plan.config, plan.pages, self._pool, plan.weights, self._device
+        )
+        engines = make_engines(
+            plan.config,
+            plan.pages,
+            self._brain,
+            self._pool,
+            self._stages,
+            prefixes=self._prefixes,
+            device=self._device,
+        )
+        cores = cores_for(plan.config, self._stages, plan.turns)
+        return StageLoop(self._pool.worker, engines, self._deliver, cores)
+
+    def _make_inbound(self) -> RemoteFetch | None:
+        """What fetches pages of other nodes; None if there is only one node."""
+        network = self._site.network
+        if network is None:
+            return None
+        fetcher = Fetcher(self._pool, network.find_pool, network.access)
+        return RemoteFetch(self._pool, fetcher, self._loop.post, self._deliver)
+
+    def _close_inbound(self) -> None:
+        if self._inbound is not None:
+            self._inbound.close()
+
+    @property
+    def _hello(self) -> Register:
+        config = self._plan.config
+        return Register(
+            name=self._pool.worker,
+            address=self._address,
+            stages=self._stages,
+            arena=self._pool.arena.id,
+            max_requests=config.decode.max_batch_requests if "decode" in self._stages else 0,
+        )
+
+    async def _rejoin_pool(self) -> None:
+        """Begin anew with the next pool; the router fails what was here when it hears of it."""
+        self._lost_since = self._lost_since or time.monotonic()
+        logger.warning("%s: the pool is gone; waiting for the next one", self._pool.worker)
+        await asyncio.to_thread(self._close_inbound)
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._pool.close)
+        with contextlib.suppress(PoolError):  # then the next report tries again
+            self._pool = await asyncio.to_thread(self._join_pool)
+        if self._pool.is_lost:
+            return
+        self._loop, self._lost_since = await asyncio.to_thread(self._make_loop), 0.0
+        self._inbound = self._make_inbound()
+        self._loop.start()
+        self._link.introduce(self._hello)
+        self._report()
+
+    # ---------------------------------------------------------------- messages
+
+    def _receive(self, messages: Sequence[Message], sender: str) -> None:
+        if self._pool.is_lost:
+            return  # the router gives these requests up when this worker has a new name
+        take = self._inbound.take if self._inbound else self._loop.post
+        for message in messages:
+            take(message)
+
+    def _deliver(self, sends: Sequence[Send]) -> None:
+        """From the compute thread into the event loop."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: we are shutting down
+            self._events.call_soon_threadsafe(self._post, sends)
+
+    def _post(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            if send.to == ROUTER:
+                self._link.post(send.message)
+            else:
+                self._mailbox.post(send.to, send.message)
+
+    def _on_lost(self, address: str) -> None:
+        self._link.lost(address)
+
+    def _on_router_lost(self) -> None:
+        logger.warning("%s: the router is gone; dropping every request", self._pool.worker)
+        if self._inbound:
+            self._inbound.cancel_all()
+        self._loop.cancel_all()
+
+    def _report(self) -> None:
+        """Until the router has heard this it takes the worker for full."""
+        skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
+        report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
+        if self._inbound:
+            report = self._inbound.completed(report)
+        self._link.post(report)
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            if self._pool.is_lost and (self._rejoining is None or self._rejoining.done()):
+                self._rejoining = asyncio.create_task(self._rejoin_pool())
+            self._report()

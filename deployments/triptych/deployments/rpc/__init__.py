@@ -1,5 +1,0 @@
-"""The gRPC side: what ``triptych.proto`` says, over the same intake as HTTP."""
-
-from triptych.deployments.rpc.server import RpcServer
-
-__all__ = ["RpcServer"]

@@ -1,0 +1,160 @@
+# transformers leaves the calls of its models and caches untyped.
+# pyright: reportUnknownMemberType=false
+"""Methods without our engines: the full cache of transformers, and formats that we do not serve.
+
+``full`` is the reference of every comparison. ``simulated:k4v8`` rounds the cache of
+transformers with the reference quantizer, for formats that no page has: negative controls, and
+what a format would bring before it has kernels.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, PageFormat, default_page_bytes
+from triptych.evals.data.cases import Case, Footprint, Outcome
+from triptych.evals.metrics.footprint import of_rows
+from triptych.kernels.codec.quantizer import decode, encode
+from triptych.workers.models.facts import ModelFacts, describe
+from triptych.workers.models.pretrained import read_config, read_weights
+
+SIMULATED = re.compile(r"k([1-8]|16)v([1-8]|16)(?::([1248]):([1248]))?")
+
+Alter = Callable[[DynamicCache], None]
+
+
+@dataclass(frozen=True)
+class FullCache:
+    """transformers in float32 with all keys and values as they are."""
+
+    model_path: Path
+    name: str = "full"
+
+    def run(self, cases: Sequence[Case]) -> list[Outcome]:
+        runner = PlainRunner(self.model_path)
+        return [self._outcome(case, runner) for case in cases]
+
+    def _outcome(self, case: Case, runner: "PlainRunner") -> Outcome:
+        logits, tokens = runner.run(case, _leave_as_is)
+        full = runner.full_bytes(len(case.prompt))
+        footprint = Footprint(full_bytes=full, data_bytes=full, all_in_bytes=full)
+        return Outcome(logits=logits, tokens=tokens, footprint=footprint)
+
+
+@dataclass(frozen=True)
+class SimulatedFormat:
+    """transformers in float32, the prompt's cache rounded as if pages of ``format`` held it.
+
+    The newest ``window_tokens`` stay as they are. Unlike the engines, tokens that come after
+    the prompt stay so too, and the window ends at a token instead of at a page.
+    """
+
+    model_path: Path
+    format: PageFormat
+    window_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"simulated:{self.format.name}"
+
+    def run(self, cases: Sequence[Case]) -> list[Outcome]:
+        runner = PlainRunner(self.model_path)
+        return [self._outcome(case, runner) for case in cases]
+
+    def _outcome(self, case: Case, runner: "PlainRunner") -> Outcome:
+        logits, tokens = runner.run(case, self._alter)
+        count = len(case.prompt)
+        recent = min(count, self.window_tokens)
+        geometry = runner.facts.geometry
+        rows = [(self.format, count - recent), (FORMATS["fp16"], recent)] * geometry.head_rows
+        page = default_page_bytes(geometry.head_dim)
+        footprint = of_rows(rows, geometry.head_dim, page, runner.full_bytes(count))
+        return Outcome(logits=logits, tokens=tokens, footprint=footprint)
+
+    def _alter(self, cache: DynamicCache) -> None:
+        for layer in cache.layers:
+            layer = cast("Any", layer)  # its tensors are declared optional
+            old = max(0, layer.keys.shape[2] - self.window_tokens)
+            _round(layer.keys[:, :, :old], self.format.key_bits, self.format.key_groups)
+            _round(layer.values[:, :, :old], self.format.value_bits, self.format.value_groups)
+
+
+def simulated_format(name: str) -> PageFormat:
+    """A format by its bits, such as ``k4v8``, whether or not pages of it exist.
+
+    ``k4v2:2:4`` has a scale for each half of a key and for each quarter of a value.
+
+    Raises: ConfigError if the name is no such format
+    """
+    found = SIMULATED.fullmatch(name.lower())
+    if found is None:
+        raise ConfigError(
+            f"simulated format {name!r}: expected key and value bits, as in k4v8, and groups of "
+            "1, 2, 4 or 8 if there are more than one, as in k4v2:2:4"
+        )
+    key_bits, value_bits, *groups = found.groups(default="1")
+    key_groups, value_groups = (int(count) for count in groups)
+    return PageFormat(name.lower(), int(key_bits), int(value_bits), key_groups, value_groups)
+
+
+def _leave_as_is(_cache: DynamicCache) -> None:
+    return
+
+
+def _round(vectors: Tensor, bits: int, groups: int) -> None:
+    """Replace vectors by what a page would give back. Shapes: [..., d]"""
+    flat = vectors.reshape(-1, vectors.shape[-1])
+    vectors.copy_(decode(encode(flat, bits, groups)).view_as(vectors))
+
+
+@dataclass(frozen=True)
+class PlainRunner:
+    """One model of transformers that takes cases: prompt, change of the cache, the rest."""
+
+    model_path: Path
+    facts: ModelFacts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "facts", describe(self.model_path))
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        path = self.model_path
+        return read_weights(path, read_config(path), "float32", "cpu", "sdpa")
+
+    def full_bytes(self, tokens: int) -> int:
+        """Keys and values of so many tokens in 16 bits."""
+        geometry = self.facts.geometry
+        return tokens * geometry.head_rows * geometry.head_dim * 4
+
+    @torch.inference_mode()
+    def run(self, case: Case, alter: Alter) -> tuple[Tensor | None, tuple[int, ...]]:
+        """Logits before each of ``forced[1:]`` if scored, and the free tokens."""
+        cache = DynamicCache(config=self.model.config)
+        last = self._feed(case.prompt, cache, keep=1)
+        alter(cache)
+        kept = None
+        if case.forced:
+            every = self._feed(case.forced, cache, keep=len(case.forced))
+            kept = every[:-1] if case.scored else None
+            last = every[-1:]
+        tokens = list[int]()
+        while len(tokens) < case.free_tokens:
+            if tokens:
+                last = self._feed(tokens[-1:], cache, keep=1)
+            tokens.append(int(last[-1].argmax()))
+        return kept, tuple(tokens)
+
+    def _feed(self, tokens: Sequence[int], cache: DynamicCache, *, keep: int) -> Tensor:
+        """Logits after the last ``keep`` tokens, [keep, vocab]."""
+        ids = torch.tensor([list(tokens)])
+        model = cast("Any", self.model)
+        return model(ids, past_key_values=cache, logits_to_keep=keep).logits[0]

@@ -1,0 +1,30 @@
+# transformers leaves the calls of its models and caches untyped.
+# pyright: reportUnknownMemberType=false
+"""Mean keys of a model: what can be taken from all keys of a head without attention noticing."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from triptych.evals.methods.full_cache import PlainRunner
+
+
+@torch.inference_mode()
+def mean_keys(runner: PlainRunner, texts: Iterable[Sequence[int]]) -> Tensor:
+    """Mean key of each head after RoPE over all tokens but the first of each text.
+
+    The first token attracts attention that has nowhere to go; its key lies far from all others.
+
+    Shapes:  -> [layers, kv_heads, head_dim] float32
+    """
+    total, count = torch.zeros(0), 0
+    for text in texts:
+        cache = DynamicCache(config=runner.model.config)
+        cast("Any", runner.model)(torch.tensor([list(text)]), past_key_values=cache)
+        keys = torch.stack([cast("Any", layer).keys[0, :, 1:] for layer in cache.layers])
+        total = keys.sum(2) if count == 0 else total + keys.sum(2)
+        count += keys.shape[2]
+    return total / count

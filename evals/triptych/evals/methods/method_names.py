@@ -1,0 +1,95 @@
+"""Names of methods, as on the command line, and what they stand for."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from triptych.core.config import AppConfig, DType, ModelConfig
+from triptych.core.errors import ConfigError
+from triptych.core.policy import Policy
+from triptych.evals.data.cases import EqualBytes, Method
+from triptych.evals.methods.baselines import Baselines, is_baseline
+from triptych.evals.methods.full_cache import FullCache, SimulatedFormat, simulated_format
+from triptych.evals.methods.served_engines import EngineMethod
+
+FULL, DEFAULT, SIMULATED, SELECTION = "full", "default", "simulated:", "selection."
+
+COMPARED = (
+    DEFAULT,
+    "leankv",
+    "diffkv+alpha_high=1+recent_window_tokens=64+basis=plain",
+    "uniform:k8v8+basis=plain",
+    "uniform:k8v4+basis=plain",
+    "uniform:k4v4+basis=plain",
+    "uniform:k4v2+basis=plain",
+    "simulated:k4v8",
+    "simulated:k2v4",
+)
+"""What ``triptych eval quality`` compares unless told otherwise."""
+
+
+def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> Method:
+    """The method that a name stands for.
+
+    ``full``, ``default`` (the settings of ``base``), ``simulated:<format>``, or a policy of
+    the compressor with settings behind it: ``uniform:k8v4+recent_window_tokens=128``, or
+    ``default+selection.method=moments`` for those of ``decode.selection``.
+
+    Raises: ConfigError if the name or a setting is none that we know
+    """
+    if name == FULL:
+        return FullCache(model_path)
+    if name.startswith(SIMULATED):
+        form = simulated_format(name.removeprefix(SIMULATED))
+        window = Policy.of(base.compressor).window_tokens
+        return SimulatedFormat(model_path, form, window)
+    config = base if name == DEFAULT else _with_settings(name, base)
+    model = ModelConfig(name=str(model_path), dtype=dtype)
+    return EngineMethod(name, replace(config, model=model), model_path)
+
+
+def parse_methods(
+    names: Sequence[str], model_path: Path, base: AppConfig, dtype: DType
+) -> list[Method | EqualBytes]:
+    """Methods in the order of their names; a name that comes twice counts once.
+
+    Baselines (``h2o``, ``quest+page=32``, ...) take as many bytes as the first method that is
+    none, or what ``+keep=`` says.
+
+    Raises: ConfigError if there is no method, or none that says how many bytes baselines get
+    """
+    wanted = [name for name in dict.fromkeys(names) if name != FULL]
+    if not wanted:
+        raise ConfigError(f"methods={list(names)!r}: expected one besides {FULL!r}")
+    baselines = Baselines(model_path)
+    found = [
+        baselines.parse(name) if is_baseline(name) else parse_method(name, model_path, base, dtype)
+        for name in wanted
+    ]
+    if isinstance(found[0], EqualBytes):
+        raise ConfigError(
+            f"method {wanted[0]!r}: takes as many bytes as a method before it; "
+            f"name one, as in default,{wanted[0]}, or say +keep=0.3"
+        )
+    return found
+
+
+def _with_settings(name: str, base: AppConfig) -> AppConfig:
+    """The settings of ``base`` with those behind the policy's name, which stand for themselves."""
+    policy, *settings = name.split("+")
+    given: dict[str, object] = {"profile": base.compressor.profile, "policy": policy}
+    compressor = asdict(base.compressor) if policy == DEFAULT else given
+    selection = asdict(base.decode.selection)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"method {name!r}: expected +setting=value, got {setting!r}")
+        of_selection = key.startswith(SELECTION)
+        fields = selection if of_selection else compressor
+        fields[key.removeprefix(SELECTION)] = cast("object", yaml.safe_load(value))
+    built = AppConfig.from_mapping({"compressor": compressor, "decode": {"selection": selection}})
+    decode = replace(base.decode, selection=built.decode.selection)
+    return replace(base, compressor=built.compressor, decode=decode)

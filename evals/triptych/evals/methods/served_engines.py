@@ -1,0 +1,62 @@
+"""Methods that are ours: the served engines themselves, teacher-forced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ModelError
+from triptych.core.messages import Compressed, Message, Sampling
+from triptych.evals.data.cases import Case, Outcome
+from triptych.evals.metrics.footprint import of_handle
+from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.workers.local import LocalServer
+
+
+@dataclass(frozen=True)
+class EngineMethod:
+    """Prefill, compressor and decode stage with the settings that a server would have."""
+
+    name: str
+    config: AppConfig
+    model_path: Path
+
+    def run(self, cases: Sequence[Case]) -> list[Outcome]:
+        """Serve the cases together, and no case what another one left behind.
+
+        Raises:  ModelError if a request fails, as when it is longer than the pool can hold
+        """
+        teacher = Teacher([Script(case.forced, keep=case.scored) for case in cases])
+        handles = dict[str, Compressed]()
+
+        def watch(message: Message) -> None:
+            if isinstance(message, Compressed):
+                handles[message.request] = message
+
+        alone = replace(self.config.pool, prefix_bytes=0, disk_path="", disk_bytes=0)
+        config = replace(self.config, pool=alone)
+        with LocalServer(config, self.model_path, teacher.draw, watch) as server:
+            plan = server.plan
+            requests = [
+                server.request(case.prompt, _sampling(case, number))
+                for number, case in enumerate(cases)
+            ]
+            answers = server.complete(requests)
+        outcomes = list[Outcome]()
+        for number, (case, answer) in enumerate(zip(cases, answers, strict=True)):
+            if answer.error is not None:
+                raise ModelError(f"{self.name}, {case.name}: {answer.error.message}")
+            outcomes.append(
+                Outcome(
+                    logits=torch.stack(teacher.logits[number][1:]) if case.scored else None,
+                    tokens=tuple(answer.tokens[len(case.forced) :]),
+                    footprint=of_handle(handles[requests[number].id].handle, plan),
+                )
+            )
+        return outcomes
+
+
+def _sampling(case: Case, number: int) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=case.answer_tokens, ignore_eos=True, seed=number)

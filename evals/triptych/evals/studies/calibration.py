@@ -1,0 +1,186 @@
+"""Finds, for one model, the fewest bytes at a wanted fidelity, and writes down how.
+
+Nothing is trained: mean keys are measured once, then every candidate runs through the engines on
+texts that no evaluation uses, and the smallest one that is near enough to the full cache wins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from triptych.core.config import AppConfig, CompressorConfig, PoolConfig, require
+from triptych.core.errors import ModelError
+from triptych.core.profile import Fidelity, Profile, Settings
+from triptych.evals.data.texts import documents, text_hash
+from triptych.evals.data.vocabulary import Vocabulary
+from triptych.evals.methods.full_cache import PlainRunner
+from triptych.evals.methods.mean_keys import mean_keys
+from triptych.evals.studies.report import Row
+from triptych.evals.studies.study import Results, Study
+from triptych.workers.models.facts import describe
+from triptych.workers.models.store.model_store import resolve
+
+RunStudy = Callable[[Study], Results]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """How near to the full cache is near enough."""
+
+    kl: float = 0.01
+    """Largest mean divergence, in nats."""
+    top1_agreement: float = 0.96
+    """Smallest share of steps at which both find the same token most likely."""
+    perplexity_ratio: float = 1.01
+    """Largest perplexity next to that of the full cache."""
+
+    def __post_init__(self) -> None:
+        require(self.kl > 0, "max_kl", self.kl, "> 0")
+        require(0 <= self.top1_agreement <= 1, "min_top1", self.top1_agreement, "0 to 1")
+        require(self.perplexity_ratio > 0, "max_perplexity_ratio", self.perplexity_ratio, "> 0")
+
+    def is_met(self, row: Row) -> bool:
+        found = row.summary
+        return (
+            found.kl <= self.kl
+            and found.top1_agreement >= self.top1_agreement
+            and found.perplexity_ratio <= self.perplexity_ratio
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What is tried, and on how much text."""
+
+    model: str
+    target: Target = Target()
+    high_format: str = "k8v4"
+    low_formats: tuple[str, ...] = ("k4v2", "k4v4")
+    alphas: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    """Candidates for ``alpha_high``. Nothing is dropped: it costs more than it saves."""
+    windows: tuple[int, ...] = (16, 32)
+    contexts: tuple[int, ...] = (1024,)
+    documents: int = 6
+    steps: int = 128
+    pool_bytes: int = PoolConfig().capacity_bytes
+
+    @property
+    def candidates(self) -> dict[str, Settings]:
+        """Settings by the name of the method that a study knows them by."""
+        return {
+            f"diffkv+high_format={self.high_format}+low_format={low}+alpha_high={alpha:.9g}"
+            f"+recent_window_tokens={window}": Settings(
+                policy="diffkv",
+                high_format=self.high_format,
+                low_format=low,
+                alpha_high=alpha,
+                recent_window_tokens=window,
+            )
+            for low, alpha, window in product(self.low_formats, self.alphas, self.windows)
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """The profile, and every candidate's row, the chosen one among them."""
+
+    profile: Profile
+    rows: list[Row]
+    chosen: str
+
+
+def calibrate(plan: Calibration, run: RunStudy) -> Calibrated:
+    """Measure mean keys, then the candidates, and choose.
+
+    Raises: ModelError if no candidate is near enough; ConfigError for a wrong setting
+    """
+    uncalibrated = profile_with_centre(plan)
+    with TemporaryDirectory(prefix="triptych-") as folder:
+        path = Path(folder) / "profile.json"
+        uncalibrated.write(path)
+        results = run(_study(plan, path))
+    rows = [row for row in results.rows if row.context == results.rows[-1].context]
+    chosen = choose([row for row in rows if row.method in plan.candidates], plan.target)
+    profile = replace(
+        uncalibrated,
+        settings=plan.candidates[chosen.method],
+        measured=tuple(_fidelity(row) for row in results.rows if _is_of(row, chosen.method)),
+    )
+    return Calibrated(profile=profile, rows=rows, chosen=chosen.method)
+
+
+def choose(rows: Sequence[Row], target: Target) -> Row:
+    """The row with the fewest bytes among those that meet the target.
+
+    Raises: ModelError naming the nearest miss
+    """
+    good = [row for row in rows if target.is_met(row)]
+    if good:
+        return min(good, key=lambda row: row.bytes_all_in_ratio)
+    nearest = min(rows, key=lambda row: row.summary.kl)
+    raise ModelError(
+        f"no candidate reaches KL {target.kl:g}, top-1 {target.top1_agreement:g} and perplexity "
+        f"ratio {target.perplexity_ratio:g}: {nearest.method} comes nearest with "
+        f"{nearest.summary.kl:.4f}, {nearest.summary.top1_agreement:.3f} and "
+        f"{nearest.summary.perplexity_ratio:.3f}; allow more, or try smaller alphas"
+    )
+
+
+def profile_with_centre(plan: Calibration) -> Profile:
+    """A profile that knows the model's mean keys, and nothing else yet."""
+    path = resolve(plan.model)
+    facts = describe(path)
+    packed = b""
+    if not any(layer.softcap for layer in facts.layers):  # a cap sees what is subtracted
+        texts = documents(
+            Vocabulary(path).encode,
+            "calibration",
+            context=max(plan.contexts),
+            continuation=1,
+            count=plan.documents,
+        )
+        centre = mean_keys(PlainRunner(path), [text.context for text in texts])
+        packed = centre.numpy().astype(np.dtype("<f2")).tobytes()
+    return Profile(
+        model=plan.model,
+        weights=facts.weights,
+        geometry=facts.geometry,
+        settings=next(iter(plan.candidates.values())),
+        key_centre=Profile.pack(packed),
+        texts=text_hash("calibration"),
+    )
+
+
+def _study(plan: Calibration, profile: Path) -> Study:
+    return Study(
+        model=plan.model,
+        methods=tuple(plan.candidates),
+        base=AppConfig(
+            compressor=CompressorConfig(profile=str(profile)),
+            pool=PoolConfig(capacity_bytes=plan.pool_bytes),
+        ),
+        contexts=plan.contexts,
+        documents=plan.documents,
+        steps=plan.steps,
+        split="calibration",
+        tasks=(),
+        greedy_tokens=0,
+    )
+
+
+def _is_of(row: Row, method: str) -> bool:
+    return row.method == method and row.context != "all"
+
+
+def _fidelity(row: Row) -> Fidelity:
+    return Fidelity(
+        context=int(row.context),
+        bytes_ratio=round(row.bytes_all_in_ratio, 4),
+        kl=round(row.summary.kl, 6),
+        top1_agreement=round(row.summary.top1_agreement, 4),
+        perplexity_ratio=round(row.summary.perplexity_ratio, 4),
+    )

@@ -1,0 +1,149 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.unflatten, amax and others untyped in part.
+"""Finds how the pages that a decode step reads are best spread over head rows.
+
+For each head row the square of the attention that its queries miss is measured, if it reads this or
+that share of its pages. Pages are then given one share after the other to whoever misses the least
+by it. By the square, since what a miss does to the logits grows faster than the miss: shared out by
+the plain sum, heads that look everywhere a little get what others need more (docs/log.md).
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.head_budgets import SPREAD_STEPS, Spread, encode_spread
+from triptych.core.profile import Profile, Settings
+from triptych.evals.data.cases import Case
+from triptych.evals.data.texts import documents
+from triptych.evals.data.vocabulary import Vocabulary
+from triptych.evals.methods.masked_attention import MaskedModel
+from triptych.evals.methods.page_retrieval import Step, marked_scores, page_scores
+from triptych.kernels.select import Rule
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
+
+PAGE_TOKENS = 32
+"""Of K8V4 pages at a head size of 64; what is found for these holds for the others."""
+FORCED = Rule.of(0.0)
+"""What is read in any case: as the server has it unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """On how much text heads are looked at."""
+
+    context: int
+    """Tokens before those whose attention is measured."""
+    documents: int = 3
+    steps: int = 128
+
+
+@dataclass
+class Missed:
+    """By layer, what queries miss at each share: a ``Look`` that reads everything."""
+
+    sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """[KH, ``SPREAD_STEPS`` + 1], over texts."""
+
+    def __call__(self, layer: int, step: Step) -> None:
+        """Sum up the squares, as a mean over queries and query heads."""
+        tokens = step.weights.shape[3]
+        scores = page_scores("moments", step, PAGE_TOKENS)
+        scores = marked_scores(scores, FORCED, step.first, tokens, PAGE_TOKENS)
+        seen, pages = scores.isneginf().logical_not().sum(2), scores.shape[2]
+        padded = torch.nn.functional.pad(step.weights, (0, pages * PAGE_TOKENS - tokens))
+        mass = padded.unflatten(3, (pages, PAGE_TOKENS)).sum(4)
+        order = scores.argsort(dim=2, descending=True, stable=True)
+        got = mass.gather(3, order[:, None].expand_as(mass)).cumsum(3)
+        forced = scores.isposinf().sum(2)
+        missed = list[Tensor]()
+        for part in range(SPREAD_STEPS + 1):
+            count = (-(-seen * part // SPREAD_STEPS)).maximum(forced)
+            at = (count - 1)[:, None, :, None].expand(*mass.shape[:3], 1)
+            missed.append((1 - got.gather(3, at)[..., 0]).clamp_min(0).square().mean((1, 2)))
+        here = torch.stack(missed, 1)
+        self.sums[layer] = self.sums[layer] + here if layer in self.sums else here
+
+    @property
+    def curves(self) -> Tensor:
+        """[L, KH, ``SPREAD_STEPS`` + 1]"""
+        return torch.stack([self.sums[layer] for layer in sorted(self.sums)])
+
+
+def find_spread(model: Path, plan: Measuring, done: Callable[[str], None]) -> Spread:
+    """Read texts with the whole cache, and spread pages by what each head would have missed.
+
+    ``done`` hears of each document.
+
+    Raises: ConfigError if the texts are too short; ModelError if the model's attention is not
+            the plain one
+    """
+    masked, missed = MaskedModel(model), Missed()
+    longest = masked.facts.context_tokens
+    if plan.context + plan.steps > longest:
+        raise ConfigError(
+            f"{plan.context} tokens and {plan.steps} steps: the model's context is {longest}; "
+            "ask for a shorter context"
+        )
+    texts = documents(
+        Vocabulary(model).encode,
+        "calibration",
+        context=plan.context,
+        continuation=plan.steps,
+        count=plan.documents,
+    )
+    for text in texts:
+        masked.follow(Case(name=text.name, prompt=text.context, forced=text.continuation), missed)
+        done(text.name)
+    return encode_spread(spread_out(missed.curves.flatten(0, 1).tolist()))
+
+
+def profile_to_extend(config: AppConfig, path: Path) -> Profile:
+    """The profile that the settings name, or an empty one for the model at ``path``."""
+    facts = describe(path)
+    return find_profile(config, facts) or Profile(
+        model=config.model.name, weights=facts.weights, geometry=facts.geometry, settings=Settings()
+    )
+
+
+def spread_out(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Shares of all head rows for every mean share, row after row.
+
+    ``curves``: of each row, what it costs to read no part of its pages, one part, and on. Always
+    the step that saves most per part comes next; a step may take several parts, where the first
+    of them alone save little.
+    """
+    rows, parts = len(curves), SPREAD_STEPS
+    have = [0] * rows
+    shares = [[0.0] * (parts + 1) for _ in range(rows)]
+    steps = [(-gain, row, to) for row in range(rows) for gain, to in [_best_step(curves[row], 0)]]
+    heapq.heapify(steps)
+    given = 0
+    for mean in range(1, parts + 1):
+        while given < mean * rows and steps:
+            _, row, to = heapq.heappop(steps)
+            given += to - have[row]
+            have[row] = to
+            if to < parts:
+                gain, further = _best_step(curves[row], to)
+                heapq.heappush(steps, (-gain, row, further))
+        for row in range(rows):
+            shares[row][mean] = have[row] / parts
+    return [share for row in shares for share in row]
+
+
+def _best_step(curve: Sequence[float], start: int) -> tuple[float, int]:
+    """The steepest way down from ``start``: what it saves per part, and where it leads."""
+    gains = [
+        ((curve[start] - curve[to]) / (to - start), -to) for to in range(start + 1, len(curve))
+    ]
+    gain, to = max(gains)
+    return gain, -to

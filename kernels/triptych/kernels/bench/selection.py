@@ -1,0 +1,267 @@
+"""Time decode attention over chosen pages beside the same pages read whole, on CPU or GPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from triptych.core.errors import TriptychError
+from triptych.kernels.bench.attention_cpu import TOLERANCE, Case, Shape, build_case, in_turns
+from triptych.kernels.bench.attention_gpu import device_seconds
+from triptych.kernels.decode import decode_attention
+from triptych.kernels.lists import PageLists
+from triptych.kernels.pages import Section
+from triptych.kernels.select import (
+    TILE_PAGES,
+    Kind,
+    Rule,
+    Summaries,
+    select_pages,
+    summarize_pages,
+    tile_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRow:
+    """One measured case: choosing pages and reading them, in turns with reading all."""
+
+    backend: str
+    method: Kind
+    format: str
+    batch: int
+    context: int
+    rule: str
+    """``keep 0.3`` or ``budget 2048``."""
+    pages_read: float
+    """Share of the pages, those that are read in any case included."""
+    selected_ms: float
+    """Fastest choice and attention together."""
+    selected_median_ms: float
+    select_ms: float
+    """Fastest choice alone."""
+    whole_ms: float
+    whole_median_ms: float
+    speedup: float
+    """Of the fastest calls."""
+    speedup_median: float
+    bytes_read: int
+    """Of listed pages and of the summaries that were scored, counted from the lists."""
+    bytes_formula: int
+    """The same, foretold from the rule and the sizes of pages alone."""
+    bytes_whole: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionCase:
+    """A case whose pages have summaries."""
+
+    case: Case
+    summaries: list[Summaries]
+    rule: Rule
+    lists: PageLists
+    slots: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, case: Case, kind: Kind, rule: Rule, context: int) -> "SelectionCase":
+        batch, heads = case.sections[0].tokens.shape
+        most = sum(section.pages.shape[2] for section in case.sections)
+        device = case.query.device
+        slots = torch.arange(batch, dtype=torch.int32, device=device)
+        return cls(
+            case=case,
+            summaries=[summaries_of(case.arena, section, kind) for section in case.sections],
+            rule=rule,
+            lists=PageLists(
+                torch.zeros(batch, heads, most, dtype=torch.int32, device=device),
+                torch.zeros(batch, heads, dtype=torch.int32, device=device),
+                slots,
+            ),
+            slots=slots,
+            positions=torch.full_like(slots, context - 1),
+        )
+
+    def select(self, backend: str) -> None:
+        case = self.case
+        select_pages.on(backend)(
+            case.query,
+            case.sections,
+            self.summaries,
+            self.slots,
+            self.positions,
+            self.rule,
+            self.lists,
+            scale=case.query.shape[2] ** -0.5,
+        )
+
+    def attend(self, backend: str) -> Tensor:
+        case = self.case
+        return decode_attention.on(backend)(
+            case.query,
+            case.arena,
+            case.sections,
+            self.slots,
+            scale=case.query.shape[2] ** -0.5,
+            lists=self.lists,
+        )
+
+    def run(self, backend: str) -> Tensor:
+        self.select(backend)
+        return self.attend(backend)
+
+    def pages(self) -> int:
+        """Pages of all head rows."""
+        return sum(int(section.layout.pages(n)) for section, n in self._counts())
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of the summaries of ``TILE_PAGES`` pages."""
+        return tile_bytes(self.summaries[0].kind, self.case.query.shape[2])
+
+    def listed_bytes(self) -> int:
+        """What attention reads of the listed pages, and the tiles of summaries that are scored."""
+        total = 0
+        batch, heads = self.lists.counts.shape
+        for request, head in product(range(batch), range(heads)):
+            count = int(self.lists.counts[request, head])
+            listed, first = self.lists.ordinals[request, head, :count], 0
+            for section in self.case.sections:
+                tokens, room = int(section.tokens[request, head]), section.layout.tokens
+                pages = section.layout.pages(tokens)
+                inside = listed[(listed >= first) & (listed < first + pages)] - first
+                held = (tokens - inside * room).clamp(max=room).sum()
+                total += int(held) * section.layout.format.read_bytes(section.layout.head_dim)
+                total += _tiles(section, tokens) * self.tile_bytes
+                first += pages
+        return total
+
+    def formula_bytes(self) -> int:
+        """Summaries of all pages, the pages that are always read, and an equal share of the others.
+
+        Only the others' share is the rule's: a section's last page is seldom full, and where a
+        context is short such pages are many. Which of the others are read is up to the data, so
+        one is as likely as another.
+        """
+        batch, heads = self.lists.counts.shape
+        position = int(self.positions[0])
+        context, tiles, always, chance = 0, 0, list[int](), list[int]()
+        for section in self.case.sections:
+            layout, tokens = section.layout, int(section.tokens[0, 0])
+            token_bytes = layout.format.read_bytes(layout.head_dim)
+            context, tiles = context + tokens, tiles + _tiles(section, tokens)
+            for first in range(0, tokens, layout.tokens):
+                end = min(tokens, first + layout.tokens)
+                is_new = end - 1 > position - self.rule.window_tokens
+                is_always = first < self.rule.sink_tokens or is_new or end == tokens
+                (always if is_always else chance).append((end - first) * token_bytes)
+        chosen = self.rule.pages(len(always) + len(chance), context) - len(always)
+        read = sum(always) + max(0, chosen) * sum(chance) / max(1, len(chance))
+        return round(batch * heads * (read + tiles * self.tile_bytes))
+
+    def _counts(self) -> list[tuple[Section, int]]:
+        return [
+            (section, int(count))
+            for section in self.case.sections
+            for count in section.tokens.flatten()
+        ]
+
+
+def _tiles(section: Section, tokens: int) -> int:
+    """Tiles of summaries of a head row that are scored: its last page has none that counts."""
+    return -(-((tokens - 1) // section.layout.tokens) // TILE_PAGES)
+
+
+def summaries_of(arena: Tensor, section: Section, kind: Kind) -> Summaries:
+    """Summaries of all full pages of a section."""
+    batch, heads, width = section.pages.shape
+    dim = section.layout.head_dim
+    tiles = -(-width // TILE_PAGES)
+    size, device = (batch, heads, tiles, tile_bytes(kind, dim)), arena.device
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    summaries = Summaries(kind, memory, dim)
+    full = section.tokens // section.layout.tokens
+    column = torch.arange(width, device=device).expand(batch, heads, width)
+    row = torch.arange(batch * heads, device=device).view(batch, heads, 1).expand_as(column)
+    live = column < full[..., None]
+    pages, rows, columns = (part[live].int() for part in (section.pages, row, column))
+    summarize_pages(arena, section.layout, pages, summaries, rows, columns)
+    return summaries
+
+
+def run_selection(
+    backends: Sequence[str] = ("cpu",),
+    methods: Sequence[Kind] = ("moments",),
+    formats: Sequence[str] = ("k8v4",),
+    batches: Sequence[int] = (1, 4),
+    contexts: Sequence[int] = (4096, 8192),
+    keeps: Sequence[float] = (0.3,),
+    budgets: Sequence[int] = (2048,),
+    *,
+    shape: Shape | None = None,
+    repeats: int = 30,
+    device: str = "cpu",
+) -> list[SelectionRow]:
+    """Measure every combination: on the CPU with the threads that torch has, in turns; on a GPU
+    each captured in a graph and replayed.
+
+    Raises:  TriptychError if a backend disagrees with the reference over the chosen pages
+    """
+    shape = shape or Shape()
+    rules = [(f"keep {keep:g}", Rule.of(keep)) for keep in keeps]
+    rules += [(f"budget {tokens}", Rule.of(0.0, tokens)) for tokens in budgets]
+    rows: list[SelectionRow] = []
+    for batch, context, name in product(batches, contexts, formats):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        query = torch.randn(batch, shape.heads, shape.head_dim, device=device).to(dtype)
+        whole = build_case(shape, name, query, context)
+        for kind, (label, rule) in product(methods, rules):
+            case = SelectionCase.of(whole, kind, rule, context)
+            for backend in backends:
+                check_selection(case, backend, name)
+                rows.append(_measure(case, backend, kind, name, label, repeats))
+    return rows
+
+
+def check_selection(case: SelectionCase, backend: str, name: str) -> None:
+    """Raise ``TriptychError`` if attention over the list is not that of the reference."""
+    error = (case.run(backend) - case.attend("reference")).abs().max().item()
+    if not error <= TOLERANCE:
+        raise TriptychError(f"{backend} is off by {error:.2g} on {name} pages: not measured")
+
+
+def _measure(
+    case: SelectionCase, backend: str, kind: Kind, name: str, label: str, repeats: int
+) -> SelectionRow:
+    calls: list[Callable[[], object]] = [
+        lambda: case.case.attend(backend),
+        lambda: case.run(backend),
+        lambda: case.select(backend),
+    ]
+    if case.case.query.is_cuda:
+        whole, selected, select = (device_seconds(call, repeats) for call in calls)
+    else:
+        whole, selected, select = in_turns(calls, repeats)
+    read = int(case.lists.counts.sum())
+    return SelectionRow(
+        backend=backend,
+        method=kind,
+        format=name,
+        batch=len(case.case.query),
+        context=int(case.positions[0]) + 1,
+        rule=label,
+        pages_read=read / case.pages(),
+        selected_ms=min(selected) * 1e3,
+        selected_median_ms=median(selected) * 1e3,
+        select_ms=min(select) * 1e3,
+        whole_ms=min(whole) * 1e3,
+        whole_median_ms=median(whole) * 1e3,
+        speedup=min(whole) / min(selected),
+        speedup_median=median(whole) / median(selected),
+        bytes_read=case.listed_bytes(),
+        bytes_formula=case.formula_bytes(),
+        bytes_whole=case.case.read_bytes,
+    )

@@ -1,0 +1,234 @@
+"""What Triton kernels are compiled for: formats, head sizes, groups, types and options.
+
+Launches are planned for tensors without memory, so what is listed is what would run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triptych.core.head_budgets import SPREAD_STEPS
+from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.kernels.codec import gpu as codec
+from triptych.kernels.compact import Retirement
+from triptych.kernels.compact import gpu as compact
+from triptych.kernels.decode import gpu as decode
+from triptych.kernels.lists import PageLists
+from triptych.kernels.pages import Past, Section
+from triptych.kernels.prefill import gpu as prefill
+from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
+from triptych.kernels.select import gpu as select
+from triptych.kernels.triton.launch import Launch
+
+HEAD_DIMS = (64, 96, 128, 256)
+MIXES = (("k8v4", "k4v2", "fp16"), ("k8v8", "k4v4"))
+"""Formats that the sections of one request have together; here all formats are in one."""
+PASTS = (None, "fp16", "k8v4", "k4v2")
+"""Formats of pages before a prompt; None: there are no such pages."""
+
+Planned = tuple[str, Sequence[Launch]]
+"""The name of a variant, and its launches."""
+
+
+class Kind(NamedTuple):
+    """What does not depend on the format or the head size."""
+
+    dtype: torch.dtype = torch.bfloat16
+    group: int = 4
+    """Query heads of a KV head; up to 16 take one tile of the tensor cores, 32 take two."""
+    window: int = 0
+    softcap: float = 0.0
+
+    def __str__(self) -> str:
+        words = [f"g{self.group}", _short(self.dtype)]
+        return " ".join(words + ["window cap"] * (self.window > 0))
+
+
+USUAL = Kind()
+EXACT = Kind(torch.float32)
+RICH = Kind(window=100, softcap=30.0)
+HALF = Kind(torch.float16)
+
+
+def all_variants() -> dict[tuple[str, str], Launch]:
+    """Launches of all kernels by name of kernel and variant; equal ones once."""
+    planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact())
+    made, seen = dict[tuple[str, str], Launch](), set[str]()
+    for variant, launch in ((name, launch) for name, many in planned for launch in many):
+        key = f"{launch.name} {launch.source().signature} {launch.constants}"
+        if key not in seen:
+            seen.add(key)
+            made[_unused(made, launch.name, variant)] = launch
+    return made
+
+
+def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -> tuple[str, str]:
+    """A name for one more launch of a kernel: the second of a plan ends in ``#2``."""
+    taken = sum(name == kernel and other.split(" #")[0] == variant for name, other in made)
+    return kernel, f"{variant} #{taken + 1}" if taken else variant
+
+
+USUAL_VARIANTS = {
+    "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16 listed",
+    "merge_runs": "k8v4+k4v2+fp16 d128 g4 bf16",
+    "score_run": "k8v4 d128 g4 bf16",
+    "score_spans": "moments d128 g4 bf16",
+    "choose_pages": "moments d128 g4 bf16 means short",
+    "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
+    "sum_columns": "past k8v4 d128 g4 bf16 window cap #2",
+    "find_first": "past k8v4 d128 g4 bf16 window cap",
+    "store_cells": "k8v4 d128 bf16",
+    "append_cells": "k8v4 d128 bf16",
+    "load_cells": "k8v4 d128",
+    "transcode_cells": "fp16>k8v4 d128",
+    "move_cells": "k8v4>k4v2 d128",
+    "classify": "any",
+    "retire_tokens": "k8v4+k4v2 d128",
+}
+"""The variant of each kernel that every commit compiles: a usual one that needs many registers."""
+
+
+def usual_variants() -> dict[tuple[str, str], Launch]:
+    """Each kernel once."""
+    made = all_variants()
+    return {name: made[name] for name in USUAL_VARIANTS.items()}
+
+
+def _decode() -> Iterator[Planned]:
+    """All pages, and those of a list."""
+    listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
+    kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
+    wanted = chain(
+        product(HEAD_DIMS, MIXES, kinds, (None,)), product(HEAD_DIMS, MIXES[:1], kinds, (listed,))
+    )
+    for dim, mix, kind, lists in wanted:
+        query, cache = _query(dim, kind), [_section(name, dim, kind) for name in mix]
+        out, lse = query.float(), _meta(4, 8 * kind.group, dtype=torch.float32)
+        yield (
+            f"{'+'.join(mix)} d{dim} {kind}{' listed' if lists else ''}",
+            decode.plan(
+                query, _arena(dim), cache, _meta(4), 0.1, kind.window, kind.softcap, _meta(4),
+                lse, lists, out,
+            ),
+        )  # fmt: skip
+
+
+def _scores() -> Iterator[Planned]:
+    wanted = chain(
+        product(HEAD_DIMS, FORMATS, (USUAL,)),
+        product(HEAD_DIMS, ("k8v4", "k4v2"), (Kind(group=32), EXACT, RICH)),
+    )
+    for dim, name, kind in wanted:
+        lse = _meta(4, 8 * kind.group, dtype=torch.float32)
+        cache = [_section(name, dim, kind)]
+        yield (
+            f"{name} d{dim} {kind}",
+            decode.plan_scores(
+                _query(dim, kind), _arena(dim), cache, _meta(4), lse, 0.1, kind.window,
+                kind.softcap, _meta(4), 1.0,
+            ),
+        )  # fmt: skip
+
+
+def _select() -> Iterator[Planned]:
+    """Rows of three sections, the last without summaries; short ones take one launch."""
+    adaptive = Rule.of(0.3, omitted_mass=0.1)
+    wanted = chain(
+        product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (Rule.of(0.3),), (16, 300)),
+        product((64, 128), ("moments",), (USUAL, Kind(group=32), EXACT), (adaptive,), (16, 300)),
+    )
+    for dim, how, kind, rule, width in wanted:
+        cache = [_section(name, dim, kind, width) for name in MIXES[0]]
+        memory = _meta(4, 8, -(-width // 16), tile_bytes(how, dim), dtype=torch.uint8)
+        known = Summaries(how, memory, dim)
+        lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
+        means = " means" if rule.omitted_mass else ""
+        yield (
+            f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
+            select.plan(
+                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule, lists,
+                0.1, _meta(8, SPREAD_STEPS + 1),
+            ),
+        )  # fmt: skip
+
+
+def _prefill() -> Iterator[Planned]:
+    wanted = chain(
+        product(HEAD_DIMS, PASTS, (USUAL,)),
+        product(HEAD_DIMS, (None, "k8v4"), (EXACT, RICH)),
+        product(HEAD_DIMS, (None, "fp16"), (HALF,)),
+    )
+    for dim, name, kind in wanted:
+        query = _meta(100, 8 * kind.group, dim, dtype=kind.dtype)
+        key, sums = query[:, :8], _meta(2, 8 * kind.group, 200, dtype=torch.float32)
+        past = None
+        if name is not None:
+            past = Past(_arena(dim), _layout(name, dim), _meta(2, 8, 300), _meta(2, 8))
+        yield (
+            f"{f'past {name}' if name else 'alone'} d{dim} {kind}",
+            prefill.plan(
+                query, key, key, [0, 40, 100], 0.1, kind.window, kind.softcap, past, sums, query
+            ),
+        )
+
+
+def _codec() -> Iterator[Planned]:
+    """Storing, loading, and every conversion between two formats."""
+    for dim, name in product(HEAD_DIMS, FORMATS):
+        layout, arena = _layout(name, dim), _arena(dim)
+        cells, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
+            given = _meta(100, 8, dim, dtype=dtype)
+            made = codec.plan_store(arena, layout, given, given, *cells, scores)
+            yield f"{name} d{dim} {_short(dtype)}", made
+            section, new = _section(name, dim, USUAL), given[:4]
+            made = codec.plan_append(arena, section, new, new, _meta(4), _meta(4), _meta(4))
+            yield f"{name} d{dim} {_short(dtype)}", made
+        out = _meta(7, 50, dim, dtype=torch.float32)
+        table = _meta(7, 9), _meta(7)
+        yield f"{name} d{dim}", codec.plan_load(arena, layout, *table, out, out, _meta(7, 50))
+    for source, target in product(FORMATS, FORMATS):
+        layouts, cells = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
+        yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *cells)
+        old, new = _section(source, 128, USUAL), _section(target, 128, RICH)
+        moves = _meta(4), _meta(4, 8, 16), _meta(4, 8, 16)
+        yield f"{source}>{target} d128", codec.plan_moves(_arena(128), old, new, *moves)
+
+
+def _compact() -> Iterator[Planned]:
+    scores, limits = _meta(7, 500).float(), _meta(7).float()
+    outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
+    yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
+    for dim, names in product(HEAD_DIMS, (("k8v4", "k4v2"), ("k8v4",))):
+        row, found = _meta(4), Retirement(_meta(4, 8, Retirement.width(20)))
+        high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
+        made = compact.plan_rows(_arena(dim), high, low, row, row, row, (1.0, 0.3), found)
+        yield f"{'+'.join(names)} d{dim}", made
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _query(dim: int, kind: Kind) -> Tensor:
+    return _meta(4, 8 * kind.group, dim, dtype=kind.dtype)
+
+
+def _arena(dim: int) -> Tensor:
+    return _meta(1000, default_page_bytes(dim), dtype=torch.uint8)
+
+
+def _layout(name: str, dim: int) -> PageLayout:
+    return PageLayout(FORMATS[name], dim, default_page_bytes(dim), "token")
+
+
+def _section(name: str, dim: int, kind: Kind, width: int = 300) -> Section:
+    """A section of 4 slots; read from the right where there is a window."""
+    return Section(_layout(name, dim), _meta(4, 8, width), _meta(4, 8), kind.window > 0)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}[dtype]

@@ -1,0 +1,296 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""Flash-decoding over pages: cuts head rows into runs of pages and merges the results."""
+
+from collections import namedtuple
+
+import numpy as np
+from numba import carray
+
+from triptych.kernels.codegen.numba_runtime import (
+    call_page_step,
+    fetch_add,
+    kernel,
+    pointer,
+    run_team,
+    team_body,
+)
+
+STEP, PAGE_TOKENS, WIDTH, PAGES, PAGES_SLOT, PAGES_HEAD, PAGES_ENTRY = range(7)
+TOKENS, TOKENS_SLOT, TOKENS_HEAD, SLOTS = range(7, 11)
+SECTION_COLUMNS = 11
+"""Columns of the table of sections: addresses, and strides in elements."""
+
+SERIAL_PAGES = 64
+"""So few pages (15 us) are read sooner by one thread than a sleeping one wakes up."""
+RUNS_PER_THREAD = 4
+MIN_RUN_PAGES = 4
+
+Job = namedtuple(
+    "Job",
+    "query out slots positions lse rows window"
+    " arena page_count page_bytes kv_heads group dim scratch_floats sections section_count"
+    " scale cap weight"
+    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " runs run_count partial counter bad",
+)
+"""All that a thread needs: sizes, and addresses of what is shared."""
+JOB_WORDS = len(Job._fields)
+
+
+@kernel
+def attend(words, team, body, threads):
+    """Attention of every head row; False if a slot, a count or a page id is out of range.
+
+    ``words`` holds the fields of a ``Job``; those from ``runs`` on are filled in here. Runs
+    are taken from a common counter, so a thread that is held up takes fewer.
+    """
+    job = _job(words.ctypes.data)
+    pages = _count_pages(job)
+    if pages.size and pages.min() < 0:
+        return False
+    total = pages.sum()
+    if total <= SERIAL_PAGES:
+        threads = 1
+    longest = max(MIN_RUN_PAGES, -(-total // (threads * RUNS_PER_THREAD)))
+    runs = _cut(pages, longest if threads > 1 else max(total, 1))
+    partial = np.empty((len(runs), job.group * (job.dim + 2)), np.float32)
+    shared = np.zeros(2, np.int64)
+    words[JOB_WORDS - 5] = runs.ctypes.data
+    words[JOB_WORDS - 4] = len(runs)
+    words[JOB_WORDS - 3] = partial.ctypes.data
+    words[JOB_WORDS - 2] = shared[:1].ctypes.data
+    words[JOB_WORDS - 1] = shared[1:].ctypes.data
+    run_team(team, body, words.ctypes.data, threads)
+    if job.weight == 0:
+        _merge(job, runs, partial)
+    return shared[1] == 0
+
+
+@kernel
+def _job(address):
+    words = carray(pointer(address), JOB_WORDS, np.int64)
+    numbers = carray(pointer(address), JOB_WORDS, np.float64)
+    return Job(
+        words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
+        words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
+        np.float32(numbers[16]), np.float32(numbers[17]), np.float32(numbers[18]),
+        words[19], words[20], words[21], words[22], words[23], words[24], words[25], words[26],
+        words[27], words[28], words[29], words[30], words[31], words[32],
+    )  # fmt: skip
+
+
+@kernel
+def _sections(job):
+    return carray(pointer(job.sections), (job.section_count, SECTION_COLUMNS), np.int64)
+
+
+@kernel
+def _count_pages(job):
+    """Pages of each head row over all its sections, [R * KH]; -1 if its table has no such."""
+    slots = carray(pointer(job.slots), job.rows, np.int32)
+    pages = np.zeros(job.rows * job.kv_heads, np.int64)
+    for row in range(len(pages)):
+        slot, head = np.int64(slots[row // job.kv_heads]), row % job.kv_heads
+        for section in _sections(job):
+            tokens = _tokens(section, slot, head) if 0 <= slot < section[SLOTS] else -1
+            if tokens < 0 or tokens > section[WIDTH] * section[PAGE_TOKENS]:
+                pages[row] = -1
+                break
+            pages[row] += -(-tokens // section[PAGE_TOKENS])
+        if pages[row] >= 0 and _list_of(job, row // job.kv_heads) >= 0:
+            pages[row] = _listed(job, row, pages[row])
+    return pages
+
+
+@kernel
+def _list_of(job, request):
+    """The list of pages that a request reads; -1: all."""
+    if not job.lists:
+        return np.int64(-1)
+    return np.int64(carray(pointer(job.lists + 4 * request), 1, np.int32)[0])
+
+
+@kernel
+def _listed(job, row, pages):
+    """Pages in the list of a head row; -1 if there is no such list, or more than pages."""
+    place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
+    if place >= job.list_slots:
+        return np.int64(-1)
+    at = job.counts + 4 * (place * job.count_slot + head * job.count_head)
+    count = np.int64(carray(pointer(at), 1, np.int32)[0])
+    return count if count <= min(pages, job.room) else np.int64(-1)
+
+
+@kernel
+def _entries(job, row):
+    """Address of the list of a head row; 0 if it reads all pages."""
+    place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
+    if place < 0:
+        return np.int64(0)
+    return job.ordinals + 4 * (place * job.list_slot + head * job.list_head)
+
+
+@kernel
+def _cut(pages, longest):
+    """Runs as (head row, first page, pages, runs of the row), in order of head rows."""
+    count = 0
+    for row in range(len(pages)):
+        count += max(1, -(-pages[row] // longest))
+    runs = np.empty((count, 4), np.int64)
+    index = 0
+    for row in range(len(pages)):
+        parts = max(1, -(-pages[row] // longest))
+        for part in range(parts):
+            first, end = pages[row] * part // parts, pages[row] * (part + 1) // parts
+            runs[index, 0], runs[index, 1] = row, first
+            runs[index, 2], runs[index, 3] = end - first, parts
+            index += 1
+    return runs
+
+
+@kernel
+def _work(job):
+    """Take runs until none is left."""
+    size = job.group * (job.dim + 2)
+    runs = carray(pointer(job.runs), (job.run_count, 4), np.int64)
+    partial = carray(pointer(job.partial), (job.run_count, size), np.float32)
+    query = np.empty(job.group * (job.dim + 1), np.float32)
+    scratch = np.empty(job.scratch_floats, np.float32)
+    while True:
+        index = fetch_add(job.counter, 1)
+        if index >= job.run_count:
+            break
+        state = partial[index]
+        _prepare(job, runs[index, 0], query, state)
+        if not _walk(job, runs[index], query, state, scratch):
+            fetch_add(job.bad, 1)
+        if runs[index, 3] == 1 and job.weight == 0:
+            _finish(job, runs[index, 0], state)
+
+
+@kernel
+def _prepare(job, row, query, state):
+    """Scale the queries of one KV head, sum each, and clear the running softmax.
+
+    To score, the state holds the logarithms of the finished sums, in powers of two, and the weight.
+    """
+    group, dim = job.group, job.dim
+    near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
+    for head in range(group):
+        total = np.float32(0.0)
+        for channel in range(dim):
+            number = near[head * dim + channel] * job.scale
+            query[head * dim + channel] = number
+            total += number
+        query[group * dim + head] = total
+    state[: group * dim] = 0.0
+    state[group * dim : group * (dim + 1)] = -1e30
+    state[group * (dim + 1) :] = 0.0
+    if job.weight > 0:
+        finished = carray(pointer(job.lse + 4 * row * group), group, np.float32)
+        for head in range(group):
+            state[group * dim + head] = finished[head] * np.float32(1.0 / np.log(2.0))
+            state[group * (dim + 1) + head] = job.weight
+
+
+@kernel
+def _walk(job, run, query, state, scratch):
+    """Step through the pages of a run, section by section; False at a page id out of range.
+
+    A run is a part of the row's pages, or of its list of pages, which is ascending. Each page is
+    read when the next one is known, so that the next one can be prefetched.
+    """
+    row, skip, left = run[0], run[1], run[2]
+    request, head = row // job.kv_heads, row % job.kv_heads
+    slot = carray(pointer(job.slots + 4 * request), 1, np.int32)[0]
+    oldest = np.int32(0)
+    if job.window > 0:
+        asked = carray(pointer(job.positions + 4 * request), 1, np.int32)[0]
+        oldest = np.int32(asked - job.window + 1)
+    step = page = live = np.int64(0)
+    sections, listed = _sections(job), _entries(job, row)
+    which, begin, end, tokens, room, table = -1, np.int64(0), np.int64(0), 0, 1, np.int64(0)
+    for place in range(skip, skip + left):
+        ordinal = np.int64(place)
+        if listed:
+            ordinal = np.int64(carray(pointer(listed + 4 * place), 1, np.int32)[0])
+        while ordinal >= end and which + 1 < len(sections):
+            which, begin = which + 1, end
+            section = sections[which]
+            tokens, room = _tokens(section, slot, head), section[PAGE_TOKENS]
+            table = section[PAGES] + 4 * (slot * section[PAGES_SLOT] + head * section[PAGES_HEAD])
+            end = begin + -(-tokens // room)
+        if not begin <= ordinal < end:
+            return False
+        index, section = ordinal - begin, sections[which]
+        entry = carray(pointer(table + 4 * index * section[PAGES_ENTRY]), 1, np.int32)
+        if entry[0] < 0 or entry[0] >= job.page_count:
+            return False
+        upcoming = job.arena + np.int64(entry[0]) * job.page_bytes
+        if live > 0:
+            call_page_step(
+                step, page, upcoming, live, query.ctypes.data, state.ctypes.data,
+                scratch.ctypes.data, oldest, job.cap,
+            )  # fmt: skip
+        step, page, live = section[STEP], upcoming, min(room, tokens - index * room)
+    if live > 0:
+        call_page_step(
+            step, page, page, live, query.ctypes.data, state.ctypes.data,
+            scratch.ctypes.data, oldest, job.cap,
+        )  # fmt: skip
+    return True
+
+
+@kernel
+def _tokens(section, slot, head):
+    offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
+    return np.int64(carray(pointer(section[TOKENS] + 4 * offset), 1, np.int32)[0])
+
+
+@kernel
+def _finish(job, row, state):
+    """Divide the outputs of one KV head by the sums of their weights."""
+    group, dim = job.group, job.dim
+    out = carray(pointer(job.out + 4 * row * group * dim), group * dim, np.float32)
+    for head in range(group):
+        total = state[group * (dim + 1) + head]
+        if job.lse:
+            lse = carray(pointer(job.lse + 4 * (row * group + head)), 1, np.float32)
+            lse[0] = (state[group * dim + head] + np.log2(total)) * np.float32(np.log(2.0))
+        factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+        for channel in range(dim):
+            out[head * dim + channel] = state[head * dim + channel] * factor
+
+
+@kernel
+def _merge(job, runs, partial):
+    """Join the running softmaxes of head rows that were cut into several runs."""
+    index = 0
+    while index < len(runs):
+        parts = runs[index, 3]
+        for other in range(index + 1, index + parts):
+            _join(job.group, job.dim, partial[index], partial[other])
+        if parts > 1:
+            _finish(job, runs[index, 0], partial[index])
+        index += parts
+
+
+@kernel
+def _join(group, dim, state, other):
+    """Add a running softmax to another one."""
+    for head in range(group):
+        largest_at, sum_at = group * dim + head, group * (dim + 1) + head
+        largest = max(state[largest_at], other[largest_at])
+        mine = np.exp2(state[largest_at] - largest)
+        theirs = np.exp2(other[largest_at] - largest)
+        for channel in range(head * dim, (head + 1) * dim):
+            state[channel] = state[channel] * mine + other[channel] * theirs
+        state[sum_at] = state[sum_at] * mine + other[sum_at] * theirs
+        state[largest_at] = largest
+
+
+@team_body
+def take_runs(address):
+    """The part of ``attend`` that every thread of the team runs."""
+    _work(_job(address))

@@ -1,0 +1,116 @@
+"""A page layout as Triton kernels take it: plain numbers, known when a kernel is compiled."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+from triptych.kernels.lists import PageLists
+from triptych.kernels.pages import Section, is_channel_major
+from triptych.kernels.triton.launch import Argument, power_of_two
+
+MIN_DOT = 16
+"""Tensor cores multiply no tile that is narrower."""
+LISTED_AT_ONCE = 1024
+"""Entries of a list of pages that a program looks at together."""
+MOST_AT_ONCE = 2048
+"""Numbers of a tile, if they come in several rows."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where the vectors of a page lie; offsets and strides in bytes.
+
+    A packed byte holds ``8 / bits`` channels, one in each of that many *parts* of a vector:
+    kernels keep a tile for each part, so that unpacking needs no shuffle.
+    """
+
+    page_bytes: int
+    tokens: int
+    dim: int
+    key_bits: int
+    key_units: int
+    """Packed bytes of a key, or its numbers if they have 16 bits: channels of one part."""
+    key_tile: int
+    """The power of two that ``key_units`` fit."""
+    key_stride: int
+    """From one token to the next, in units."""
+    key_unit_stride: int
+    """From one unit to the next, in units."""
+    key_metadata: int
+    value_bits: int
+    value_units: int
+    value_tile: int
+    values: int
+    value_metadata: int
+    scores: int
+    positions: int
+
+    def __repr__(self) -> str:
+        """A name without signs that mean something to a compiler."""
+        return "form_" + "_".join(str(getattr(self, item.name)) for item in fields(self))
+
+    __str__ = __repr__
+
+
+@cache
+def form_of(layout: PageLayout) -> Form:
+    """The numbers of a layout.
+
+    Raises:  ConfigError if a vector has several quantization groups
+    """
+    form, dim, at = layout.format, layout.head_dim, layout.offsets
+    if form.key_groups > 1 or form.value_groups > 1:
+        raise ConfigError(
+            f"page format {form.name} has {form.key_groups} key and {form.value_groups} value "
+            "groups: GPU kernels read one group per vector; use a format with one"
+        )
+    key_units, value_units = (
+        dim * bits // 8 if bits < 16 else dim for bits in (form.key_bits, form.value_bits)
+    )
+    key_strides = (1, layout.tokens) if is_channel_major(layout) else (key_units, 1)
+    return Form(
+        page_bytes=layout.page_bytes,
+        tokens=layout.tokens,
+        dim=dim,
+        key_bits=form.key_bits,
+        key_units=key_units,
+        key_tile=max(MIN_DOT, power_of_two(key_units)),
+        key_stride=key_strides[0],
+        key_unit_stride=key_strides[1],
+        key_metadata=at[1],
+        value_bits=form.value_bits,
+        value_units=value_units,
+        value_tile=max(MIN_DOT, power_of_two(value_units)),
+        values=at[2],
+        value_metadata=at[3],
+        scores=at[4],
+        positions=at[5],
+    )
+
+
+def section_arguments(section: Section) -> Iterator[Argument]:
+    """Table, counts, slots, width, and strides of both, as kernels take them for one section."""
+    yield section.pages
+    yield section.tokens
+    yield min(section.pages.shape[0], section.tokens.shape[0])
+    yield section.pages.shape[2]
+    yield from section.pages.stride()
+    yield from section.tokens.stride()
+
+
+def list_arguments(lists: PageLists) -> Iterator[Argument]:
+    """Lists as kernels take them: entries, their counts, whose they are, sizes, and strides."""
+    yield lists.ordinals
+    yield lists.counts
+    yield lists.rows.contiguous()
+    yield min(lists.ordinals.shape[0], lists.counts.shape[0])
+    yield lists.ordinals.shape[2]
+    yield from lists.ordinals.stride()[:2]
+    yield from lists.counts.stride()
+
+
+def chunk_of(entries: int, rows: int = 1) -> int:
+    """How many entries of so many lists, of one length, a program takes together."""
+    return max(MIN_DOT, min(LISTED_AT_ONCE, MOST_AT_ONCE // rows, power_of_two(entries)))

@@ -1,0 +1,338 @@
+"""The level below the cache of prefixes: blocks go to disk behind its back, and come back."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+from triptych.core.config import PoolConfig
+from triptych.core.errors import PoolError
+from triptych.kvpool.disk.block_file import ObjectMeta, Pages, page_runs
+from triptych.kvpool.disk.io_queue import IoQueue
+from triptych.kvpool.disk.store import DiskStore
+from triptych.kvpool.pool.free_list import PageIds
+from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
+from triptych.kvpool.prefix.blocks import Block, BlockKey, Hold, Namespace, Publication, TokenIds
+from triptych.kvpool.prefix.cache import PrefixCache
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STAGED_BYTES = 64 << 20
+"""The most that copies of evicted blocks take until they are written."""
+COMPLAIN_EVERY_S = 60.0
+LOCK_WAIT_S = 5.0
+"""How long a pool that starts waits for the one before it to finish its writes."""
+BURST_S = 0.25
+"""Seconds of the rate that may be written at once after a pause."""
+
+
+class Mover(Protocol):
+    """What runs the work that moves bytes, later and elsewhere; ``IoQueue`` as a rule."""
+
+    def __len__(self) -> int: ...
+    def submit(
+        self, work: Callable[[], T], nbytes: int, *, urgent: bool = False
+    ) -> "Future[T]": ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSettings:
+    """What the disk tier may take, resolved."""
+
+    path: Path
+    capacity_bytes: int
+    tenant_bytes: int
+    write_bytes_s: float
+
+    @classmethod
+    def of(cls, config: PoolConfig) -> Self | None:
+        """The settings of a pool; None if it keeps nothing on disk."""
+        if not config.disk_path:
+            return None
+        own = config.disk_tenant_bytes
+        return cls(
+            path=Path(config.disk_path),
+            capacity_bytes=config.disk_bytes,
+            tenant_bytes=config.disk_bytes if own == "auto" else own,
+            write_bytes_s=config.disk_write_bytes_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A tier, what moves bytes to and from it, and the pages that they are of."""
+
+    tier: DiskStore
+    mover: Mover
+    pages: Pages
+
+    @classmethod
+    def open(cls, settings: DiskSettings, pages: Pages) -> Self:
+        """Find what an earlier pool left, and start the thread that moves bytes.
+
+        Raises: PoolError if the directory cannot be had
+        """
+        tier = DiskStore(
+            settings.path,
+            settings.capacity_bytes,
+            pages.shape[1],
+            settings.tenant_bytes,
+            wait_s=LOCK_WAIT_S,
+        )
+        rate = settings.write_bytes_s
+        return cls(tier, IoQueue(rate, rate * BURST_S), pages)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the directory."""
+        self.mover.close()
+        self.tier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Blocks of a prompt that are on their way into memory."""
+
+    blocks: int
+    seconds: float
+    """What it would take to compute them: nobody should wait longer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Restore:
+    """A run of blocks that are read from disk one after the other."""
+
+    namespace: Namespace
+    tokens: TokenIds
+    """Of the prompt, up to the last of these blocks."""
+    tenant: str
+    metas: list[ObjectMeta]
+    pages: list[PageIds]
+    hold: Hold | None
+    """On the resident blocks before those that are still to come."""
+    arrived: int = 0
+
+
+class DiskTier:
+    """Joins the cache of prefixes with the disk tier.
+
+    What is published is written behind, while it stays in memory: its eviction then costs
+    nothing, and a pool that is killed finds it again. A block that is evicted before its turn
+    is copied out at once. What does not fit into the line of waiting writes is skipped and
+    counted. What is written is a copy: to hold a block for as long as the disk takes would hold
+    all blocks before it, and a small cache could keep nothing new meanwhile.
+
+    A restore sets pages aside, reads block after block into them, without the pool's lock, and
+    makes each one resident as it arrives. Readers see resident blocks alone.
+
+    All public methods are called with the pool's lock held; the work that the mover runs takes
+    it by itself, and never while it waits for the disk.
+    """
+
+    def __init__(self, cache: PrefixCache, disk: Disk, lock: threading.Lock) -> None:
+        self._cache, self._disk, self._lock = cache, disk, lock
+        self._coming = dict[BlockKey, float]()
+        """Seconds that each block on its way is worth."""
+        self._staged_bytes = 0
+        self._skipped = dict.fromkeys(DISK_SKIPS, 0)
+        self._fault, self._complained_s = "", float("-inf")
+
+    # -------------------------------------------------------------- to disk
+
+    def published(self, blocks: Sequence[Block]) -> None:
+        """Write blocks that have just become resident, unless the disk has them."""
+        for block in blocks:
+            if not self._disk.tier.touch(block.key):
+                self._submit(block, lambda block=block: self._write_resident(block))
+
+    def evicted(self, blocks: Sequence[Block]) -> None:
+        """Write blocks whose pages are free from now on, unless the disk has them."""
+        for block in reversed(blocks):
+            if self._disk.tier.touch(block.key):
+                continue
+            if self._staged_bytes + block.nbytes > STAGED_BYTES:
+                self._skipped["staging_full"] += 1
+                continue
+            copy = self._disk.pages[block.pages]
+            if self._submit(block, lambda block=block, copy=copy: self._write_copy(block, copy)):
+                self._staged_bytes += block.nbytes
+
+    def _submit(self, block: Block, work: Callable[[], None]) -> bool:
+        try:
+            self._disk.mover.submit(work, block.nbytes)
+        except PoolError:
+            self._skipped["queue_full"] += 1
+            return False
+        return True
+
+    def _write_resident(self, block: Block) -> None:
+        with self._lock:
+            if not self._cache.keeps(block):
+                return  # evicted meanwhile, and copied out
+            copy = self._disk.pages[block.pages]
+        self._store(block, copy)
+
+    def _write_copy(self, block: Block, copy: Pages) -> None:
+        try:
+            self._store(block, copy)
+        finally:
+            with self._lock:
+                self._staged_bytes -= block.nbytes
+
+    def _store(self, block: Block, pages: Pages) -> None:
+        """Write a block; a disk that does not take it costs nothing but the block."""
+        try:
+            self._disk.tier.store(_meta_of(block, self._disk.tier.page_bytes), [pages])
+        except PoolError as error:
+            self._complain(error)
+        else:
+            self._fault = ""
+
+    def _complain(self, error: PoolError) -> None:
+        self._fault, now = str(error), time.monotonic()
+        if now - self._complained_s > COMPLAIN_EVERY_S:
+            self._complained_s = now
+            logger.error("prefixes are not kept on disk: %s", error)
+
+    # -------------------------------------------------------------- from disk
+
+    def restore(self, namespace: Namespace, tokens: TokenIds, tenant: str) -> Coming:
+        """Begin to bring back what continues the resident beginning of a prompt.
+
+        Call it again until no block is coming any more. At least one token is left to compute.
+        What is brought back counts against the quota of ``tenant``.
+        """
+        tokens = tokens[:-1]
+        keys = self._cache.keys(namespace, tokens)
+        rest = keys[self._cache.resident(namespace, tokens) :]
+        if rest and rest[0] not in self._coming:
+            self._begin(namespace, tokens, tenant, keys, len(keys) - len(rest))
+        coming = list(takewhile(self._coming.__contains__, rest))
+        return Coming(len(coming), sum(self._coming[key] for key in coming))
+
+    def _begin(
+        self,
+        namespace: Namespace,
+        tokens: TokenIds,
+        tenant: str,
+        keys: Sequence[BlockKey],
+        first: int,
+    ) -> None:
+        """Set pages aside for what is on disk, as far as they go, and have it read."""
+        metas = list(self._found(namespace, tokens, keys, first))
+        if not metas:
+            return
+        hold = self._cache.hold(keys[first - 1]) if first else None
+        pages, evicted = self._cache.expect(tenant, [meta.pages for meta in metas])
+        self.evicted(evicted)
+        end = (first + len(pages)) * self._cache.block_tokens
+        run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, hold)
+        if not pages:
+            self._give_up(run)
+            return
+        for meta in run.metas:
+            self._coming[BlockKey(meta.key)] = meta.seconds
+        nbytes = sum(meta.pages for meta in run.metas) * self._disk.tier.page_bytes
+        try:
+            self._disk.mover.submit(lambda: self._load(run), nbytes, urgent=True)
+        except PoolError:
+            self._skipped["load_queue_full"] += 1
+            self._give_up(run)
+
+    def _found(
+        self, namespace: Namespace, tokens: TokenIds, keys: Sequence[BlockKey], first: int
+    ) -> Iterator[ObjectMeta]:
+        """What the disk has of a chain from a block on; every field is compared, not keys alone."""
+        space, pieces = namespace.digest(), self._cache.cut(tokens)
+        parent = keys[first - 1] if first else space
+        for key, piece in zip(keys[first:], pieces[first:], strict=True):
+            meta = self._disk.tier.describe(key)
+            if meta is None or (meta.namespace, meta.parent, meta.tokens) != (space, parent, piece):
+                return
+            yield meta
+            parent = key
+
+    def _load(self, run: _Restore) -> None:
+        try:
+            for meta, ids in zip(run.metas, run.pages, strict=True):
+                if self._disk.tier.load(meta.key, page_runs(self._disk.pages, ids)) is None:
+                    break
+                with self._lock:
+                    self._arrive(run, meta, ids)
+        except PoolError as error:
+            self._complain(error)
+        finally:
+            with self._lock:
+                self._give_up(run)
+
+    def _arrive(self, run: _Restore, meta: ObjectMeta, ids: PageIds) -> None:
+        """Make a block resident, and hold it until the next one is; the last is not waited for."""
+        behind = (len(run.metas) - run.arrived - 1) * self._cache.block_tokens
+        new = Publication(
+            namespace=run.namespace,
+            tokens=run.tokens[: len(run.tokens) - behind],
+            blocks=[ids],
+            seconds=meta.seconds,
+            tenant=run.tenant,
+        )
+        run.arrived += 1
+        del self._coming[BlockKey(meta.key)]
+        hold = self._cache.arrive(new)
+        self._let_go(run)
+        run.hold = hold
+        if run.arrived == len(run.metas):
+            self._let_go(run)
+
+    def _give_up(self, run: _Restore) -> None:
+        """Let go of what a restore holds: nothing more comes of it."""
+        for meta in run.metas[run.arrived :]:
+            self._coming.pop(BlockKey(meta.key), None)
+        self._cache.expect_no_more(run.tenant, run.pages[run.arrived :])
+        self._let_go(run)
+
+    def _let_go(self, run: _Restore) -> None:
+        if run.hold:
+            self._cache.unpin(run.hold)
+            run.hold = None
+
+    # -------------------------------------------------------------- reports
+
+    def line(self) -> DiskStats:
+        """The numbers as they are."""
+        stat = self._disk.tier.stat()
+        return DiskStats(
+            objects=stat.objects,
+            bytes=stat.nbytes,
+            capacity_bytes=stat.capacity_bytes,
+            waiting=len(self._disk.mover),
+            coming=len(self._coming),
+            stored=stat.stored,
+            stored_bytes=stat.stored_bytes,
+            loaded=stat.loaded,
+            loaded_bytes=stat.loaded_bytes,
+            evictions=stat.evicted,
+            damaged=stat.damaged,
+            failed=stat.failed,
+            skipped=dict(self._skipped),
+            fault=self._fault,
+        )
+
+
+def _meta_of(block: Block, page_bytes: int) -> ObjectMeta:
+    return ObjectMeta(
+        key=block.key,
+        parent=block.parent,
+        namespace=block.namespace.digest(),
+        tokens=block.tokens,
+        tenant=block.tenant,
+        pages=block.pages.size,
+        page_bytes=page_bytes,
+        seconds=block.seconds,
+    )

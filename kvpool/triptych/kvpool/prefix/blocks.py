@@ -1,0 +1,235 @@
+"""Blocks of tokens that requests share: their keys, what they hold, and who may share them."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.kvpool.pool.free_list import PageIds
+
+BlockKey = NewType("BlockKey", bytes)
+"""SHA-256 of a block and all before it; names it in memory and on disk."""
+
+HoldId = NewType("HoldId", int)
+
+GuardId = NewType("GuardId", int)
+
+Digest = Callable[[bytes], bytes]
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+
+FormatPages = tuple[tuple[str, int], ...]
+"""How many pages are of which format."""
+
+Refusal = Literal["quota", "memory", "parent", "collision"]
+"""Why a publish was refused: its tenant's quota, the total, a parent that is gone, or a block
+whose key another block has."""
+
+_MAX_TOKEN = 2**31 - 1
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """Everything but the tokens that keys and values depend on, and who may share them."""
+
+    salt: bytes
+    """Of the tenant; tenants share prefixes if, and only if, theirs are equal."""
+    model: str
+    revision: str
+    profile: str
+    """Digest of the codec profile and policy, so of what the bytes of a page mean."""
+
+    def encoded(self) -> bytes:
+        """All fields, each with its length in front, so that no two namespaces look alike."""
+        parts = [self.salt, *(text.encode() for text in (self.model, self.revision, self.profile))]
+        return b"triptych prefix 1" + b"".join(len(p).to_bytes(8, "little") + p for p in parts)
+
+    def digest(self) -> BlockKey:
+        """The key of the parent of every first block."""
+        return BlockKey(sha256(self.encoded()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """One resident block. It never changes: its pages are shared by whoever reads them."""
+
+    key: BlockKey
+    parent: BlockKey
+    """Of a first block: the digest of the namespace."""
+    namespace: Namespace
+    tokens: bytes
+    """Token ids, little-endian int32, of this block alone."""
+    pages: PageIds
+    """Opaque to the index. Read only."""
+    nbytes: int
+    seconds: float
+    """What it took to compute, given all blocks before it."""
+    tenant: str
+    """Whose quota it counts against: whoever published it first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """What a publisher brings for one block."""
+
+    pages: PageIds
+    nbytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or not (math.isfinite(self.seconds) and self.seconds >= 0):
+            raise ValueError(f"a block of {self.nbytes} bytes that took {self.seconds} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Publication:
+    """What a worker brings to be kept: the last ``len(blocks)`` blocks of ``tokens``."""
+
+    namespace: Namespace
+    tokens: TokenIds
+    """Whole blocks."""
+    blocks: Sequence[PageIds]
+    """Pages of each block."""
+    seconds: float
+    """What one block took to compute."""
+    tenant: str
+    """Whose quota it counts against."""
+    formats: Sequence[FormatPages] = ()
+    """Pages of each block by format; none: nobody has said."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """A chain of blocks, from the first, that stays resident until it is released."""
+
+    id: HoldId
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A chain of blocks, from the first, that is evicted after all that have no guard."""
+
+    id: GuardId
+    blocks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What became of a publish.
+
+    The pages of the last ``added`` payloads are the index's now. The others stay the
+    caller's, who frees them: of a refused publish all, else those of known blocks. The pages of
+    ``evicted`` are the caller's again.
+    """
+
+    added: int = 0
+    hold: Hold | None = None
+    """On the whole chain, if it was not refused: the publisher goes on reading it."""
+    evicted: tuple[Block, ...] = ()
+    """In the order in which they went: no block before its children."""
+    refused: Refusal | None = None
+
+    @property
+    def new(self) -> tuple[Block, ...]:
+        """The blocks that were added."""
+        return self.hold.blocks[len(self.hold.blocks) - self.added :] if self.hold else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes that the index may keep."""
+
+    total_bytes: int
+    tenant_bytes: int
+    """The quota of a tenant that ``by_tenant`` does not name."""
+    by_tenant: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def of(self, tenant: str) -> int:
+        return self.by_tenant.get(tenant, self.tenant_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexStats:
+    """The index's numbers; those after ``holds`` count since the start."""
+
+    blocks: int
+    nbytes: int
+    reserved_bytes: int
+    """For blocks that are on their way."""
+    pinned_bytes: int
+    bytes_by_tenant: dict[str, int]
+    """Reserved ones included."""
+    reserved_by_tenant: dict[str, int]
+    holds: int
+    hits: int
+    """Lookups that found at least one block."""
+    misses: int
+    asked_tokens: int
+    hit_tokens: int
+    added: int
+    evictions: int
+    refused: dict[Refusal, int]
+    collisions: int
+    """Keys that led to a block with other tokens: a miss each, and never seen with SHA-256."""
+
+
+def encode(tokens: TokenIds) -> bytes:
+    """Token ids as little-endian int32.
+
+    Raises: ValueError if one is no integer in [0, 2 ** 31)
+    """
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() <= _MAX_TOKEN:
+        raise ValueError("token ids: expected a list of integers from 0 to 2 ** 31 - 1")
+    return ids.astype("<i4").tobytes()
+
+
+def decode(encoded: bytes) -> NDArray[np.int32]:
+    """Undo ``encode``.
+
+    Raises: ValueError if these are no token ids
+    """
+    if len(encoded) % 4:
+        raise ValueError(f"{len(encoded)} bytes of token ids: expected int32")
+    ids = np.frombuffer(encoded, "<i4").astype(np.int32)
+    if ids.min(initial=0) < 0:
+        raise ValueError("a token id below 0")
+    return ids
+
+
+def cut(encoded: bytes, block_tokens: int) -> list[bytes]:
+    """The whole blocks of encoded tokens."""
+    step = 4 * block_tokens
+    return [encoded[at : at + step] for at in range(0, len(encoded) - step + 1, step)]
+
+
+def chain_keys(
+    namespace: Namespace, blocks: Sequence[bytes], digest: Digest = sha256
+) -> Iterator[BlockKey]:
+    """The key of the namespace, then that of each block of the chain.
+
+    A key hashes the key before it and the tokens of the block, each with its length in front.
+    """
+    key = BlockKey(digest(namespace.encoded()))
+    yield key
+    for tokens in blocks:
+        key = child_key(key, tokens, digest)
+        yield key
+
+
+def child_key(parent: BlockKey, tokens: bytes, digest: Digest = sha256) -> BlockKey:
+    """The key of the block with these tokens after ``parent``."""
+    lengths = len(parent).to_bytes(8, "little"), len(tokens).to_bytes(8, "little")
+    return BlockKey(digest(lengths[0] + parent + lengths[1] + tokens))

@@ -1,0 +1,439 @@
+"""Prefixes of prompts in the pool's pages: the books of pages and the index of blocks, joined."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from triptych.core.config import PoolConfig
+from triptych.core.errors import NotRegistered, PoolError
+from triptych.core.handles import Claim, LeaseId
+from triptych.core.pages import PagePlan
+from triptych.kvpool.plugins import EVICTION_POLICIES
+from triptych.kvpool.pool.free_list import PageIds
+from triptych.kvpool.pool.page_pool import About, Commit, Pool, Share, WorkerId
+from triptych.kvpool.pool.processes import this_process
+from triptych.kvpool.pool.stats import PrefixStats
+from triptych.kvpool.prefix.blocks import (
+    Block,
+    BlockKey,
+    Hold,
+    HoldId,
+    Limits,
+    Namespace,
+    Payload,
+    Publication,
+    Published,
+    TokenIds,
+    child_key,
+    cut,
+    encode,
+)
+from triptych.kvpool.prefix.index import PrefixIndex
+from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
+
+PREFIX_WORKER = "prefix"
+"""Name under which the pool's process holds the pages of resident blocks, and their label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    """What the cache of prefixes may hold, resolved."""
+
+    block_tokens: int
+    total_bytes: int
+    tenant_bytes: int
+    eviction: str = "cost"
+    """Name of an eviction policy."""
+    session_ttl_s: float = 0.0
+    """Seconds after its last turn for which a conversation's blocks are evicted last; 0: none."""
+    session_tenant_bytes: int = 0
+    """The most that one tenant's conversations have of that."""
+
+    @classmethod
+    def of(cls, config: PoolConfig, plan: PagePlan) -> Self | None:
+        """The settings of a pool; None if it keeps no prefixes.
+
+        One block's worth of the memory is for the block that is being published.
+        """
+        if plan.prefix_bytes == 0:
+            return None
+        total = plan.prefix_bytes - plan.block_pages(0) * plan.page_bytes
+        own, sessions = config.prefix_tenant_bytes, config.session_tenant_bytes
+        tenant_bytes = total if own == "auto" else own
+        return cls(
+            block_tokens=plan.block_tokens,
+            total_bytes=total,
+            tenant_bytes=tenant_bytes,
+            eviction=config.prefix_eviction,
+            session_ttl_s=config.session_ttl_s,
+            session_tenant_bytes=tenant_bytes // 2 if sessions == "auto" else sessions,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundPrefix:
+    """A prefix whose pages stay as they are until the hold is released."""
+
+    hold: HoldId
+    tokens: int
+    """Tokens of the prompt that the blocks cover."""
+    blocks: tuple[PageIds, ...]
+    """Pages of each block, in the publisher's order."""
+
+
+class PrefixCache:
+    """Joins the pool's books with an index of blocks. No lock, no clock, no bytes.
+
+    Resident blocks belong to a worker of the pool's own, which never dies: one request lease
+    each. So the pool's books account for every page, and a publisher's death cannot take a
+    block away. A hold belongs to the worker that asked, and ends with its registration; or it is
+    handed off with a request that reads some of its pages, and ends with the request's last lease.
+
+    Every operation does all that it says or, if it refuses or raises, nothing.
+    """
+
+    def __init__(self, pool: Pool, settings: PrefixSettings) -> None:
+        self._pool, self._settings = pool, settings
+        limits = Limits(total_bytes=settings.total_bytes, tenant_bytes=settings.tenant_bytes)
+        policy = EVICTION_POLICIES.load(settings.eviction)()
+        self._index = PrefixIndex(settings.block_tokens, limits, policy)
+        self._worker = pool.register(PREFIX_WORKER, this_process(), math.inf)
+        self._leases = dict[BlockKey, LeaseId]()
+        self._holds = dict[HoldId, WorkerId]()
+        self._pins = set[HoldId]()
+        """Holds of the level below."""
+        self._shared = set[HoldId]()
+        """Holds of requests."""
+        pool.let_go = self._let_go
+        self._sessions = SessionTable(
+            ttl_s=settings.session_ttl_s,
+            tenant_bytes=settings.session_tenant_bytes,
+            total_bytes=settings.total_bytes // 2,
+        )
+
+    # -------------------------------------------------------------- calls of workers
+
+    def find(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Find the longest known prefix and hold it; at least the last token is never part of it.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        return self._found(worker, self._index.acquire(namespace, tokens))
+
+    def hold_all(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> FoundPrefix | None:
+        """Hold all whole blocks of these tokens, or none if one is not known; not counted as a use.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        return self._found(worker, self._index.pin_all(namespace, tokens))
+
+    def _found(self, worker: WorkerId, hold: Hold | None) -> FoundPrefix | None:
+        if hold is None:
+            return None
+        self._holds[hold.id] = worker
+        blocks = tuple(block.pages for block in hold.blocks)
+        return FoundPrefix(hold.id, len(blocks) * self._index.block_tokens, blocks)
+
+    def known(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of these tokens need not be published.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        return self._index.resident(namespace, tokens)
+
+    def release(self, worker: WorkerId, hold: HoldId) -> None:
+        """End a hold.
+
+        Raises: PoolError if the worker does not have it
+        """
+        self._require_hold(worker, hold)
+        del self._holds[hold]
+        self._index.release(hold)
+
+    def handoff(
+        self,
+        worker: WorkerId,
+        commits: Sequence[Commit],
+        releases: Sequence[LeaseId],
+        *,
+        keep: bool,
+        about: Sequence[About],
+        holds: Sequence[HoldId | None],
+    ) -> list[Claim]:
+        """Hand requests on as ``Pool.handoff`` does; each may read pages of a hold of the worker.
+
+        From then on the hold is the request's.
+
+        Raises: PoolError if the worker does not have a hold; NotHeld, StaleHandle, NotRegistered
+        """
+        shares = [None if hold is None else self._share_of(worker, hold) for hold in holds]
+        claims = self._pool.handoff(
+            worker, commits, releases, keep=keep, about=about, shares=shares
+        )
+        for hold in holds:
+            if hold is not None:
+                del self._holds[hold]
+                self._shared.add(hold)
+        return claims
+
+    def _share_of(self, worker: WorkerId, hold: HoldId) -> Share:
+        self._require_hold(worker, hold)
+        return Share(hold, np.concatenate([block.pages for block in self._index.held(hold)]))
+
+    def _require_hold(self, worker: WorkerId, hold: HoldId) -> None:
+        if self._holds.get(hold) != worker:
+            raise PoolError(f"hold {hold} of a prefix: {worker!r} does not have it")
+
+    def _let_go(self, hold: HoldId) -> None:
+        """End the hold of a request whose last lease has ended."""
+        self._shared.remove(hold)
+        self._index.release(hold)
+
+    def publish(self, worker: WorkerId, new: Publication) -> Published:
+        """Keep blocks for later requests.
+
+        The pages of all blocks are of the worker's extent. Those of the last ones, as many as
+        were added, are the cache's from now on; the others stay the worker's: their blocks were
+        known already, or all were refused. Nothing is held. The pages of evicted blocks are
+        free, and stay as they are until somebody asks for pages.
+
+        Raises: PoolError if tokens and blocks do not fit together; NotHeld, NotRegistered
+        """
+        done = self._keep(worker, new)
+        if done.hold:
+            self._index.release(done.hold.id)
+        return done
+
+    def _keep(self, worker: WorkerId, new: Publication) -> Published:
+        if not new.blocks:
+            raise PoolError("no block to publish")
+        if len(new.formats) not in (0, len(new.blocks)):
+            raise PoolError(f"formats of {len(new.formats)} blocks: there are {len(new.blocks)}")
+        self._pool.require_extent(worker, np.concatenate(new.blocks))
+        try:
+            payloads = [Payload(ids, self._bytes_of([ids]), new.seconds) for ids in new.blocks]
+            done = self._index.publish(new.namespace, new.tokens, payloads, tenant=new.tenant)
+        except ValueError as error:
+            raise PoolError(str(error)) from error
+        self._free(done.evicted)
+        moved = [(PREFIX_WORKER, block.pages) for block in done.new]
+        formats = new.formats[-done.added :] if new.formats and done.added else [()] * done.added
+        about = [About(new.tenant, each) for each in formats]
+        claims = self._pool.handoff(worker, moved, about=about)
+        pages = (block.pages for block in done.new)
+        self._pool.attach(self._worker, list(zip(claims, pages, strict=True)))
+        for block, claim in zip(done.new, claims, strict=True):
+            self._leases[block.key] = claim.lease
+        return done
+
+    def keep_session(
+        self,
+        worker: WorkerId,
+        namespace: Namespace,
+        tokens: TokenIds,
+        tenant: str,
+        session: str,
+        now: float,
+    ) -> int:
+        """Guard what is resident of a conversation for its time-to-live, and nothing else of it.
+
+        Guarded blocks are evicted after all others, so that they stay while there is anything
+        else to evict, and never keep a request or another prefix from memory.
+
+        Returns: how many blocks are guarded
+        Raises:  NotRegistered
+        """
+        self._require_registered(worker)
+        own = child_key(namespace.digest(), tenant.encode())
+        key = SessionKey(child_key(own, session.encode()))
+        guard = self._index.guard(namespace, tokens, self._sessions.most_bytes)
+        ended = self._sessions.open(key, tenant, guard, now) if guard else self._sessions.close(key)
+        for each in ended:
+            self._index.unguard(each)
+        return guard.blocks if guard else 0
+
+    # -------------------------------------------------------------- calls of the level below
+
+    @property
+    def block_tokens(self) -> int:
+        return self._index.block_tokens
+
+    @property
+    def holds(self) -> int:
+        """Chains that somebody holds now."""
+        return len(self._holds) + len(self._pins) + len(self._shared)
+
+    def cut(self, tokens: TokenIds) -> list[bytes]:
+        """The whole blocks of tokens, encoded."""
+        return cut(encode(tokens), self.block_tokens)
+
+    def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
+        """The keys of all whole blocks, resident or not."""
+        return self._index.keys(namespace, tokens)
+
+    def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of these tokens are resident, in a chain from the first."""
+        return self._index.resident(namespace, tokens)
+
+    def hold(self, key: BlockKey) -> Hold | None:
+        """Keep the chain that ends with a block resident; None if the block is not."""
+        return self._pinned(self._index.pin(key))
+
+    def keeps(self, block: Block) -> bool:
+        """Whether this very block is resident; not if it went, and an equal one came."""
+        return self._index.block(block.key) is block
+
+    def unpin(self, hold: Hold) -> None:
+        """End what ``hold`` or ``arrive`` began."""
+        self._pins.remove(hold.id)
+        self._index.release(hold.id)
+
+    def expect(self, tenant: str, counts: Sequence[int]) -> tuple[list[PageIds], tuple[Block, ...]]:
+        """Set pages aside for the first blocks of a run, as many as find room.
+
+        ``counts`` are the pages of each block. Returns the pages of each, and the blocks that
+        were evicted for them, whose pages stay as they are until somebody writes to them.
+        """
+        size, room = self._pool.page_bytes, self._index.room(tenant)
+        ends = np.cumsum(counts, dtype=np.int64)
+        fitting = int(np.searchsorted(ends * size, room, side="right"))
+        if fitting == 0:
+            return [], ()
+        total = int(ends[fitting - 1])
+        evicted = self._index.reserve(tenant, total * size)
+        if evicted is None:
+            return [], ()
+        self._free(evicted)
+        if total > self._pool.free_pages:
+            self._index.unreserve(tenant, total * size)
+            return [], evicted
+        ids = self._pool.grant(self._worker, total)
+        return np.split(ids, ends[: fitting - 1]), evicted
+
+    def arrive(self, new: Publication) -> Hold | None:
+        """Make an expected block resident, its pages written, and hold it.
+
+        If an equal block came by another way, that one is held, and the pages are free.
+        """
+        self._index.unreserve(new.tenant, self._bytes_of(new.blocks))
+        done = self._keep(self._worker, new)
+        for ids in new.blocks[: len(new.blocks) - done.added]:
+            self._pool.give_back(self._worker, ids)
+        return self._pinned(done.hold)
+
+    def expect_no_more(self, tenant: str, blocks: Sequence[PageIds]) -> None:
+        """Free the pages that were set aside for blocks that do not come."""
+        if blocks:
+            self._index.unreserve(tenant, self._bytes_of(blocks))
+            self._pool.give_back(self._worker, np.concatenate(blocks))
+
+    def _pinned(self, hold: Hold | None) -> Hold | None:
+        if hold:
+            self._pins.add(hold.id)
+        return hold
+
+    def _bytes_of(self, blocks: Sequence[PageIds]) -> int:
+        return sum(ids.size for ids in blocks) * self._pool.page_bytes
+
+    def _free(self, evicted: Sequence[Block]) -> None:
+        self._pool.release(self._worker, [self._leases.pop(block.key) for block in evicted])
+
+    # -------------------------------------------------------------- calls of the router
+
+    def lend(self, nbytes: int) -> tuple[int, tuple[Block, ...]]:
+        """Give up so much of the memory in all, or what is not in use now; or take it back.
+
+        Returns: bytes that are given up, and the blocks that were evicted for it
+        """
+        total = self._settings.total_bytes
+        evicted = self._index.limit(total - min(max(0, nbytes), total))
+        self._free(evicted)
+        return self._lent_bytes, evicted
+
+    @property
+    def _lent_bytes(self) -> int:
+        return self._settings.total_bytes - self._index.limits.total_bytes
+
+    # -------------------------------------------------------------- upkeep
+
+    def end_sessions(self, now: float) -> None:
+        """Let the blocks of conversations whose time is over be evicted as all others."""
+        for guard in self._sessions.expire(now):
+            self._index.unguard(guard)
+
+    def forget_lost(self) -> None:
+        """End the holds of workers whose registration does not count any more."""
+        lost = [hold for hold, who in self._holds.items() if not self._pool.is_registered(who)]
+        for hold in lost:
+            del self._holds[hold]
+            self._index.release(hold)
+
+    def line(self) -> PrefixStats:
+        """The numbers as they are."""
+        stat = self._index.stat()
+        return PrefixStats(
+            blocks=stat.blocks,
+            bytes=stat.nbytes,
+            lent_bytes=self._lent_bytes,
+            hits=stat.hits,
+            misses=stat.misses,
+            asked_tokens=stat.asked_tokens,
+            hit_tokens=stat.hit_tokens,
+            evictions=stat.evictions,
+            refused=sum(stat.refused.values()),
+            sessions=len(self._sessions),
+            session_bytes=self._sessions.nbytes,
+            readers=len(self._shared),
+            shared_bytes=self._bytes_of([share.pages for share in self._pool.shares]),
+        )
+
+    def check(self) -> list[str]:
+        """Where the index, the leases and the holds differ; empty: all is well."""
+        wrong, stat = self._index.check(), self._index.stat()
+        ledger = self._pool.stat(0.0)
+        (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)
+        said = stat.blocks, stat.nbytes
+        if said != (mine.requests, mine.request_pages * ledger.page_bytes):
+            wrong.append(f"blocks, bytes of the index are {said}: its worker holds {mine}")
+        kept = {
+            name: n - stat.reserved_by_tenant.get(name, 0)
+            for name, n in stat.bytes_by_tenant.items()
+        }
+        leased = {
+            name: pages * ledger.page_bytes
+            for name, pages in self._pool.pages_by_tenant(PREFIX_WORKER).items()
+        }
+        if leased != {name: n for name, n in kept.items() if n}:
+            wrong.append(f"bytes by tenant of the index are {kept}: its leases say {leased}")
+        if len(self._leases) != stat.blocks:
+            wrong.append("blocks and leases do not name each other")
+        if mine.extent_pages * ledger.page_bytes != stat.reserved_bytes:
+            wrong.append(f"{stat.reserved_bytes} bytes are reserved: its worker holds {mine}")
+        if self.holds != stat.holds:
+            wrong.append(f"the index has {stat.holds} holds, workers and the disk {self.holds}")
+        if self._index.guards != self._sessions.guards():
+            wrong.append("guards and sessions do not name each other")
+        return wrong + self._check_shares()
+
+    def _check_shares(self) -> list[str]:
+        shares = self._pool.shares
+        if sorted(share.hold for share in shares) != sorted(self._shared):
+            return ["leases and holds of requests do not name each other"]
+        wrong = list[str]()
+        for share in shares:
+            held = np.concatenate([block.pages for block in self._index.held(share.hold)])
+            if not np.isin(share.pages, held).all():
+                wrong.append(f"hold {share.hold} does not keep the pages that are read with it")
+        return wrong
+
+    def _require_registered(self, worker: WorkerId) -> None:
+        if not self._pool.is_registered(worker):
+            raise NotRegistered(worker)

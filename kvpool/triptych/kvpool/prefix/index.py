@@ -1,0 +1,515 @@
+"""Which pages hold a known prefix: a hash chain over blocks of tokens, and what may be evicted."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from triptych.core.errors import PoolError
+from triptych.kvpool.prefix.blocks import (
+    Block,
+    BlockKey,
+    Digest,
+    Guard,
+    GuardId,
+    Hold,
+    HoldId,
+    IndexStats,
+    Limits,
+    Namespace,
+    Payload,
+    Published,
+    Refusal,
+    TokenIds,
+    chain_keys,
+    child_key,
+    cut,
+    encode,
+    sha256,
+)
+from triptych.kvpool.prefix.eviction import CostPolicy, EvictionPolicy, LeafHeap, Rank
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    block: Block
+    parent: "_Node | None"
+    worth: float
+    """What the policy says."""
+    children: int = 0
+    pins: int = 0
+    guards: int = 0
+    stamp: int = 0
+    """Number of its entry in the heaps of leaves; 0: it may not be evicted."""
+
+    @property
+    def rank(self) -> Rank:
+        return self.guards > 0, self.worth
+
+    def continues(self, parent: "_Node | None", namespace: Namespace, tokens: bytes) -> bool:
+        """Whether it really is this block after that parent, whatever its key says."""
+        if self.parent is not parent or self.block.tokens != tokens:
+            return False
+        return parent is not None or self.block.namespace == namespace
+
+    def chain(self) -> Iterator["_Node"]:
+        """Itself, its parent, and so on up to the first block."""
+        node: _Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True)
+class _Account:
+    """Bytes of one tenant, or of all."""
+
+    nbytes: int = 0
+    idle_bytes: int = 0
+    """Of blocks without a pin."""
+    leaves: LeafHeap[_Node] = field(default_factory=LeafHeap[_Node])
+    """Idle blocks without children: those that may be evicted now."""
+
+
+class PrefixIndex:
+    """Bookkeeping of shared prefixes, without bytes, clock or lock.
+
+    A prefix is a chain of blocks of ``block_tokens`` tokens. The key of a block hashes the key
+    of its parent and its tokens, so a chain is found with one look-up per block. A key is only
+    a hint: every hit compares all tokens and the parent itself, so a collision is a miss.
+
+    A hold pins all blocks of its chain. So whatever follows an idle block is idle too, and all
+    idle bytes can be evicted, leaves first. Only across tenants that share a salt is there an
+    exception: a tenant's block may have children that count against another tenant's quota.
+
+    A guard is weaker than a hold: the blocks of its chain may be evicted, but only after all that
+    have none. So guards never keep anybody from memory, and no book of bytes knows of them.
+
+    Every operation does all that it says or, if it refuses or raises, nothing.
+
+    Source: vLLM (hash chain over blocks); the quotas, the full compare and the order of
+        eviction are ours
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        limits: Limits,
+        policy: EvictionPolicy = CostPolicy(),  # noqa: B008 - frozen
+        *,
+        digest: Digest = sha256,
+    ) -> None:
+        if block_tokens < 1:
+            raise ValueError(f"blocks of {block_tokens} tokens")
+        self.block_tokens, self.limits = block_tokens, limits
+        self._policy, self._digest = policy, digest
+        self._nodes = dict[BlockKey, _Node]()
+        self._holds = dict[HoldId, _Node]()
+        self._guards = dict[GuardId, _Node]()
+        """The last block of each guarded chain, whether it was evicted since or not."""
+        self._all = _Account()
+        self._tenants = dict[str, _Account]()
+        self._reserved = Counter[str]()
+        """Bytes that tenants have set aside for blocks that are on their way."""
+        self._tick = self._last_stamp = self._last_hold = self._last_guard = 0
+        self._count = Counter[str]()
+        self._refused = Counter[Refusal]()
+
+    # -------------------------------------------------------------- readers
+
+    def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
+        """The keys of all whole blocks, resident or not: what to look for elsewhere."""
+        pieces = cut(encode(tokens), self.block_tokens)
+        return list(chain_keys(namespace, pieces, self._digest))[1:]
+
+    def lookup(self, namespace: Namespace, tokens: TokenIds) -> tuple[Block, ...]:
+        """The longest resident chain that the prompt starts with; nothing is pinned or counted.
+
+        Whole blocks only, and never the whole prompt: whoever asks needs at least one token
+        left to compute, because it wants the logits after the last.
+        """
+        return tuple(node.block for node in self._walk(namespace, self._lookable(tokens)))
+
+    def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of the prompt are resident, in a chain from the first; only a look."""
+        return len(self._walk(namespace, cut(encode(tokens), self.block_tokens)))
+
+    def block(self, key: BlockKey) -> Block | None:
+        """The resident block with this key."""
+        node = self._nodes.get(key)
+        return node.block if node else None
+
+    def pin(self, key: BlockKey) -> Hold | None:
+        """Hold the chain that ends with a block; nothing is counted, and None if it is gone."""
+        node = self._nodes.get(key)
+        return self._hold(node) if node else None
+
+    def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
+        """Hold the chain of all whole blocks of these tokens; nothing is counted, and None if one
+        of them is not resident, or there is none."""
+        pieces = cut(encode(tokens), self.block_tokens)
+        chain = self._walk(namespace, pieces)
+        return self._hold(chain[-1]) if chain and len(chain) == len(pieces) else None
+
+    def held(self, hold: HoldId) -> tuple[Block, ...]:
+        """The chain that a hold keeps.
+
+        Raises: KeyError if it ended before
+        """
+        return tuple(node.block for node in self._holds[hold].chain())[::-1]
+
+    def acquire(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
+        """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
+        self._tick += 1
+        chain = self._walk(namespace, self._lookable(tokens))
+        self._count["asked_tokens"] += len(tokens)
+        self._count["hit_tokens"] += len(chain) * self.block_tokens
+        self._count["hits" if chain else "misses"] += 1
+        if not chain:
+            return None
+        hold = self._hold(chain[-1])
+        self._touch(chain)
+        return hold
+
+    def release(self, hold: HoldId) -> None:
+        """End a hold.
+
+        Raises: PoolError if it ended before
+        """
+        node = self._holds.pop(hold, None)
+        if node is None:
+            raise PoolError(f"hold {hold} of a prefix was released before")
+        for each in node.chain():
+            each.pins -= 1
+            if each.pins == 0:
+                self._add_idle(each, each.block.nbytes)
+                self._offer(each)
+
+    def guard(self, namespace: Namespace, tokens: TokenIds, most_bytes: int) -> Guard | None:
+        """Have the resident beginning of these tokens evicted after all that is not guarded.
+
+        It covers as many of the first blocks as ``most_bytes`` allow; None if that is not one.
+        """
+        chain, nbytes = list[_Node](), 0
+        for node in self._walk(namespace, cut(encode(tokens), self.block_tokens)):
+            if nbytes + node.block.nbytes > most_bytes:
+                break
+            nbytes += node.block.nbytes
+            chain.append(node)
+        if not chain:
+            return None
+        self._last_guard += 1
+        guard = Guard(GuardId(self._last_guard), len(chain), nbytes)
+        self._guards[guard.id] = chain[-1]
+        self._add_guards(chain[-1], 1)
+        return guard
+
+    def unguard(self, guard: GuardId) -> None:
+        """End a guard: what is left of the chain is as any other.
+
+        Raises: KeyError if it ended before
+        """
+        self._add_guards(self._guards.pop(guard), -1)
+
+    @property
+    def guards(self) -> set[GuardId]:
+        """Those that have not ended."""
+        return set(self._guards)
+
+    def _add_guards(self, tail: _Node, count: int) -> None:
+        for node in tail.chain():
+            was, node.guards = node.rank, node.guards + count
+            if node.stamp and node.rank != was:
+                self._offer(node)
+
+    # -------------------------------------------------------------- writers
+
+    def publish(
+        self, namespace: Namespace, tokens: TokenIds, payloads: Sequence[Payload], *, tenant: str
+    ) -> Published:
+        """Add the last ``len(payloads)`` blocks of ``tokens``, which are whole blocks.
+
+        The blocks before them must be resident. Some of the payloads may be known already; the
+        rest is added whole or, if it cannot fit, refused whole. To fit, blocks are evicted:
+        the tenant's own if it would be over its quota, then anybody's, lowest rank first.
+
+        Raises: ValueError if the tokens are not whole blocks, or fewer blocks than payloads
+        """
+        pieces = cut(encode(tokens), self.block_tokens)
+        before = len(pieces) - len(payloads)
+        if not payloads or before < 0 or len(pieces) * self.block_tokens != len(tokens):
+            raise ValueError(f"{len(payloads)} blocks to publish of {len(tokens)} tokens")
+        keys = list(chain_keys(namespace, pieces, self._digest))
+        chain = self._walk(namespace, pieces)
+        if len(chain) < before:
+            return self._refuse("parent")
+        fresh = keys[len(chain) + 1 :]
+        if len(set(fresh)) < len(fresh) or any(key in self._nodes for key in fresh):
+            return self._refuse("collision")
+        new = [
+            _new_block(keys[at : at + 2], namespace, pieces[at], payloads[at - before], tenant)
+            for at in range(len(chain), len(pieces))
+        ]
+        return self._add(chain, new, tenant, known=chain[before:])
+
+    def room(self, tenant: str) -> int:
+        """The most bytes that ``reserve`` may find for a tenant now."""
+        mine = self._tenants.get(tenant, _Account())
+        own = self.limits.of(tenant) - mine.nbytes + mine.idle_bytes
+        return max(0, min(own, self.limits.total_bytes - self._all.nbytes + self._all.idle_bytes))
+
+    def reserve(self, tenant: str, nbytes: int) -> tuple[Block, ...] | None:
+        """Set bytes aside for blocks that are on their way; None if they cannot be had.
+
+        Returns: the blocks that were evicted for it
+        """
+        victims = self._make_room(tenant, nbytes)
+        if isinstance(victims, str):
+            self._refused[victims] += 1
+            return None
+        self._reserved[tenant] += nbytes
+        self._tenants.setdefault(tenant, _Account())
+        for account in (self._all, self._tenants[tenant]):
+            account.nbytes += nbytes
+        return self._evicted(victims)
+
+    def unreserve(self, tenant: str, nbytes: int) -> None:
+        """Give back what was reserved: the blocks are published next, or never."""
+        self._reserved[tenant] -= nbytes
+        for account in (self._all, self._tenants[tenant]):
+            account.nbytes -= nbytes
+        if not self._reserved[tenant]:
+            del self._reserved[tenant]
+        self._close_empty(tenant)
+
+    def evict(self, nbytes: int) -> tuple[Block, ...]:
+        """Evict blocks, lowest rank first, until ``nbytes`` are free or nothing may go."""
+        victims = list[_Node]()
+        self._evict_from(self._all, nbytes, victims)
+        return self._evicted(victims)
+
+    def limit(self, total_bytes: int) -> tuple[Block, ...]:
+        """Keep no more than so many bytes from now on, or than cannot be evicted now.
+
+        Returns: the blocks that were evicted for it
+        """
+        evicted = self.evict(self._all.nbytes - total_bytes)
+        self.limits = replace(self.limits, total_bytes=max(total_bytes, self._all.nbytes))
+        return evicted
+
+    # -------------------------------------------------------------- reports
+
+    def stat(self) -> IndexStats:
+        """The numbers as they are."""
+        return IndexStats(
+            blocks=len(self._nodes),
+            nbytes=self._all.nbytes - self._reserved.total(),
+            reserved_bytes=self._reserved.total(),
+            pinned_bytes=self._all.nbytes - self._all.idle_bytes - self._reserved.total(),
+            bytes_by_tenant={name: account.nbytes for name, account in self._tenants.items()},
+            reserved_by_tenant=dict(self._reserved),
+            holds=len(self._holds),
+            hits=self._count["hits"],
+            misses=self._count["misses"],
+            asked_tokens=self._count["asked_tokens"],
+            hit_tokens=self._count["hit_tokens"],
+            added=self._count["added"],
+            evictions=self._count["evictions"],
+            refused=dict(self._refused),
+            collisions=self._count["collisions"],
+        )
+
+    def check(self) -> list[str]:
+        """Compare all books with each other and say where they differ; empty: all is well."""
+        nodes = self._nodes.values()
+        pins = Counter(n.block.key for tail in self._holds.values() for n in tail.chain())
+        children = Counter(n.parent.block.key for n in nodes if n.parent)
+        everything = _faults(self._all, list(nodes), self._reserved.total())
+        wrong = [f"the total: {fault}" for fault in everything]
+        for name in {*self._tenants, *(node.block.tenant for node in nodes)}:
+            mine = [node for node in nodes if node.block.tenant == name]
+            account = self._tenants.get(name, _Account())
+            faults = _faults(account, mine, self._reserved[name])
+            wrong += [f"tenant {name!r}: {fault}" for fault in faults]
+            if account.nbytes > self.limits.of(name):
+                wrong.append(f"tenant {name!r} is over its quota")
+        if self._all.nbytes > self.limits.total_bytes:
+            wrong.append("the total is over its limit")
+        guards = Counter(node for tail in self._guards.values() for node in tail.chain())
+        for key, node in self._nodes.items():
+            if node.guards != guards[node]:
+                wrong.append(f"block {key.hex()}: {node.guards} guards: {guards[node]}")
+            said = (node.pins, node.children, node.stamp > 0)
+            found = (pins[key], children[key], not pins[key] and not children[key])
+            if said != found:
+                wrong.append(f"block {key.hex()}: pins, children, evictable are {said}: {found}")
+            if node.parent and self._nodes.get(node.block.parent) is not node.parent:
+                wrong.append(f"block {key.hex()} has a parent that is gone")
+            if key != child_key(node.block.parent, node.block.tokens, self._digest):
+                wrong.append(f"block {key.hex()} has the key of another")
+        return wrong
+
+    # -------------------------------------------------------------- chains
+
+    def _lookable(self, tokens: TokenIds) -> list[bytes]:
+        return cut(encode(tokens[:-1]), self.block_tokens)
+
+    def _walk(self, namespace: Namespace, pieces: Sequence[bytes]) -> list[_Node]:
+        """The longest chain of resident blocks that hold exactly these tokens."""
+        chain = list[_Node]()
+        keys = islice(chain_keys(namespace, pieces, self._digest), 1, None)
+        for key, tokens in zip(keys, pieces, strict=True):
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            if not node.continues(chain[-1] if chain else None, namespace, tokens):
+                self._count["collisions"] += 1
+                break
+            chain.append(node)
+        return chain
+
+    # -------------------------------------------------------------- changes, all checked before
+
+    def _add(
+        self, chain: list[_Node], new: Sequence[Block], tenant: str, known: Sequence[_Node]
+    ) -> Published:
+        """Append blocks to a chain, if they fit, and hold all of it."""
+        guard = self._hold(chain[-1]) if chain else None
+        try:
+            victims = self._make_room(tenant, sum(block.nbytes for block in new))
+            if isinstance(victims, str):
+                return self._refuse(victims)
+            self._touch(known)
+            for block in new:
+                worth = self._policy.rank(None, block.seconds, block.nbytes, self._tick)
+                chain.append(_Node(block, chain[-1] if chain else None, worth))
+                self._insert(chain[-1])
+            self._count["added"] += len(new)
+            hold = self._hold(chain[-1])
+            return Published(added=len(new), hold=hold, evicted=self._evicted(victims))
+        finally:
+            if guard:
+                self.release(guard.id)
+
+    def _hold(self, node: _Node) -> Hold:
+        self._last_hold += 1
+        hold = HoldId(self._last_hold)
+        self._holds[hold] = node
+        chain = list(node.chain())
+        for each in chain:
+            if each.pins == 0:
+                self._add_idle(each, -each.block.nbytes)
+            each.pins += 1
+            each.stamp = 0
+        return Hold(hold, tuple(each.block for each in reversed(chain)))
+
+    def _touch(self, pinned: Sequence[_Node]) -> None:
+        """Note a use. Pinned blocks are in no heap, so their rank may change."""
+        for node in pinned:
+            block = node.block
+            node.worth = self._policy.rank(node.worth, block.seconds, block.nbytes, self._tick)
+
+    def _insert(self, node: _Node) -> None:
+        """Make an idle block without children resident."""
+        self._nodes[node.block.key] = node
+        self._tenants.setdefault(node.block.tenant, _Account())
+        self._add_bytes(node, node.block.nbytes)
+        if node.parent:
+            node.parent.children += 1
+            node.parent.stamp = 0
+        self._offer(node)
+
+    def _remove(self, node: _Node) -> None:
+        """Undo ``_insert``."""
+        del self._nodes[node.block.key]
+        self._add_bytes(node, -node.block.nbytes)
+        node.stamp = 0
+        self._close_empty(node.block.tenant)
+        if node.parent:
+            node.parent.children -= 1
+            self._offer(node.parent)
+
+    def _close_empty(self, tenant: str) -> None:
+        if self._tenants[tenant].nbytes == 0:
+            del self._tenants[tenant]
+
+    def _offer(self, node: _Node) -> None:
+        """Put a block among those that may be evicted, if it may be."""
+        if node.pins == 0 and node.children == 0:
+            self._last_stamp += 1
+            node.stamp = self._last_stamp
+            for account in self._accounts(node):
+                account.leaves.push(node)
+
+    def _make_room(self, tenant: str, nbytes: int) -> "list[_Node] | Refusal":
+        """Evict what must go for ``nbytes`` more of a tenant, or nothing and say why."""
+        mine = self._tenants.get(tenant, _Account())
+        over_quota = mine.nbytes + nbytes - self.limits.of(tenant)
+        over_limit = self._all.nbytes + nbytes - self.limits.total_bytes
+        if over_quota > mine.idle_bytes:
+            return "quota"
+        if over_limit > self._all.idle_bytes:
+            return "memory"
+        victims = list[_Node]()
+        if not self._evict_from(mine, over_quota, victims):
+            for node in reversed(victims):
+                self._insert(node)
+            return "quota"
+        freed = sum(node.block.nbytes for node in victims)
+        self._evict_from(self._all, over_limit - freed, victims)
+        return victims
+
+    def _evict_from(self, account: _Account, nbytes: int, victims: list[_Node]) -> bool:
+        """Remove blocks until ``nbytes`` are free; False if too few may go."""
+        freed = 0
+        while freed < nbytes:
+            node = account.leaves.pop()
+            if node is None:
+                return False
+            self._remove(node)
+            victims.append(node)
+            freed += node.block.nbytes
+        return True
+
+    def _evicted(self, victims: Sequence[_Node]) -> tuple[Block, ...]:
+        self._count["evictions"] += len(victims)
+        return tuple(node.block for node in victims)
+
+    def _refuse(self, reason: Refusal) -> Published:
+        self._refused[reason] += 1
+        return Published(refused=reason)
+
+    def _accounts(self, node: _Node) -> tuple[_Account, _Account]:
+        return self._all, self._tenants[node.block.tenant]
+
+    def _add_bytes(self, node: _Node, nbytes: int) -> None:
+        for account in self._accounts(node):
+            account.nbytes += nbytes
+            account.idle_bytes += nbytes
+
+    def _add_idle(self, node: _Node, nbytes: int) -> None:
+        for account in self._accounts(node):
+            account.idle_bytes += nbytes
+
+
+def _new_block(
+    keys: Sequence[BlockKey], namespace: Namespace, tokens: bytes, payload: Payload, tenant: str
+) -> Block:
+    """A block with its own copy of the page ids; ``keys`` are its parent's and its own."""
+    pages = payload.pages.copy()
+    pages.setflags(write=False)
+    parent, key = keys
+    return Block(key, parent, namespace, tokens, pages, payload.nbytes, payload.seconds, tenant)
+
+
+def _faults(account: _Account, nodes: Sequence[_Node], reserved: int) -> list[str]:
+    """Where an account differs from the blocks that it should sum up."""
+    idle = sum(n.block.nbytes for n in nodes if not n.pins)
+    sums = sum(n.block.nbytes for n in nodes) + reserved, idle
+    faults = list[str]()
+    if sums != (account.nbytes, account.idle_bytes):
+        faults.append(f"bytes, idle bytes are {account.nbytes, account.idle_bytes}: {sums}")
+    leaves, should = account.leaves.live(), [node for node in nodes if node.stamp]
+    if len(leaves) != len(should) or {id(n) for n in leaves} != {id(n) for n in should}:
+        faults.append("its heap does not hold the blocks that may be evicted")
+    return faults

@@ -1,0 +1,592 @@
+"""A worker's access to the pool: take and give pages, hand requests on, attach them."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
+from triptych.core.handles import Claim, LeaseId
+from triptych.core.messages import CacheMemoryBorrowed
+from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
+from triptych.kvpool.pool.arena import Arena
+from triptych.kvpool.pool.free_list import PageIds
+from triptych.kvpool.pool.page_map import PageMap
+from triptych.kvpool.pool.page_pool import About, Commit, Pool
+from triptych.kvpool.pool.processes import this_process
+from triptych.kvpool.pool.stats import PoolStats
+from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.prefix.cache import FoundPrefix, PrefixSettings
+from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.channel import FrameChannel
+from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.messages import PoolCalls, Registered
+from triptych.kvpool.rpc.page_cache import PageCache
+from triptych.kvpool.rpc.stub import PoolStub
+from triptych.kvpool.transfer.transport import SharedMemory, Transport
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 1.0
+CONNECT_TIMEOUT_S = 30.0
+
+
+class WorkerPool:
+    """One worker's registration with a pool; ``PoolClient`` and ``LocalPool`` make one.
+
+    ``take`` and ``give`` work on a local stock and ask the pool only when the stock runs low
+    or too high. Any thread may call; calls wait for each other.
+
+    After an error that leaves open whether the pool heard a call (``PoolUnavailable``), or
+    when the pool no longer knows this worker (``NotRegistered``), both sides may disagree
+    about who holds what. From then on every call raises the same error: close this and
+    connect anew. The pool takes back what was held.
+    """
+
+    def __init__(
+        self,
+        calls: PoolCalls,
+        worker: str,
+        transport: Callable[[Registered], Transport],
+        open_checkpoint: Callable[[str, int], Arena],
+        checkpoint_bytes: int = 0,
+    ) -> None:
+        self.worker = worker
+        self._calls = calls
+        self._lock = threading.RLock()
+        self._lost: PoolError | None = None
+        self._fetched_bytes = 0
+        self._renewed_s = time.monotonic()
+        self._registered = calls.register(worker, this_process(), checkpoint_bytes)
+        self._id = self._registered.worker
+        self._open_checkpoint = open_checkpoint
+        self._checkpoint = (
+            open_checkpoint(self._registered.checkpoint, checkpoint_bytes)
+            if checkpoint_bytes
+            else None
+        )
+        self._transport = transport(self._registered)
+        self._stock = PageCache(worker, self._registered.pages)
+
+    # -------------------------------------------------------------- memory
+
+    @property
+    def arena(self) -> Arena:
+        """The pages' memory, mapped into this process."""
+        return self._transport.arena
+
+    @property
+    def checkpoint(self) -> NDArray[np.uint8] | None:
+        """Memory that outlives this process, for what its successor must know; zeros at first."""
+        return None if self._checkpoint is None else self._checkpoint.data[0]
+
+    @property
+    def page_bytes(self) -> int:
+        return self._registered.page_bytes
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._registered.pages
+
+    @property
+    def lease_ttl_s(self) -> float:
+        """Seconds of silence after which the pool takes back what is held here."""
+        return self._registered.lease_ttl_s
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages that ``take`` hands out without asking the pool."""
+        return len(self._stock)
+
+    @property
+    def extent_pages(self) -> int:
+        """Pages that it asks the pool for at once; 0: no more than it needs."""
+        return self._registered.extent_pages
+
+    @property
+    def taken_pages(self) -> int:
+        """Pages of the stock that are in use: taken, and neither given back nor handed on."""
+        return self._stock.taken
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the registration is void: every further call raises."""
+        return self._lost is not None
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes of keys and values that were copied to bring them from stage to stage."""
+        return self._transport.bytes_copied + self._fetched_bytes
+
+    def note_fetched(self, count: int) -> None:
+        """Count bytes that came into the arena from another node."""
+        with self._lock:
+            self._fetched_bytes += count
+
+    # -------------------------------------------------------------- pages
+
+    def take(self, count: int) -> PageIds:
+        """Take pages to write into.
+
+        Shapes:  -> (count,) ids, rows of ``arena.data``
+        Raises:  PoolExhausted, and nothing is lost; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            short = count - len(self._stock)
+            if short > 0:
+                pages = max(short, self._registered.extent_pages)
+                with self._certain():
+                    granted = self._calls.grant(self._id, pages, at_least=short)
+                # A pool in one process grants just what is asked for: most grants end here.
+                if granted.size == count and not len(self._stock):
+                    return self._stock.take_granted(granted)
+                self._stock.add(granted)
+            return self._stock.take(count)
+
+    def give(self, ids: PageIds) -> None:
+        """Give back pages that were taken, or kept from a released lease.
+
+        Raises: NotHeld if one was not, or comes twice; nothing changes
+        """
+        with self._lock:
+            self._require_registered()
+            self._stock.give(ids)
+            extent = self._registered.extent_pages
+            if len(self._stock) > 2 * extent:
+                self._give_back(len(self._stock) - extent)
+
+    # -------------------------------------------------------------- requests
+
+    def handoff(
+        self,
+        commits: Sequence[Commit],
+        releases: Sequence[LeaseId] = (),
+        *,
+        keep: bool = False,
+        about: Sequence[About] = (),
+        holds: Sequence[HoldId | None] = (),
+    ) -> list[Claim]:
+        """Put pages under leases of their own, for the next stage, and end other leases.
+
+        ``commits`` are (request, ids): pages taken here, or of leases attached here, in any
+        mix. What is left in the released leases becomes free in the same step; with ``keep``
+        it is as if taken here, to be used and given back. Until another worker attaches a
+        claim, ``release`` takes the commit back. ``about`` says of each commit, or of none, whose
+        it is and what formats its pages have; that is for the pool's books alone.
+
+        The last pages of a commit may be a cached prefix's: of one of ``holds``, which are this
+        worker's and say it of each commit or of none, or of a released lease of the same request.
+        The hold goes on with the request, and is not to be released here any more.
+
+        Raises: NotHeld, StaleHandle, PoolError: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            for _, ids in commits:
+                self._stock.require_in_use(ids)
+            with self._certain():
+                claims = self._calls.handoff(
+                    self._id, commits, releases, keep=keep, about=about, holds=holds
+                )
+            for claim, (_, ids) in zip(claims, commits, strict=True):
+                self._stock.committed(claim.lease, _own(claim, ids))
+            self._stock.released(releases, keep=keep)
+            return claims
+
+    def attach(self, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+        """Become the holder of committed pages; returns the claims that now hold.
+
+        ``wanted`` are claims with all page ids of their handles, in any order, but those that are
+        shared come last.
+
+        Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            within = [(claim, self._transport.fetch(claim, ids)) for claim, ids in wanted]
+            with self._certain():
+                claims = self._calls.attach(self._id, within)
+            for claim, (_, ids) in zip(claims, within, strict=True):
+                self._stock.attached(claim.lease, _own(claim, ids))
+            return claims
+
+    def release(self, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
+        """End leases held here; the pages become free, or with ``keep`` as if taken here.
+
+        Raises: StaleHandle: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                self._calls.release(self._id, leases, keep=keep)
+            self._stock.released(leases, keep=keep)
+
+    def withdraw(self, requests: Sequence[str]) -> None:
+        """End whatever is held here of these requests, committed or attached; the pages are free.
+
+        What another worker attached meanwhile is not touched.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                ended = self._calls.withdraw(self._id, requests)
+            self._stock.released(ended, keep=False)
+
+    def withdraw_all(self) -> None:
+        """End whatever is held here of any request, also what waits for the next worker.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                ended = self._calls.withdraw_all(self._id)
+            self._stock.released(ended, keep=False)
+
+    # -------------------------------------------------------------- what the dead left
+
+    def inherit(self, previous_worker: str) -> NDArray[np.uint8]:
+        """The checkpoint of a dead worker. If it still lives, it does not afterwards.
+
+        Raises: StaleHandle if it left nothing; PoolUnavailable
+        """
+        left = self._calls.inherit(previous_worker)
+        return self._open_checkpoint(left.checkpoint, left.checkpoint_bytes).data[0]
+
+    def adopt(
+        self, previous_worker: str, request: str, lease: LeaseId | None, ids: PageIds
+    ) -> Claim:
+        """Take over one request of a dead worker: exactly these of its pages, shared ones last.
+
+        None for ``lease``: whichever the pool has for it.
+
+        Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                claim = self._calls.adopt(self._id, previous_worker, request, lease, ids)
+            self._stock.attached(claim.lease, _own(claim, ids))
+            return claim
+
+    # -------------------------------------------------------------- prefixes of prompts
+
+    def find_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Hold the longest known prefix of a prompt, never all of it; None if nothing is known.
+
+        Its pages are read only, and stay as they are until ``release_prefix``.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.find_prefix(self._id, namespace, tokens)
+
+    def hold_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Hold all whole blocks of these tokens; None if not all are known.
+
+        Its pages are read only, and stay as they are until ``release_prefix``, or until the
+        request ends that the hold was handed off with.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.hold_prefix(self._id, namespace, tokens)
+
+    @property
+    def restores(self) -> bool:
+        """Whether prefixes may come back from disk."""
+        return self._registered.restores
+
+    def restore_prefix(self, namespace: Namespace, tokens: TokenIds, tenant: str) -> Coming:
+        """Begin to bring back from disk what continues the known beginning of a prompt.
+
+        To be called again until no block is coming any more, or the caller would rather
+        compute. What comes back counts against the quota of ``tenant``.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.restore_prefix(self._id, namespace, tokens, tenant)
+
+    def release_prefix(self, hold: HoldId) -> None:
+        """End a hold.
+
+        Raises: PoolError if it is not one of this worker; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                self._calls.release_prefix(self._id, hold)
+
+    def known_prefix(self, namespace: Namespace, tokens: TokenIds) -> int:
+        """How many blocks of these tokens are known, in a chain from the first.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.known_prefix(self._id, namespace, tokens)
+
+    def publish_prefix(self, new: Publication) -> int:
+        """Keep blocks for later requests; how many were added.
+
+        Their pages are taken here and written. Those of the last blocks, as many as were
+        added, are the pool's from then on, and must not be written any more; the others are to
+        be given back.
+
+        Raises: NotHeld, PoolError: nothing changed; PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            for pages in new.blocks:
+                self._stock.require_in_use(pages)
+            with self._certain():
+                added = self._calls.publish_prefix(self._id, new)
+            for pages in new.blocks[len(new.blocks) - added :]:
+                self._stock.left(pages)
+            return added
+
+    def keep_session(
+        self, namespace: Namespace, tokens: TokenIds, tenant: str, session: str
+    ) -> int:
+        """Have what is known of a conversation evicted last for its time-to-live; how many blocks.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._lock:
+            self._require_registered()
+            with self._certain():
+                return self._calls.keep_session(self._id, namespace, tokens, tenant, session)
+
+    # -------------------------------------------------------------- the pool as a whole
+
+    def stat(self) -> PoolStats:
+        """The pool's books."""
+        return self._calls.stat()
+
+    def expel(self, worker: str) -> bool:
+        """Tell the pool that a worker is dead; whether the pool knew it."""
+        return self._calls.expel(worker)
+
+    def close(self) -> None:
+        """Leave: everything that is held here becomes free, and the memory is unmapped."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = PoolUnavailable(f"worker {self.worker!r} has left the pool")
+                try:
+                    self._calls.unregister(self._id)
+                except PoolError as error:
+                    logger.debug("worker %s left a pool that is gone: %s", self.worker, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------- standing with the pool
+
+    def _renew(self) -> None:
+        """Tell the pool that this worker lives, and help out others if it says they lack pages."""
+        asked_s = time.monotonic()
+        with self._certain():
+            lacking = self._calls.renew(self._id)
+        self._renewed_s = asked_s
+        with self._lock:
+            if lacking and self._lost is None:
+                self._give_back(min(lacking, len(self._stock)))
+
+    def _give_back(self, count: int) -> None:
+        with self._certain():
+            self._calls.give_back(self._id, self._stock.remove(count))
+
+    def _require_registered(self) -> None:
+        """Refuse when the registration is lost, also if this process slept through its loss."""
+        if self._lost:
+            raise type(self._lost)(*self._lost.args)
+        if time.monotonic() - self._renewed_s > self._registered.lease_ttl_s:
+            self._renew()
+
+    @contextmanager
+    def _certain(self) -> Generator[None, None, None]:
+        """Mark the registration as lost if a call to the pool ends without a certain outcome."""
+        try:
+            yield
+        except (PoolUnavailable, NotRegistered) as error:
+            self._lost = self._lost or error
+            raise
+
+
+def _own(claim: Claim, ids: PageIds) -> PageIds:
+    """Those of the pages of a claim that are not shared."""
+    return ids[: ids.size - claim.shared]
+
+
+class PoolClient(WorkerPool):
+    """A worker's access to the pool process of its device, with a heartbeat of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        worker: str,
+        *,
+        directory: Path | None = None,
+        arena_directory: Path | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        checkpoint_bytes: int = 0,
+    ) -> None:
+        """Connect, wait until the pool is there, and map its arena.
+
+        ``worker`` is a name of one process and start: whoever registers with it next takes
+        its place. ``directory`` is where the pool was told to share memory, and
+        ``arena_directory`` where its arena lies, if not there. With ``checkpoint_bytes`` there is a
+        checkpoint, and what this worker holds is left to others when it dies.
+
+        Raises: PoolUnavailable if the pool does not answer in time
+        """
+        self._remote = PoolStub(FrameChannel(address), connect_timeout_s)
+        self._leaving = threading.Event()
+
+        def map_arena(pool: Registered) -> Transport:
+            shape = (pool.pages, pool.page_bytes)
+            return SharedMemory(Arena.open(pool.arena, shape, arena_directory or directory))
+
+        def open_checkpoint(name: str, size: int) -> Arena:
+            return Arena.open(name, (1, size), directory)
+
+        try:
+            super().__init__(self._remote, worker, map_arena, open_checkpoint, checkpoint_bytes)
+        except BaseException:
+            self._remote.close()
+            raise
+        self._heart = threading.Thread(target=self._beat, name="pool-heartbeat", daemon=True)
+        self._heart.start()
+
+    def close(self) -> None:
+        self._leaving.set()
+        super().close()
+        self._heart.join()
+        self._remote.close()
+        self.arena.close()
+
+    def _beat(self) -> None:
+        period_s = min(HEARTBEAT_PERIOD_S, self._registered.lease_ttl_s / 4)
+        while self._lost is None and not self._leaving.wait(period_s):
+            try:
+                self._renew()
+            except PoolError as error:
+                if not self._leaving.is_set():
+                    logger.warning("worker %s lost its pool: %s", self.worker, error)
+
+
+class PoolWatcher:
+    """Reads the pool's books from any process that is no worker."""
+
+    def __init__(self, address: str, timeout_s: float = 2.0, access: Access | None = None) -> None:
+        """``access``: what to show to a pool of another node."""
+        self._remote = PoolStub(FrameChannel(address, access), timeout_s)
+
+    def stat(self) -> PoolStats | None:
+        """The books; None if the pool does not answer."""
+        try:
+            return self._remote.stat()
+        except PoolUnavailable:
+            return None
+
+    def map(self, max_cells: int) -> PageMap | None:
+        """Whose each page is; None if the pool does not answer."""
+        try:
+            return self._remote.map(max_cells)
+        except PoolUnavailable:
+            return None
+
+    def expel(self, worker: str) -> None:
+        """Have what a dead worker left freed.
+
+        Raises: PoolUnavailable
+        """
+        self._remote.expel(worker)
+
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+        """Have so much of the memory for prefixes lent to requests, in all.
+
+        Raises: PoolUnavailable
+        """
+        return self._remote.lend(nbytes)
+
+    def close(self) -> None:
+        self._remote.close()
+
+
+class LocalPool(WorkerPool):
+    """A pool, its memory and one worker in this process, for stages that share it.
+
+    With no process in between there is no stock: each ``take`` asks the books directly.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_bytes: int,
+        worker: str = "local",
+        prefixes: PrefixSettings | None = None,
+        disk: DiskSettings | None = None,
+        arena_directory: Path | None = None,
+    ) -> None:
+        """Without ``arena_directory`` the pages are memory of this process.
+
+        Raises: PoolError if a directory cannot be had
+        """
+        self._memory = (
+            Arena.create(pages, page_bytes, arena_directory)
+            if arena_directory
+            else Arena.private(pages, page_bytes)
+        )
+        books = Pool(pages, page_bytes, self._memory.id, math.inf)
+        self._disk = Disk.open(disk, self._memory.data) if disk and prefixes else None
+        self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes, disk=self._disk)
+        super().__init__(self._pool, worker, self._transport_of, self._checkpoint_of)
+
+    def join(self, worker: str, checkpoint_bytes: int = 0) -> WorkerPool:
+        """Another worker of the same pool."""
+        return WorkerPool(
+            self._pool, worker, self._transport_of, self._checkpoint_of, checkpoint_bytes
+        )
+
+    def _transport_of(self, _: Registered) -> Transport:
+        return SharedMemory(self._memory)
+
+    def _checkpoint_of(self, name: str, _: int) -> Arena:
+        return self._pool.checkpoint(name)
+
+    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+        """Have so much of the memory for prefixes lent to requests, in all."""
+        return self._pool.lend(nbytes)
+
+    def check(self) -> list[str]:
+        """Contradictions in the pool's books; empty if there are none."""
+        return self._pool.check()
+
+    def close(self) -> None:
+        super().close()
+        if self._disk:
+            self._disk.close()
+        self._memory.unlink()
+        self._memory.close()

@@ -1,0 +1,134 @@
+"""From a frame to what it asks of a pool, and back: no socket, no clock."""
+
+from triptych.core.errors import MessageError, TriptychError
+from triptych.core.messages import BorrowCacheMemory, Message, pack, unpack
+from triptych.kvpool.prefix.blocks import Publication, decode
+from triptych.kvpool.rpc import messages, page_ranges
+from triptych.kvpool.rpc.local_pool import LockedPool
+
+
+def answer(calls: LockedPool, frame: bytes) -> bytes:
+    """Answer one frame; what goes wrong is part of the answer, and changes nothing."""
+    try:
+        return pack([ask(calls, unpack_question(frame))])
+    except TriptychError as error:
+        if isinstance(error, MessageError):
+            calls.count("refused_frames")
+        return pack([messages.refusal(error)])
+
+
+def unpack_question(frame: bytes) -> Message:
+    """The one message of a frame.
+
+    Raises: MessageError
+    """
+    questions = unpack(frame)
+    if len(questions) != 1:
+        raise MessageError(f"{len(questions)} messages in one frame: expected 1")
+    return questions[0]
+
+
+def ask(calls: LockedPool, asked: Message) -> Message:
+    """Do what a message asks.
+
+    Raises: what ``PoolCalls`` raise; MessageError if it is not a question
+    """
+    match asked:
+        case messages.RegisterWorker():
+            return calls.register(asked.name, asked.process, asked.checkpoint_bytes)
+        case messages.RenewWorker():
+            return messages.Renewed(lacking_pages=calls.renew(asked.worker))
+        case messages.GrantPages():
+            ids = calls.grant(asked.worker, asked.pages, asked.at_least)
+            return messages.Granted(pages=page_ranges.pack(ids))
+        case messages.GiveBackPages():
+            calls.give_back(asked.worker, page_ranges.unpack(asked.pages, calls.pages))
+        case messages.HandOff():
+            commits = [(c.label, page_ranges.unpack(c.pages, calls.pages)) for c in asked.commits]
+            about, holds = [c.about for c in asked.commits], [c.hold for c in asked.commits]
+            made = calls.handoff(
+                asked.worker, commits, asked.releases, keep=asked.keep, about=about, holds=holds
+            )
+            return messages.Claims(claims=tuple(made))
+        case messages.AttachLeases():
+            wanted = [(w.claim, page_ranges.unpack(w.pages, calls.pages)) for w in asked.wanted]
+            return messages.Claims(claims=tuple(calls.attach(asked.worker, wanted)))
+        case messages.ReleaseLeases():
+            calls.release(asked.worker, asked.leases, keep=asked.keep)
+        case messages.WithdrawRequests():
+            ended = calls.withdraw(asked.worker, asked.labels)
+            return messages.Withdrawn(leases=tuple(ended))
+        case messages.WithdrawAll():
+            return messages.Withdrawn(leases=tuple(calls.withdraw_all(asked.worker)))
+        case messages.UnregisterWorker():
+            calls.unregister(asked.worker)
+        case messages.ExpelWorker():
+            return messages.Expelled(was_there=calls.expel(asked.name))
+        case messages.InheritFrom():
+            return calls.inherit(asked.previous_worker)
+        case messages.AdoptRequest():
+            ids = page_ranges.unpack(asked.pages, calls.pages)
+            claim = calls.adopt(asked.worker, asked.previous_worker, asked.label, asked.lease, ids)
+            return messages.Claims(claims=(claim,))
+        case (
+            messages.FindPrefix()
+            | messages.HoldPrefix()
+            | messages.KnowPrefix()
+            | messages.PublishPrefix()
+            | messages.RestorePrefix()
+            | messages.KeepSession()
+        ):
+            return _answer_prefix(calls, asked)
+        case messages.ReleasePrefix():
+            calls.release_prefix(asked.worker, asked.hold)
+        case BorrowCacheMemory():
+            return calls.lend(asked.bytes)
+        case messages.StatPool():
+            return calls.stat()
+        case messages.MapPages():
+            return calls.map(asked.max_cells)
+        case messages.CheckPool():
+            return messages.Checked(faults=tuple(calls.check()))
+        case _:
+            raise MessageError(f"{type(asked).__name__} is not a question to the pool")
+    return messages.PoolDone()
+
+
+def _answer_prefix(
+    calls: LockedPool,
+    asked: messages.FindPrefix
+    | messages.HoldPrefix
+    | messages.KnowPrefix
+    | messages.PublishPrefix
+    | messages.RestorePrefix
+    | messages.KeepSession,
+) -> Message:
+    tokens = decode(asked.tokens)
+    match asked:
+        case messages.FindPrefix():
+            found = calls.find_prefix(asked.worker, asked.namespace, tokens)
+            return messages.PrefixFound.of(found)
+        case messages.HoldPrefix():
+            found = calls.hold_prefix(asked.worker, asked.namespace, tokens)
+            return messages.PrefixFound.of(found)
+        case messages.KnowPrefix():
+            blocks = calls.known_prefix(asked.worker, asked.namespace, tokens)
+            return messages.PrefixBlocks(blocks=blocks)
+        case messages.RestorePrefix():
+            coming = calls.restore_prefix(asked.worker, asked.namespace, tokens, asked.tenant)
+            return messages.PrefixComing(blocks=coming.blocks, seconds=coming.seconds)
+        case messages.KeepSession():
+            blocks = calls.keep_session(
+                asked.worker, asked.namespace, tokens, asked.tenant, asked.session
+            )
+            return messages.PrefixBlocks(blocks=blocks)
+        case messages.PublishPrefix():
+            new = Publication(
+                namespace=asked.namespace,
+                tokens=tokens,
+                blocks=[page_ranges.unpack(packed, calls.pages) for packed in asked.blocks],
+                seconds=asked.seconds,
+                tenant=asked.tenant,
+                formats=asked.formats,
+            )
+            return messages.PrefixBlocks(blocks=calls.publish_prefix(asked.worker, new))

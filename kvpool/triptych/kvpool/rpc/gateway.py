@@ -1,0 +1,142 @@
+"""What a pool answers to other nodes: guests that fetch pages, and whoever reads its books.
+
+A *guest* is a worker of another node. It attaches a lease as any worker would, so that nobody
+else can, reads its pages, and releases it. It cannot write, take or commit pages. When it is
+silent for longer than a lease lasts, the pool takes back what it held.
+"""
+
+from dataclasses import dataclass
+
+from triptych.core.errors import MessageError, PoolError, TriptychError
+from triptych.core.messages import Message, pack
+from triptych.kvpool.pool.arena import Arena
+from triptych.kvpool.pool.free_list import PageIds
+from triptych.kvpool.pool.page_pool import WorkerId
+from triptych.kvpool.pool.processes import ELSEWHERE
+from triptych.kvpool.rpc import messages, page_ranges
+from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.channel import FrameServer, Outside
+from triptych.kvpool.rpc.dispatch import ask, unpack_question
+from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.transfer.page_stream import PageSender
+
+GUEST = "guest/"
+"""Names of guests begin so: no message from another node can speak for a worker of this one."""
+
+PUBLIC = (messages.StatPool, messages.CheckPool, messages.ExpelWorker)
+GUESTS = (
+    messages.RenewWorker,
+    messages.AttachLeases,
+    messages.ReleaseLeases,
+    messages.UnregisterWorker,
+)
+
+
+def guest_name(worker: str) -> str:
+    """What the pools of other nodes call a worker."""
+    return GUEST + worker
+
+
+def is_guest(name: str) -> bool:
+    """Whether a pool calls a worker of another node so."""
+    return name.startswith(GUEST)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddress:
+    """Where other nodes find a pool."""
+
+    host: str
+    calls: int
+    """Port for calls."""
+    pages: int
+    """Port for pages."""
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.calls}"
+
+
+class Gateway:
+    """Answers the frames of other nodes."""
+
+    def __init__(self, calls: LockedPool, sender: PageSender) -> None:
+        self._calls, self._sender = calls, sender
+
+    def answer(self, frame: bytes) -> bytes:
+        """Answer one frame; what goes wrong is part of the answer, and changes nothing."""
+        try:
+            return pack([self._answer(unpack_question(frame))])
+        except TriptychError as error:
+            if isinstance(error, MessageError):
+                self._calls.count("refused_frames")
+            return pack([messages.refusal(error)])
+
+    def _answer(self, asked: Message) -> Message:
+        match asked:
+            case messages.RegisterWorker():
+                if asked.checkpoint_bytes:
+                    raise MessageError("a worker of another node cannot have a checkpoint here")
+                return self._calls.register(guest_name(asked.name), ELSEWHERE, 0)
+            case messages.ReadPages():
+                _require_guest(asked.worker)
+                return self._offer(asked, page_ranges.unpack(asked.pages, self._calls.pages))
+            case _ if isinstance(asked, PUBLIC):
+                return ask(self._calls, asked)
+            case _ if isinstance(asked, GUESTS):
+                _require_guest(asked.worker)
+                return ask(self._calls, asked)
+            case _:
+                raise MessageError(
+                    f"{type(asked).__name__} is answered on the pool's own node only"
+                )
+
+    def _offer(self, asked: messages.ReadPages, ids: PageIds) -> messages.PagesOffered:
+        def still(some: PageIds) -> None:
+            self._calls.require_lease(asked.worker, asked.lease, some)
+
+        still(ids)
+        return messages.PagesOffered(ticket=self._sender.offer(asked.lease, ids, still))
+
+
+class Door:
+    """A pool's two ports for other nodes: one for calls, one for pages."""
+
+    def __init__(self, calls: LockedPool, arena: Arena, host: str, access: Access) -> None:
+        """Open free ports of ``host``.
+
+        Raises: PoolError if the address cannot be had
+        """
+
+        def refused(_: str) -> None:
+            calls.count("refused_calls")
+
+        def sent(count: int) -> None:
+            calls.count("sent_bytes", count)
+
+        try:
+            self._sender = PageSender(arena.data, host, access, sent=sent, refused=refused)
+        except OSError as error:
+            raise PoolError(f"the pool cannot listen on {host}: {error}") from error
+        answers = Gateway(calls, self._sender)
+        try:
+            server = FrameServer(answers.answer, f"{bracketed(host)}:0", Outside(access, refused))
+        except BaseException:
+            self._sender.close()
+            raise
+        self._server = server
+        port = int(server.address.rpartition(":")[2])
+        self.address = PoolAddress(host, port, self._sender.port)
+
+    def close(self) -> None:
+        self._server.stop()
+        self._sender.close()
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _require_guest(worker: WorkerId) -> None:
+    if not is_guest(worker):
+        raise MessageError(f"worker {worker!r:.80} is none of another node")

@@ -1,0 +1,108 @@
+"""A worker's own view of its pages: which lie idle, which are in use, which are a request's."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.errors import NotHeld
+from triptych.core.handles import LeaseId
+from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
+
+_ELSEWHERE, _IDLE, _TAKEN = 0, -1, -2
+"""Whereabouts of a page; a positive number is the lease that it was last seen in."""
+
+
+class PageCache:
+    """The pages of a worker's extent, handed out and taken back without asking the pool.
+
+    Every step is a few array operations, so thousands of pages cost microseconds. A page that
+    is given twice, or was never taken, is found here, before it can be handed out twice.
+    """
+
+    def __init__(self, worker: str, pages: int) -> None:
+        self._worker = worker
+        self._idle = FreeList(pages, full=False)
+        self._where: NDArray[np.int64] = np.full(pages, _ELSEWHERE, np.int64)
+        self._scratch: PageIds = np.empty(pages, np.int32)
+        self._attached = dict[LeaseId, PageIds]()
+
+    def __len__(self) -> int:
+        """How many pages lie idle."""
+        return len(self._idle)
+
+    @property
+    def taken(self) -> int:
+        """How many pages are handed out."""
+        return int(np.count_nonzero(self._where == _TAKEN))
+
+    def add(self, ids: PageIds) -> None:
+        """Put pages into stock that the pool granted."""
+        self._where[ids] = _IDLE
+        self._idle.give(ids)
+
+    def take(self, count: int) -> PageIds:
+        """Hand out idle pages. Raises: PoolExhausted if there are fewer."""
+        ids = self._idle.take(count)
+        self._where[ids] = _TAKEN
+        return ids
+
+    def take_granted(self, ids: PageIds) -> PageIds:
+        """Hand out pages that the pool granted, without laying them in stock first."""
+        self._where[ids] = _TAKEN
+        return ids
+
+    def give(self, ids: PageIds) -> None:
+        """Take back pages that were handed out.
+
+        Raises: NotHeld if one was not, or comes twice; nothing changes
+        """
+        self._require_distinct(ids)
+        wrong = int(np.count_nonzero(self._where[ids] != _TAKEN))
+        if wrong:
+            raise NotHeld(self._worker, wrong)
+        self._where[ids] = _IDLE
+        self._idle.give(ids)
+
+    def remove(self, count: int) -> PageIds:
+        """Take idle pages out of stock, to give them back to the pool."""
+        ids = self._idle.take(count)
+        self._where[ids] = _ELSEWHERE
+        return ids
+
+    def require_in_use(self, ids: PageIds) -> None:
+        """Refuse to hand on pages that lie idle here, or are named twice; the pool sees the rest.
+
+        Raises: NotHeld
+        """
+        self._require_distinct(ids)
+        idle = int(np.count_nonzero(self._where[ids] == _IDLE))
+        if idle:
+            raise NotHeld(self._worker, idle)
+
+    def left(self, ids: PageIds) -> None:
+        """Note that pages that were taken are somebody else's now."""
+        self._where[ids] = _ELSEWHERE
+
+    def committed(self, lease: LeaseId, ids: PageIds) -> None:
+        """Note that pages went into a new lease."""
+        self._where[ids] = lease
+
+    def attached(self, lease: LeaseId, ids: PageIds) -> None:
+        """Note that the pages of a lease are in this worker's hands."""
+        self._where[ids] = lease
+        self._attached[lease] = ids
+
+    def released(self, leases: Sequence[LeaseId], *, keep: bool) -> None:
+        """Note that leases ended; ``keep``: what was left in them is handed out by this stock."""
+        for lease in leases:
+            ids = self._attached.pop(lease, None)
+            if ids is None:  # committed here and never attached by anybody: rare
+                ids = np.flatnonzero(self._where == lease)
+            left = ids[self._where[ids] == lease]
+            self._where[left] = _TAKEN if keep else _ELSEWHERE
+
+    def _require_distinct(self, ids: PageIds) -> None:
+        wrong = count_outside(ids, self._where.size) or count_repeated(ids, self._scratch)
+        if wrong:
+            raise NotHeld(self._worker, wrong)

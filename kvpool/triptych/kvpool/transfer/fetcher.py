@@ -1,0 +1,309 @@
+"""Fetches the pages of a request from the pool of another node into this node's arena.
+
+Two phases, so that whoever dies in between loses no page: the pages stay the fetcher's in the
+pool they come from until they are committed in the pool they go to.
+
+    reserve   pages of this worker's own stock, here
+    hold      the lease, there: nobody else can attach it, and its producer may die
+    copy      chunk after chunk, each with its checksum; after a break, from the last good page on
+    commit    here: from now on they are a request's pages like any other
+    release   there
+
+If this worker dies, the pool here takes back what it had, and the pool there what it held, when
+the worker was silent for as long as a lease lasts.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from triptych.core.errors import (
+    AccessRefused,
+    Cancelled,
+    MessageError,
+    NotRegistered,
+    PoolError,
+    PoolUnavailable,
+    StaleHandle,
+)
+from triptych.core.handles import Claim, LeaseId
+from triptych.kvpool.pool.free_list import PageIds
+from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, WorkerId
+from triptych.kvpool.pool.processes import ELSEWHERE
+from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.channel import FrameChannel
+from triptych.kvpool.rpc.client import HEARTBEAT_PERIOD_S, WorkerPool
+from triptych.kvpool.rpc.gateway import PoolAddress
+from triptych.kvpool.rpc.messages import Registered
+from triptych.kvpool.rpc.stub import PoolStub
+from triptych.kvpool.transfer.page_stream import receive
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+CONNECT_TIMEOUT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""Wait before a broken transfer goes on; it doubles as long as no page comes."""
+MAX_BAD_CHUNKS = 8
+"""Chunks in a row that may come damaged: then it is not the line."""
+
+
+@dataclass
+class Traffic:
+    """What went wrong on the way of pages to a worker, since it started."""
+
+    resumed: int = 0
+    """Times that a broken transfer went on."""
+    bad_chunks: int = 0
+    """Chunks that were refused."""
+
+
+@dataclass(eq=False)
+class Guest:
+    """This worker's standing with the pool of another node."""
+
+    address: PoolAddress
+    calls: PoolStub
+    registered: Registered
+    heard: float
+    """When the pool last answered, in monotonic seconds."""
+    owed: set[LeaseId] = field(default_factory=set[LeaseId])
+    """Leases that are to be released, if they are held at all."""
+
+    @property
+    def id(self) -> WorkerId:
+        return self.registered.worker
+
+    @property
+    def ttl_s(self) -> float:
+        return self.registered.lease_ttl_s
+
+
+class Fetcher:
+    """Brings pages from the arenas of other nodes into that of one worker; any thread may call."""
+
+    def __init__(
+        self, pool: WorkerPool, find: Callable[[str], PoolAddress | None], access: Access
+    ) -> None:
+        """``find`` knows the address of the pool that owns an arena; None: there is none."""
+        self._pool, self._find, self._access = pool, find, access
+        self.traffic = Traffic()
+        self._guests = dict[str, Guest]()
+        """By arena."""
+        self._lock, self._registering = threading.Lock(), threading.Lock()
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="guest-heartbeat", daemon=True)
+        self._heart.start()
+
+    def fetch(
+        self,
+        label: str,
+        claim: Claim,
+        ids: PageIds,
+        cancelled: Callable[[], bool] = lambda: False,
+        about: About = NOTHING_TOLD,
+    ) -> tuple[Claim, PageIds]:
+        """Bring the pages of a claim here: another claim, and where they are now, in that order.
+
+        ``about`` is what the pool here is told of them.
+
+        Raises: StaleHandle, NotHeld if the claim is not good; PoolUnavailable, AccessRefused if
+            the other pool was out of reach for as long as a lease lasts; Cancelled. Then nothing
+            is held, neither here nor there. PoolExhausted
+        """
+        mine = self._pool.take(ids.size)
+        try:
+            guest = self._guest(claim.arena, claim.lease)
+            try:
+                guest = self._hold(guest, claim, ids)
+                self._copy(guest, claim.lease, ids, mine, cancelled)
+                (made,) = self._pool.handoff([(label, mine)], about=[about])
+            finally:
+                self._release(guest, claim.lease)
+        except BaseException:
+            if not self._pool.is_lost:
+                self._pool.give(mine)
+            raise
+        return made, mine
+
+    def close(self) -> None:
+        """Leave all other pools; they take back what was held there."""
+        self._closing.set()
+        self._heart.join()
+        with self._lock:
+            guests, self._guests = list(self._guests.values()), {}
+        for guest in guests:
+            with suppress(PoolError):
+                guest.calls.unregister(guest.id)
+            guest.calls.close()
+
+    # ---------------------------------------------------------------- the phases
+
+    def _hold(self, guest: Guest, claim: Claim, ids: PageIds) -> Guest:
+        """Attach the lease there, as a guest that the pool knows."""
+        try:
+            self._attach(guest, claim, ids)
+        except NotRegistered:  # it was too long since the last sign of life
+            self._forget(claim.arena, guest)
+            guest = self._guest(claim.arena, claim.lease)
+            self._attach(guest, claim, ids)
+        return guest
+
+    def _attach(self, guest: Guest, claim: Claim, ids: PageIds) -> None:
+        """Attach the lease there. An attempt without an answer may have been heard."""
+        is_unsure = False
+
+        def attach() -> None:
+            nonlocal is_unsure
+            try:
+                guest.calls.attach(guest.id, [(claim, ids)])
+            except PoolUnavailable:
+                is_unsure = True
+                raise
+            except StaleHandle:
+                if not is_unsure:
+                    raise  # else it may have become stale by our own doing; reading will tell
+
+        self._insist(attach, guest.ttl_s)
+
+    def _copy(
+        self,
+        guest: Guest,
+        lease: LeaseId,
+        ids: PageIds,
+        mine: PageIds,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        done = bad = 0
+        data, page_bytes = self._pool.arena.data, self._pool.page_bytes
+        while done < ids.size:
+            since = done
+
+            def read() -> None:
+                nonlocal done
+                start = done
+                ticket = guest.calls.read(guest.id, lease, ids[start:])
+                at = (guest.address.host, guest.address.pages)
+                with closing(
+                    receive(at, self._access, ticket, lease, data, mine[start:])
+                ) as chunks:
+                    for count in chunks:
+                        if cancelled() or self._closing.is_set():
+                            raise Cancelled(f"lease {lease}")
+                        self._pool.note_fetched((start + count - done) * page_bytes)
+                        done = start + count
+
+            try:
+                self._insist(read, guest.ttl_s, progress=lambda: done)
+            except NotRegistered as error:
+                raise StaleHandle(lease, f"its pool took it back: {error}") from error
+            except MessageError as error:
+                bad = 1 if done > since else bad + 1
+                self._count(bad_chunks=1)
+                logger.warning("lease %d of another node: %s", lease, error)
+                if bad >= MAX_BAD_CHUNKS:
+                    raise
+
+    def _insist(
+        self, act: Callable[[], R], ttl_s: float, progress: Callable[[], int] = lambda: 0
+    ) -> R:
+        """Try until it is done, or nothing came of it for as long as a lease lasts."""
+        since, before, pause_s = time.monotonic(), progress(), FIRST_PAUSE_S
+        while True:
+            try:
+                return act()
+            except AccessRefused:
+                raise
+            except PoolUnavailable as error:
+                now = time.monotonic()
+                if progress() > before:
+                    since, before, pause_s = now, progress(), FIRST_PAUSE_S
+                if now - since > ttl_s or self._closing.wait(pause_s):
+                    raise
+                self._count(resumed=1)
+                logger.info("going on with a pool of another node: %s", error)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _release(self, guest: Guest, lease: LeaseId) -> None:
+        """Let go of a lease there, now or with one of the next heartbeats."""
+        with self._lock:
+            guest.owed.add(lease)
+        with suppress(PoolError, MessageError):
+            self._pay(guest)
+
+    def _pay(self, guest: Guest) -> None:
+        """Release what is owed; what is not held any more, or never was, is paid as well."""
+        with self._lock:
+            owed = sorted(guest.owed)
+        for lease in owed:
+            with suppress(StaleHandle):
+                guest.calls.release(guest.id, [lease], keep=False)
+            with self._lock:
+                guest.owed.discard(lease)
+
+    def _count(self, resumed: int = 0, bad_chunks: int = 0) -> None:
+        with self._lock:
+            self.traffic.resumed += resumed
+            self.traffic.bad_chunks += bad_chunks
+
+    # ---------------------------------------------------------------- guests
+
+    def _guest(self, arena: str, lease: LeaseId) -> Guest:
+        """This worker's registration with the pool of an arena."""
+        with self._registering:
+            if arena not in self._guests:
+                made = self._insist(lambda: self._register(arena, lease), self._pool.lease_ttl_s)
+                with self._lock:
+                    self._guests[arena] = made
+            return self._guests[arena]
+
+    def _register(self, arena: str, lease: LeaseId) -> Guest:
+        address = self._find(arena)
+        if address is None:
+            raise StaleHandle(
+                lease, f"no pool has arena {arena}: it was started anew, or never was"
+            )
+        calls = PoolStub(FrameChannel(str(address), self._access), CONNECT_TIMEOUT_S, wait=False)
+        try:
+            made = calls.register(self._pool.worker, ELSEWHERE, 0)
+            if made.arena != arena:
+                raise StaleHandle(lease, f"arena {arena} is gone: its pool was started anew")
+            if made.page_bytes != self._pool.page_bytes:
+                raise PoolError(
+                    f"pages of {made.page_bytes} bytes in arena {arena}, of "
+                    f"{self._pool.page_bytes} here: all nodes need the same settings"
+                )
+        except BaseException:
+            calls.close()
+            raise
+        return Guest(address, calls, made, time.monotonic())
+
+    def _beat(self) -> None:
+        while not self._closing.wait(HEARTBEAT_PERIOD_S):
+            with self._lock:
+                guests = list(self._guests.items())
+            for arena, guest in guests:
+                if not self._is_welcome(guest):
+                    self._forget(arena, guest)
+
+    def _forget(self, arena: str, guest: Guest) -> None:
+        with self._lock:
+            if self._guests.get(arena) is guest:
+                del self._guests[arena]
+        guest.calls.close()
+
+    def _is_welcome(self, guest: Guest) -> bool:
+        """Give a sign of life, and say whether the pool is there and knows this worker."""
+        try:
+            guest.calls.renew(guest.id)
+            guest.heard = time.monotonic()
+            self._pay(guest)
+        except PoolUnavailable:
+            return time.monotonic() - guest.heard < guest.ttl_s
+        except (NotRegistered, MessageError):
+            return False
+        return True

@@ -1,0 +1,87 @@
+"""What is asked of a server, and when: sessions of one kind, or a recorded trace."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
+
+from triptych.loadgen.workload.arrivals import arrivals_s
+from triptych.loadgen.workload.shapes import Means, shape_named
+from triptych.loadgen.workload.turns import Segment, Session, Turn, requests_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One kind of sessions. The same seed gives the same sessions at the same times."""
+
+    shape: str = "uniform"
+    """A name in ``SHAPES``; ``trace``: the sessions of ``trace``, as they came."""
+    prompt_tokens: int = 512
+    output_tokens: int = 64
+    pause_s: float = 0.0
+    burstiness: float = 1.0
+    """Shape of the Gamma distribution of gaps between sessions; 1 is a Poisson process."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are cut; None: never."""
+    max_output_tokens: int | None = None
+    seed: int = 0
+    trace: tuple[Session, ...] = ()
+
+    @classmethod
+    def means_of(cls, shape: str) -> Means:
+        """Means of a kind where nothing else is said."""
+        return shape_named(shape).means
+
+    def sessions(
+        self, requests: int, *, rate_per_s: float | None = None, scope: int = 0
+    ) -> list[Session]:
+        """Sessions that make ``requests`` requests in all; the last one may be cut short.
+
+        ``rate_per_s``: requests per second of the whole; None: all are due at once, or, in a
+        trace, when they came. ``scope`` keeps the prompts of one call apart from another's.
+        """
+        found, missing = list[Session](), requests
+        for session in self._endless(scope):
+            turns = tuple(
+                turn.limited(self.max_prompt_tokens, self.max_output_tokens)
+                for turn in session.turns[:missing]
+            )
+            found.append(replace(session, turns=turns))
+            missing -= len(turns)
+            if missing <= 0:
+                break
+        if rate_per_s is None:
+            return found
+        rate = rate_per_s * len(found) / requests_of(found)
+        times = arrivals_s(len(found), rate, f"{self.seed}/{scope}", self.burstiness)
+        return [replace(one, start_s=at) for one, at in zip(found, times, strict=True)]
+
+    def turn(self, index: int) -> Turn:
+        """A single request of the mean length: what warms up and calibrates."""
+        prompt = min(self.prompt_tokens, self.max_prompt_tokens or self.prompt_tokens)
+        output = min(self.output_tokens, self.max_output_tokens or self.output_tokens)
+        return Turn((Segment(f"single{index}", prompt),), output)
+
+    def _endless(self, scope: int) -> Iterator[Session]:
+        if self.trace:
+            yield from (_within(scope, session) for session in self.trace)
+            return
+        shape, means = (
+            shape_named(self.shape),
+            Means(self.prompt_tokens, self.output_tokens, self.pause_s),
+        )
+        for index in count():
+            name = f"{scope}/{index}"
+            yield Session(shape.make(Random(f"{self.seed}/{name}"), name, str(scope), means))
+
+
+def _within(scope: int, session: Session) -> Session:
+    """A session of a trace whose prompts nobody else has: a second round finds nothing cached."""
+    turns = tuple(
+        replace(
+            turn,
+            segments=tuple(Segment(f"{scope}/{one.key}", one.tokens) for one in turn.segments),
+        )
+        for turn in session.turns
+    )
+    return replace(session, turns=turns)

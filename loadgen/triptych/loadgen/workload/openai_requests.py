@@ -1,0 +1,82 @@
+"""A load in the form that an OpenAI-compatible server reads: prompts of an exact length."""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from triptych.loadgen.workload.load import Load
+from triptych.loadgen.workload.turns import Segment, Turn
+
+PromptForm = Literal["tokens", "text"]
+Endpoint = Literal["completions", "chat"]
+
+_TEXT = """
+time year people way day man thing woman life child world school state family student group
+country problem hand part place case week company system program question work government number
+night point home water room mother area money story fact month lot right study book eye job word
+business issue side kind head house service friend father power hour game line end member law
+car city community name president team minute idea body information back parent face others
+level office door health person art war history party result change morning reason research girl
+guy moment air teacher force education
+"""
+
+WORDS = tuple(_TEXT.split())
+"""Common English words: most vocabularies have each of them, with its space, as one token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Load):
+    """What is asked, when, and how it is written."""
+
+    model: str
+    endpoint: Endpoint = "completions"
+    form: PromptForm = "tokens"
+    """``tokens``: prompts are token ids (exact); ``text``: words (exact after calibration)."""
+
+    vocab_size: int = 32_000
+    """Ids are drawn below this; lower it for a model with a smaller vocabulary."""
+
+    extra_words: int = 0
+    """Words more than tokens that a text prompt takes; below 0 where a template adds tokens."""
+
+    temperature: float = 0.0
+
+    def body(self, turn: Turn) -> dict[str, object]:
+        """The JSON body of one request: the same for the same seed."""
+        shared: dict[str, object] = {
+            "model": self.model,
+            "max_tokens": turn.output_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        prompt = self._ids(turn) if self.form == "tokens" else self._text(turn)
+        if self.endpoint == "chat":
+            return shared | {"messages": [{"role": "user", "content": prompt}]}
+        return shared | {"prompt": prompt}
+
+    def _ids(self, turn: Turn) -> list[int]:
+        low = min(1000, self.vocab_size // 2)  # special tokens and bytes have the lowest ids
+        return [
+            draw.randrange(low, self.vocab_size)
+            for segment in turn.segments
+            for draw in [self._source(segment)]
+            for _ in range(segment.tokens)
+        ]
+
+    def _text(self, turn: Turn) -> str:
+        """Words; a correction of their number is made at the end, behind what is shared."""
+        words = [
+            draw.choice(WORDS)
+            for segment in turn.segments
+            for draw in [self._source(segment)]
+            for _ in range(segment.tokens)
+        ]
+        count = max(1, turn.prompt_tokens + self.extra_words)
+        more = random.Random(f"{self.seed}/more")
+        words += [more.choice(WORDS) for _ in range(count - len(words))]
+        return " ".join(words[:count])
+
+    def _source(self, segment: Segment) -> random.Random:
+        return random.Random(f"{self.seed}/{segment.key}")

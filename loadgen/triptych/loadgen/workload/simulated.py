@@ -1,0 +1,139 @@
+"""A simulated run in the words of a measured one: the same loads in, the same figures out."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from triptych.core import messages as core
+from triptych.loadgen.report.stats import Figures, Slo, distribution, goodput_per_gb, percentile
+from triptych.loadgen.workload.turns import Session
+from triptych.simulator import Job, Outcome, Trial
+
+
+def jobs_of(
+    sessions: Iterable[Session], asked: core.Slo = core.NO_SLO
+) -> Iterator[tuple[Job, ...]]:
+    """Sessions as the simulator takes them; ``asked``: what each request asks of the router."""
+    for number, session in enumerate(sessions):
+        yield tuple(
+            Job(
+                id=f"{number}.{turn}",
+                prompt_tokens=one.prompt_tokens,
+                max_tokens=one.output_tokens,
+                at_s=session.start_s if turn == 0 else one.pause_s,
+                slo=asked,
+                segments=tuple((part.key, part.tokens) for part in one.segments),
+            )
+            for turn, one in enumerate(session.turns)
+        )
+
+
+def figures_of(trial: Trial, slo: Slo) -> Figures:
+    """What ``summarize`` gives of a measured run.
+
+    Inter-token latencies are those of decode steps; the bytes of keys and values are what the
+    router has booked, which is more than what is held.
+    """
+    done = [one for one in trial.outcomes if one.is_done]
+    inside = [one for one in done if is_inside(one, slo)]
+    read = sum(one.job.prompt_tokens for one in done)
+    written = sum(one.job.max_tokens for one in done)
+    duration = trial.duration_s or 1e-9
+    figures: Figures = {
+        "duration": trial.duration_s,
+        "completed": len(done),
+        "failed": len(trial.outcomes) - len(done),
+        "total_input_tokens": read,
+        "total_output_tokens": written,
+        "request_throughput": len(done) / duration,
+        "request_goodput": len(inside) / duration if slo.is_set else None,
+        "output_throughput": written / duration,
+        "total_token_throughput": (read + written) / duration,
+        "prefix_hit_ratio": sum(one.cached_tokens for one in done) / max(1, read),
+        **distribution("queue", [one.began_s - one.due_s for one in done]),
+        **distribution("ttft", [one.first_s - one.due_s for one in done]),
+        **distribution("tpot", [tpot for one in done if (tpot := tpot_s(one)) is not None]),
+        **distribution("itl", weighted(trial.gaps)),
+        **distribution("e2el", [one.last_s - one.due_s for one in done]),
+        **distribution(
+            "norm_latency", [(one.last_s - one.due_s) / one.job.max_tokens for one in done]
+        ),
+        "mean_kv_bytes": trial.mean_booked_bytes,
+        "peak_kv_bytes": trial.peak_booked_bytes,
+    }
+    return figures | goodput_per_gb(figures)
+
+
+def tpot_s(outcome: Outcome) -> float | None:
+    """Time per output token after the first; none for an answer of one token."""
+    count = outcome.job.max_tokens
+    return (outcome.last_s - outcome.first_s) / (count - 1) if count > 1 else None
+
+
+def is_inside(outcome: Outcome, slo: Slo) -> bool:
+    """Whether a request kept all limits."""
+    ttft_s = outcome.first_s - outcome.due_s
+    return (slo.ttft_ms is None or ttft_s * 1e3 <= slo.ttft_ms) and (
+        slo.tpot_ms is None or (tpot_s(outcome) or 0.0) * 1e3 <= slo.tpot_ms
+    )
+
+
+MOST_VALUES = 200_000
+
+
+def weighted(gaps: Mapping[float, int]) -> list[float]:
+    """Gaps with how often each occurred, as a list; thinned out evenly where it would be long."""
+    total = sum(gaps.values())
+    every = max(1, total // MOST_VALUES)
+    values, seen = list[float](), 0
+    for gap, count in sorted(gaps.items()):
+        before, seen = seen // every, seen + count
+        values += [gap] * (seen // every - before)
+    return values
+
+
+def per_job(trial: Trial) -> dict[str, object]:
+    """One list per quantity with a value for each request, in seconds, as in a measured file."""
+    outcomes = sorted(trial.outcomes, key=lambda one: one.due_s)
+    return {
+        "input_lens": [one.job.prompt_tokens for one in outcomes],
+        "output_lens": [one.job.max_tokens if one.is_done else 0 for one in outcomes],
+        "ttfts": [max(0.0, one.first_s - one.due_s) for one in outcomes],
+        "itls": [_gaps(one) for one in outcomes],
+        "latencies": [one.last_s - one.due_s for one in outcomes],
+        "start_times": [one.due_s for one in outcomes],
+        "errors": [one.error for one in outcomes],
+    }
+
+
+def _gaps(outcome: Outcome) -> list[float]:
+    """The mean gap for each token: single ones are not kept."""
+    gap = tpot_s(outcome)
+    return [] if gap is None else [gap] * (outcome.job.max_tokens - 1)
+
+
+def decision_ms(trial: Trial) -> dict[str, float]:
+    """CPU time of the router's decisions, in milliseconds."""
+    values = [seconds * 1e3 for seconds in trial.decision_s]
+    return {
+        "p50": percentile(values, 50),
+        "p99": percentile(values, 99),
+        "mean": sum(values) / len(values),
+        "max": max(values),
+        "count": float(len(values)),
+    }
+
+
+def cell_figures(cells: int, trial: Trial) -> dict[str, object]:
+    """What several routers cost in balance, and what the busiest of them has to do.
+
+    ``cell_balance``: work of the busiest cell's workers over the mean of all cells.
+    ``router_cpu_s``: real CPU time of the busiest router, decisions and ticks.
+    """
+    parts = trial.cells.values()
+    mean_s = sum(part.busy_s for part in parts) / cells or 1e-9
+    return {
+        "cells": cells,
+        "cell_balance": max(part.busy_s for part in parts) / mean_s,
+        "cell_requests": [part.requests for part in parts],
+        "cell_choices": trial.cell_choices if cells > 1 else {},
+        "router_cpu_s": max(part.router_s for part in parts),
+    }

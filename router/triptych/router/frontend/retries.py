@@ -1,0 +1,167 @@
+"""One request's way to the end of its answer, over as many workers as it takes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from triptych.core.messages import Failed, Request, Tokens
+from triptych.router.frontend.context_windows import Windows
+
+MOST_EARLY = 64
+"""Tokens ahead of one that is missing, of an answer with log probabilities: more do not overtake
+it."""
+MAX_ATTEMPTS = 6
+"""Attempts after which a request fails: it may be what kills its workers."""
+FIRST_DELAY_S = 0.5
+"""Wait before the third attempt; it doubles from there. The second one begins at once."""
+
+
+@dataclass(eq=False)
+class RequestAttempts:
+    """A request, what its client has of the answer, and which attempt is under way.
+
+    When an attempt is lost, or at the end of the model's window, the next one goes on behind the
+    tokens that the client has, so the client sees neither a gap nor a repeat. Each attempt has an
+    id of its own: what workers still say of an earlier one is nobody's any more.
+    """
+
+    request: Request
+    tell: Callable[[Tokens | Failed], None]
+    """Takes what the client is to hear."""
+    windows: Windows | None = None
+    """How it is read if it is longer than the model's context; None: it is not."""
+    said: list[int] = field(default_factory=list[int])
+    attempt: int = 0
+    lost: int = 0
+    """Attempts that came to nothing."""
+    is_at_window_end: bool = False
+    """Whether the present attempt got as far as its window, and the answer goes on."""
+    _start: tuple[int, ...] = ()
+    """Tokens that the present attempt began behind."""
+    _cached: int | None = None
+    """Tokens of the prompt that were cached, as the first one behind ``_start`` told."""
+    _refusal: Failed | None = None
+    """What a cell said that would not take it: of several, the one that is to be asked again first.
+    """
+    _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
+    """Tokens that overtook those before them: two workers speak in turn, on two connections."""
+
+    @property
+    def id(self) -> str:
+        """The id of the present attempt."""
+        name = self.request.id
+        return f"{name}~{self.attempt}" if self.attempt else name
+
+    @property
+    def delay_s(self) -> float:
+        """How long to wait before the present attempt: what lost so many may need time."""
+        return 0.0 if self.lost < 2 else float(FIRST_DELAY_S * 2 ** (self.lost - 2))
+
+    def present(self) -> Request:
+        """The present attempt, as the router is to see it."""
+        request = replace(
+            self.request,
+            id=self.id,
+            said=self._start,
+            attempt=self.attempt,
+            cached_at_most=self._cached,
+        )
+        return request if self.windows is None else self.windows.cut(request)
+
+    def hear(self, message: Tokens) -> bool:
+        """Tell the client what is new to it, in order; whether that was the end.
+
+        A worker that takes over says again what the one before may not have got through.
+        """
+        self._early[message.index] = message
+        while (item := self._early.pop(len(self.said), None)) is not None:
+            if len(self.said) == len(self._start):
+                self._cached = item.cached_tokens
+            self.said += item.tokens
+            if item.finish == "length" and self.present().goes_on:
+                self.is_at_window_end = True
+                self.tell(replace(item, request=self.request.id, finish=None))
+                return False
+            self.tell(replace(item, request=self.request.id))
+            if item.finish is not None:
+                return True
+        return False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a token is missing that will not come: what is there ends the answer, or is far
+        ahead.
+
+        A worker that takes over says the newest log probabilities again, and no older ones. Who
+        did not ask for any hears all tokens again, however many have overtaken them.
+        """
+        if not self.request.sampling.reports_logprobs:
+            return False
+        early = self._early.values()
+        return len(early) > MOST_EARLY or any(item.finish is not None for item in early)
+
+    def begin_again(self) -> None:
+        """Give up the present attempt for another one, or follow it with the next window's.
+
+        If it got no further than the token that the prefill draws, the next one does just the
+        same again: decode would read that token from compressed pages, another prefill not. Nor
+        may it read a prefix that was kept of the first attempt meanwhile.
+        """
+        self.attempt += 1
+        self.lost += not self.is_at_window_end
+        if self.is_at_window_end or len(self.said) > len(self._start) + 1:
+            self._start, self._cached = tuple(self.said), None
+        self.is_at_window_end = False
+        self._early.clear()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the present attempt has said nothing yet."""
+        return len(self.said) == len(self._start) and not self._early
+
+    def refused(self, refusal: Failed) -> Failed:
+        """A router would not take it; returns what to tell the client if all others say so, too."""
+        before = self._refusal
+        if before is None or _again_in_s(refusal) < _again_in_s(before):
+            self._refusal = refusal
+        return self._refusal or refusal
+
+    def fail(self, failure: Failed) -> None:
+        """Tell the client that this is the end."""
+        self.tell(replace(failure, request=self.request.id))
+
+
+def _again_in_s(refusal: Failed) -> float:
+    """In how many seconds whoever refused is to be asked again."""
+    return inf if refusal.retry_after_s is None else refusal.retry_after_s
+
+
+@dataclass
+class AttemptTable:
+    """All journeys of one ingress, by the id of their present attempt."""
+
+    windows: Windows | None = None
+    """How what is longer than the model's context is read."""
+    _by_id: dict[str, RequestAttempts] = field(default_factory=dict[str, RequestAttempts])
+
+    def __iter__(self) -> Iterator[RequestAttempts]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, attempt: str) -> RequestAttempts | None:
+        return self._by_id.get(attempt)
+
+    def start(self, request: Request, tell: Callable[[Tokens | Failed], None]) -> RequestAttempts:
+        journey = self._by_id[request.id] = RequestAttempts(request, tell, self.windows)
+        return journey
+
+    def again(self, journey: RequestAttempts) -> bool:
+        """Begin another attempt; False if too many were lost."""
+        if not journey.is_at_window_end and journey.lost + 1 >= MAX_ATTEMPTS:
+            return False
+        del self._by_id[journey.id]
+        journey.begin_again()
+        self._by_id[journey.id] = journey
+        return True
+
+    def end(self, journey: RequestAttempts) -> None:
+        self._by_id.pop(journey.id, None)

@@ -1,0 +1,96 @@
+"""Writes down why the router decided as it did: cheaply, and only while somebody can still ask."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from triptych.core.errors import TriptychError
+from triptych.core.messages import Request
+from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.history import Alternative, Decision
+from triptych.router.state.request_table import Entry
+
+LOOKED_AT = 3
+"""Alternatives that are noted."""
+
+Step = Literal["prefill", "compress", "decode"]
+
+
+@dataclass
+class DecisionLog:
+    """Notes each decision in the history, and counts it by step and reason."""
+
+    books: ClusterState
+
+    def looked_at(self, step: Step) -> tuple[Alternative, ...]:
+        """The best workers of a stage at this moment: call it before anything is booked."""
+        roster, ledger = self.books.roster, self.books.ledger
+        return tuple(
+            Alternative(
+                worker=address,
+                free_bytes=ledger.free(roster.arena_of(address)),
+                load=roster.load_of(step, address),
+            )
+            for address in roster.best(step, LOOKED_AT)
+        )
+
+    def started(
+        self,
+        entry: Entry,
+        reason: str,
+        placement: str,
+        line: tuple[int, int],
+        seen: tuple[Alternative, ...],
+    ) -> None:
+        """A waiting request was sent to a prefill worker.
+
+        ``reason``: why now; ``placement``: why there. ``line``: how many waited, and how many of
+        them had come before.
+        """
+        waiting, older = line
+        self.books.counters[f"placement:{placement}"] += 1
+        self._note(
+            entry, "prefill", reason, entry.worker, seen, entry.since, waiting, older, placement
+        )
+
+    def chosen(
+        self, entry: Entry, step: Step | Literal["resume"], reason: str, to: str, now: float
+    ) -> None:
+        """A worker was chosen for a request that is under way."""
+        seen = self.looked_at("decode" if step == "resume" else step)
+        self._note(entry, step, reason, to, seen, now)
+
+    def refused(self, request: Request, error: TriptychError, now: float) -> None:
+        """A request was not even taken in."""
+        history, code = self.books.requests.history, error.code or "unknown"
+        history.begin(request, "refused", now)
+        history.decided(request.id, Decision(step="refuse", at=now, reason=code))
+        history.end(request.id, "failed", now, code=code)
+        self.books.counters[f"refuse:{code}"] += 1
+
+    def _note(
+        self,
+        entry: Entry,
+        step: Step | Literal["resume"],
+        reason: str,
+        to: str,
+        seen: tuple[Alternative, ...],
+        now: float,
+        waiting: int = 0,
+        older: int = 0,
+        placement: str = "",
+    ) -> None:
+        decision = Decision(
+            step=step,
+            at=now,
+            reason=reason,
+            chosen=to,
+            raw_bytes=entry.sizes.raw,
+            grown_bytes=entry.sizes.grown,
+            booked_bytes=self.books.ledger.booked_by(entry.id),
+            waiting=waiting,
+            older=older,
+            placement=placement,
+            alternatives=seen,
+        )
+        self.books.requests.history.decided(entry.id, decision)
+        self.books.counters[f"{step}:{reason}"] += 1

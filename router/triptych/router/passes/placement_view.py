@@ -1,0 +1,128 @@
+"""What a placement policy sees: the roster, the ledger and the map of prefixes, for one prompt."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from triptych.core.messages import Request
+from triptych.router.models.latency_forecast import LatencyForecast
+from triptych.router.policies.hash_ring import DualHashRing
+from triptych.router.policies.placement import Ask, Choice, PlacementPolicy
+from triptych.router.policies.prefix_map import PrefixMap
+from triptych.router.state.load_index import Fits, LoadIndex
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """The prefill workers with room for one prompt; good until something moves."""
+
+    roster: LoadIndex
+    ask: Ask
+    limit_tokens: int
+    """Tokens that a worker takes at once."""
+    fits: Fits
+    token_s: float
+    prefixes: PrefixMap
+    rings: Callable[[], DualHashRing]
+    _fitting: dict[str, bool] = field(default_factory=dict[str, bool])
+    _count: int = 0
+    """Workers with room."""
+
+    def __post_init__(self) -> None:
+        self._count = self.roster.with_room(self.ask.tokens, self.limit_tokens)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        return islice(self.roster.readers(), self._count)
+
+    def __getitem__(self, place: int, /) -> str:
+        if not 0 <= place < self._count:
+            raise IndexError(f"place {place} of {self._count} workers")
+        return self.roster.readers().at(place)
+
+    def takes(self, worker: str) -> bool:
+        return self._has_bytes(self.roster.arena_of(worker))
+
+    def arena(self, worker: str) -> str:
+        return self.roster.arena_of(worker)
+
+    def tokens_before(self, worker: str) -> int:
+        return self.roster.queue_tokens(worker)
+
+    def read_s(self, tokens: int) -> float:
+        return tokens * self.token_s
+
+    def best_in(self, arena: str) -> str | None:
+        if not self.roster.with_room(self.ask.tokens, self.limit_tokens, arena):
+            return None
+        return self.roster.readers(arena).first() if self._has_bytes(arena) else None
+
+    def cached_tokens(self, arena: str) -> int:
+        return self.prefixes.known(arena, self.ask.keys) * self.ask.block_tokens
+
+    def holders(self) -> Mapping[str, int]:
+        found, block_tokens = self.prefixes.holders(self.ask.keys), self.ask.block_tokens
+        return {arena: count * block_tokens for arena, count in found.items()}
+
+    def homes(self, key: bytes) -> tuple[str, ...]:
+        return self.rings().homes(key)
+
+    def _has_bytes(self, arena: str) -> bool:
+        known = self._fitting.get(arena)
+        if known is None:
+            known = self._fitting[arena] = self.fits(arena)
+        return known
+
+
+@dataclass(eq=False)
+class Placer:
+    """Asks the policy, and remembers what was read where, if the policy wants to know."""
+
+    policy: PlacementPolicy
+    roster: LoadIndex
+    pace: LatencyForecast
+    block_tokens: int
+    prefixes: PrefixMap
+    ttft_s: float
+    """For prompts that ask for no time to the first token."""
+    _rings: DualHashRing = field(default_factory=DualHashRing)
+    _seen: int = -1
+    """The generation of the roster when arenas were last forgotten."""
+    _hashed: int = -1
+    """When the rings were last made: if nobody asks for them, never."""
+
+    def ask(self, request: Request) -> Ask:
+        """A request as placement sees it."""
+        return Ask(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
+
+    def snapshot(self, ask: Ask, limit_tokens: int, fits: Fits, now: float) -> Snapshot:
+        """The workers as they are at this moment."""
+        if self._seen != self.roster.generation:
+            self._seen = self.roster.generation
+            self.prefixes.forget(self.prefixes.arenas - set(self.roster.reading_arenas))
+        token_s = self.pace.read_token_s.at(now)
+        return Snapshot(self.roster, ask, limit_tokens, fits, token_s, self.prefixes, self._present)
+
+    def choose(self, snapshot: Snapshot) -> Choice | None:
+        """Who reads the prompt, by the policy."""
+        return self.policy(snapshot.ask, snapshot)
+
+    def sent(self, ask: Ask, arena: str) -> int:
+        """A prompt is read at an arena, which will keep its blocks.
+
+        Returns: tokens that are probably there already; 0 if the policy did not ask
+        """
+        if not ask.keys_were_read:
+            return 0
+        known = self.prefixes.known(arena, ask.keys)
+        self.prefixes.keep(arena, ask.keys)
+        return known * self.block_tokens
+
+    def _present(self) -> DualHashRing:
+        """The rings of those arenas that have prefill workers now."""
+        if self._hashed != self.roster.generation:
+            self._hashed = self.roster.generation
+            self._rings.hold(self.roster.reading_arenas)
+        return self._rings

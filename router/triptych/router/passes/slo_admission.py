@@ -1,0 +1,110 @@
+"""What was asked of requests in seconds: who is refused at once, and who is given up later."""
+
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import inf
+
+from triptych.core.errors import DeadlineExceeded, SloUnmeetable
+from triptych.core.messages import NO_SLO, Request
+from triptych.router.models.latency_forecast import (
+    HEADROOM,
+    NO_FORECAST,
+    Forecast,
+    latest_start_s,
+    miss,
+)
+from triptych.router.models.retry_after import MAX_RETRY_S, MIN_RETRY_S
+from triptych.router.passes.completion import RequestCompletion
+from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.request_table import Entry, State
+
+
+@dataclass(frozen=True, slots=True)
+class SloState:
+    """What a request that comes may expect."""
+
+    due: float
+    """When it loses patience."""
+    latest: float = inf
+    """When it must have started."""
+    forecast: Forecast = NO_FORECAST
+    """Without caution, to be compared with what comes."""
+    refusal: SloUnmeetable | None = None
+    """Why it is not taken in, if it would come too late."""
+
+
+@dataclass
+class SloAdmission:
+    """Keeps the server from computing what comes too late, and the line in order of slack.
+
+    Requests without an SLO, and those that were in work before, are let be.
+    """
+
+    books: ClusterState
+    endings: RequestCompletion
+    _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    """When a request must have started, or ended: a heap."""
+
+    def make(self, request: Request, due: float, now: float) -> SloState:
+        """For a request that would lose patience at ``due``, SLOs aside."""
+        slo, pace = request.slo, self.books.pace
+        if slo == NO_SLO or request.attempt:
+            return SloState(due)
+        forecast = self._forecast(request, due, now)
+        cautious = pace.cautious(forecast, now)
+        wait_s = latest_start_s(slo, cautious)
+        promise = SloState(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
+        missed = miss(slo, cautious)
+        if missed is None or not self.books.requests.in_work:  # who else would say how it is now?
+            return promise
+        retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
+        error = SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
+        return replace(promise, refusal=error)
+
+    def _forecast(self, request: Request, due: float, now: float) -> Forecast:
+        roster, line = self.books.roster, self.books.requests.line
+        busy = sum(roster.queue_tokens(address) for address in roster.best("prefill", 1))
+        ahead = line.ahead_of(request.tenant, due)
+        return self.books.pace.forecast(
+            ahead=ahead,
+            concurrency=self.books.concurrency_with(ahead + 1),
+            read_tokens=busy + request.known_tokens,
+            max_tokens=request.sampling.max_tokens,
+            now=now,
+        )
+
+    def watch(self, entry: Entry) -> None:
+        """Remember when to give up a request that was taken in."""
+        if entry.latest < inf:
+            heappush(self._times, (entry.latest, entry.id))
+        if entry.request.slo.deadline_s:
+            heappush(self._times, (entry.arrived + entry.request.slo.deadline_s, entry.id))
+
+    def give_up(self, now: float) -> None:
+        """End requests that should have started, or ended, by now."""
+        while self._times and self._times[0][0] < now:
+            _, name = heappop(self._times)
+            entry = self.books.requests.get(name)
+            if entry is None or entry.state is State.LEAVING:
+                continue
+            slo = entry.request.slo
+            if slo.deadline_s and now > entry.arrived + slo.deadline_s:
+                self.books.counters["slo:deadline_passed"] += 1
+                late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
+                self.endings.fail(entry, late, now)
+            elif entry.state is State.WAITING and not entry.waits_with_pages:
+                self.books.counters["slo:waited_too_long"] += 1
+                would_be_s = now - entry.arrived + entry.forecast.read_s
+                self.books.pace.came(would_be_s, entry.forecast, now)
+                waiting = len(self.books.requests.line)
+                retry_s = self.books.drain.retry_after_s(waiting, now)
+                what, asked_s = _nearest(entry)
+                waited_s = now - entry.arrived
+                self.endings.fail(entry, SloUnmeetable(what, asked_s, waited_s, retry_s), now)
+
+
+def _nearest(entry: Entry) -> tuple[str, float]:
+    slo = entry.request.slo
+    if slo.ttft_s:
+        return "ttft_slo_ms", slo.ttft_s
+    return "deadline_ms", slo.deadline_s

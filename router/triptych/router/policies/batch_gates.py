@@ -1,0 +1,122 @@
+"""Batch sizes of the three stages, and when a batch goes: fixed, adapting, or as it comes."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+from triptych.core.errors import ConfigError
+from triptych.router.policies.batching import BatchPolicy, fifo
+from triptych.router.queue.waiting_queue import Line
+from triptych.router.snapshot import Budget, Waiting
+
+STATIC = "static:"
+STATIC_WAIT_S = 0.5
+"""Time after which a static schedule lets a batch go that is not full."""
+LARGEST_BATCH = 64
+SHORT_OF_MEMORY = 0.1
+"""Share of free bytes below which batches get smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Lets a batch into a stage once it is large enough, or has waited long enough.
+
+    Source: FastCache, Algorithm 1 (lines 4 to 6: B_min, B_max and a maximum wait)
+    """
+
+    least: int = 1
+    """Requests that are enough to go at once."""
+    most: int | None = None
+    """Requests of one batch; None: as many as the stage has room for, idle or not."""
+    wait_s: float = 0.0
+    """Time after which fewer go, too."""
+
+    def opens(self, count: int, oldest_wait_s: float) -> bool:
+        """Whether ``count`` requests go, of which one has waited for so long.
+
+        >>> gate = Gate(least=4, most=4, wait_s=1.0)
+        >>> gate.opens(4, 0.0), gate.opens(3, 0.9), gate.opens(3, 1.0), gate.opens(0, 9.0)
+        (True, False, True, False)
+        """
+        return count >= self.least or (count > 0 and oldest_wait_s >= self.wait_s)
+
+    def has_room(self, running: int) -> bool:
+        """Whether a batch of which so many run takes one more that had begun elsewhere."""
+        return self.most is None or running < self.most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Who starts next, and in what batches they go through the stages."""
+
+    choose: BatchPolicy
+    prefill: Gate = Gate()
+    compress: Gate = Gate()
+    decode: Gate = Gate()
+    """With ``most``, a decode batch runs to its end before another one joins."""
+    is_adaptive: bool = False
+    """Whether sizes follow what waits and what is free."""
+
+    def __call__(self, line: Line, budget: Budget) -> list[Waiting]:
+        """Choose as the policy does, so that a schedule may stand where a policy does."""
+        return self.choose(line, budget)
+
+    def slots(self, worker_slots: int) -> int:
+        """Requests that may be chosen for a decode worker that holds ``worker_slots`` at once.
+
+        In a fixed batch one more of them gathers while the other one runs.
+        """
+        return worker_slots if self.decode.most is None else 2 * self.decode.most
+
+    def adjusted(self, waiting: int, prefilled: int, free_share: float) -> Self:
+        """The schedule of the next round: the paper's ADJUSTBATCH, which it does not spell out."""
+        if not self.is_adaptive:
+            return self
+        x = adjust(self.prefill.most or 1, waiting, free_share)
+        y = adjust(self.compress.most or 1, prefilled, free_share)
+        if (x, y) == (self.prefill.most, self.compress.most):
+            return self
+        return replace(self, prefill=Gate(most=x), compress=Gate(most=y))
+
+    def check(self, decode_slots: int, name: str) -> None:
+        """Raise ConfigError if decode workers cannot hold a whole batch."""
+        size = self.decode.most
+        if size is not None and size > decode_slots:
+            raise ConfigError(
+                f"router.batch_policy={name!r}: batches of {size} do not fit "
+                f"decode.max_batch_requests={decode_slots}: raise it, or lower the d"
+            )
+
+
+def adjust(size: int, queue: int, free_share: float) -> int:
+    """The next batch size of a stage with ``queue`` requests before it.
+
+    Doubles while twice as many wait, halves while fewer than half of it do, or while memory is
+    short. In between it stands still, so a load that does not change is met in log2 steps and
+    the size does not swing.
+
+    >>> adjust(4, 8, 0.5), adjust(4, 7, 0.5), adjust(4, 1, 0.5), adjust(4, 99, 0.05)
+    (8, 4, 2, 2)
+    """
+    if free_share < SHORT_OF_MEMORY or 2 * queue < size:
+        return max(1, size // 2)
+    return min(LARGEST_BATCH, 2 * size) if queue >= 2 * size else size
+
+
+def static_schedule(name: str) -> Schedule:
+    """Fixed sizes, in order of arrival: ``static:p2c2d8`` reads 2, compresses 2, decodes 8.
+
+    A batch goes to a worker that has nothing else, and a decode batch runs to its end.
+
+    Source: FastCache, section 4.2 (the static baselines p1c1d8, p2c2d8, p3c3d6, p4c4d8)
+    Raises: ConfigError if the name is no such schedule
+    """
+    found = re.fullmatch(r"static:p([1-9]\d{0,3})c([1-9]\d{0,3})d([1-9]\d{0,3})", name)
+    if found is None:
+        raise ConfigError(
+            f"router.batch_policy={name!r}: expected static:p<X>c<Y>d<Z> with batch sizes from 1 "
+            "to 9999, such as static:p2c2d8"
+        )
+    sizes = [int(size) for size in found.groups()]
+    prefill, compress, decode = (Gate(least=n, most=n, wait_s=STATIC_WAIT_S) for n in sizes)
+    return Schedule(choose=fifo, prefill=prefill, compress=compress, decode=decode)

@@ -1,0 +1,274 @@
+"""The waiting line, in each of the orders in which policies read it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import Any, Protocol
+
+from triptych.router.queue.fair_share import FairShare, in_turns
+from triptych.router.queue.sorted_index import SortedIndex
+from triptych.router.snapshot import Waiting
+
+
+class Line(Protocol):
+    """Who waits. Each order is read lazily: a policy that stops early pays for what it read.
+
+    In every order tenants take turns by what they have used, and of one tenant those that lost
+    patience come before all others, so that no policy can let anybody starve.
+    """
+
+    def __len__(self) -> int: ...
+
+    def in_order(self) -> Iterator[Waiting]:
+        """By priority, then as they came; those that were in work before, at the front."""
+        ...
+
+    def smallest_first(self) -> Iterator[Waiting]:
+        """By priority, then those that need least first; equal ones in order."""
+        ...
+
+
+def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) -> float:
+    """When a request loses patience: from then on nobody of its tenant overtakes it.
+
+    Each step of ``priority`` (lower is sooner) counts as much as ``ageing_s`` of waiting, so one
+    that waits is overtaken by no request that comes ``ageing_s`` later for each step between
+    them. One with an SLO loses patience sooner: ``passes.slo_admission``.
+
+    >>> due_s(100.0, 2, patience_s=5.0, ageing_s=10.0)
+    125.0
+    """
+    return arrived + patience_s + priority * ageing_s
+
+
+def of_one_tenant(waiting: Sequence[Waiting], key: Callable[[Waiting], Any]) -> list[Waiting]:
+    """The written rule within a tenant: who lost patience first, then the others by ``key``."""
+    late = sorted((one for one in waiting if one.slack_s < 0), key=lambda one: one.slack_s)
+    return [*late, *sorted((one for one in waiting if one.slack_s >= 0), key=key)]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedQueue:
+    """A line that was written down: what each order means, in few lines of code."""
+
+    waiting: Sequence[Waiting]
+    """As they came."""
+    used: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What each tenant has had, per weight; 0 for those that are left out."""
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """1 for those that are left out."""
+    hold_s: float = 1.0
+    """What a request is taken to hold its bytes for."""
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def in_order(self) -> Iterator[Waiting]:
+        return self._by(lambda one: one.priority)
+
+    def smallest_first(self) -> Iterator[Waiting]:
+        return self._by(lambda one: (one.priority, one.bytes))
+
+    def _by(self, key: Callable[[Waiting], Any]) -> Iterator[Waiting]:
+        of_tenant = dict[str, list[Waiting]]()
+        for one in self.waiting:
+            of_tenant.setdefault(one.tenant, []).append(one)
+        lines = {name: of_one_tenant(own, key) for name, own in of_tenant.items()}
+        used = {name: self.used.get(name, 0.0) for name in lines}
+        return in_turns(used, lines, self._price)
+
+    def _price(self, tenant: str, one: Waiting) -> float:
+        return one.bytes * self.hold_s / self.weights.get(tenant, 1.0)
+
+
+@dataclass(slots=True)
+class Place:
+    """One request in the line."""
+
+    bytes: int
+    arrived: float
+    number: int
+    """Its place among all that ever came; below 0 for those that were in work before."""
+    priority: int
+    tenant: str
+    due: float
+    """When it loses patience."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """Those of one tenant, in the orders in which they are read."""
+
+    by_due: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
+    by_place: SortedIndex[tuple[int, int]] = field(default_factory=SortedIndex[tuple[int, int]])
+    by_bytes: SortedIndex[tuple[int, int, int]] = field(
+        default_factory=SortedIndex[tuple[int, int, int]]
+    )
+
+    def put(self, name: str, place: Place) -> None:
+        self.by_due.put(name, (place.due, place.number))
+        self.by_place.put(name, (place.priority, place.number))
+        self.by_bytes.put(name, (place.priority, place.bytes, place.number))
+
+    def discard(self, name: str) -> None:
+        for order in (self.by_due, self.by_place, self.by_bytes):
+            order.discard(name)
+
+
+Order = Callable[[Lane], Iterator[str]]
+
+
+@dataclass
+class WaitingQueue:
+    """Keeps all orders while requests come and go."""
+
+    accounts: FairShare = field(default_factory=FairShare)
+    """What each tenant has had."""
+    _places: dict[str, Place] = field(default_factory=dict[str, Place])
+    _by_age: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
+    _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
+    _turns: SortedIndex[float] = field(default_factory=SortedIndex[float])
+    """Tenants that wait: who has used least is next."""
+    _came: int = 0
+
+    def __post_init__(self) -> None:
+        self.accounts.on_change = self._rank
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def add(
+        self,
+        name: str,
+        size: int,
+        arrived: float,
+        *,
+        in_front: bool = False,
+        due: float = inf,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        """Put a request that needs ``size`` bytes in the line.
+
+        ``in_front``: it was in work before, and loses patience at once; the newest comes first.
+        """
+        self._came += 1
+        number = -self._came if in_front else self._came
+        place = Place(size, arrived, number, priority, tenant, -inf if in_front else due)
+        self._places[name] = place
+        self._by_age.put(name, (arrived, number))
+        self.accounts.open(tenant, weight, waits_already=tenant in self._lanes)
+        self._lanes.setdefault(tenant, Lane()).put(name, place)
+        self._rank(tenant)
+
+    def discard(self, name: str) -> None:
+        """Take a request out, if it is in the line; its tenant's account stays open."""
+        place = self._places.pop(name, None)
+        if place is None:
+            return
+        self._by_age.discard(name)
+        lane = self._lanes[place.tenant]
+        lane.discard(name)
+        if not len(lane.by_due):
+            del self._lanes[place.tenant]
+            self._turns.discard(place.tenant)
+
+    def ahead_of(self, tenant: str, due: float) -> int:
+        """How many probably start before one of ``tenant`` that would lose patience at ``due``.
+
+        Those of the tenant that lose it sooner, and as many of each other tenant that waits.
+        """
+        lane = self._lanes.get(tenant)
+        own = lane.by_due.count_below((due, self._came + 1)) if lane else 0
+        others = len(self._lanes) - (tenant in self._lanes)
+        return min(len(self), own + others * (own + 1))
+
+    def older(self, name: str) -> int:
+        """How many that wait came before one that waits."""
+        return self._by_age.place(name)
+
+    def oldest_arrival(self) -> float | None:
+        """When the one that has waited longest came."""
+        name = self._by_age.first()
+        return None if name is None else self._places[name].arrived
+
+    def at(self, now: float) -> "QueueNow":
+        """The line as a policy may read it, until it changes."""
+        return QueueNow(self, now)
+
+    def read(self, order: Order, now: float) -> Iterator[Waiting]:
+        """All of the line; ``order`` is that of those who have not lost patience."""
+        if len(self._lanes) == 1:
+            [lane] = self._lanes.values()
+            return self._read_lane(lane, order, now)
+        return self._in_turns(order, now)
+
+    def _in_turns(self, order: Order, now: float) -> Iterator[Waiting]:
+        """As ``fairness.in_turns``, without looking at tenants whose turn does not come."""
+        price = self.accounts.price
+        turns = list[tuple[float, str, Iterator[Waiting]]]()
+        rest = iter(self._turns)
+        following = next(rest, None)
+        while turns or following is not None:
+            if following is not None:
+                used = self._turns.key(following)
+                if not turns or (used, following) < turns[0][:2]:
+                    lane = self._read_lane(self._lanes[following], order, now)
+                    heappush(turns, (used, following, lane))
+                    following = next(rest, None)
+                    continue
+            spent, tenant, lane = heappop(turns)
+            one = next(lane, None)
+            if one is not None:
+                yield one
+                heappush(turns, (spent + price(tenant, one.bytes), tenant, lane))
+
+    def _read_lane(self, lane: Lane, order: Order, now: float) -> Iterator[Waiting]:
+        late = 0
+        for name in lane.by_due:
+            if self._places[name].due >= now:
+                break
+            late += 1
+            yield self._waiting(name, now)
+        if late == len(lane.by_due):
+            return
+        for name in order(lane):
+            if self._places[name].due >= now:
+                yield self._waiting(name, now)
+
+    def _waiting(self, name: str, now: float) -> Waiting:
+        place = self._places[name]
+        return Waiting(
+            id=name,
+            bytes=place.bytes,
+            waited_s=now - place.arrived,
+            slack_s=place.due - now,
+            priority=place.priority,
+            tenant=place.tenant,
+        )
+
+    def _rank(self, tenant: str) -> None:
+        if tenant in self._lanes:
+            self._turns.put(tenant, self.accounts.used(tenant))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueNow:
+    """A waiting line at one moment."""
+
+    line: WaitingQueue
+    now: float
+
+    def __len__(self) -> int:
+        return len(self.line)
+
+    def in_order(self) -> Iterator[Waiting]:
+        return self.line.read(lambda lane: iter(lane.by_place), self.now)
+
+    def smallest_first(self) -> Iterator[Waiting]:
+        return self.line.read(lambda lane: iter(lane.by_bytes), self.now)

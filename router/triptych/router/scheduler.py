@@ -1,0 +1,536 @@
+"""The router's state machine: messages in, messages out, no clock and no sockets of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triptych.core.config import RouterConfig
+from triptych.core.errors import Overloaded, PoolExhausted, PromptTooLong, QueueFull, StageLost
+from triptych.core.handles import KVHandle
+from triptych.core.messages import (
+    CacheMemoryBorrowed,
+    Cancel,
+    Compressed,
+    Fetched,
+    Finished,
+    Message,
+    Planned,
+    Preempted,
+    Prefilled,
+    Register,
+    Report,
+    Request,
+    Resumed,
+    Send,
+    Stage,
+    Submit,
+)
+from triptych.core.pages import PagePlan
+from triptych.router.models.memory_estimate import ByteModel, RequestBytes
+from triptych.router.passes.autoscaling import Demand, Scaling
+from triptych.router.passes.cache_borrowing import CacheBorrowing
+from triptych.router.passes.completion import RequestCompletion
+from triptych.router.passes.dispatch import Dispatch
+from triptych.router.passes.migration import Migration
+from triptych.router.passes.placement_view import Placer
+from triptych.router.passes.preemption import Preemption
+from triptych.router.passes.roles import Roles
+from triptych.router.passes.slo_admission import SloAdmission
+from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
+from triptych.router.policies.prefix_map import PrefixMap
+from triptych.router.queue.waiting_queue import due_s
+from triptych.router.snapshot import Explanation, RouterSnapshot
+from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
+from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.history import RequestTrace
+from triptych.router.state.request_table import Entry, Requests, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long the router waits for others."""
+
+    report_bound_s: float = 3.0
+    """A worker whose last report is older takes nothing new."""
+
+    silent_s: float = 8.0
+    """A worker without a report for so long is stuck; those that live send two a second."""
+
+    grace_s: float = 30.0
+    """Time that a request waits for a stage without any worker before it fails with 503."""
+
+    refuse_s: float | None = None
+    """The same for one that has not begun, if another router may take it; None: as long."""
+
+    cancel_timeout_s: float = 1.0
+    """Time after which a cancelled request's bytes count as free without the worker's word."""
+
+    reclaim_s: float = 10.0
+    """Time after which the pool has taken back the pages of a dead worker: its lease."""
+
+
+SHOWN = 256
+"""Lives that whoever looks at them gets."""
+MISSED_TICK_S = 2.0
+"""Time between two ticks after which the router itself must have stood still."""
+
+NEEDED_IN: dict[Stage, tuple[State, ...]] = {
+    "prefill": (State.WAITING,),
+    "compress": (State.WAITING, State.PREFILLED),
+    "decode": (
+        State.WAITING,
+        State.PREFILLED,
+        State.PLANNED,
+        State.COMPRESSED,
+        State.ORPHANED,
+    ),
+}
+"""States in which a request cannot go on without a stage."""
+
+
+class Scheduler:
+    """Takes every request from the waiting line to its end, over all workers.
+
+    All methods must be called from one thread. ``now`` is in monotonic seconds and never goes
+    back. ``sender`` is the address that a message came from. A message that makes no sense
+    never raises: it is counted and, where pages could be stuck, answered with ``Cancel``.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        plan: PagePlan,
+        capacity_bytes: int,
+        patience: Patience | None = None,
+    ) -> None:
+        """``capacity_bytes``: page memory of each arena, less what workers hoard in extents."""
+        patience = patience or Patience()
+        self._config, self._model, self._patience = config, ByteModel(plan), patience
+        schedule = schedule_named(config.batch_policy)
+        long_tokens = max(1, config.prefill_batch_tokens // 2)
+        self._books = ClusterState.open(
+            capacity_bytes, patience.report_bound_s, schedule, long_tokens
+        )
+        self._endings = RequestCompletion(
+            self._books, patience.cancel_timeout_s, patience.reclaim_s
+        )
+        placer = Placer(
+            PLACEMENT_POLICIES.load(config.placement),
+            self._books.roster,
+            self._books.pace,
+            plan.block_tokens,
+            PrefixMap(plan.prefix_blocks),
+            config.affinity_ttft_s,
+        )
+        self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
+        is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
+        self._balance = Migration(self._books, 0 if is_fixed else config.rebalance_requests)
+        self._roles = Roles(self._books, config.roles == "switch" and not is_fixed)
+        self._promises = SloAdmission(self._books, self._endings)
+        self._preemption = None if is_fixed else Preemption(self._books)
+        self._loans = CacheBorrowing(self._books, plan.prefix_bytes)
+        self._scaling = Scaling(self._books, config.patience_s)
+        self._ticked = 0.0
+
+    # ---------------------------------------------------------------- what happens
+
+    def on(self, message: Message, sender: str, now: float) -> list[Send]:
+        """Take one message."""
+        return self.receive([message], sender, now)
+
+    def receive(self, messages: Sequence[Message], sender: str, now: float) -> list[Send]:
+        """Take the messages of one frame; what they allow is then sent on as one batch."""
+        self._let_pass(now)
+        is_news = False
+        for message in messages:
+            if isinstance(message, Report):
+                is_news |= self._report(message, sender, now)
+            else:
+                self._take(message, sender, now)
+                is_news = True
+        # A thousand workers report two thousand times a second; what waits for time to pass is
+        # looked at by `tick`.
+        return self._advance(now) if is_news else []
+
+    def lost(self, address: str, now: float) -> list[Send]:
+        """The peer at ``address`` died."""
+        self._let_pass(now)
+        self._lose(address, now)
+        return self._advance(now)
+
+    def tick(self, now: float) -> list[Send]:
+        """Let time pass: call it about twice a second."""
+        self._let_pass(now)
+        self._endings.expire(now)
+        self._lose_stalled(now)
+        self._endings.expel_formers()
+        self._give_up(now)
+        self._dispatch.adjust()
+        self._roles.run(self._dispatch.blocked_reason, now)
+        self._balance.run()
+        return self._advance(now)
+
+    def _let_pass(self, now: float) -> None:
+        """Until now all was as it is."""
+        self._books.pace.passed(self._books.concurrency_with(0), now)
+
+    def _advance(self, now: float) -> list[Send]:
+        self._promises.give_up(now)
+        self._dispatch.run(now)
+        self._loans.run(self._dispatch.blocked_reason, now)
+        if self._preemption is not None:
+            self._preemption.run(self._dispatch.blocked_reason, now)
+        return self._books.outbox.take()
+
+    def _take(self, message: Message, sender: str, now: float) -> None:
+        match message:
+            case Submit():
+                self._submit(message.request, now)
+            case Cancel():
+                self._cancel(message, now)
+            case Prefilled():
+                self._prefilled(message, sender, now)
+            case Planned():
+                self._planned(message, sender, now)
+            case Compressed():
+                self._compressed(message, sender, now)
+            case Fetched():
+                self._fetched(message, sender)
+            case Resumed():
+                self._resumed(message, sender)
+            case Preempted():
+                self._suspended(message, sender, now)
+            case Finished():
+                self._finished(message, sender, now)
+            case CacheMemoryBorrowed():
+                self._loans.heard(message, now)
+            case Register():
+                self._hello(message, now)
+            case _:
+                self._books.counters["unknown_message"] += 1
+
+    def _report(self, report: Report, sender: str, now: float) -> bool:
+        """Whether anything can go on now that could not before."""
+        if self._books.fleet.note(report, sender, now):
+            return self._books.roster.heard(sender, now)
+        self._books.counters["stray_report"] += 1
+        return False
+
+    # ---------------------------------------------------------------- peers
+
+    def _hello(self, hello: Register, now: float) -> None:
+        for address in self._books.fleet.replaced_by(hello):
+            self._lose(address, now)
+        self._books.fleet.join(hello)
+        self._books.roster.join(hello)
+
+    def _lose(self, address: str, now: float) -> None:
+        self._books.counters["peers_lost"] += 1
+        peer = self._books.fleet.leave(address, now)
+        self._books.roster.leave(address)
+        name = peer.name if peer and "decode" in peer.hello.stages else ""
+        if name:
+            self._books.formers.add(name)
+        self._endings.lost(address, name, now)
+
+    def _lose_stalled(self, now: float) -> None:
+        """Give up workers that are stuck; the pool ends their processes."""
+        if now - self._ticked > MISSED_TICK_S:
+            for peer in self._books.fleet.forgive(now):  # it was this process that stood still
+                self._books.roster.heard(peer.address, now)
+        self._ticked = now
+        for peer in self._books.fleet.stalled(now, self._patience.silent_s):
+            self._books.counters["stalled"] += 1
+            self._books.formers.add(peer.name)
+            self._lose(peer.address, now)
+
+    def _give_up(self, now: float) -> None:
+        """Fail requests that have waited too long for a stage without workers."""
+        fleet, requests = self._books.fleet, self._books.requests
+        for stage, states in NEEDED_IN.items():
+            absent = fleet.absent_since(stage)
+            if absent is not None:
+                for state in states:
+                    for entry in requests.in_state(state):
+                        self._give_up_on(entry, stage, absent, now)
+        if fleet.absent_since("decode") is None:
+            self._endings.leave_lost_arenas(now)
+        self._give_up_on_the_largest(now)
+
+    def _give_up_on_the_largest(self, now: float) -> None:
+        """Fail requests that wait for a compressor beside whoever reads: only in parts they fit."""
+        fleet, books = self._books.fleet, self._books
+        absent = [fleet.absent_since("compress", arena) for arena in books.roster.reading_arenas]
+        if None in absent or not absent:
+            return
+        since = max(moment for moment in absent if moment is not None)
+        for entry in books.requests.in_state(State.WAITING):
+            if entry.whole is not None and entry.whole.peak > books.ledger.capacity_bytes:
+                self._give_up_on(entry, "compress", since, now)
+
+    def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
+        limit_s = self._patience.grace_s
+        has_begun = entry.state is not State.WAITING or entry.waits_with_pages
+        if self._patience.refuse_s is not None and not has_begun:
+            limit_s = self._patience.refuse_s
+        if now - max(absent, entry.since) >= limit_s:
+            error = Overloaded(f"no {stage} worker is running: try again later")
+            self._endings.fail(entry, error, now)
+
+    # ---------------------------------------------------------------- from the ingress
+
+    def _submit(self, request: Request, now: float) -> None:
+        books = self._books
+        if request.id in books.requests:
+            books.counters["duplicate_submit"] += 1
+            return
+        books.counters["submitted"] += 1
+        left = max(0, request.sampling.max_tokens - len(request.said))
+        whole = self._model.estimate(request.known_tokens, left)
+        sizes = self._sizes_in_parts(request, left) or whole
+        if not len(books.requests.line):
+            books.pace.begin_line()
+        patience_s, ageing_s = self._config.patience_s, self._config.ageing_s
+        due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
+        promise = self._promises.make(request, due, now)
+        refusal = self._refusal(request, sizes, now) or promise.refusal
+        if refusal is None:
+            entry = Entry(
+                request=request,
+                sizes=sizes,
+                whole=None if sizes is whole else whole,
+                arrived=now,
+                since=now,
+                due=promise.due,
+                latest=promise.latest,
+                forecast=promise.forecast,
+            )
+            books.requests.add(entry)
+            self._promises.watch(entry)
+        else:
+            self._dispatch.reasons.refused(request, refusal, now)
+            self._endings.refuse(request, refusal)
+
+    def _sizes_in_parts(self, request: Request, left: int) -> RequestBytes | None:
+        """What it takes if its layers are encoded while others are read; None if they cannot be.
+
+        A prompt whose every token is scored is read all layers at a time, and batches of fixed size
+        go to compressors whole.
+        """
+        is_scored = request.sampling.prompt_logprobs >= 0
+        if is_scored or self._dispatch.schedule.compress.most is not None:
+            return None
+        return self._model.estimate_in_parts(request.known_tokens, left)
+
+    def _refusal(
+        self, request: Request, sizes: RequestBytes, now: float
+    ) -> PromptTooLong | QueueFull | None:
+        """Why a request cannot even wait, if it cannot."""
+        capacity = self._books.ledger.capacity_bytes
+        if sizes.peak > capacity:
+            return PromptTooLong(
+                f"{len(request.prompt)} prompt tokens and {request.sampling.max_tokens} new tokens "
+                f"take up to {sizes.peak} bytes of pages, and the server has {capacity}"
+            )
+        limit = self._config.max_queued_requests
+        waiting = self._books.requests.count(State.WAITING)
+        if waiting >= limit and not request.attempt:
+            return QueueFull(waiting, limit, self._books.drain.retry_after_s(waiting, now))
+        return None
+
+    def _cancel(self, message: Cancel, now: float) -> None:
+        for request in message.requests:
+            entry = self._books.requests.get(request)
+            if entry is None or entry.state is State.LEAVING:
+                self._books.counters["stray_cancel"] += 1
+            else:
+                self._endings.cancel(entry, now)
+
+    # ---------------------------------------------------------------- from the workers
+
+    def _prefilled(self, message: Prefilled, sender: str, now: float) -> None:
+        if message.handle is None:
+            self._finished(Finished(request=message.request, tokens=1), sender, now)
+            return
+        entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
+        if entry is not None:
+            entry.words, entry.handle = (message.first_token,), message.handle
+            entry.memory = ()
+            entry.token_s, entry.read_at = message.token_s, now
+            entry.concurrency_s = self._books.pace.concurrency_s
+            entry.hit_tokens = message.cached_tokens
+            self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
+            self._books.pace.came(now - entry.arrived, entry.forecast, now)
+            self._roles.read(entry, now)
+            self._books.requests.history.cached(entry.id, message.cached_tokens)
+            self._books.requests.move(entry, State.PREFILLED, now)
+
+    def _planned(self, message: Planned, sender: str, now: float) -> None:
+        entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
+        if entry is None:
+            return
+        entry.source_worker = ""
+        page_bytes, ledger = self._model.plan.page_bytes, self._books.ledger
+        own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
+        entry.sizes = entry.sizes.corrected(own, shared)
+        entry.raw_arena = entry.work_arena  # if it was another one, the pages were fetched
+        lines = lines_before_encoding(
+            entry.sizes, entry.raw_arena, entry.work_arena, entry.final_arena
+        )
+        if ledger.book(entry.id, lines):
+            self._books.requests.move(entry, State.PLANNED, now)
+        else:
+            self._books.counters["estimate_too_low"] += 1
+            free = ledger.free(entry.final_arena) // page_bytes
+            self._endings.fail(entry, PoolExhausted(message.pages, free), now)
+
+    def _compressed(self, message: Compressed, sender: str, now: float) -> None:
+        entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
+        if entry is not None:
+            entry.handle, entry.report = message.handle, message.report
+            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
+            self._books.ledger.book(entry.id, lines)
+            self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _fetched(self, message: Fetched, sender: str) -> None:
+        """The pages are in the arena of the worker that has them, and nowhere else."""
+        entry = self._books.requests.get(message.request)
+        if entry is None or entry.worker != sender:
+            self._books.counters["stray_fetched"] += 1
+            return
+        self._books.counters["fetched"] += 1
+        if entry.state is State.DECODING:
+            entry.source_worker, entry.work_arena = "", entry.final_arena
+            entry.sizes = entry.sizes.moved()
+            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
+            self._books.ledger.book(entry.id, lines)
+
+    def _resumed(self, message: Resumed, sender: str) -> None:
+        entry = self._books.requests.get(message.request)
+        if entry is not None and entry.worker == sender and entry.previous_worker:
+            is_from_the_dead = entry.previous_worker in self._books.formers
+            self._books.counters["resumed" if is_from_the_dead else "moved"] += 1
+            entry.previous_worker = entry.source_worker = ""
+        else:
+            self._books.counters["stray_resumed"] += 1
+
+    def _suspended(self, message: Preempted, sender: str, now: float) -> None:
+        entry = self._expect(message.request, sender, State.DECODING, "stray_suspended")
+        if entry is not None:
+            self._books.counters["suspended"] += 1
+            entry.words, entry.handle = message.words, message.handle
+            entry.memory = message.memory
+            entry.source_worker, entry.decode, entry.is_asked_back = "", "", False
+            entry.previous_worker = self._books.fleet.name_of(sender)
+            if entry.is_preempted:
+                self._set_aside(entry, message.handle, now)
+            else:
+                self._books.requests.move(entry, State.COMPRESSED, now)
+
+    def _set_aside(self, entry: Entry, handle: KVHandle, now: float) -> None:
+        """Free what the request does not have yet, and let it wait with what it has."""
+        most = self._model.estimate(handle.tokens, max_tokens=0).grown
+        kept = min(most, entry.sizes.grown)
+        self._books.ledger.book(entry.id, {entry.final_arena: kept})
+        self._books.requests.preempt(entry, kept, now)
+
+    def _finished(self, message: Finished, sender: str, now: float) -> None:
+        entry = self._books.requests.get(message.request)
+        if entry is None or sender not in (*entry.holders, *entry.owed):
+            self._books.counters["stray_finished"] += 1
+        elif entry.state is State.LEAVING:
+            self._endings.settle(entry, sender)
+        elif sender == entry.worker:
+            self._left_its_worker(entry, message, now)
+        elif sender == entry.encoder and message.error is not None:
+            entry.encoder = ""
+            self._endings.fail(entry, message.error, now)
+        else:
+            entry.source_worker = ""
+
+    def _left_its_worker(self, entry: Entry, message: Finished, now: float) -> None:
+        """The worker that has the request says that it is over there: it holds nothing of it."""
+        if entry.source_worker == entry.worker:
+            entry.source_worker = ""
+        worker, entry.worker = entry.worker, ""
+        if message.error is not None:
+            self._endings.fail(entry, message.error, now)
+        elif entry.state in (State.PREFILLING, State.DECODING):
+            self._endings.finish(entry, worker, message.tokens, now)
+        else:
+            self._endings.fail(entry, StageLost(entry.stage), now)
+
+    def _expect(self, request: str, sender: str, state: State, oddity: str) -> Entry | None:
+        """The entry that a message is about, if ``sender`` has it in ``state``.
+
+        Otherwise the message came late, twice or from nowhere. Its sender may hold pages that
+        nobody will ever ask for, so it is told to let go, unless it rightly has the request.
+        """
+        entry = self._books.requests.get(request)
+        if entry is not None and entry.worker == sender and entry.state is state:
+            return entry
+        self._books.counters[oddity] += 1
+        if entry is None or entry.state is State.LEAVING or sender not in entry.holders:
+            self._books.outbox.cancel(sender, request)
+        return None
+
+    # ---------------------------------------------------------------- what it knows
+
+    def snapshot(self, now: float) -> RouterSnapshot:
+        """For metrics and for a person in doubt."""
+        requests: Requests = self._books.requests
+        oldest = requests.line.oldest_arrival()
+        self._books.roster.refresh(now)
+        return RouterSnapshot(
+            requests={state.value: requests.count(state) for state in State},
+            booked_bytes=self._books.ledger.arenas,
+            capacity_bytes=max(1, len(self._books.roster.arenas))
+            * self._books.ledger.capacity_bytes,
+            blocked_reason=self._dispatch.blocked_reason,
+            oldest_waiting_s=0.0 if oldest is None else now - oldest,
+            counters=dict(self._books.counters),
+            workers=tuple(self._books.roster.loads()),
+        )
+
+    def demand(self, now: float) -> Demand:
+        """What decides how many workers each stage should have; a few seconds old at the most."""
+        return self._scaling.demand(now)
+
+    def census(self) -> tuple[dict[str, int], int]:
+        """Requests by state, and bytes booked in all arenas: what a simulator asks at each tick."""
+        counts = {state.value: self._books.requests.count(state) for state in State}
+        return counts, sum(self._books.ledger.arenas.values())
+
+    def lives(self, most: int = SHOWN) -> tuple[RequestTrace, ...]:
+        """What became of the latest requests, first come first; times are those of ``now``."""
+        return tuple(self._books.requests.history.latest(most))
+
+    def handles(self) -> dict[str, KVHandle]:
+        """The pages of each request, as its last stage handed them over."""
+        entries = self._books.requests
+        return {entry.id: entry.handle for entry in entries if entry.handle is not None}
+
+    def report_ages_s(self, now: float) -> dict[str, float]:
+        """Seconds since the last report of each worker, by name, that has sent one."""
+        return {peer.name: now - peer.reported for peer in self._books.fleet if peer.report}
+
+    def decisions(self, client_id: str) -> tuple[RequestTrace, ...]:
+        """What was decided about a client's request, and why: a life for each choice and attempt.
+
+        Empty if it never was, or if many came after it.
+        """
+        return tuple(self._books.requests.history.of(client_id))
+
+    def explain(self, request: str, now: float) -> Explanation | None:
+        """Where a request is and what it waits for; None if it ended or never was."""
+        entry = self._books.requests.get(request)
+        if entry is None:
+            return None
+        return Explanation(
+            request=request,
+            state=entry.state.value,
+            in_state_s=now - entry.since,
+            worker=entry.worker,
+            decode_worker=entry.decode,
+            booked_bytes=self._books.ledger.booked_by(request),
+            blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
+        )

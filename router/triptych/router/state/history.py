@@ -1,0 +1,198 @@
+"""What became of the latest requests: when each entered which state, what was decided, and why."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+from triptych.core.messages import CompressionReport, Request
+
+KEPT = 4096
+"""Requests that are remembered: the newest ones, whether they have ended or not."""
+MAX_STEPS = 32
+"""Steps that are remembered of one request; a request that is orphaned again and again has more."""
+
+MAX_DECISIONS = 8
+"""Decisions that are remembered of one request: the newest ones."""
+
+End = Literal["", "finished", "failed", "cancelled"]
+"""How a request ended for its client; empty: it has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A worker that could have been chosen, or was."""
+
+    worker: str
+    free_bytes: int
+    """Of its arena, before the choice."""
+    load: int
+    """Tokens before it, or, of a decode worker, its free slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One decision about one request, with what it was made from."""
+
+    step: Literal["refuse", "prefill", "compress", "decode", "resume"]
+    at: float
+    reason: str
+    chosen: str = ""
+    """Address of the worker."""
+    raw_bytes: int = 0
+    """Pages of the prompt while it is read and compressed."""
+    grown_bytes: int = 0
+    """Pages at the end of the longest answer."""
+    booked_bytes: int = 0
+    """What it had booked after the decision, in all arenas."""
+    waiting: int = 0
+    """Requests in the line, this one included, when it left it."""
+    older: int = 0
+    """Those of them that had come before it: whom it overtook."""
+    placement: str = ""
+    """Why the placement policy chose that prefill worker."""
+    alternatives: tuple[Alternative, ...] = ()
+    """The best workers, best first; the reasons why others were not looked at are in the rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """One attempt at a request: sizes and times, and nothing of what was said."""
+
+    request: str
+    number: int
+    """Counts the requests since the router started: a name that tells nothing."""
+    attempt: int
+    """How many workers lost the request before."""
+    prompt_tokens: int
+    max_tokens: int
+    steps: tuple[tuple[str, float], ...]
+    """States, and when it entered them."""
+    traceparent: str = ""
+    """The trace that its client wants it to be part of."""
+    end: End = ""
+    code: str = ""
+    """Of the error, if it failed."""
+    ended: float = 0.0
+    tokens: int = 0
+    """Tokens of the answer, once it is finished."""
+    report: CompressionReport | None = None
+    """What compression did to it, once it was compressed."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were not computed again, once it was read."""
+    decisions: tuple[Decision, ...] = ()
+    """What the router decided about it, and why."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What a ``RequestTrace`` is made of, while it grows: a copy for each step would cost more."""
+
+    request: str
+    number: int
+    attempt: int
+    prompt_tokens: int
+    max_tokens: int
+    steps: list[tuple[str, float]]
+    traceparent: str = ""
+    end: End = ""
+    code: str = ""
+    ended: float = 0.0
+    tokens: int = 0
+    report: CompressionReport | None = None
+    cached_tokens: int | None = None
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
+
+    def life(self) -> RequestTrace:
+        return RequestTrace(
+            request=self.request,
+            number=self.number,
+            attempt=self.attempt,
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+            steps=tuple(self.steps),
+            traceparent=self.traceparent,
+            end=self.end,
+            code=self.code,
+            ended=self.ended,
+            tokens=self.tokens,
+            report=self.report,
+            cached_tokens=self.cached_tokens,
+            decisions=tuple(self.decisions),
+        )
+
+
+@dataclass
+class History:
+    """The newest requests, first come first. Never more than ``limit`` of them."""
+
+    limit: int = KEPT
+    _records: dict[str, _Record] = field(default_factory=dict[str, _Record])
+    _count: int = 0
+
+    def __iter__(self) -> Iterator[RequestTrace]:
+        return (record.life() for record in self._records.values())
+
+    def latest(self, count: int) -> list[RequestTrace]:
+        """The newest ``count``, first come first."""
+        skipped = max(0, len(self._records) - count)
+        return [record.life() for record in islice(self._records.values(), skipped, None)]
+
+    def of(self, client_id: str) -> list[RequestTrace]:
+        """Those with this id, or that a client's request with this id was made into.
+
+        A choice is ``<id>-<index>``, and another attempt at it ``<id>-<index>~<attempt>``.
+        """
+        parts = (f"{client_id}-", f"{client_id}~")
+        return [
+            record.life()
+            for name, record in self._records.items()
+            if name == client_id or name.startswith(parts)
+        ]
+
+    def number(self, request: str) -> int:
+        """The number of a request; 0 if it is not remembered any more."""
+        record = self._records.get(request)
+        return record.number if record else 0
+
+    def begin(self, request: Request, state: str, now: float) -> None:
+        """Remember a request that came in."""
+        self._count += 1
+        self._records.pop(request.id, None)
+        self._records[request.id] = _Record(
+            request=request.id,
+            number=self._count,
+            attempt=request.attempt,
+            prompt_tokens=request.known_tokens,
+            max_tokens=request.sampling.max_tokens,
+            steps=[(state, now)],
+            traceparent=request.traceparent,
+        )
+        while len(self._records) > self.limit:
+            del self._records[next(iter(self._records))]
+
+    def note(self, request: str, state: str, report: CompressionReport | None, now: float) -> None:
+        """Remember that a request entered a state."""
+        record = self._records.get(request)
+        if record is not None and len(record.steps) < MAX_STEPS:
+            record.steps.append((state, now))
+            record.report = report
+
+    def decided(self, request: str, decision: Decision) -> None:
+        """Remember what was decided about a request."""
+        record = self._records.get(request)
+        if record is not None:
+            record.decisions.append(decision)
+
+    def cached(self, request: str, tokens: int) -> None:
+        """Remember how much of a prompt was not computed again."""
+        record = self._records.get(request)
+        if record is not None:
+            record.cached_tokens = tokens
+
+    def end(self, request: str, end: End, now: float, *, code: str = "", tokens: int = 0) -> None:
+        """Remember how a request ended; the first word counts."""
+        record = self._records.get(request)
+        if record is not None and not record.end:
+            record.end, record.ended, record.code, record.tokens = end, now, code, tokens

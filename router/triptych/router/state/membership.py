@@ -1,0 +1,137 @@
+"""Who is there: workers and ingresses, what they can do, and how fresh their reports are."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from triptych.core.messages import Register, Report, Stage
+
+STALL_FACTOR = 20.0
+"""Times the longest measured step after which a worker counts as stuck."""
+LONG_STEP_S = 60.0
+"""What a step may take in any case: it may be the first that uses a kernel, and compile it."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """A process that introduced itself."""
+
+    hello: Register
+    reported: float = -inf
+    """When its last report came."""
+    report: Report | None = None
+    """The last one."""
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def address(self) -> str:
+        return self.hello.address
+
+
+@dataclass
+class Membership:
+    """All living peers by address. A worker without a fresh report counts as full."""
+
+    report_bound_s: float
+    """Age up to which a worker's report is believed, in seconds."""
+
+    _peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
+    _left: dict[tuple[Stage, str], float] = field(default_factory=dict[tuple[Stage, str], float])
+    """When the last worker of a stage in an arena died."""
+    _there: Counter[tuple[Stage, str | None]] = field(
+        default_factory=Counter[tuple[Stage, str | None]]
+    )
+    """Workers of each stage, in each arena and in all (None)."""
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def __contains__(self, address: str) -> bool:
+        return address in self._peers
+
+    def name_of(self, address: str) -> str:
+        """The name of the peer at an address."""
+        return self._peers[address].name
+
+    def replaced_by(self, hello: Register) -> list[str]:
+        """Addresses whose process must be dead if ``hello`` is true."""
+        return [
+            peer.address
+            for peer in self
+            if (peer.name == hello.name) != (peer.address == hello.address)
+        ]
+
+    def join(self, hello: Register) -> None:
+        """Take in a peer; one that was known and says hello again keeps its report."""
+        peer = self._peers.get(hello.address)
+        if peer is None:
+            peer = self._peers[hello.address] = Peer(hello)
+        else:
+            self._count(peer.hello, -1)
+            peer.hello = hello
+        self._count(hello, +1)
+
+    def note(self, report: Report, sender: str, now: float) -> bool:
+        """Take a worker's report; False if no such worker is known at ``sender``."""
+        peer = self._peers.get(sender)
+        if peer is None or peer.name != report.name:
+            return False
+        peer.reported, peer.report = now, report
+        return True
+
+    def stalled(self, now: float, silent_s: float) -> list[Peer]:
+        """Workers that were silent for ``silent_s``, or in one step far longer than theirs take."""
+        return [
+            peer
+            for peer in self
+            if (report := peer.report) is not None
+            and (now - peer.reported > silent_s or report.step_age_s > _longest_step_s(report))
+        ]
+
+    def forgive(self, now: float) -> list[Peer]:
+        """Count every worker as heard of now, and say which: it was the listener that was away."""
+        reporting = [peer for peer in self if peer.report is not None]
+        for peer in reporting:
+            peer.reported = max(peer.reported, now)
+        return reporting
+
+    def leave(self, address: str, now: float) -> Peer | None:
+        """Forget a peer that died; returns who it was."""
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            self._count(peer.hello, -1)
+        for stage in peer.hello.stages if peer else ():
+            self._left[stage, peer.hello.arena if peer else ""] = now
+        return peer
+
+    def is_full(self, peer: Peer, now: float) -> bool:
+        """Whether the peer takes nothing because nobody knows how it fares."""
+        return now - peer.reported > self.report_bound_s
+
+    def absent_since(self, stage: Stage, arena: str | None = None) -> float | None:
+        """When the last worker of ``stage`` died; minus infinity if there never was one.
+
+        None if one lives. With ``arena``: workers that store there only.
+        """
+        if self._there[stage, arena] > 0:
+            return None
+        times = (
+            time
+            for (left_stage, left_arena), time in self._left.items()
+            if left_stage == stage and arena in (None, left_arena)
+        )
+        return max(times, default=-inf)
+
+    def _count(self, hello: Register, change: int) -> None:
+        for stage in hello.stages:
+            self._there[stage, hello.arena] += change
+            self._there[stage, None] += change
+
+
+def _longest_step_s(report: Report) -> float:
+    """What a worker's step may take, going by its last ones."""
+    return max(LONG_STEP_S, STALL_FACTOR * report.longest_step_s)

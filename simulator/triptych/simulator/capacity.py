@@ -1,0 +1,47 @@
+"""How many requests per second a cluster can serve, by arithmetic: where a sweep begins."""
+
+from triptych.simulator.costs import Costs
+from triptych.simulator.setup import Cluster
+
+
+def saturation_rate(
+    cluster: Cluster, costs: Costs, prompt_tokens: float, output_tokens: float
+) -> float:
+    """Requests per second of mean length at which the first stage has no time left.
+
+    Steps are taken to be full: whole chunks of prompts, and decode batches as large as slots and
+    bytes allow. So this is an upper bound; queues grow long some way below it.
+    """
+    read_s = _read_s(cluster, costs, prompt_tokens)
+    compress_s = costs.compress_step_s + prompt_tokens * costs.compress_token_s
+    batch = _batch(cluster, prompt_tokens, output_tokens)
+    stored = prompt_tokens + output_tokens / 2
+    step_s = costs.decode_step_s + batch * (costs.decode_request_s + stored * costs.decode_token_s)
+    write_s = max(0.0, output_tokens - 1) * step_s / batch
+    if cluster.colocated or cluster.shared_cores:
+        return _machines(cluster) / (read_s + compress_s + write_s)
+    stages = ((cluster.prefill, read_s), (cluster.compress, compress_s), (cluster.decode, write_s))
+    return min(workers / seconds for workers, seconds in stages if seconds > 0)
+
+
+def _read_s(cluster: Cluster, costs: Costs, tokens: float) -> float:
+    share = tokens / cluster.chunk_tokens
+    each = tokens * costs.prefill_token_s + tokens * tokens / 2 * costs.prefill_pair_s
+    return share * costs.prefill_step_s + each
+
+
+def _batch(cluster: Cluster, prompt_tokens: float, output_tokens: float) -> float:
+    """Requests that one decode worker runs at once, with memory for all of them."""
+    plan = cluster.plan
+    pages = cluster.stored_pages(int(prompt_tokens + output_tokens))
+    decoders = cluster.colocated or cluster.decode
+    room = cluster.capacity_bytes * len({arena for _, arena, _ in cluster.workers})
+    fitting = room / (pages * plan.page_bytes) / decoders
+    return max(1.0, min(float(cluster.max_batch_requests), fitting))
+
+
+def _machines(cluster: Cluster) -> int:
+    """Sets of cores: a machine's, or a worker's of its own."""
+    if cluster.shared_cores:
+        return len({arena for _, arena, _ in cluster.workers})
+    return cluster.colocated

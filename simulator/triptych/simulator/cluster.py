@@ -1,0 +1,389 @@
+"""A run in virtual time: clients, the real coordinator, and workers that pretend to compute."""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from math import inf
+from time import thread_time
+
+from triptych.core.config import RouterConfig
+from triptych.core.errors import TriptychError
+from triptych.core.messages import (
+    Failed,
+    Message,
+    Prefilled,
+    Register,
+    Request,
+    Sampling,
+    Send,
+    Submit,
+)
+from triptych.core.pages import PagePlan
+from triptych.router.frontend.shards import Cells, bytes_of, key_of, may_pass_on, names_of
+from triptych.router.policies.prefix_map import BlockCache
+from triptych.router.scheduler import Patience, Scheduler
+from triptych.simulator.clock import Clock
+from triptych.simulator.costs import Costs
+from triptych.simulator.engines import NodeCache, Wrote, engines_of
+from triptych.simulator.setup import Chain, Cluster, Job
+from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
+
+INGRESS = "ingress"
+REPORT_S, TICK_S = 0.5, 0.25
+STUCK_S = 3600.0
+"""Time without any beginning or end of a request after which nothing will ever happen."""
+
+
+class SimulationStuck(TriptychError):
+    """Requests are left, and nothing will ever happen to them."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request; times in seconds of the run."""
+
+    job: Job
+    due_s: float
+    first_s: float = -1.0
+    last_s: float = -1.0
+    error: str = ""
+    began_s: float = -1.0
+    """When its prompt was first read from."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that were not computed."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.last_s >= 0 and not self.error
+
+
+@dataclass
+class Trial:
+    """Everything that one run gave."""
+
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    duration_s: float = 0.0
+    gaps: Counter[float] = field(default_factory=Counter[float])
+    """Seconds between two tokens of an answer, to a tenth of a millisecond: how often each."""
+    decision_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Real CPU time of each call of the coordinator: no neighbour makes it longer."""
+    state_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Requests in each state, integrated over time by looks at each tick."""
+    mean_booked_bytes: float = 0.0
+    peak_booked_bytes: int = 0
+    busy_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of work of each stage's workers."""
+    counters: dict[str, int] = field(default_factory=dict[str, int])
+    """The coordinators'."""
+    cells: dict[str, "CellTrial"] = field(default_factory=dict[str, "CellTrial"])
+    """What was done in each cell."""
+    cell_choices: dict[str, int] = field(default_factory=dict[str, int])
+    """Requests by why they went to their cell."""
+
+
+@dataclass(slots=True)
+class CellTrial:
+    """What one cell did in a run."""
+
+    requests: int = 0
+    """That ended there."""
+    busy_s: float = 0.0
+    """Seconds of work of its workers."""
+    router_s: float = 0.0
+    """Real CPU time of its coordinator."""
+
+
+class Simulation:
+    """One run. Everything the router decides, the real coordinator decides."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        *,
+        keep_gaps: bool = True,
+        on_tick: Callable[[Trial], None] = lambda _: None,
+        make: Callable[[RouterConfig, PagePlan, int, Patience], Scheduler] = Scheduler,
+    ) -> None:
+        self.clock, self.trial = Clock(), Trial()
+        self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
+        names = list(names_of(cluster.router.cells))
+        self._parts = {name: cluster.cell(index) for index, name in enumerate(names)}
+        self._coordinators = {
+            name: make(part.router, part.plan, part.capacity_bytes, Patience())
+            for name, part in self._parts.items()
+        }
+        readers = (cluster.colocated or cluster.prefill) // len(names)
+        self._cells = Cells(names, cluster.router.cell_overload, readers)
+        self._cell_of = dict[str, str]()
+        """Of workers, by address."""
+        self._outcomes = dict[str, Outcome]()
+        self._rest = dict[str, Iterator[Job]]()
+        """What follows a request that is under way, or to come, in its session."""
+        self._sessions: Iterator[Chain] = iter(())
+        self._is_closed_loop = False
+        self._progress_s = 0.0
+        self._looks, self._on_tick = 0, on_tick
+        self._wrote_at = dict[str, float]()
+        self._caches = dict[str, NodeCache]()
+        self._workers = self._build_workers()
+
+    def run(
+        self, sessions: Iterable[Chain], concurrency: int | None = None, stop_s: float = inf
+    ) -> Trial:
+        """Serve all sessions to their end, or until ``stop_s``.
+
+        ``sessions`` are in the order in which they are due. With ``concurrency`` so many are
+        always under way, whenever they were due.
+
+        Raises: SimulationStuck if some of them would wait for ever
+        """
+        for name in self._parts:
+            self._cells.found(name)
+            self.trial.cells[name] = CellTrial()
+        everybody = [one for part in self._parts.values() for one in part.workers]
+        for number, (address, arena, stages) in enumerate(everybody):
+            slots = self._cluster.max_batch_requests if "decode" in stages else 0
+            hello = Register(
+                name=address, address=address, stages=stages, max_requests=slots, arena=arena
+            )
+            self._coordinators[self._cell_of[address]].on(hello, address, 0.0)
+            self._report(self._workers[address])
+            # Real workers did not start at the same moment either.
+            offset = REPORT_S * number / len(self._workers)
+            self.clock.after(offset, self._keep_reporting, self._workers[address])
+        self.clock.after(TICK_S, self._tick)
+        self._sessions, self._is_closed_loop = iter(sessions), concurrency is not None
+        for _ in range(concurrency or 1):
+            self._begin_session()
+        while self._rest and self.clock.now < stop_s and self.clock.step():
+            pass
+        return self._finished()
+
+    def _build_workers(self) -> dict[str, SimulatedWorker]:
+        cores = dict[str, Turns | OwnCores]()
+        workers = dict[str, SimulatedWorker]()
+        for cell, part in self._parts.items():
+            for address, arena, stages in part.workers:
+                shared = cores.get(part.machine(arena))
+                if shared is None:
+                    shared = cores[part.machine(arena)] = self._cores()
+                engines = engines_of(stages, part, self._costs, self._cache_of(part, arena))
+                workers[address] = SimulatedWorker(
+                    address, self.clock, engines, shared, self._from_worker, self._began
+                )
+                self._cell_of[address] = cell
+        return workers
+
+    def _cache_of(self, part: Cluster, arena: str) -> NodeCache | None:
+        """That of one machine; None if it keeps no prefixes."""
+        if arena not in self._caches and part.plan.prefix_bytes:
+            blocks = BlockCache(part.plan.prefix_blocks)
+            self._caches[arena] = NodeCache(part.plan.block_tokens, blocks)
+        return self._caches.get(arena)
+
+    def _cores(self) -> Turns | OwnCores:
+        """Those of one machine."""
+        cluster = self._cluster
+        if not cluster.shared_cores:
+            return OwnCores(cluster.free_cores)
+        return Turns(
+            self.clock, 1.0 if cluster.free_cores is None else cluster.cores / cluster.free_cores
+        )
+
+    # ---------------------------------------------------------------- clients
+
+    def _begin_session(self) -> None:
+        """Wait for the next session that is due; in a closed loop, begin it now."""
+        session = next(self._sessions, None)
+        if session is not None:
+            jobs = iter(session)
+            first = next(jobs)
+            wait_s = 0.0 if self._is_closed_loop else max(0.0, first.at_s - self.clock.now)
+            self._rest[first.id] = jobs
+            self.clock.after(wait_s, self._send, first, not self._is_closed_loop)
+
+    def _send(self, job: Job, is_arrival: bool = False) -> None:
+        self._progress_s = self.clock.now
+        self._outcomes[job.id] = Outcome(job, self.clock.now)
+        self.clock.after(self._costs.arrive_s, self._arrive, job)
+        if is_arrival:
+            self._begin_session()
+
+    def _arrive(self, job: Job) -> None:
+        request, plan = self._request(job), self._cluster.plan
+        if len(self._parts) == 1:  # whose hashes would be the same, and cost as much
+            self._cells.place(job.id, b"", 1)
+        else:
+            self._cells.place(job.id, key_of(request, plan), bytes_of(request, plan))
+        self._submit(request)
+
+    def _request(self, job: Job) -> Request:
+        return Request(
+            id=job.id,
+            prompt=self._prompt(job),
+            sampling=_sampling(job.max_tokens),
+            reply_to=INGRESS,
+            slo=job.slo,
+        )
+
+    def _submit(self, request: Request) -> None:
+        self._decide([Submit(request=request)], INGRESS, self._cells.where(request.id))
+
+    def _failed(self, failure: Failed) -> None:
+        """The ingress hears that a cell would not take a request, or could not end it."""
+        name = failure.request
+        is_begun = self._outcomes[name].first_s >= 0
+        if may_pass_on(failure) and not is_begun and self._cells.pass_on(name) is not None:
+            self._submit(self._request(self._outcomes[name].job))
+        else:
+            self._end(name, failure.code or "failed")
+
+    def _prompt(self, job: Job) -> tuple[int, ...]:
+        """Tokens that are equal where, and only where, segments are; zeros if nobody looks."""
+        if not self._cluster.plan.prefix_bytes:
+            return _zeros(job.prompt_tokens)
+        segments = job.segments or ((f"only {job.id}", job.prompt_tokens),)
+        return tuple(token for name, count in segments for token in (_token(name),) * count)
+
+    def _began(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._outcomes[name].began_s = self.clock.now
+
+    def _hear(self, wrote: Wrote) -> None:
+        """Tokens reach their clients."""
+        now = self.clock.now
+        for name in wrote.first:
+            self._outcomes[name].first_s = now
+        for name in wrote.joined:
+            if self._keep_gaps:
+                self.trial.gaps[round(now - self._outcomes[name].first_s, 4)] += 1
+        for name in wrote.last:
+            self._end(name)
+
+    def _end(self, name: str, error: str = "") -> None:
+        outcome = self._outcomes.pop(name)
+        outcome.last_s, outcome.error = self.clock.now, error
+        if not error:
+            self.trial.cells[self._cells.where(name)].requests += 1
+        self._cells.remove(name)
+        self._progress_s = self.clock.now
+        self.trial.outcomes.append(outcome)
+        jobs = self._rest.pop(name)
+        job = None if error else next(jobs, None)
+        if job is not None:
+            self._rest[job.id] = jobs
+            self.clock.after(job.at_s, self._send, job)
+        elif self._is_closed_loop:
+            self._begin_session()
+
+    # ---------------------------------------------------------------- the router
+
+    def _decide(self, messages: Sequence[Message], sender: str, cell: str) -> None:
+        started = thread_time()
+        sends = self._coordinators[cell].receive(messages, sender, self.clock.now)
+        spent = thread_time() - started
+        self.trial.decision_s.append(spent)
+        self.trial.cells[cell].router_s += spent
+        self._post(sends)
+
+    def _post(self, sends: Sequence[Send]) -> None:
+        frames = dict[str, list[Message]]()
+        for send in sends:
+            if isinstance(send.message, Failed):
+                self.clock.after(self._costs.reply_s, self._failed, send.message)
+            elif send.to in self._workers:
+                frames.setdefault(send.to, []).append(send.message)
+        for address, messages in frames.items():
+            self.clock.after(self._costs.hop_s, self._workers[address].post, messages)
+
+    def _tick(self) -> None:
+        now = self.clock.now
+        if self._outcomes and now - self._progress_s > STUCK_S:
+            raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
+        for cell, coordinator in self._coordinators.items():
+            started = thread_time()
+            sends = coordinator.tick(now)
+            self.trial.cells[cell].router_s += thread_time() - started
+            self._post(sends)
+        self._look()
+        self._on_tick(self.trial)
+        self.clock.after(TICK_S, self._tick)
+
+    def _look(self) -> None:
+        trial, self._looks, booked = self.trial, self._looks + 1, 0
+        for coordinator in self._coordinators.values():
+            counts, held = coordinator.census()
+            booked += held
+            for state, count in counts.items():
+                trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
+        trial.mean_booked_bytes += (booked - trial.mean_booked_bytes) / self._looks
+        trial.peak_booked_bytes = max(trial.peak_booked_bytes, booked)
+
+    # ---------------------------------------------------------------- workers
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        self._decide([worker.report()], worker.address, self._cell_of[worker.address])
+
+    def _keep_reporting(self, worker: SimulatedWorker) -> None:
+        self._report(worker)
+        self.clock.after(REPORT_S, self._keep_reporting, worker)
+
+    def _from_worker(
+        self, worker: SimulatedWorker, sends: Sequence[Send], wrote: Wrote | None
+    ) -> None:
+        if sends:
+            messages = [send.message for send in sends]
+            for message in messages:
+                if isinstance(message, Prefilled):
+                    self._outcomes[message.request].cached_tokens = message.cached_tokens
+            cell = self._cell_of[worker.address]
+            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, cell)
+        if wrote is None:
+            return
+        if not wrote.first:
+            self._note_gap(worker, wrote)
+        if wrote.first or wrote.last or wrote.joined:
+            self.clock.after(self._costs.reply_s, self._hear, wrote)
+
+    def _note_gap(self, worker: SimulatedWorker, wrote: Wrote) -> None:
+        """Time from one decode step of a worker to its next: what a client sees of its tokens."""
+        now, before = self.clock.now, self._wrote_at.pop(worker.address, None)
+        others = wrote.requests - len(wrote.joined)
+        if self._keep_gaps and before is not None and others:
+            self.trial.gaps[round(now - before, 4)] += others
+        if wrote.goes_on:
+            self._wrote_at[worker.address] = now
+
+    # ---------------------------------------------------------------- the end
+
+    def _finished(self) -> Trial:
+        trial = self.trial
+        trial.duration_s = self.clock.now
+        counters = Counter[str]()
+        for cell, part in self._parts.items():
+            for address, _, stages in part.workers:
+                stage = stages[0] if len(stages) == 1 else "all"
+                busy_s = self._workers[address].busy_s
+                trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + busy_s
+                trial.cells[cell].busy_s += busy_s
+            counters.update(self._coordinators[cell].snapshot(self.clock.now).counters)
+        trial.counters, trial.cell_choices = dict(counters), {**self._cells.counters}
+        return trial
+
+
+@cache
+def _zeros(tokens: int) -> tuple[int, ...]:
+    return (0,) * tokens
+
+
+def _token(segment: str) -> int:
+    return int.from_bytes(blake2b(segment.encode(), digest_size=4).digest(), "little") >> 1
+
+
+@cache
+def _sampling(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0)

@@ -1,0 +1,204 @@
+"""A worker process in virtual time: one loop that takes messages and steps its engines."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+
+from triptych.core.messages import Message, Report, Send, Stage
+from triptych.simulator.clock import Clock
+from triptych.simulator.engines import SimulatedEngine, Work, Wrote
+
+Deliver = Callable[["SimulatedWorker", Sequence[Send], Wrote | None], None]
+Began = Callable[[Sequence[str]], None]
+"""Takes the requests whose prompts a step begins to read."""
+
+
+class Turns:
+    """The cores of one machine: a step has all of them, whoever waited longest is next.
+
+    Who is not late waits while there are prompts to be read.
+    """
+
+    def __init__(self, clock: Clock, stretch: float = 1.0) -> None:
+        self._clock, self.stretch = clock, stretch
+        """Times that a step takes longer, as neighbours have some of the cores."""
+        self._waiting = deque[Callable[[], None]]()
+        self._patient = dict[Callable[[], None], float]()
+        """When they are late."""
+        self._reading = set[str]()
+        self._taken = False
+
+    def take(self, go: Callable[[], None], due: float = -inf) -> None:
+        """Call ``go`` when the cores are free; until ``due`` others may read before."""
+        if self._reading and due > self._clock.now:
+            self._patient[go] = due
+            if due < inf:
+                self._clock.after(due - self._clock.now, self._look, go)
+        else:
+            self._patient.pop(go, None)
+            self._line_up(go)
+
+    def lets_read(self, go: Callable[[], None]) -> bool:
+        """Whether it still waits for others to have read."""
+        return go in self._patient
+
+    def read(self, worker: str, has_more: bool) -> None:
+        """Say whether a worker has prompts to read."""
+        if has_more:
+            self._reading.add(worker)
+            return
+        self._reading.discard(worker)
+        if not self._reading:
+            patient, self._patient = self._patient, {}
+            for go in patient:
+                self._line_up(go)
+
+    def leave(self) -> None:
+        """Let the next one have them."""
+        if self._waiting:
+            self._waiting.popleft()()
+        else:
+            self._taken = False
+
+    def _look(self, go: Callable[[], None]) -> None:
+        if self._patient.get(go, inf) <= self._clock.now:
+            del self._patient[go]
+            self._line_up(go)
+
+    def _line_up(self, go: Callable[[], None]) -> None:
+        if self._taken:
+            self._waiting.append(go)
+        else:
+            self._taken = True
+            go()
+
+
+class OwnCores:
+    """A core for each worker of a machine; if there are fewer, steps share them evenly."""
+
+    def __init__(self, free_cores: float | None = None) -> None:
+        self._free, self._busy = free_cores, 0
+
+    @property
+    def stretch(self) -> float:
+        """Times that a step takes longer, as of those that are under way when it begins."""
+        return 1.0 if self._free is None else max(1.0, self._busy / self._free)
+
+    def take(self, go: Callable[[], None], _due: float = -inf) -> None:
+        self._busy += 1
+        go()
+
+    def lets_read(self, _go: Callable[[], None]) -> bool:
+        return False
+
+    def read(self, worker: str, has_more: bool) -> None:
+        """Nobody waits for what is read here."""
+
+    def leave(self) -> None:
+        self._busy -= 1
+
+
+class SimulatedWorker:
+    """Takes all messages that have come, then steps each engine that has work, and again."""
+
+    def __init__(
+        self,
+        address: str,
+        clock: Clock,
+        engines: Sequence[SimulatedEngine],
+        cores: Turns | OwnCores,
+        deliver: Deliver,
+        began: Began,
+    ) -> None:
+        self.address, self.busy_s = address, 0.0
+        self._clock, self._engines, self._cores, self._deliver = clock, engines, cores, deliver
+        self._began = began
+        self._inbox = deque[Message]()
+        self._turn = 0
+        """The engine that is stepped next; those before it had their step of this round."""
+        self._next = engines[0]
+        """The engine that is stepped once the cores are free."""
+        self._is_working = False
+        self._waits_since = dict[Stage, float]()
+        """Since when those stages have waited for a turn."""
+        self._turn_until = 0.0
+        stages = [engine.stage for engine in engines]
+        self._only_reads, self._only_writes = stages == ["prefill"], stages == ["decode"]
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """A frame has arrived."""
+        self._inbox.extend(messages)
+        if not self._is_working:
+            self._is_working = True
+            self._go_on()
+        elif self._cores.lets_read(self._begin):
+            self._take_messages()
+            self._take_turn()
+
+    def report(self) -> Report:
+        return Report(name=self.address, running=0, waiting=0, pages_held=0, busy_s=self.busy_s)
+
+    def _go_on(self) -> None:
+        idle = 0
+        while idle < len(self._engines) or self._inbox:
+            if self._turn == 0 and self._inbox:
+                self._take_messages()
+                idle = 0
+            engine = self._engines[self._turn]
+            self._turn = (self._turn + 1) % len(self._engines)
+            if engine.has_work():
+                self._next = engine
+                self._waits_since.setdefault(engine.stage, self._clock.now)
+                self._take_turn()
+                return
+            idle += 1
+        self._turn = 0
+        self._is_working = False
+
+    def _take_turn(self) -> None:
+        engine = self._next
+        can_wait = self._only_writes and engine.has_work()
+        self._cores.take(self._begin, engine.due if can_wait else -inf)
+
+    def _take_messages(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            for engine in self._engines:
+                work = engine.accept(message, self._clock.now)
+                if work is not None:
+                    if work.sends:
+                        self._deliver(self, work.sends, None)
+                    break
+            else:
+                raise TypeError(f"{self.address}: no stage takes {type(message).__name__}")
+
+    def _begin(self) -> None:
+        """The cores are free: a turn begins."""
+        now, stage = self._clock.now, self._next.stage
+        self._turn_until = now + (now - self._waits_since.get(stage, now))
+        self._step()
+
+    def _step(self) -> None:
+        work = self._next.step()
+        if work.began:
+            self._began(work.began)
+        seconds = work.seconds * self._cores.stretch
+        self._clock.after(seconds, self._end, work, seconds)
+
+    def _end(self, work: Work, seconds: float) -> None:
+        self.busy_s += seconds
+        engine, now = self._next, self._clock.now
+        goes_on = engine.has_work() and engine.due < now < self._turn_until
+        if not goes_on:
+            if self._only_reads:
+                self._cores.read(self.address, engine.has_work())
+            self._cores.leave()
+        self._deliver(self, work.sends, work.wrote)
+        if goes_on:
+            self._step()
+            return
+        if engine.has_work():
+            self._waits_since[engine.stage] = now
+        else:
+            self._waits_since.pop(engine.stage, None)
+        self._go_on()

@@ -1,0 +1,123 @@
+"""What of the pool requests may book, and what is said when it is too little."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.layout import Geometry
+from triptych.core.messages import Report
+from triptych.core.pages import PagePlan
+from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.monitoring.status import Status
+from triptych.kvpool import DiskStats, LocalPool, Namespace, PrefixSettings, Publication
+from triptych.router import RouterSnapshot
+
+CAPACITY = 128 << 20
+
+
+def plan(**pool: object) -> AppPlan:
+    config = AppConfig.from_mapping({"pool": {"capacity_bytes": CAPACITY, **pool}})
+    return AppPlan(
+        config=config,
+        model_path=Path(),
+        pages=PagePlan.of(config, Geometry(layers=30, kv_heads=3, head_dim=64)),
+        context_tokens=8192,
+        weights="hash",
+        run_dir=Path(),
+    )
+
+
+def test_requests_book_neither_stocks_nor_prefixes() -> None:
+    with_cache, without = plan(), plan(prefix_bytes=0)
+    assert without.bookable_bytes - with_cache.bookable_bytes == CAPACITY // 4
+    page = with_cache.pages.page_bytes
+    taken = 3 * 2 * 1024 * page + CAPACITY // 4
+    assert with_cache.bookable_bytes == CAPACITY // page * page - taken
+    with_cache.check()
+    without.check()
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        ({"extent_pages": 4000}, "pool.extent_pages=4000: 3 workers"),
+        ({"prefix_bytes": CAPACITY // 2 + CAPACITY // 8}, "for requests, less than a quarter"),
+    ],
+)
+def test_too_little_for_requests_is_an_error(pool: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(**pool).check()
+
+
+IDLE = RouterSnapshot(
+    requests={},
+    booked_bytes={},
+    capacity_bytes=0,
+    blocked_reason="",
+    oldest_waiting_s=0.0,
+    counters={},
+    workers=(),
+)
+
+
+def test_metrics_tell_of_prefixes() -> None:
+    settings = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
+    space = Namespace(salt=b"", model="m", revision="", profile="p")
+    with LocalPool(16, 256, "w", settings) as pool:
+        new = Publication(
+            namespace=space, tokens=[1, 2], blocks=[pool.take(3)], seconds=0.1, tenant=""
+        )
+        assert pool.publish_prefix(new) == 1
+        assert pool.find_prefix(space, [1, 2, 3]) is not None
+        assert pool.find_prefix(space, [5, 6, 7, 8]) is None
+        ledger = pool.stat()
+    gauges = Status(IDLE, (ledger,), ()).gauges()
+    assert not [name for name in gauges if "disk" in name]
+    assert gauges["triptych_prefix_cache_queries"] == 7
+    assert gauges["triptych_prefix_cache_hits"] == 2
+    assert gauges['triptych_prefix_lookups{result="hit"}'] == 1
+    assert gauges['triptych_prefix_lookups{result="miss"}'] == 1
+    assert gauges["triptych_pool_pages_in_requests"] == 0
+    assert gauges["triptych_pool_pages_in_prefixes"] == 3
+    assert (gauges["triptych_prefix_blocks"], gauges["triptych_prefix_bytes"]) == (1, 768)
+
+
+def test_metrics_tell_of_the_disk_and_of_what_was_not_kept() -> None:
+    with LocalPool(16, 256, "w") as pool:
+        ledger = pool.stat()
+    disk = DiskStats(objects=3, capacity_bytes=9, damaged=1, skipped={"queue_full": 4})
+    report = Report(
+        name="c",
+        running=0,
+        waiting=0,
+        pages_held=0,
+        busy_s=0.0,
+        prefixes_skipped={"PoolExhausted": 2},
+    )
+    gauges = Status(IDLE, (replace(ledger, disk=disk),), (report,)).gauges()
+    assert gauges["triptych_disk_up"] == 1
+    assert (gauges["triptych_disk_objects"], gauges["triptych_disk_damaged"]) == (3, 1)
+    assert gauges['triptych_disk_skipped{reason="queue_full"}'] == 4
+    assert gauges['triptych_prefix_skipped{worker="c",reason="PoolExhausted"}'] == 2
+    gauges = Status(IDLE, (replace(ledger, disk=DiskStats(fault="full")),), ()).gauges()
+    assert gauges["triptych_disk_up"] == 0
+
+
+def test_metrics_are_sums_over_the_pools_of_all_nodes() -> None:
+    """But for how large a page is, and whether all disks work."""
+    with LocalPool(8, 64) as pool:
+        ledger = pool.stat()
+    good = replace(ledger, arena="a", disk=DiskStats(capacity_bytes=100, objects=2))
+    bad = replace(good, arena="b", disk=DiskStats(capacity_bytes=100, fault="full"))
+    gauges = Status(IDLE, (good, bad), ()).gauges()
+    assert gauges["triptych_pool_up"] == 1
+    assert gauges["triptych_pool_pages"] == 16
+    assert gauges["triptych_pool_page_bytes"] == 64
+    assert gauges["triptych_disk_capacity_bytes"] == 200
+    assert gauges["triptych_disk_objects"] == 2
+    assert gauges["triptych_disk_up"] == 0
+    assert Status(IDLE, (good, good), ()).gauges()["triptych_disk_up"] == 1
+    assert Status(IDLE, (good, None), ()).gauges()["triptych_pool_up"] == 0

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from triptych.core.errors import ConfigError
+from triptych.kernels.bench import attention_cpu, attention_gpu, selection
+
+
+def test_a_row_counts_the_bytes_that_attention_reads() -> None:
+    rows = attention_cpu.run(["reference", "cpu"], ["k8v4", "k8v4+fp16"], [2], [64], repeats=1)
+    assert [(row.backend, row.format) for row in rows] == [
+        ("reference", "k8v4"),
+        ("cpu", "k8v4"),
+        ("reference", "k8v4+fp16"),
+        ("cpu", "k8v4+fp16"),
+    ]
+    assert rows[0].bytes == 2 * 3 * 64 * 104
+    assert rows[2].bytes == 2 * 3 * (32 * 104 + 32 * 256)
+    assert all(row.time_ms > 0 and row.sdpa_ms > 0 for row in rows)
+
+
+def test_the_bytes_of_a_selection_are_a_summary_a_page_and_the_pages_that_it_keeps() -> None:
+    rows = selection.run_selection(
+        ["cpu"], ["moments", "box"], ["k8v4"], [2], [8192], [0.3], [2048], repeats=1
+    )
+    assert [(row.method, row.rule) for row in rows] == [
+        ("moments", "keep 0.3"),
+        ("moments", "budget 2048"),
+        ("box", "keep 0.3"),
+        ("box", "budget 2048"),
+    ]
+    for row in rows:
+        assert row.bytes_whole == 2 * 3 * 8192 * 104
+        assert row.bytes_read == row.bytes_formula
+    assert [row.pages_read for row in rows[:2]] == [77 / 256, 0.25]
+
+
+@pytest.mark.parametrize("context", [1024, 4096])
+def test_bytes_of_mixed_pages_are_foretold_within_two_percent(context: int) -> None:
+    rows = selection.run_selection(
+        ["cpu"], ["moments"], ["fp16+k8v4+k4v2"], [2], [context], [0.3], [2048], repeats=1
+    )
+    for row in rows:
+        assert row.bytes_read == pytest.approx(row.bytes_formula, rel=0.02)
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no page format 'k3v3'"):
+        attention_cpu.run(["cpu"], ["k3v3"], [1], [16], repeats=1)
+
+
+@pytest.mark.gpu
+def test_a_row_of_a_gpu_has_times_of_the_device() -> None:
+    torch.use_deterministic_algorithms(False)  # cuBLAS would ask for an environment variable
+    shape = attention_cpu.Shape(heads=4, kv_heads=2, head_dim=64)
+    (row,) = attention_gpu.run(["k8v4"], batch=2, context=64, shape=shape, repeats=2)
+    assert row.bytes == 2 * 2 * 64 * 104
+    assert 0 < row.time_us <= row.median_us
+    assert 0 < row.share_of_copy < 1

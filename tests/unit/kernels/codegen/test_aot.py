@@ -1,0 +1,79 @@
+"""Kernels compile for GPUs that are not here, and nothing spills."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych.cli import main as command
+from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.kernels import PageLists, Rule, Section, Summaries
+from triptych.kernels.codegen import aot, variants
+from triptych.kernels.select import gpu, tile_bytes
+
+WIDE = variants.USUAL_VARIANTS["attend_chunks"]
+USUAL_TARGETS = "sm_90", "gfx942"
+"""One of each maker: all four take a minute; ``triptych kernels check`` compiles for all."""
+
+
+def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["triptych", "kernels", "check", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.timeout(900)  # the first time nothing is in Triton's cache
+def test_every_kernel_fits_the_usual_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kernels.json"
+    asked = [word for name in USUAL_TARGETS for word in ("--target", name)]
+    assert check(monkeypatch, "--quick", "--jobs", "1", "--json", str(path), *asked) == 0
+    rows = json.loads(path.read_text())["rows"]
+    every = {kernel for kernel, _ in variants.all_variants()}
+    assert {(row["kernel"], row["target"]) for row in rows} == {
+        (kernel, target) for kernel in every for target in USUAL_TARGETS
+    }
+    assert all(row["spill_bytes"] == 0 < row["registers"] for row in rows)
+    assert "attend_sections" in capsys.readouterr().out
+
+
+def test_a_kernel_that_spills_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that needs most, with few registers."""
+    launch = variants.usual_variants()["attend_chunks", WIDE]
+    squeezed = {("attend_chunks", WIDE): replace(launch, registers=64)}
+    monkeypatch.setattr(aot, "usual_variants", lambda: squeezed)
+    monkeypatch.setattr(aot, "_variants", lambda: squeezed)
+    assert check(monkeypatch, "--quick", "--jobs", "1", "--target", "sm_90") == 1
+    assert "spills" in capsys.readouterr().err
+
+
+def test_an_unknown_target_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no target 'sm_1'"):
+        aot.tasks(["sm_90", "sm_1"])
+
+
+@pytest.mark.parametrize("width", [1, 300])
+def test_settings_and_sizes_of_one_compile(width: int) -> None:
+    """Triton takes an argument that is 1 for a constant, which not every operation does."""
+
+    def ones(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    layout = PageLayout(FORMATS["k8v4"], 64, default_page_bytes(64))
+    section = Section(layout, ones(1, 1, width), ones(1, 1))
+    memory = ones(1, 1, -(-width // 16), tile_bytes("moments", 64), dtype=torch.uint8)
+    known = [Summaries("moments", memory, 64), None]
+    rule = Rule(keep=1, budget_tokens=1, sink_tokens=1, window_tokens=1)
+    lists = PageLists(ones(1, 1, 2 * width), ones(1, 1), ones(1))
+    query = ones(1, 1, 64, dtype=torch.bfloat16)
+    for launch in gpu.plan(query, [section] * 2, known, ones(1), ones(1), rule, lists, 1.0):
+        made = aot.compile_launch(launch, aot.Task(launch.name, "ones", "sm_90"))
+        assert made.registers > 0

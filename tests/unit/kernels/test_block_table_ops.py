@@ -1,0 +1,183 @@
+"""The compiled books of a step against plain numpy, on random tables."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from triptych.kernels import block_table_ops as ops
+
+Ids = NDArray[np.int32]
+LAYERS, SLOTS, HEADS, WIDTH, ROOM = 3, 5, 2, 7, 4
+
+
+class Table:
+    """Page ids that differ everywhere, seen from either side, and tokens of each row."""
+
+    def __init__(self, seed: int, *, backward: bool = False, equal: bool = False) -> None:
+        self.random = np.random.default_rng(seed)
+        shape = (LAYERS, SLOTS, HEADS, WIDTH)
+        cells = self.random.permutation(LAYERS * SLOTS * HEADS * WIDTH).astype(np.int32)
+        self.pages = cells.reshape(shape)[..., :: -1 if backward else 1]
+        each = (1, SLOTS, 1) if equal else shape[:3]
+        tokens = self.random.integers(0, WIDTH * ROOM, each, np.int32)
+        self.tokens: Ids = np.broadcast_to(tokens, shape[:3]).copy()
+        self.slots = self.random.permutation(SLOTS)[:3].astype(np.int32)
+
+    def numbers(self, *shape: int, least: int = 0, end: int = WIDTH * ROOM) -> Ids:
+        return self.random.integers(least, end, shape, np.int32)
+
+
+def pages_for(tokens: Any) -> Any:
+    return -(-tokens // ROOM)
+
+
+@pytest.mark.parametrize("every", [0, 1, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
+    seed: int, every: int
+) -> None:
+    table = Table(seed, equal=True)
+    tokens, slots = table.tokens.copy(), table.slots
+    positions, progress = table.numbers(3, end=9), table.random.integers(0, 27, SLOTS)
+    places, due, before, is_begun = ops.begin_step(
+        table.tokens, slots, WIDTH * ROOM, positions, progress, every
+    )
+    assert np.array_equal(places, tokens[0, slots, 0])
+    tokens[:, slots] += 1
+    assert np.array_equal(table.tokens, tokens)
+    is_due = positions % every == 0 if every else np.zeros(3, np.bool_)
+    assert np.array_equal(due, np.flatnonzero(is_due))
+    assert np.array_equal(before, LAYERS * positions)
+    assert is_begun == bool((progress[slots] > before).any())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_set_to_pages_in_row_order(seed: int, backward: bool) -> None:
+    table = Table(seed, backward=backward)
+    expected, slot = table.pages.copy(), int(table.slots[0])
+    given = table.numbers(LAYERS * HEADS)
+    counts = pages_for(given)
+    ids = np.arange(1000, 1000 + counts.sum(), dtype=np.int32)
+    used = np.arange(WIDTH) < counts.reshape(LAYERS, HEADS, 1)
+    expected[:, slot][used] = ids
+    tokens = table.tokens.copy()
+    tokens[:, slot] = given.reshape(LAYERS, HEADS)
+    ops.fill_rows(table.pages, table.tokens, slot, given, ROOM, ids)
+    assert np.array_equal(table.pages, expected)
+    assert np.array_equal(table.tokens, tokens)
+    for wrong in (ids[:-1], np.append(ids, ids[0])):
+        with pytest.raises(IndexError):
+            ops.fill_rows(table.pages, table.tokens, slot, given, ROOM, wrong)
+    with pytest.raises(IndexError):
+        ops.fill_rows(table.pages, table.tokens, slot, given * 0 + WIDTH * ROOM + 1, ROOM, ids)
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_one_more_token_than_each_row_has(seed: int, tables: int) -> None:
+    table = Table(seed)
+    tokens = table.numbers(tables, LAYERS, SLOTS, HEADS)
+    more = ops.one_more(tokens, table.slots)
+    assert np.array_equal(more, np.moveaxis(tokens[:, :, table.slots] + 1, 0, -1))
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("seed", range(20))
+def test_each_row_gets_the_pages_that_it_lacks(seed: int, tables: int) -> None:
+    """Those of the first table from the left, those of the second one from the right."""
+    table = Table(seed)
+    slots, rooms = table.slots, np.array([ROOM, ROOM + 3], np.int32)[:tables, None, None, None]
+    most = WIDTH * ROOM // tables
+    tokens = table.numbers(tables, LAYERS, SLOTS, HEADS, end=most)
+    wanted = table.numbers(LAYERS, 3, HEADS, 2, end=most)
+    have, want = -(-tokens[:, :, slots] // rooms), -(-np.moveaxis(wanted, -1, 0)[:tables] // rooms)
+    counts = ops.count_lacking(tokens, slots, wanted, rooms.ravel())
+    assert np.array_equal(counts, np.maximum(want - have, 0).sum((0, 1, 3)))
+    first, expected, column = np.cumsum(counts) - counts, table.pages.copy(), np.arange(WIDTH)
+    ends, ids = first + counts, np.arange(1000, 1000 + counts.sum(), dtype=np.int32)
+    sides = np.stack([column, column[::-1]])[:tables, None, None, None]
+    is_new = (have[..., None] <= sides) & (sides < want[..., None])
+    for at, slot in enumerate(slots.tolist()):
+        # Row after row: in each the first table's pages, then those of the second one.
+        new = [
+            (layer, slot, head, int(cell))
+            for layer in range(LAYERS)
+            for head in range(HEADS)
+            for each in range(tables)
+            for cell in np.flatnonzero(is_new[each, layer, at, head])[:: 1 if each == 0 else -1]
+        ]
+        for page, where in zip(ids[first[at] : ends[at]], new, strict=True):
+            expected[where] = page
+    ops.append_pages(table.pages, tokens, slots, wanted, rooms.ravel(), ids, first)
+    assert np.array_equal(table.pages, expected)
+    assert np.array_equal(first, ends)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int) -> None:
+    table = Table(seed)
+    column, last = sorted(table.random.choice(WIDTH, 2, replace=False).tolist())
+    slots, before, tokens = table.slots, table.pages.copy(), table.tokens.copy()
+    classes, counts = table.numbers(2, LAYERS, SLOTS, HEADS), table.numbers(LAYERS, 3, HEADS, 5)
+    then = classes.copy()
+    then[:, :, slots] = np.moveaxis(counts[..., :2], -1, 0)
+    expected = before.copy()
+    expected[:, slots, :, column : last + 1] = np.roll(
+        before[:, slots, :, column : last + 1], -1, axis=-1
+    )
+    for _ in range(2):
+        table.tokens[:] = tokens
+        gone = ops.turn_page(
+            table.pages, table.tokens, before, slots, column, last, ROOM, classes, counts
+        )
+        assert np.array_equal(gone, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
+        assert np.array_equal(table.pages, expected)
+        assert np.array_equal(classes, then)
+    tokens[:, slots] -= ROOM
+    assert np.array_equal(table.tokens, tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_planned_is_written_beside_the_table_as_it_was(seed: int) -> None:
+    table = Table(seed)
+    slots, plan = table.slots, table.numbers(LAYERS, 3, HEADS, 9)
+    kept, kept_plan = (
+        np.full_like(table.pages, -1),
+        np.full((LAYERS, SLOTS, HEADS, 9), -1, np.int32),
+    )
+    retired, retired_then = table.numbers(SLOTS), np.full(SLOTS, -1, np.int32)
+    expected, expected_plan, then = kept.copy(), kept_plan.copy(), retired_then.copy()
+    then[slots] = retired[slots] + ROOM
+    expected[:, slots], expected_plan[:, slots] = table.pages[:, slots], plan
+    ops.write_down(table.pages, plan, slots, ROOM, kept, kept_plan, retired, retired_then)
+    assert np.array_equal(retired_then, then)
+    assert np.array_equal(kept, expected)
+    assert np.array_equal(kept_plan, expected_plan)
+
+
+def test_a_retirement_is_planned_for_the_rows_of_every_layer() -> None:
+    table = Table(3, equal=True)
+    slots, seen = table.slots, table.numbers(3, least=500, end=900)
+    rows, now, judged = ops.leaving_rows(table.tokens, slots, seen, 13, 40)
+    assert np.array_equal(rows.reshape(LAYERS, 3), np.arange(LAYERS)[:, None] * SLOTS + slots)
+    assert np.array_equal(now.reshape(LAYERS, 3), [seen] * LAYERS)
+    oldest = seen - (table.tokens[0, slots, 0] - 13) - 40
+    assert np.array_equal(judged.reshape(LAYERS, 3), [oldest] * LAYERS)
+
+
+def test_what_a_table_has_no_cell_for_is_refused() -> None:
+    table = Table(0)
+    slots, first, rooms = table.slots, np.zeros(3, np.int64), np.array([ROOM], np.int32)
+    too_many = np.full((LAYERS, 3, HEADS, 1), WIDTH * ROOM + 1, np.int32)
+    ids, tokens = np.arange(1000, dtype=np.int32), table.tokens[None]
+    with pytest.raises(IndexError):
+        ops.append_pages(table.pages, tokens, slots, too_many, rooms, ids, first)
+    with pytest.raises(IndexError):
+        ops.append_pages(table.pages, tokens * 0, slots, too_many - 1, rooms, ids[:3], first)
+    table.tokens[:] = WIDTH * ROOM
+    none = np.zeros(SLOTS, np.int64)
+    with pytest.raises(IndexError):
+        ops.begin_step(table.tokens, slots, WIDTH * ROOM, slots, none, 0)

@@ -1,0 +1,164 @@
+"""Requests that outlive their workers: what the client hears, and in which order."""
+
+from dataclasses import replace
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from triptych.core.errors import StageLost
+from triptych.core.messages import Failed, Request, Sampling, Tokens, failed
+from triptych.router import AttemptTable, RequestAttempts
+from triptych.router.frontend.retries import MAX_ATTEMPTS, MOST_EARLY
+
+REQUEST = Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=9), reply_to="ingress")
+
+
+def tokens(index: int, attempt: str = "r", *, last: bool = False) -> Tokens:
+    return Tokens(
+        request=attempt,
+        index=index,
+        tokens=(10 + index,),
+        text=f"<{index}>",
+        finish="length" if last else None,
+    )
+
+
+@pytest.fixture
+def heard() -> list[Tokens | Failed]:
+    return []
+
+
+@pytest.fixture
+def journey(heard: list[Tokens | Failed]) -> RequestAttempts:
+    return RequestAttempts(REQUEST, heard.append)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_the_client_hears_each_token_once_and_in_order(
+    journey: RequestAttempts, heard: list[Tokens | Failed], order: tuple[int, ...]
+) -> None:
+    """Whichever worker speaks first, and however often each says the same."""
+    for index in (*order, *order):
+        journey.hear(tokens(index))
+    assert heard == [tokens(index) for index in range(4)]
+    assert journey.said == [10, 11, 12, 13]
+
+
+@pytest.fixture
+def asking() -> RequestAttempts:
+    """It wants log probabilities."""
+    sampling = Sampling(max_tokens=9, logprobs=0)
+    return RequestAttempts(replace(REQUEST, sampling=sampling), lambda _: None)
+
+
+def test_a_token_that_will_not_come_any_more_tears_the_answer(asking: RequestAttempts) -> None:
+    """One that is merely overtaken does not."""
+    journey = asking
+    for index in (0, 2, 3):
+        journey.hear(tokens(index))
+    assert not journey.is_torn
+    journey.hear(tokens(1))
+    assert journey.said == [10, 11, 12, 13]
+    journey.hear(tokens(5, last=True))
+    assert journey.is_torn
+    assert journey.hear(tokens(4))  # it comes after all, and that is the end
+    assert not journey.is_torn
+
+
+def test_what_is_too_far_ahead_tears_the_answer(
+    asking: RequestAttempts, journey: RequestAttempts
+) -> None:
+    """Not that of who hears all tokens again: there it was a worker that moved a request."""
+    for index in range(1, MOST_EARLY + 1):
+        asking.hear(tokens(index))
+        assert not asking.is_torn
+    for one in (asking, journey):
+        for index in range(1, MOST_EARLY + 2):
+            one.hear(tokens(index))
+    assert asking.is_torn
+    assert not journey.is_torn
+    asking.begin_again()
+    assert not asking.is_torn
+
+
+def test_another_attempt_begins_behind_what_the_client_has() -> None:
+    heard, journeys = list[Tokens | Failed](), AttemptTable()
+    journey = journeys.start(REQUEST, heard.append)
+    assert journey.present() == REQUEST
+    journey.hear(tokens(0))
+    journey.hear(tokens(1))
+    journey.hear(replace(tokens(3), tokens=(99,)))  # the one before it never came
+    assert journeys.again(journey)
+    request = journey.present()
+    assert (request.id, request.said, request.attempt) == ("r~1", (10, 11), 1)
+    assert request.known == (1, 2, 3, 10, 11)
+    assert journeys.get("r") is None
+    assert journeys.get("r~1") is journey
+    for index in range(2, 4):
+        assert journey.hear(tokens(index, "r~1", last=index == 3)) == (index == 3)
+    assert heard == [tokens(index, last=index == 3) for index in range(4)]
+
+
+def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_first_one() -> None:
+    """By then its own prompt may be kept there, rounded."""
+    journeys = AttemptTable()
+    journey = journeys.start(REQUEST, lambda _: None)
+    assert journey.present().cached_at_most is None
+    journey.hear(replace(tokens(0), cached_tokens=2))
+    for attempt in ("r~1", "r~2"):
+        assert journeys.again(journey)
+        assert journey.present().cached_at_most == 2
+        journey.hear(replace(tokens(0, attempt), cached_tokens=3))
+    journey.hear(tokens(1, "r~2"))
+    assert journeys.again(journey)
+    assert journey.present().cached_at_most is None
+
+
+def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was() -> None:
+    heard, journeys = list[Tokens | Failed](), AttemptTable()
+    journey = journeys.start(REQUEST, heard.append)
+    journey.hear(tokens(0))
+    assert journeys.again(journey)
+    assert journey.present().said == ()
+    for index in range(3):
+        journey.hear(tokens(index, "r~1"))
+    assert heard == [tokens(index) for index in range(3)]
+    assert journeys.again(journey)
+    assert journey.present().said == (10, 11, 12)
+    journey.hear(tokens(3, "r~2"))
+    assert journeys.again(journey)
+    assert journey.present().said == (10, 11, 12)
+
+
+def test_a_request_that_kills_its_workers_ends() -> None:
+    heard, journeys = list[Tokens | Failed](), AttemptTable()
+    journey = journeys.start(REQUEST, heard.append)
+    delays = list[float]()
+    while journeys.again(journey):
+        delays.append(journey.delay_s)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert len(delays) == MAX_ATTEMPTS - 1
+    journey.fail(failed(journey.id, StageLost("decode")))
+    assert heard == [failed("r", StageLost("decode"))]
+    journeys.end(journey)
+    assert list(journeys) == []
+
+
+def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
+    """A worker dies at a random point and the next one says again what may be lost."""
+    random = Random(4)
+    for _ in range(300):
+        heard, journeys = list[Tokens | Failed](), AttemptTable()
+        journey = journeys.start(REQUEST, heard.append)
+        length, done = random.randrange(1, 30), False
+        while not done:
+            start = random.randrange(len(journey.said) + 1)
+            end = random.randrange(start, length + 1)
+            if journey.attempt == MAX_ATTEMPTS - 1:
+                start, end = len(journey.said), length
+            for index in range(start, end):
+                done |= journey.hear(tokens(index, journey.id, last=index == length - 1))
+            if not done:
+                assert journeys.again(journey)
+        assert heard == [tokens(index, last=index == length - 1) for index in range(length)]

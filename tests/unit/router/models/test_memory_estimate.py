@@ -1,0 +1,188 @@
+"""The byte model against a row that is filled token by token as the stages do it."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.core.layout import FORMATS, Geometry
+from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
+from triptych.router import ByteModel
+from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
+
+PAGE = 3584
+FEWER_BITS = {"k8v8": "k8v4", "k8v4": "k4v2", "k4v4": "k4v2"}
+
+
+def policy(high: str, low: str | None = None, sink: int = 1, window: int = 64) -> Policy:
+    name = f"uniform:{high}" if low is None else "diffkv"
+    return Policy(
+        name=name, high_format=high, low_format=low, sink_tokens=sink, window_tokens=window
+    )
+
+
+HIGH_AND_LOW = [(name, None) for name in sorted(FORMATS)] + list(FEWER_BITS.items())
+policies = st.builds(
+    lambda formats, sink, window: policy(*formats, sink, window),
+    st.sampled_from(HIGH_AND_LOW),
+    st.integers(0, 30),
+    st.integers(0, 100),
+)
+plans = st.builds(
+    PagePlan,
+    st.builds(Geometry, layers=st.integers(1, 3), kv_heads=st.integers(1, 3), head_dim=st.just(64)),
+    st.just(PAGE),
+    policies,
+)
+models = st.builds(ByteModel, plans)
+
+
+@dataclass
+class FakeRow:
+    """Pages of one head row by the rules of the stages; ``most`` is what it ever held at once."""
+
+    plan: PagePlan
+    low_share: float = 0.0
+    """Part of the encoded prompt that goes low."""
+    raw_tokens: int = 0
+    high_tokens: int = 0
+    low_tokens: int = 0
+    most: int = 0
+
+    @property
+    def pages(self) -> int:
+        low = self.plan.low.pages(self.low_tokens) if self.plan.low else 0
+        return self.plan.raw.pages(self.raw_tokens) + self.plan.high.pages(self.high_tokens) + low
+
+    def read_prompt(self, tokens: int) -> None:
+        self.raw_tokens = tokens
+        self.most = self.pages
+
+    def encode(self) -> None:
+        """Encode full raw pages older than the window; all are held meanwhile."""
+        leaving = self.plan.leaving_pages(self.raw_tokens) * self.plan.raw.tokens
+        low = int(leaving * self.low_share) if self.plan.low else 0
+        self.low_tokens += low
+        self.high_tokens += leaving - low
+        self.most = max(self.most, self.pages)
+        self.raw_tokens -= leaving
+
+    def write(self) -> None:
+        self.encode()
+        self.raw_tokens += 1
+        self.most = max(self.most, self.pages)
+
+
+def fake_row(model: ByteModel, low_share: float = 0.0) -> FakeRow:
+    return FakeRow(model.plan, low_share)
+
+
+@given(
+    model=models,
+    prompt=st.integers(1, 600),
+    new=st.integers(1, 300),
+    low_share=st.floats(0, 1),
+)
+def test_estimates_bound_what_the_stages_take(
+    model: ByteModel, prompt: int, new: int, low_share: float
+) -> None:
+    sizes = model.estimate(prompt, new)
+    per_page = model.plan.geometry.head_rows * PAGE
+    row = fake_row(model, low_share)
+    row.read_prompt(prompt)
+    assert sizes.raw == row.pages * per_page
+    row.encode()
+    assert row.most * per_page <= sizes.raw + sizes.encoded <= sizes.peak
+    planned = row.pages * per_page
+    assert planned <= sizes.compressed
+    row.most = row.pages
+    for _ in range(new):
+        row.write()
+    assert row.most * per_page <= sizes.corrected(planned).grown <= sizes.grown <= sizes.peak
+
+
+@given(model=models, prompt=st.integers(1, 600), new=st.integers(1, 300))
+def test_the_bound_is_never_more_than_a_few_pages_a_row_above_the_truth(
+    model: ByteModel, prompt: int, new: int
+) -> None:
+    row = fake_row(model)
+    row.read_prompt(prompt)
+    row.encode()
+    row.most = row.pages
+    for _ in range(new):
+        row.write()
+    slack = model.estimate(prompt, new).grown - row.most * model.plan.geometry.head_rows * PAGE
+    allowed = 3 if model.plan.low is None else 4  # a second class may begin a page of its own
+    assert slack <= allowed * model.plan.geometry.head_rows * PAGE
+
+
+@given(
+    model=models,
+    prompt=st.integers(1, 600),
+    new=st.integers(1, 300),
+    kept=st.data(),
+)
+def test_growth_bounds_a_request_that_dropped_tokens(
+    model: ByteModel, prompt: int, new: int, kept: st.DataObject
+) -> None:
+    row = fake_row(model)
+    row.read_prompt(prompt)
+    row.encode()
+    encoded = row.high_tokens
+    row.high_tokens = kept.draw(st.integers(0, encoded))
+    planned = row.pages * model.plan.geometry.head_rows * PAGE
+    row.most = row.pages
+    for _ in range(new):
+        row.write()
+    grown = model.estimate(prompt, new).corrected(planned).grown
+    assert row.most * model.plan.geometry.head_rows * PAGE <= grown
+
+
+def test_a_plan_above_the_estimate_raises_the_bound() -> None:
+    sizes = ByteModel(PagePlan(Geometry(2, 2, 64), PAGE, policy("k8v4"))).estimate(100, 10)
+    higher = sizes.corrected(sizes.compressed + PAGE)
+    assert higher.compressed == sizes.compressed + PAGE
+    assert higher.grown == sizes.compressed + PAGE + sizes.growth
+
+
+@pytest.mark.parametrize("shared_pages", [0, 12, 28])
+def test_what_is_shared_is_booked_once_and_where_it_is_copied(shared_pages: int) -> None:
+    """The bound on the whole holds for both parts together."""
+    model = ByteModel(PagePlan(Geometry(2, 2, 64), PAGE, policy("k8v4")))
+    alone = model.estimate(1056, 10)
+    shared = 4 * PAGE * shared_pages
+    sizes = alone.corrected(alone.compressed - shared - PAGE, shared)
+    assert sizes.grown == alone.grown - shared
+    assert (sizes.moved().grown, sizes.moved().shared) == (alone.grown, 0)
+    assert lines_after_encoding(sizes, "here", "here") == {"here": sizes.grown}
+    there = {"here": sizes.compressed, "there": alone.grown}
+    assert lines_after_encoding(sizes, "here", "there") == there
+    before = lines_before_encoding(sizes, "here", "here", "there")
+    assert before["there"] == alone.grown
+    assert lines_after_encoding(sizes.moved(), "there", "there") == {"there": alone.grown}
+
+
+def test_smollm2_at_512_tokens_takes_what_the_arithmetic_says() -> None:
+    model = ByteModel(PagePlan(Geometry(layers=30, kv_heads=3, head_dim=64), PAGE, policy("k8v4")))
+    sizes = model.estimate(prompt_tokens=512, max_tokens=64)
+    row = 90 * PAGE
+    assert sizes.raw == 40 * row  # 13 tokens a page
+    assert sizes.encoded == 14 * row  # 435 tokens, 32 a page
+    assert sizes.compressed == (14 + 7 + 1) * row
+    assert sizes.grown == (16 + 7 + 1) * row
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_more_tokens_never_take_fewer_bytes(form: str) -> None:
+    model = ByteModel(PagePlan(Geometry(2, 2, 64), PAGE, policy(form)))
+    grown = [model.estimate(100, new).grown for new in range(200)]
+    assert grown == sorted(grown)
+
+
+def test_sixteen_bits_encode_nothing() -> None:
+    sizes = ByteModel(PagePlan(Geometry(2, 2, 64), PAGE, policy("fp16"))).estimate(100, 50)
+    assert sizes.encoded == 0
+    assert sizes.compressed == sizes.raw
+    assert sizes.peak == sizes.grown

@@ -1,0 +1,869 @@
+"""The coordinator among fake workers that die, lag, repeat themselves and forget to answer.
+
+``FakeWorld`` keeps every page that any process holds, by the rules of the real stages. So the
+machine can ask after every event whether the ledger promised at least what is really held, and
+at the end whether anything was left behind.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
+from random import Random
+from typing import ClassVar, Literal
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from triptych.core.config import RouterConfig
+from triptych.core.errors import StageLost, StaleHandle, TriptychError
+from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.layout import FORMATS, Geometry, PageLayout
+from triptych.core.messages import (
+    Cancel,
+    Compress,
+    Compressed,
+    CompressionReport,
+    Encode,
+    Expect,
+    Expel,
+    Failed,
+    Finished,
+    Join,
+    Layers,
+    LayersEncoded,
+    Message,
+    Planned,
+    Preempt,
+    Preempted,
+    Prefill,
+    Prefilled,
+    Register,
+    Report,
+    Request,
+    Resume,
+    Resumed,
+    Sampling,
+    Send,
+    Stage,
+    Submit,
+    failed,
+)
+from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
+from triptych.router import ByteModel, Patience, Scheduler
+from triptych.router.state.cluster_state import worker_loads
+from triptych.router.state.request_table import State
+
+PAGE, SLOTS = 3584, 3
+POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
+PLAN = PagePlan(Geometry(layers=6, kv_heads=1, head_dim=64), PAGE, POLICY)
+IN_PARTS = replace(PLAN, chunk_tokens=60, layers_at_once=2)
+RAW, STORED = PageLayout(FORMATS["fp16"], 64, PAGE), PageLayout(FORMATS["k8v4"], 64, PAGE)
+CAPACITY = 60 * PLAN.geometry.head_rows * PAGE
+LEASE_S = 4.0
+WORKERS: dict[str, tuple[Stage, ...]] = {
+    "p0": ("prefill",),
+    "p1": ("prefill",),
+    "c0": ("compress",),
+    "c1": ("compress",),
+    "d0": ("decode",),
+    "d1": ("decode",),
+    "all0": ("prefill", "compress", "decode"),
+    "all1": ("prefill", "compress", "decode"),
+    "all2": ("prefill", "compress", "decode"),
+}
+INGRESSES = ("in0", "in1")
+
+
+@dataclass(eq=False)
+class Held:
+    """Pages of one request, or of some of its layers, in one process: as many in each head row."""
+
+    pages: int
+    rows: int = PLAN.geometry.head_rows
+    claim: Claim | None = None
+    """Set once the pages are on offer to the next stage."""
+    decoding: Request | None = None
+    written: int = 0
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt that is read some layers at a time."""
+
+    request: Request
+    encoder: str
+    first: int = 0
+    unencoded: set[int] = field(default_factory=set[int])
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
+Task = Request | Reading | Layers | tuple[str, str]
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """All three engines, as dull as they can be: one message or one unit of work per step."""
+
+    address: str
+    name: str
+    stages: tuple[Stage, ...]
+    inbox: deque[Message] = field(default_factory=deque[Message])
+    outbox: deque[Message] = field(default_factory=deque[Message])
+    """For the router; a ``Send`` is for another worker."""
+    queue: deque[Task] = field(default_factory=deque[Task])
+    """Prompts to read, and layers or (request, arena) to encode."""
+    held: dict[str, Held] = field(default_factory=dict[str, Held])
+    prompts: dict[str, int] = field(default_factory=dict[str, int])
+    """Prompt tokens of what is being compressed."""
+    expected: set[str] = field(default_factory=set[str])
+    """Prompts of which layers may come."""
+
+    @property
+    def running(self) -> list[str]:
+        return [name for name, held in self.held.items() if held.decoding is not None]
+
+    def next_task(self) -> Task | None:
+        """The first that need not wait for another worker."""
+        for task in self.queue:
+            if not isinstance(task, Reading) or len(task.unencoded) <= 1:
+                self.queue.remove(task)
+                return task
+        return None
+
+
+class FakeWorld:
+    """Workers, the pool between them, and clients who remember what they were told."""
+
+    def __init__(self, coordinator: Scheduler, plan: PagePlan, *, answers_cancel: bool) -> None:
+        self.router, self.answers_cancel = coordinator, answers_cancel
+        self.shape = plan
+        self.now, self.starts, self.leases = 0.0, 0, 0
+        self.workers = dict[str, FakeWorker]()
+        self.dead = list[tuple[FakeWorker, float]]()
+        self.ingresses = set[str]()
+        self.requests = dict[str, Request]()
+        self.arrived = dict[str, float]()
+        self.waiting = list[str]()
+        self.outcomes = dict[str, list[str]]()
+        self.unnoticed = list[str]()
+        self.heard = list[tuple[str, Message]]()
+        self.check_admissions = True
+        self.resumed = self.suspended = 0
+
+    # ---------------------------------------------------------------- the router's side
+
+    def tell(self, message: Message, sender: str) -> None:
+        if isinstance(message, Send):
+            self.deliver([message])
+            return
+        self.heard.append((sender, message))
+        self.deliver(self.router.on(message, sender, self.now))
+
+    def deliver(self, sends: Iterable[Send]) -> None:
+        admitted = list[str]()
+        for send in sends:
+            if isinstance(send.message, Failed):
+                self.end(send.message.request, f"failed {send.message.code}")
+            elif isinstance(send.message, Expel):
+                self.expel(send.message.worker)
+            elif send.to in self.workers:
+                self.workers[send.to].inbox.append(send.message)
+            if isinstance(send.message, Prefill):
+                admitted += [request.id for request in send.message.requests]
+        self.note_admitted(admitted)
+
+    def note_admitted(self, admitted: list[str]) -> None:
+        raise NotImplementedError
+
+    def end(self, request: str, how: str) -> None:
+        self.outcomes.setdefault(request, []).append(how)
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    # ---------------------------------------------------------------- the pool
+
+    def processes(self) -> Iterator[FakeWorker]:
+        yield from self.workers.values()
+        yield from (worker for worker, _ in self.dead)
+
+    @property
+    def bytes_held(self) -> int:
+        every = [held for worker in self.processes() for held in worker.held.values()]
+        return sum(held.pages * held.rows for held in every) * PAGE
+
+    def offer(self, held: Held) -> Claim:
+        self.leases += 1
+        held.claim = Claim("cpu", LeaseId(self.leases), 0)
+        return held.claim
+
+    def attach(self, claim: Claim, request: str, taker: FakeWorker) -> Held:
+        for worker in self.processes():
+            held = worker.held.get(request)
+            if held is not None and held.claim == claim:
+                del worker.held[request]
+                held.claim = None
+                taker.held[request] = held
+                return held
+        raise StaleHandle(int(claim.lease), "nobody offers it")
+
+    def reclaim(self) -> None:
+        """What a decode worker held is kept for others until the router says otherwise."""
+        self.dead = [
+            (worker, when)
+            for worker, when in self.dead
+            if self.now < when + LEASE_S or "decode" in worker.stages
+        ]
+
+    def expel(self, name: str) -> None:
+        self.dead = [(worker, when) for worker, when in self.dead if worker.name != name]
+
+    # ---------------------------------------------------------------- workers
+
+    def start(self, address: str) -> None:
+        self.starts += 1
+        worker = FakeWorker(address, f"{address}#{self.starts}", WORKERS[address])
+        self.workers[address] = worker
+        slots = SLOTS if "decode" in worker.stages else 0
+        hello = Register(
+            name=worker.name,
+            address=address,
+            stages=worker.stages,
+            max_requests=slots,
+            arena="cpu",
+        )
+        self.unnoticed = [gone for gone in self.unnoticed if gone != address]
+        self.tell(hello, address)
+        self.report(worker)
+
+    def report(self, worker: FakeWorker) -> None:
+        held = sum(held.pages * held.rows for held in worker.held.values())
+        report = Report(name=worker.name, running=0, waiting=0, pages_held=held, busy_s=0.0)
+        self.tell(report, worker.address)
+
+    def kill(self, address: str) -> FakeWorker:
+        worker = self.workers.pop(address)
+        self.dead.append((worker, self.now))
+        self.unnoticed.append(address)
+        return worker
+
+    def notice(self) -> None:
+        for address in self.unnoticed:
+            self.deliver(self.router.lost(address, self.now))
+        self.unnoticed = []
+
+    def step(self, worker: FakeWorker) -> bool:
+        """One message or one unit of work; False if there is nothing to do."""
+        if worker.inbox:
+            self.accept(worker, worker.inbox.popleft())
+        elif (task := worker.next_task()) is not None:
+            self.work(worker, task)
+        elif worker.running:
+            self.decode(worker, worker.running[0])
+        else:
+            return False
+        return True
+
+    def accept(self, worker: FakeWorker, message: Message) -> None:
+        match message:
+            case Prefill():
+                encoders = message.encoders or [""] * len(message.requests)
+                worker.queue.extend(
+                    Reading(request, encoder) if encoder else request
+                    for request, encoder in zip(message.requests, encoders, strict=True)
+                )
+            case Expect():
+                worker.expected.update(message.requests)
+            case Layers():
+                if message.request in worker.expected:
+                    self.take_layers(worker, message)
+            case LayersEncoded():
+                for task in worker.queue:
+                    if isinstance(task, Reading) and task.id == message.request:
+                        task.unencoded.discard(message.first)
+            case Compress():
+                for item in message.items:
+                    self.plan(worker, item.request, item.handle)
+            case Encode():
+                named = [name for name in message.requests if name in worker.prompts]
+                worker.queue.extend((name, message.arena) for name in named)
+            case Join():
+                self.join(worker, message)
+            case Resume():
+                self.resume(worker, message)
+            case Preempt():
+                for name in message.requests:
+                    self.suspend(worker, name)
+            case Cancel():
+                for name in message.requests:
+                    self.cancel(worker, name)
+            case _:
+                raise AssertionError(f"{worker.name} was sent {message}")
+
+    def cancel(self, worker: FakeWorker, name: str) -> None:
+        for key in [key for key in worker.held if key.partition("/")[0] == name]:
+            del worker.held[key]
+        worker.prompts.pop(name, None)
+        worker.expected.discard(name)
+        worker.queue = deque(one for one in worker.queue if name_of(one) != name)
+        if self.answers_cancel:
+            worker.outbox.append(Finished(request=name, tokens=0))
+
+    def refuse(self, worker: FakeWorker, name: str, error: TriptychError, tokens: int) -> None:
+        worker.outbox.append(Finished(request=name, tokens=tokens, error=failed(name, error)))
+
+    def work(self, worker: FakeWorker, task: Task) -> None:
+        match task:
+            case Reading():
+                self.read_layers(worker, task)
+            case Layers():
+                self.encode_layers(worker, task)
+            case Request():
+                self.prefill(worker, task)
+            case _:
+                self.encode(worker, *task)
+
+    def read_layers(self, worker: FakeWorker, task: Reading) -> None:
+        """Some layers of a prompt; the last ones go the way of a whole prompt."""
+        plan, tokens = self.shape, len(task.request.prompt)
+        at_once = plan.layers_of(tokens)
+        end = min(task.first + at_once, plan.geometry.layers)
+        held = Held(RAW.pages(tokens), end - task.first)
+        if end == plan.geometry.layers:
+            self.prefill(worker, task.request, held)
+            return
+        worker.held[f"{task.id}/{task.first}"] = held
+        handle = KVHandle(self.offer(held), (), tokens)
+        message = Layers(request=task.id, first=task.first, handle=handle, reader=worker.address)
+        worker.outbox.append(Send(task.encoder, message))
+        task.unencoded.add(task.first)
+        task.first = end
+        worker.queue.append(task)
+
+    def take_layers(self, worker: FakeWorker, message: Layers) -> None:
+        key = f"{message.request}/{message.first}"
+        before = sum(held.rows for held in self.parts(worker, message.request))
+        try:
+            if before != message.first:
+                raise StaleHandle(0, "layers before it are not here")
+            self.attach(message.handle.claim, key, worker)
+        except StaleHandle as error:
+            self.cancel_silently(worker, message.request)
+            self.refuse(worker, message.request, error, 0)
+            return
+        worker.queue.append(message)
+
+    def cancel_silently(self, worker: FakeWorker, name: str) -> None:
+        answers, self.answers_cancel = self.answers_cancel, False
+        self.cancel(worker, name)
+        self.answers_cancel = answers
+
+    def encode_layers(self, worker: FakeWorker, message: Layers) -> None:
+        held = worker.held[f"{message.request}/{message.first}"]
+        stored, kept = self.split(message.handle.tokens)
+        assert self.bytes_held + stored * held.rows * PAGE <= CAPACITY or not self.answers_cancel
+        held.pages = stored + kept
+        encoded = LayersEncoded(request=message.request, first=message.first)
+        worker.outbox.append(Send(message.reader, encoded))
+
+    @staticmethod
+    def parts(worker: FakeWorker, name: str) -> list[Held]:
+        return [held for key, held in worker.held.items() if key.startswith(f"{name}/")]
+
+    def prefill(self, worker: FakeWorker, request: Request, last: Held | None = None) -> None:
+        prompt = len(request.prompt)
+        handle = None
+        if request.sampling.max_tokens > 1:
+            held = worker.held[request.id] = last or Held(RAW.pages(prompt))
+            handle = KVHandle(self.offer(held), (), prompt)
+        else:
+            self.end(request.id, "finished")
+        worker.outbox.append(
+            Prefilled(request=request.id, first_token=7, handle=handle, token_s=0.01)
+        )
+
+    def plan(self, worker: FakeWorker, name: str, handle: KVHandle) -> None:
+        try:
+            self.attach(handle.claim, name, worker)
+        except StaleHandle as error:
+            self.refuse(worker, name, error, 1)
+            return
+        worker.prompts[name] = handle.tokens
+        stored, kept = self.split(handle.tokens)
+        rows = self.shape.geometry.head_rows
+        here = sum(part.rows for part in self.parts(worker, name)) + worker.held[name].rows
+        assert here == rows
+        worker.outbox.append(Planned(request=name, pages=rows * (stored + kept)))
+
+    @staticmethod
+    def split(tokens: int) -> tuple[int, int]:
+        """Pages per row of encoded tokens, and raw pages that stay."""
+        leaving = PLAN.leaving_pages(tokens)
+        return STORED.pages(leaving * RAW.tokens), RAW.pages(tokens) - leaving
+
+    def encode(self, worker: FakeWorker, name: str, arena: str) -> None:
+        assert arena == "cpu"
+        stored, kept = self.split(worker.prompts[name])
+        held = worker.held[name]
+        new = stored * held.rows * PAGE
+        assert self.bytes_held + new <= CAPACITY or not self.answers_cancel
+        tokens = worker.prompts.pop(name)
+        held.pages = stored + kept
+        for key in [key for key in worker.held if key.startswith(f"{name}/")]:
+            part = worker.held.pop(key)
+            assert part.pages == held.pages  # encoded before
+            held.rows += part.rows
+        handle = KVHandle(self.offer(held), (), tokens)
+        report = CompressionReport(policy="uniform:k8v4", raw_bytes=1, stored_bytes=1)
+        worker.outbox.append(Compressed(request=name, handle=handle, report=report))
+
+    def join(self, worker: FakeWorker, message: Join) -> None:
+        name = message.request.id
+        try:
+            held = self.attach(message.handle.claim, name, worker)
+        except StaleHandle as error:
+            self.refuse(worker, name, error, 1)
+            return
+        held.decoding, held.written = message.request, len(message.words) - 1
+        assert len(worker.running) <= SLOTS
+        if message.previous_worker:
+            worker.outbox.append(Resumed(request=name))
+
+    def suspend(self, worker: FakeWorker, name: str) -> None:
+        held = worker.held.get(name)
+        if held is None or held.decoding is None:
+            return
+        request, held.decoding = held.decoding, None
+        words = (7,) * (held.written + 1)
+        handle = KVHandle(self.offer(held), (), len(request.prompt) + held.written)
+        self.suspended += 1
+        worker.outbox.append(Preempted(request=name, words=words, handle=handle))
+
+    def resume(self, worker: FakeWorker, message: Resume) -> None:
+        name = message.join.request.id
+        left = [
+            dead
+            for dead, _ in self.dead
+            if dead.name == message.previous_worker and name in dead.held
+        ]
+        try:
+            held = (
+                worker.held.setdefault(name, left[0].held.pop(name))
+                if left
+                else self.attach(message.join.handle.claim, name, worker)
+            )
+        except StaleHandle:
+            self.refuse(worker, name, StageLost("decode"), 0)
+            return
+        held.claim, held.decoding = None, message.join.request
+        self.resumed += 1
+        assert len(worker.running) <= SLOTS
+        worker.outbox.append(Resumed(request=name))
+
+    def decode(self, worker: FakeWorker, name: str) -> None:
+        """Write up to ten tokens of one request."""
+        held = worker.held[name]
+        request = held.decoding
+        assert request is not None
+        for _ in range(10):
+            held.written += 1
+            if held.written >= request.sampling.max_tokens:
+                del worker.held[name]
+                self.end(name, "finished")
+                worker.outbox.append(Finished(request=name, tokens=held.written))
+                return
+            tokens = len(request.prompt) + held.written
+            encoded = PLAN.leaving_pages(tokens - 1) * RAW.tokens
+            need = STORED.pages(encoded) + RAW.pages(tokens - encoded) + 1
+            held.pages = max(held.pages, min(need, self.most_pages(request)))
+        worker.held[name] = worker.held.pop(name)  # the next step takes another request
+
+    @staticmethod
+    def most_pages(request: Request) -> int:
+        sizes = ByteModel(PLAN).estimate(len(request.prompt), request.sampling.max_tokens)
+        return sizes.grown // (PLAN.geometry.head_rows * PAGE)
+
+
+def name_of(task: Task) -> str:
+    match task:
+        case Layers():
+            return task.request
+        case Request() | Reading():
+            return task.id
+        case _:
+            return task[0]
+
+
+class GreedyWorld(FakeWorld):
+    """Checks that nobody overtakes a request that lost patience."""
+
+    patience_s = 2.0
+
+    def note_admitted(self, admitted: list[str]) -> None:
+        self.waiting = [name for name in self.waiting if name not in admitted]
+        late = [n for n in self.waiting if self.arrived[n] + self.patience_s < self.now]
+        if late and self.check_admissions:
+            oldest = min(self.arrived[name] for name in late)
+            assert all(self.arrived[name] <= oldest for name in admitted)
+
+
+class UrgentWorld(FakeWorld):
+    """Who is more urgent overtakes others."""
+
+    def note_admitted(self, admitted: list[str]) -> None:
+        self.waiting = [name for name in self.waiting if name not in admitted]
+
+
+class FifoWorld(FakeWorld):
+    """Checks that nobody overtakes anybody."""
+
+    def note_admitted(self, admitted: list[str]) -> None:
+        order = [name for name in self.waiting if name in admitted]
+        assert sorted(admitted) == sorted(order)
+        assert order == self.waiting[: len(order)]
+        self.waiting = self.waiting[len(order) :]
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Random events in random order; then everything is let run to its end."""
+
+    policy: ClassVar[str] = "greedy_by_memory"
+    answers_cancel: ClassVar[bool] = True
+    addresses: ClassVar[tuple[str, ...]] = ("p0", "p1", "c0", "c1", "d0", "d1")
+    roles: ClassVar[Literal["both", "switch"]] = "both"
+    priorities: ClassVar[tuple[int, ...]] = (0, 0, 0)
+    plan: ClassVar[PagePlan] = PLAN
+
+    @initialize()
+    def begin(self) -> None:
+        config = RouterConfig(
+            batch_policy=self.policy,
+            patience_s=GreedyWorld.patience_s,
+            max_queued_requests=8,
+            prefill_batch_tokens=300,
+            roles=self.roles,
+        )
+        patience = Patience(
+            report_bound_s=1000.0,
+            grace_s=20.0,
+            cancel_timeout_s=1e6 if self.answers_cancel else 1.0,
+            reclaim_s=LEASE_S,
+            silent_s=inf,
+        )
+        kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
+        kind = UrgentWorld if any(self.priorities) else kind
+        router = Scheduler(config, self.plan, CAPACITY, patience)
+        self.world = kind(router, self.plan, answers_cancel=self.answers_cancel)
+        for address in self.addresses:
+            self.world.start(address)
+        for address in INGRESSES:
+            self.hello_ingress(address)
+
+    def hello_ingress(self, address: str) -> None:
+        self.world.starts += 1
+        self.world.ingresses.add(address)
+        name = f"{address}#{self.world.starts}"
+        self.world.tell(Register(name=name, address=address), address)
+
+    def pick(self, index: int) -> FakeWorker | None:
+        living = list(self.world.workers.values())
+        return living[index % len(living)] if living else None
+
+    # ---------------------------------------------------------------- events
+
+    @rule(
+        prompt=st.integers(1, 250),
+        new=st.integers(1, 60),
+        ingress=st.sampled_from(INGRESSES),
+        count=st.integers(1, 2),
+        urgency=st.integers(0, 2),
+    )
+    def submit(self, prompt: int, new: int, ingress: str, count: int, urgency: int) -> None:
+        if ingress not in self.world.ingresses:
+            return
+        for _ in range(count):
+            name = f"r{len(self.world.requests)}"
+            request = Request(
+                id=name,
+                prompt=(1,) * prompt,
+                sampling=Sampling(max_tokens=new),
+                reply_to=ingress,
+                priority=self.priorities[urgency],
+            )
+            self.world.requests[name] = request
+            self.world.arrived[name] = self.world.now
+            self.world.waiting.append(name)
+            self.world.tell(Submit(request=request), ingress)
+
+    @rule(seed=st.integers(0, 1 << 16), events=st.integers(1, 30))
+    def work_a_little(self, seed: int, events: int) -> None:
+        self.flow(seed, events)
+
+    @rule(seed=st.integers(0, 1 << 16), events=st.integers(50, 300))
+    def work_a_lot(self, seed: int, events: int) -> None:
+        self.flow(seed, events)
+
+    def flow(self, seed: int, events: int) -> None:
+        """Workers work and the router hears of it, in random order."""
+        order = Random(seed)
+        for _ in range(events):
+            worker = self.pick(order.randrange(99))
+            if worker is None:
+                return
+            if order.random() < 0.5:
+                self.world.step(worker)
+            elif worker.outbox:
+                self.world.tell(worker.outbox.popleft(), worker.address)
+
+    @rule(index=st.integers(0, 99))
+    def cancel(self, index: int) -> None:
+        """The client goes away; its answer may be on its way already."""
+        if self.world.requests:
+            name = list(self.world.requests)[index % len(self.world.requests)]
+            if name not in self.world.outcomes:
+                self.world.end(name, "cancelled")
+                self.world.tell(Cancel(requests=(name,)), self.world.requests[name].reply_to)
+
+    @rule(index=st.integers(0, 9), last_words=st.integers(0, 3), is_noticed=st.booleans())
+    def kill(self, index: int, last_words: int, is_noticed: bool) -> None:
+        """A worker dies; some of its last words arrive after the news of its death."""
+        worker = self.pick(index)
+        if worker is not None:
+            self.world.kill(worker.address)
+            if is_noticed:
+                self.world.notice()
+                for message in list(worker.outbox)[:last_words]:
+                    self.world.tell(message, worker.address)
+
+    @rule(steps=st.integers(0, 60))
+    @precondition(lambda self: self.world.requests)
+    def kill_while_it_decodes(self, steps: int) -> None:
+        """Go on until somebody decodes, and a little further."""
+        for _ in range(200):
+            busy = [one for one in self.world.workers.values() if one.running]
+            if busy and steps <= 0:
+                self.world.kill(busy[0].address)
+                self.world.notice()
+                return
+            steps -= bool(busy)
+            for worker in list(self.world.workers.values()):
+                self.world.step(worker)
+                if worker.outbox:
+                    self.world.tell(worker.outbox.popleft(), worker.address)
+
+    @rule(index=st.integers(0, 9), steps=st.integers(0, 40))
+    @precondition(lambda self: self.world.requests)
+    def take_back(self, index: int, steps: int) -> None:
+        """Have a running request suspended, whether or not that makes anything more even."""
+        for _ in range(steps):
+            for worker in list(self.world.workers.values()):
+                self.world.step(worker)
+                if worker.outbox:
+                    self.world.tell(worker.outbox.popleft(), worker.address)
+        running = [
+            (worker, name) for worker in self.world.workers.values() for name in worker.running
+        ]
+        if running:
+            worker, name = running[index % len(running)]
+            worker.inbox.append(Preempt(requests=(name,)))
+
+    @rule(index=st.integers(0, 9))
+    def restart(self, index: int) -> None:
+        missing = [address for address in self.addresses if address not in self.world.workers]
+        if missing:
+            self.world.start(missing[index % len(missing)])
+
+    @rule(address=st.sampled_from(INGRESSES))
+    def kill_or_restart_ingress(self, address: str) -> None:
+        if address not in self.world.ingresses:
+            self.hello_ingress(address)
+            return
+        self.world.ingresses.discard(address)
+        for name, request in self.world.requests.items():
+            if request.reply_to == address and name not in self.world.outcomes:
+                self.world.end(name, "cancelled")
+        self.world.deliver(self.world.router.lost(address, self.world.now))
+
+    @rule(index=st.integers(0, 9999))
+    @precondition(lambda self: self.world.heard)
+    def repeat(self, index: int) -> None:
+        """A message of a stage comes a second time."""
+        sender, message = self.world.heard[index % len(self.world.heard)]
+        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Preempted | Finished):
+            self.world.deliver(self.world.router.on(message, sender, self.world.now))
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 3.0, 5.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.world.reclaim()
+        self.world.deliver(self.world.router.tick(self.world.now))
+
+    # ---------------------------------------------------------------- what must hold
+
+    @invariant()
+    def no_more_is_booked_than_there_is(self) -> None:
+        booked = self.world.router.snapshot(self.world.now).booked_bytes
+        assert 0 <= sum(booked.values()) <= CAPACITY
+
+    @invariant()
+    def the_roster_has_counted_what_the_requests_say(self) -> None:
+        """Each load, the free slots and the requests without one, counted anew from scratch."""
+        books, now = self.world.router._books, self.world.now
+        books.roster.refresh(now)
+        loads = worker_loads(books, now)
+        assert {load.address: load for load in books.roster.loads()} == loads
+        assert books.roster.open_slots == sum(load.free_slots for load in loads.values())
+        assert books.roster.needs_slot == sum(
+            entry.state not in (State.WAITING, State.LEAVING) and not entry.decode
+            for entry in books.requests
+        )
+        waiting = [entry.id for entry in books.requests.in_state(State.WAITING)]
+        line = [one.id for one in books.requests.line.at(now).in_order()]
+        if any(self.priorities):
+            line, waiting = sorted(line), sorted(waiting)
+        assert line == waiting
+
+    @invariant()
+    def no_more_is_held_than_is_booked(self) -> None:
+        if self.answers_cancel and not self.world.unnoticed:
+            booked = self.world.router.snapshot(self.world.now).booked_bytes
+            assert self.world.bytes_held <= sum(booked.values())
+
+    @invariant()
+    def nobody_hears_two_endings(self) -> None:
+        """But a worker may die between its last token and the news that it was the last."""
+        for outcomes in self.world.outcomes.values():
+            is_repeated = outcomes[-2:] == ["finished", "failed worker_lost"]
+            heard = outcomes[:-1] if is_repeated else outcomes
+            assert len(heard) == 1 or heard == ["cancelled", "finished"]
+
+    @invariant()
+    def every_request_is_counted_once(self) -> None:
+        snapshot = self.world.router.snapshot(self.world.now)
+        counters, states = snapshot.counters, snapshot.requests
+        alive = sum(count for state, count in states.items() if state != "leaving")
+        ended = sum(counters.get(how, 0) for how in ("finished", "failed", "cancelled"))
+        assert counters.get("submitted", 0) == ended + alive
+
+    def teardown(self) -> None:
+        """Let everything run to its end: nobody hangs, and nothing is left behind."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.notice()
+        for address in self.addresses:
+            if address not in world.workers:
+                world.start(address)
+        for _ in range(50):
+            while self._run_all():
+                pass
+            world.now += 1.0
+            world.reclaim()
+            world.deliver(world.router.tick(world.now))
+        assert set(world.outcomes) == set(world.requests)
+        self.nobody_hears_two_endings()
+        snapshot = world.router.snapshot(world.now)
+        assert snapshot.booked_bytes == {}
+        assert not any(snapshot.requests.values())
+        assert world.bytes_held == 0
+
+    def _run_all(self) -> bool:
+        has_worked = False
+        for worker in list(self.world.workers.values()):
+            has_worked |= self.world.step(worker)
+            if worker.outbox:
+                self.world.tell(worker.outbox.popleft(), worker.address)
+                has_worked = True
+        return has_worked
+
+
+class FifoMachine(RouterMachine):
+    policy = "fifo"
+
+
+class StaticMachine(RouterMachine):
+    """Batches of fixed size, in order of arrival."""
+
+    policy = "static:p2c2d2"
+
+
+class DynamicMachine(RouterMachine):
+    policy = "dynamic"
+
+
+class UrgentMachine(RouterMachine):
+    """Some requests are more urgent than others, which are set aside for them."""
+
+    priorities = (0, 0, -3)
+
+
+class SilentMachine(RouterMachine):
+    """Workers that obey ``Cancel`` without a word."""
+
+    answers_cancel = False
+
+
+class ColocatedMachine(RouterMachine):
+    """One process has all three stages."""
+
+    addresses = ("all0",)
+
+
+class PartsMachine(RouterMachine):
+    """Prompts are read two layers at a time, and encoded meanwhile."""
+
+    plan = IN_PARTS
+
+
+class ColocatedPartsMachine(ColocatedMachine):
+    """The same in one process."""
+
+    plan = IN_PARTS
+
+
+class SilentPartsMachine(SilentMachine):
+    """The same with workers that obey ``Cancel`` without a word."""
+
+    plan = IN_PARTS
+
+
+class RolesMachine(RouterMachine):
+    """Three processes with all three stages; who reads and who writes follows the load."""
+
+    addresses = ("all0", "all1", "all2")
+    roles = "switch"
+
+
+LIMITS = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestRouter = RouterMachine.TestCase
+TestRouter.settings = LIMITS
+TestFifo = FifoMachine.TestCase
+TestFifo.settings = LIMITS
+TestStatic = StaticMachine.TestCase
+TestStatic.settings = LIMITS
+TestDynamic = DynamicMachine.TestCase
+TestDynamic.settings = LIMITS
+TestUrgent = UrgentMachine.TestCase
+TestUrgent.settings = LIMITS
+TestSilentWorkers = SilentMachine.TestCase
+TestSilentWorkers.settings = LIMITS
+TestColocated = ColocatedMachine.TestCase
+TestColocated.settings = LIMITS
+TestParts = PartsMachine.TestCase
+TestParts.settings = LIMITS
+TestColocatedParts = ColocatedPartsMachine.TestCase
+TestColocatedParts.settings = LIMITS
+TestSilentParts = SilentPartsMachine.TestCase
+TestSilentParts.settings = LIMITS
+TestRoles = RolesMachine.TestCase
+TestRoles.settings = LIMITS

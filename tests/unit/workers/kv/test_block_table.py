@@ -1,0 +1,140 @@
+"""Free list, page tables and window together: no page is lost or named twice, for 10,000 rounds."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from triptych.core.errors import PoolExhausted
+from triptych.core.layout import Geometry
+from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
+from triptych.kernels.pages import segments
+from triptych.kvpool.pool.free_list import FreeList
+from triptych.workers.decode.checkpoint import Checkpoint
+from triptych.workers.decode.window import Window
+from triptych.workers.device import CPU
+from triptych.workers.kv.block_table import RowCells, Sections
+from triptych.workers.kv.device_pages import DevicePages
+
+SLOTS, LONGEST, PAGES = 3, 200, 52
+
+
+def policy(alpha_high: float, alpha_low: float, window: int) -> Policy:
+    return Policy(
+        name="diffkv",
+        high_format="k8v4",
+        low_format="k4v2",
+        alpha_high=alpha_high,
+        alpha_low=alpha_low,
+        window_tokens=window,
+        high_window_tokens=30,
+        score_every=1,
+    )
+
+
+class Slots:
+    """Requests that come, grow and go, with the pages of one free list."""
+
+    def __init__(self, plan: PagePlan) -> None:
+        self.plan = plan
+        self.free = FreeList(PAGES)
+        self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
+        self.checkpoint = checkpoint = Checkpoint.begin(plan, None, SLOTS, LONGEST)
+        memory = DevicePages(CPU, self.arena, self.arena)
+        self.window = Window(memory, checkpoint, Sections(checkpoint.tables, CPU))
+        self.tables = checkpoint.tables
+        self.raw, self.high, self.low = checkpoint.tables
+        self.seen = dict[int, int]()
+        self.taken = {slot: list[int]() for slot in range(SLOTS)}
+
+    def step(self, slot: int) -> None:
+        """One more token; raises PoolExhausted."""
+        self.seen.setdefault(slot, 0)
+        at = np.array([slot], np.int32)
+        if self.window.is_full(int(at[0])):
+            leaving = self.window.leaving(at, [self.seen[slot]])
+            self._grow(self.checkpoint.class_cells, at, leaving.plan.counts)
+            self.window.move(leaving)
+        elif self.raw.length(slot) % self.raw.layout.tokens == 0:
+            self._grow(self.checkpoint.raw_cells, at, self.checkpoint.raw_cells.one_more(at))
+        column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
+        self.raw.tokens[:, slot] += 1
+        parts = segments(self.arena, self.plan.raw)
+        for page in self.raw.pages[:, slot, :, column].ravel().tolist():
+            parts.positions[page, row] = self.seen[slot]
+            parts.scores[page, row] = random.choice([0.0, 0.1, 0.5, 5.0])
+        self.seen[slot] += 1
+
+    def end(self, slot: int) -> None:
+        self.free.give(np.array(self.taken[slot], np.int32))
+        for table in self.tables:
+            table.clear(slot)
+        self.taken[slot] = []
+        self.seen.pop(slot, None)
+
+    def held(self, slot: int) -> list[int]:
+        """Every page that a table names."""
+        ids = list[int]()
+        for table in self.tables:
+            used: np.ndarray = np.arange(table.pages.shape[3]) < -(
+                -table.tokens[:, slot, :, None] // table.layout.tokens
+            )
+            ids += table.pages[:, slot][used].tolist()
+        return ids
+
+    def positions(self, slot: int, head: int) -> list[int]:
+        found = list[int]()
+        for table in self.tables:
+            parts = segments(self.arena, table.layout)
+            for place in range(int(table.tokens[0, slot, head])):
+                column, row = divmod(place, table.layout.tokens)
+                found.append(int(parts.positions[int(table.pages[0, slot, head, column]), row]))
+        return found
+
+    def _grow(self, cells: RowCells, at: np.ndarray, tokens: np.ndarray) -> None:
+        fresh = self.free.take(int(cells.count_lacking(at, tokens)[0]))
+        self.taken[int(at[0])] += fresh.tolist()
+        cells.append_pages(at, tokens, fresh, np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("alpha_high", "alpha_low", "window"), [(0.0, 0.0, 20), (1.0, 0.3, 20), (8.0, 0.0, 0)]
+)
+def test_no_page_is_lost_and_none_is_named_twice(
+    alpha_high: float, alpha_low: float, window: int
+) -> None:
+    """The pool is too small for all slots at their longest, so it runs dry again and again."""
+    random.seed(int(alpha_high * 10 + window))
+    geometry = Geometry(layers=1, kv_heads=2, head_dim=64)
+    slots = Slots(PagePlan(geometry, 1792, policy(alpha_high, alpha_low, window)))
+    dry = rounds = 0
+    while rounds < 10_000 // 3 + 1:
+        slot = random.randrange(SLOTS)
+        before = slots.seen.get(slot, 0)
+        if before == LONGEST or random.random() < 0.003:
+            slots.end(slot)
+        else:
+            try:
+                slots.step(slot)
+            except PoolExhausted:
+                dry += 1
+                slots.end(slot)
+        rounds += 1
+        assert sorted(slots.held(slot)) == sorted(slots.taken[slot])
+        held = [page for each in range(SLOTS) for page in slots.held(each)]
+        assert sorted([*held, *slots.free.peek().tolist()]) == list(range(PAGES))
+        if rounds % 50 == 0 and slots.seen.get(slot):
+            _check_positions(slots, slot, alpha_low)
+    assert dry > 3
+
+
+def _check_positions(slots: Slots, slot: int, alpha_low: float) -> None:
+    seen = slots.seen[slot]
+    for head in range(2):
+        found = slots.positions(slot, head)
+        assert len(found) == len(set(found))
+        assert set(range(max(0, seen - 30), seen)) <= set(found)
+        if alpha_low == 0:
+            assert sorted(found) == list(range(seen))

@@ -1,0 +1,178 @@
+"""Messages with pages of another node: what the engines see, and what the router hears."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from triptych.core.errors import Cancelled, PoolExhausted, PoolUnavailable, TriptychError
+from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
+from triptych.core.messages import (
+    Cancel,
+    Compress,
+    CompressionReport,
+    CompressItem,
+    Fetched,
+    Finished,
+    Join,
+    Message,
+    Report,
+    Request,
+    Sampling,
+    Send,
+)
+from triptych.kvpool import About, LocalPool
+from triptych.kvpool.rpc import page_ranges
+from triptych.kvpool.transfer.fetcher import Traffic
+from triptych.workers.kv.remote_fetch import RemoteFetch
+
+
+@dataclass
+class FakeFetcher:
+    """Fetches when it is let, or fails."""
+
+    pool: LocalPool
+    error: TriptychError | None = None
+    may_end: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+    traffic: Traffic = field(default_factory=lambda: Traffic(resumed=3, bad_chunks=1))
+
+    def fetch(
+        self,
+        label: str,
+        claim: Claim,
+        ids: np.ndarray,
+        cancelled: Callable[[], bool],
+        about: About,
+    ) -> tuple[Claim, np.ndarray]:
+        self.began.set()
+        assert self.may_end.wait(10)
+        if cancelled():
+            raise Cancelled(label)
+        if self.error:
+            raise self.error
+        mine = self.pool.take(ids.size)
+        [made] = self.pool.handoff([(label, mine)], about=[about])
+        return made, mine
+
+    def close(self) -> None:
+        self.may_end.set()
+
+
+@dataclass
+class Worker:
+    """An inbound with a place for what it says."""
+
+    pool: LocalPool
+    fetcher: FakeFetcher
+    posted: list[Message] = field(default_factory=list[Message])
+    sent: list[Send] = field(default_factory=list[Send])
+    said: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def __post_init__(self) -> None:
+        def post(message: Message) -> None:
+            self.posted.append(message)
+            self.said.release()
+
+        def deliver(sends: list[Send]) -> None:
+            self.sent += sends
+            self.said.release()
+
+        self.inbound = RemoteFetch(self.pool, self.fetcher, post, deliver)  # type: ignore[arg-type]
+
+    def wait(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert self.said.acquire(timeout=10)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with LocalPool(32, 256) as pool:
+        worker = Worker(pool, FakeFetcher(pool))
+        yield worker
+        worker.inbound.close()
+
+
+def handle(arena: str, *pages: list[int]) -> KVHandle:
+    packed = (page_ranges.pack(np.array(ids, np.int32)) for ids in pages)
+    return KVHandle(
+        Claim(arena, LeaseId(5), 2), tuple(PageRun("k8v4", b"tokens", p) for p in packed), 9
+    )
+
+
+def join(where: KVHandle, name: str = "r") -> Join:
+    return Join(
+        request=Request(id=name, prompt=(1,), sampling=Sampling(), reply_to="in"),
+        words=(7,),
+        handle=where,
+        report=CompressionReport(policy="p", raw_bytes=1, stored_bytes=1),
+    )
+
+
+def test_pages_of_this_node_are_passed_on_at_once(worker: Worker) -> None:
+    message = join(handle(worker.pool.arena.id, [1]))
+    worker.inbound.take(message)
+    assert worker.posted == [message]
+    assert worker.sent == []
+
+
+def test_pages_of_another_node_come_first_and_the_engine_sees_them_here(worker: Worker) -> None:
+    worker.inbound.take(join(handle("far", [20, 3], [], [9, 8, 7])))
+    assert worker.posted == []
+    worker.fetcher.may_end.set()
+    worker.wait(2)
+    [message] = worker.posted
+    assert isinstance(message, Join)
+    parts = [page_ranges.unpack(run.pages, 32) for run in message.handle.runs]
+    assert [part.size for part in parts] == [2, 0, 3]
+    worker.pool.attach([(message.handle.claim, np.concatenate(parts))])
+    assert [send.message for send in worker.sent] == [Fetched(request="r")]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(PoolUnavailable("gone"), "worker_lost"), (PoolExhausted(3, 1), "overloaded")],
+)
+def test_pages_that_do_not_come_end_the_attempt(
+    worker: Worker, error: TriptychError, code: str
+) -> None:
+    worker.fetcher.error = error
+    worker.inbound.take(join(handle("far", [1])))
+    worker.fetcher.may_end.set()
+    worker.wait()
+    [send] = worker.sent
+    assert isinstance(send.message, Finished)
+    assert send.message.error is not None
+    assert (send.message.error.code, worker.posted) == (code, [])
+
+
+def test_a_cancelled_request_is_let_go_when_nothing_of_it_comes_any_more(worker: Worker) -> None:
+    worker.inbound.take(join(handle("far", [1])))
+    assert worker.fetcher.began.wait(10)
+    worker.inbound.take(Cancel(requests=("r", "other")))
+    assert worker.posted == [Cancel(requests=("other",))]
+    worker.fetcher.may_end.set()
+    worker.wait(2)
+    assert worker.posted == [Cancel(requests=("other",)), Cancel(requests=("r",))]
+    assert worker.sent == []
+
+
+def test_raw_pages_are_fetched_for_those_requests_that_need_it(worker: Worker) -> None:
+    here = CompressItem(request="here", handle=handle(worker.pool.arena.id, [1]))
+    there = CompressItem(request="there", handle=handle("far", [1, 2]))
+    worker.inbound.take(Compress(items=(here, there)))
+    assert worker.posted == [Compress(items=(here,))]
+    worker.fetcher.may_end.set()
+    worker.wait(3)
+    last = worker.posted[-1]
+    assert isinstance(last, Compress)
+    assert [item.request for item in last.items] == ["there"]
+    assert last.items[0].handle.claim.arena == worker.pool.arena.id
+
+
+def test_what_went_wrong_on_the_way_is_reported(worker: Worker) -> None:
+    report = Report(name="w", running=0, waiting=0, pages_held=0, busy_s=0.0)
+    told = worker.inbound.completed(report)
+    assert (told.transfers_resumed, told.chunks_refused) == (3, 1)

@@ -1,0 +1,80 @@
+"""Attention in rotated, centred coordinates is the attention of the model."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.layout import Geometry
+from triptych.core.policy import Basis
+from triptych.kernels.hadamard import hadamard
+from triptych.workers.models.kv_rotation import Coordinates
+
+
+def dense(
+    _layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Every query sees every key. Shapes: (T, H, D); (T, KH, D) twice"""
+    assert (window, softcap) == (0, 0.0)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    weights = torch.einsum("qhd,khd->hqk", query, key).mul(scale).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+@pytest.mark.parametrize("dim", [1, 32, 64, 80, 96, 128, 256])
+def test_the_rotation_is_its_own_inverse(dim: int) -> None:
+    rotation = hadamard(dim)
+    assert torch.equal(rotation, rotation.T)
+    assert torch.allclose(rotation @ rotation, torch.eye(dim), atol=1e-6)
+
+
+def test_an_outlier_is_spread_over_all_channels() -> None:
+    outlier = torch.zeros(64)
+    outlier[17] = 8.0
+    assert (outlier @ hadamard(64)).abs().max() == 1.0
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
+    geometry = Geometry(layers=3, kv_heads=2, head_dim=dim)
+    packed = torch.randn(3, 2, dim).mul(4).half().numpy().tobytes()
+    coordinates = Coordinates.of(Basis(rotated=True, key_centre=packed), geometry)
+    assert coordinates is not None
+    query, key, value = torch.randn(11, 6, dim), torch.randn(11, 2, dim), torch.randn(11, 2, dim)
+    for layer in range(3):
+        mixed = coordinates.around(dense)(
+            layer, query.to(dtype), key.to(dtype), value.to(dtype), scale=0.2, window=0, softcap=0.0
+        )
+        exact = [part.to(dtype).float() for part in (query, key, value)]
+        want = dense(layer, *exact, scale=0.2, window=0, softcap=0.0)
+        assert mixed.dtype == dtype
+        assert torch.allclose(mixed.float(), want, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_the_centre_is_what_pages_do_not_hold() -> None:
+    seen = list[Tensor]()
+
+    def note(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: float) -> Tensor:
+        seen.append(key)
+        return query
+
+    geometry = Geometry(layers=1, kv_heads=1, head_dim=32)
+    centre = torch.randn(1, 1, 32).half()
+    basis = Basis(rotated=True, key_centre=centre.numpy().tobytes())
+    coordinates = Coordinates.of(basis, geometry)
+    assert coordinates is not None
+    key = centre.float().expand(5, 1, 32)
+    coordinates.around(note)(0, key, key, key, scale=1.0, window=0, softcap=0.0)
+    assert torch.allclose(seen[0], torch.zeros(5, 1, 32), atol=1e-6)
+
+
+def test_plain_coordinates_cost_nothing() -> None:
+    assert Coordinates.of(Basis(), Geometry(layers=1, kv_heads=1, head_dim=64)) is None

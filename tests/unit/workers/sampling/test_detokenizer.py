@@ -1,0 +1,179 @@
+"""Text that is streamed is the text that is decoded at once, cut at the first stop."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from triptych.core.messages import Sampling
+from triptych.workers.models.tokenizer import bare
+from triptych.workers.sampling.detokenizer import TextStream
+
+WORDS = ("the", "cat", " the", " cat", " sat", "ing", ".", "é", "猫", "😀", "  ", "\n")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """All 256 bytes, some words, three special tokens: as in GPT-2, Llama 3, Qwen, SmolLM."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces = [to_bytes.pre_tokenize_str(word)[0][0] for word in WORDS]
+    vocab = dict.fromkeys(alphabet + pieces)
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(vocab)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in "abc"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|a|>")
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Bytes as ``<0x41>``, spaces as ``▁``, none in front: as in Llama 2, Mistral, Gemma."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += [word.replace(" ", "▁") for word in WORDS] + ["▁"]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece()}
+
+
+@pytest.fixture(params=TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return request.param
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str, splits: list[bool]) -> list[int]:
+    """Tokens of a text: a word where there is one, else bytes; ``splits`` forces bytes."""
+    vocab, tokens = tokenizer.get_vocab(), list[int]()
+    fallback = "<0x41>" in vocab
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for i, word in enumerate(text):
+        piece = word.replace(" ", "▁") if fallback else to_bytes.pre_tokenize_str(word)[0][0]
+        if piece in vocab and not splits[i % len(splits)]:
+            tokens.append(vocab[piece])
+        elif fallback:
+            tokens += [vocab[f"<0x{byte:02X}>"] for byte in word.encode()]
+        else:
+            tokens += [vocab[char] for char in piece]
+    return tokens
+
+
+def whole(tokenizer: PreTrainedTokenizerFast, tokens: list[int], skip: bool = True) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def streamed(stream: TextStream, tokens: list[int]) -> tuple[str, str | None]:
+    text = ""
+    for token in tokens:
+        piece = stream.push(token)
+        text += piece.text
+        if piece.stop is not None:
+            assert stream.finish() == ""
+            return text, piece.stop
+    return text + stream.finish(), None
+
+
+@given(tokens=st.lists(st.integers(0, 270), max_size=60), skip=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], skip: bool) -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    stream = TextStream(bare(tokenizer), Sampling(skip_special_tokens=skip))
+    assert streamed(stream, tokens) == (whole(tokenizer, tokens, skip), None)
+
+
+TEXTS = st.text(st.sampled_from("the cat.é猫😀\n"), max_size=60)
+SPLITS = st.lists(st.booleans(), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXTS, splits=SPLITS)
+@settings(max_examples=200, deadline=None)
+def test_any_text_streams_to_itself(name: str, text: str, splits: list[bool]) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = encode(tokenizer, text, splits)
+    stream = TextStream(bare(tokenizer), Sampling())
+    assert streamed(stream, tokens) == (whole(tokenizer, tokens), None)
+
+
+def cut(text: str, stops: tuple[str, ...], keep: bool) -> tuple[str, str | None]:
+    """The definition: read on until the text ends in a stop; the longest of several."""
+    for end in range(1, len(text) + 1):
+        if ending := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(ending, key=len)
+            return text[: end if keep else end - len(stop)], stop
+    return text, None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(
+    text=TEXTS,
+    splits=SPLITS,
+    stops=st.lists(st.text(st.sampled_from("the cat😀"), min_size=1, max_size=4), max_size=3),
+    keep=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_answer_is_cut_at_the_stop_that_is_complete_first(
+    name: str, text: str, splits: list[bool], stops: list[str], keep: bool
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = encode(tokenizer, text, splits)
+    stream = TextStream(bare(tokenizer), Sampling(stop=tuple(stops), include_stop=keep))
+    assert streamed(stream, tokens) == cut(whole(tokenizer, tokens), tuple(stops), keep)
+
+
+def test_characters_are_never_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = TextStream(bare(tokenizer), Sampling())
+    tokens = encode(tokenizer, "a😀猫", [True])
+    assert [stream.push(token).text for token in tokens] == ["a", "", "", "", "😀", "", "", "猫"]
+
+
+def test_text_that_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = TextStream(bare(tokenizer), Sampling(stop=("cat.",)))
+    tokens = encode(tokenizer, "a cat cat", [True])
+    pieces = [stream.push(token).text for token in tokens]
+    assert pieces == ["a", " ", "", "", "", "cat ", "", "", ""]
+    assert stream.finish() == "cat"
+
+
+def test_a_space_in_front_of_the_answer_depends_on_what_it_continues() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    the = tokenizer.get_vocab()["▁the"]
+    assert TextStream(bare(tokenizer), Sampling()).push(the).text == "the"
+    continued = TextStream(bare(tokenizer), Sampling(), prompt_tail=[the])
+    assert continued.push(the).text == " the"
+
+
+def test_an_unfinished_character_becomes_a_replacement_character_at_the_end(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    stream = TextStream(bare(tokenizer), Sampling())
+    tokens = encode(tokenizer, "猫", [False]) + encode(tokenizer, "😀", [True])[:-1]
+    text, _ = streamed(stream, tokens)
+    assert text == whole(tokenizer, tokens)
+    assert text.rstrip("\N{REPLACEMENT CHARACTER}") == "猫"
+
+
+def test_a_token_costs_the_same_however_long_the_answer_is(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = TextStream(bare(tokenizer), Sampling(stop=("never",)))
+    decode, longest = stream._decoder._decode, 0
+
+    def counting(tokens: list[int], *, skip_special_tokens: bool) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(stream._decoder, "_decode", counting)
+    for token in encode(tokenizer, "the cat é猫😀" * 200, [True, False]):
+        stream.push(token)
+    assert longest <= 40

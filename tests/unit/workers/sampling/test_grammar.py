@@ -1,0 +1,103 @@
+"""Answers that keep to a grammar: whatever the model would rather say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from llguidance.hf import from_tokenizer
+
+from tests.tiny import byte_tokenizer
+from triptych.core import grammar
+from triptych.core.config import AppConfig
+from triptych.core.errors import GrammarError
+from triptych.core.messages import Sampling, failed
+from triptych.workers.local import LocalServer
+from triptych.workers.sampling.grammar import Constraint
+from triptych.workers.sampling.sampler import SamplerRow, sample
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 199},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path):
+    settings = {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "pool": {"capacity_bytes": 16 << 20},
+        "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
+    }
+    with LocalServer(AppConfig.from_mapping(settings), tiny_model) as server:
+        yield server
+
+
+def answers(server: LocalServer, made: str, count: int = 6, **more: object) -> list:
+    sampling = [
+        Sampling(temperature=1.0, max_tokens=120, seed=seed, grammar=made, **more)
+        for seed in range(count)
+    ]
+    return server.complete([server.request([5, 6, 7 + i], one) for i, one in enumerate(sampling)])
+
+
+def test_a_random_model_writes_what_a_schema_allows(server: LocalServer) -> None:
+    for answer in answers(server, grammar.of_schema(PERSON)):
+        assert answer.finish == "stop"
+        person = json.loads(answer.text)
+        assert set(person) == {"name", "age"}
+        assert 0 <= person["age"] <= 199
+    assert server.pool.stat().request_pages == server.pool.stat().prefix_pages
+
+
+def test_answers_with_and_without_a_grammar_share_a_batch(server: LocalServer) -> None:
+    made = grammar.of_regex("[0-9]{3}(-[a-f]{2}){4}")
+    asked = [Sampling(temperature=1.0, max_tokens=30, seed=s, ignore_eos=True) for s in range(3)]
+    alone = server.complete([server.request([9, 9, s], one) for s, one in enumerate(asked)])
+    free = [server.request([9, 9, s], one) for s, one in enumerate(asked)]
+    bound = Sampling(temperature=1.0, max_tokens=30, grammar=made)
+    *others, kept = server.complete([*free, server.request([1, 2, 3], bound)])
+    assert re.fullmatch("[0-9]{3}(-[a-f]{2}){4}", kept.text)
+    assert [one.tokens for one in others] == [one.tokens for one in alone]
+
+
+def test_log_probabilities_are_those_of_the_model_itself(server: LocalServer) -> None:
+    for answer in answers(server, grammar.of_choice(["yes", "no"]), logprobs=2):
+        assert answer.text in {"yes", "no"}
+        assert any(entry.token not in dict(entry.top) for entry in answer.logprobs)
+
+
+def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
+    """As it would if a checkpoint told of tokens that the grammar does not have."""
+    made = grammar.of_regex("[0-9]+")
+    tokenizer = from_tokenizer(byte_tokenizer(), eos_token=1)
+    digit, letter = tokenizer.tokenize_str("7x")
+    bound = [Constraint(tokenizer, made) for _ in range(2)]
+    wants = Sampling(temperature=0.0)
+    rows = [SamplerRow(wants, [1], (1,), (digit,), bound[0])]
+    rows += [SamplerRow(wants, [1], (1,), (letter,), bound[1]), SamplerRow(wants, [1], (1,))]
+    logits = torch.zeros(3, tokenizer.vocab_size)
+    logits[:, letter], logits[:, digit] = 2.0, 1.0
+    kept, left, free = sample(logits, rows)
+    assert (kept.token, free.token) == (digit, letter)
+    with pytest.raises(GrammarError, match="cannot go on in its grammar after 1 tokens") as caught:
+        left.checked_token()
+    assert failed("r", caught.value).status == 400
+
+
+def test_a_grammar_that_costs_too_much_is_the_clients_error(server: LocalServer) -> None:
+    """It is cheap to begin with; what it costs shows when the answer has come some way."""
+    rules = [f'x{i}: "a" x{i} | "a"' for i in range(100)]
+    made = grammar.of_lark("\n".join(["start: " + " | ".join(f"x{i}" for i in range(100)), *rules]))
+    for answer in answers(server, made, count=2, logit_bias=((1, -100.0),)):
+        assert answer.error is not None
+        assert (answer.error.status, answer.error.kind) == (400, "invalid_request_error")
+        assert "cannot go on in its grammar" in answer.error.message
+        assert answer.text == "a" * len(answer.tokens) != ""
+    assert server.pool.stat().request_pages == server.pool.stat().prefix_pages

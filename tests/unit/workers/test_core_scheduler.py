@@ -1,0 +1,143 @@
+"""Turns on the cores, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych.workers.core_scheduler import OwnCores, Turns, usable_cores
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from triptych.workers.core_scheduler import Turns
+
+turns = Turns(Path(sys.argv[1]), cores=1)
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(int(sys.argv[2])):
+    with turns.step(lambda: True):
+        print(time.monotonic(), flush=True)
+        time.sleep(float(sys.argv[3]))
+        print(time.monotonic(), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> object:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def worker(directory: Path, steps: int, step_s: float) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(directory), str(steps), str(step_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def test_steps_of_two_workers_do_not_overlap_and_alternate(tmp_path: Path) -> None:
+    workers = [worker(tmp_path, steps=10, step_s=0.02) for _ in range(2)]
+    for process in workers:
+        go(process)
+    times = [[float(line) for line in p.communicate(timeout=60)[0].split()] for p in workers]
+    steps = sorted(
+        (start, end, who)
+        for who, marks in enumerate(times)
+        for start, end in zip(marks[::2], marks[1::2], strict=True)
+    )
+    assert len(steps) == 20
+    assert all(one[1] <= two[0] for one, two in pairwise(steps))
+    together = [who for start, _, who in steps if start < min(t[-1] for t in times)]
+    repeats = sum(a == b for a, b in pairwise(together))
+    assert repeats <= 4
+
+
+def test_a_worker_that_is_killed_in_its_step_does_not_keep_the_turn(tmp_path: Path) -> None:
+    stuck = worker(tmp_path, steps=1, step_s=600)
+    go(stuck)
+    assert stuck.stdout is not None
+    stuck.stdout.readline()
+    stuck.send_signal(signal.SIGKILL)
+    stuck.communicate()
+    started = time.monotonic()
+    with Turns(tmp_path, cores=1).step(lambda: True):
+        pass
+    assert time.monotonic() - started < 5
+
+
+def test_own_cores_sets_the_threads_once() -> None:
+    with OwnCores(1).step(lambda: True):
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "300000 100000\n"}, 3),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu.max": "nonsense"}, 16),
+        ({}, 16),
+    ],
+)
+def test_a_container_uses_the_cores_that_it_has_time_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == cores
+
+
+READER = """
+import sys, time
+from pathlib import Path
+from triptych.workers.core_scheduler import Turns
+
+turns = Turns(Path(sys.argv[1]), cores=1)
+turns.read(True)
+print("reads", flush=True)
+time.sleep(600)
+"""
+
+
+def test_who_can_wait_lets_others_read_and_goes_on_if_the_reader_dies(tmp_path: Path) -> None:
+    turns, looks = Turns(tmp_path, cores=1), 0
+
+    def is_urgent() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 5
+
+    command = [sys.executable, "-c", READER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        with turns.step(is_urgent):
+            assert looks == 5  # it waited until it was
+        reader.send_signal(signal.SIGKILL)
+        with turns.step(lambda: False):
+            assert reader.wait(60) == -signal.SIGKILL

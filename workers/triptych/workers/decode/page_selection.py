@@ -1,0 +1,307 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch.from_numpy has no type hints; numpy's comparisons lack types.
+"""Reading only the pages that matter: their summaries, and who reads which of them.
+
+Summaries are made from the pages when a request joins, and again of each page that changes, so
+what is known of a page depends on nothing but its bytes: a worker that takes over a request
+chooses the same pages. They lie beside the page tables of the worker, in the order in which they
+are scored, and not beside the pages: then they need no place in handles, transports and tiers.
+"""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.config import SelectionConfig
+from triptych.core.head_budgets import SPREAD_TOP
+from triptych.core.pages import PagePlan
+from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
+from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
+from triptych.kvpool import Arena
+from triptych.workers.decode.window import Leaving
+from triptych.workers.kv.block_table import Sections, SectionTable
+from triptych.workers.kv.device_pages import DevicePages
+
+Ids = NDArray[np.int32]
+Ids64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+ALL_TOKENS = (1 << 31) - 1
+WORTH = 2
+"""Choosing takes longer than it saves where more than one part in so many is read (measured)."""
+DENSE_LAYERS = 2
+"""First layers that read every page, where it is not known what each layer needs."""
+PAGES_AT_ONCE = 4096
+"""That are summarized together, and read together from a disk: they must all fit into memory."""
+MAP_NORESERVE = 0x4000
+"""Linux on x86 and Arm; Python names it from 3.13 on."""
+
+
+class TableSummaries:
+    """Summaries of the full pages of one table, for all slots, layers and KV heads."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        rotated: bool,
+        arena: Arena,
+        memory: DevicePages,
+        table: SectionTable,
+    ) -> None:
+        self._arena, self._memory, self.table = arena, memory, table
+        layers, slots, kv_heads, width = table.pages.shape
+        head_dim = table.layout.head_dim
+        tile = tile_bytes(kind, head_dim)
+        shape = (slots, layers, kv_heads, -(-width // TILE_PAGES), tile)
+        self._slot_bytes = int(np.prod(shape[1:]))
+        self._unused = _unused_memory(slots * self._slot_bytes) if memory.device.is_host else None
+        every = (
+            torch.zeros(shape, dtype=torch.uint8, device=memory.device.name)
+            if self._unused is None
+            else torch.frombuffer(self._unused, dtype=torch.uint8).view(shape)
+        )
+        self.of_layer = [
+            Summaries(kind, every[:, layer], head_dim, rotated) for layer in range(layers)
+        ]
+        self._all = Summaries(kind, every.view(slots * layers, *shape[2:]), head_dim, rotated)
+
+    def add(self, slot: int) -> None:
+        """Summarize all full pages of a slot."""
+        full = self.table.tokens[:, slot] // np.int32(self.table.layout.tokens)
+        column = np.arange(self.table.width, dtype=np.int32)
+        self._write(slot, column < full[..., None])
+
+    def renew(self, slot: int, places: Ids) -> None:
+        """Summarize the full pages that hold some places of each row, [layers, kv_heads, n]."""
+        full = self.table.tokens[:, slot] // np.int32(self.table.layout.tokens)
+        touched: Mask = np.zeros((*full.shape, self.table.width + 1), np.bool_)
+        column = np.where(places >= 0, places // self.table.layout.tokens, self.table.width)
+        np.put_along_axis(touched, column.astype(np.int64), True, axis=2)
+        column = np.arange(self.table.width, dtype=np.int32)
+        self._write(slot, touched[..., :-1] & (column < full[..., None]))
+
+    def drop(self, slot: int) -> None:
+        """Give the memory of a slot back, up to whole pages of the system, where there is one."""
+        if self._unused is None:
+            return
+        start, end = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._unused.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def _write(self, slot: int, wanted: Mask) -> None:
+        """Summarize pages of a slot, [layers, kv_heads, columns]."""
+        layer, head, column = np.nonzero(wanted)
+        if not len(column):
+            return
+        layers, _, kv_heads, _ = self.table.pages.shape
+        rows = ((slot * layers + layer) * kv_heads + head).astype(np.int32)
+        pages, columns = self.table.pages[:, slot][wanted], column.astype(np.int32)
+        for start in range(0, len(pages), PAGES_AT_ONCE):
+            some = slice(start, start + PAGES_AT_ONCE)
+            self._arena.will_need(pages[some])
+            parts = (self._memory.device.put(part[some]) for part in (pages, rows, columns))
+            named, *places = parts
+            summarize_pages(self._memory.near, self.table.layout, named, self._all, *places)
+
+
+@dataclass(frozen=True, eq=False)
+class StepChoice:
+    """What the requests of one decode step read in each layer."""
+
+    owner: "Selector"
+    slots: Tensor
+    positions: Tensor
+    due: Mapping[Rule, Tensor]
+    """By what they go: the list that is to be chosen anew for each request, or -1; int32 [R]."""
+    read: Tensor
+    """The list that each request reads, or -1: it reads all pages; int32 [R]."""
+
+    def lists(self, layer: int, query: Tensor, *, scale: float, window: int) -> PageLists | None:
+        """Lists of pages for a layer's queries [R, H, d]; None: all requests read all pages.
+
+        A layer whose own window hides most keys reads its few pages as they are.
+        """
+        owner = self.owner
+        if layer < owner.dense_layers or window > 0:
+            return None
+        known = owner.of_layer[layer]
+        for rule, due in self.due.items():
+            select_pages(
+                query,
+                owner.sections.of_layer[layer],
+                known.summaries,
+                self.slots,
+                self.positions,
+                rule,
+                known.lists.of(due),
+                scale=scale,
+                spread=known.spread,
+            )
+        return known.lists.of(self.read)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerChoice:
+    """What a layer's pages are chosen by, and the lists of those that are."""
+
+    summaries: list[Summaries | None]
+    """One for each table; None for that of the window."""
+    lists: PageLists
+    spread: Tensor | None
+    """What each head row reads, int32 [kv_heads, steps]; None: all alike."""
+
+
+class Selector:
+    """Summaries and lists of pages of a decode worker's requests."""
+
+    def __init__(
+        self,
+        config: SelectionConfig,
+        kind: Kind,
+        plan: PagePlan,
+        arena: Arena,
+        memory: DevicePages,
+        sections: Sections,
+    ) -> None:
+        """The first of the tables is that of raw pages, the last, if pages are shared, that of
+        fixed ones.
+
+        Where tokens are compressed raw pages are the sink and the window, read in any case.
+        """
+        tables = sections.tables
+        self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
+        dense = config.dense_layers
+        self.dense_layers = (0 if plan.spread else DENSE_LAYERS) if dense == "auto" else dense
+        known = tables[1:] if plan.compresses else tables
+        rotated = plan.policy.basis.rotated
+        self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
+        self._fixed = int(plan.shares)
+        """How many of them are of pages that never change."""
+        layers, slots, kv_heads, _ = tables[0].pages.shape
+        most = sum(table.width for table in tables)
+        self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
+        self.counts = memory.device.put(np.zeros((layers, slots, kv_heads), np.int32))
+        spread = memory.device.put(_shares(plan)) if plan.spread else None
+        nobody = memory.device.put(np.zeros(0, np.int32))
+        self.of_layer = [
+            LayerChoice(
+                summaries=[None] * (len(tables) - len(known))
+                + [part.of_layer[layer] for part in self._summaries],
+                lists=PageLists(self.ordinals[layer], self.counts[layer], nobody),
+                spread=None if spread is None else spread[layer],
+            )
+            for layer in range(layers)
+        ]
+        self._is_chosen: Mask = np.zeros(slots, np.bool_)
+        """Slots whose lists name the pages that their rows still have."""
+        self._rules: list[Rule | None] = [None] * slots
+        """By slot how many pages its request reads; None: all."""
+
+    @classmethod
+    def of(
+        cls,
+        config: SelectionConfig,
+        plan: PagePlan,
+        arena: Arena,
+        memory: DevicePages,
+        sections: Sections,
+    ) -> "Selector | None":
+        """None if every page is read."""
+        if config.method == "none":
+            return None
+        return cls(config, config.method, plan, arena, memory, sections)
+
+    # ---------------------------------------------------------------- what changes in a slot
+
+    def join(self, slot: int, wanted: SelectionConfig | None) -> None:
+        """Get to know all pages of a request; its tables are filled.
+
+        ``wanted``: how many of them it reads; None: all. Requests differ in nothing else.
+        """
+        for part in self._summaries if wanted else ():
+            part.add(slot)
+        self._is_chosen[slot] = False
+        self._rules[slot] = None if wanted is None else _rule(wanted)
+
+    def leave(self, slot: int) -> None:
+        for part in self._summaries:
+            part.drop(slot)
+
+    def fill(self, slot: int) -> None:
+        """The newest raw page of each row is full."""
+        raw = self.tables[0]
+        if self._summaries[0].table is raw:
+            self._summaries[0].renew(slot, raw.tokens[:, slot, :, None] - np.int32(1))
+        self._is_chosen[slot] = False
+
+    def retire(self, leaving: Leaving) -> None:
+        """Tokens came to places in high, and some went from there to low."""
+        written = self._summaries[: len(self._summaries) - self._fixed]
+        for index, slot in enumerate(leaving.slots.tolist()):
+            for part, places in zip(
+                written, (leaving.plan.places, leaving.plan.mover_places), strict=False
+            ):
+                part.renew(slot, places[:, index])
+            self._is_chosen[slot] = False
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, slots: Ids, positions: Ids, scored: Ids64) -> StepChoice | None:
+        """Decide who chooses pages in this step; None if every request reads all of them.
+
+        All are read by those requests (``scored``: their indices) whose tokens are scored in this
+        step, as what is not read receives no score, and by those of which the budget is more than
+        half.
+        """
+        put = self._memory.device.put
+        rules = [self._rules[int(slot)] for slot in slots]
+        budgets = np.array([rule.budget_tokens if rule else ALL_TOKENS for rule in rules], np.int64)
+        reads_all: Mask = positions < WORTH * budgets
+        reads_all[scored] = True
+        if reads_all.all():
+            return None
+        every = self.config.reselect_every
+        due: Mask = ~reads_all & (~self._is_chosen[slots] | (positions % every == 0))
+        self._is_chosen[slots[due]] = True
+        return StepChoice(
+            owner=self,
+            slots=put(slots),
+            positions=put(positions),
+            due={
+                rule: put(np.where(mine, slots, np.int32(-1)))
+                for rule in dict.fromkeys(rules)
+                if rule and (mine := due & np.array([other == rule for other in rules])).any()
+            },
+            read=put(np.where(reads_all, np.int32(-1), slots)),
+        )
+
+
+def _shares(plan: PagePlan) -> Ids:
+    """A plan's spread as ``select_pages`` takes it, [layers, kv_heads, steps]."""
+    parts = np.frombuffer(plan.spread, np.uint8).astype(np.int64) * WHOLE
+    rounded_up = -(-parts // SPREAD_TOP)
+    geometry = plan.geometry
+    return rounded_up.reshape(geometry.layers, geometry.kv_heads, -1).astype(np.int32)
+
+
+def _rule(config: SelectionConfig) -> Rule:
+    return Rule.of(
+        config.keep_fraction,
+        config.budget_tokens,
+        config.sink_tokens,
+        config.window_tokens,
+        config.omitted_mass,
+    )
+
+
+def _unused_memory(size: int) -> mmap.mmap:
+    """Zeros that take no memory until they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)

@@ -1,0 +1,134 @@
+# numpy's comparisons lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""What a decode step read: which pages of which rows, and how many bytes of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.layout import PageLayout
+from triptych.workers.kv.block_table import SectionTable
+
+Ids = NDArray[np.int32]
+Keys = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One table's rows of the requests of a step."""
+
+    layout: PageLayout
+    pages: Ids
+    """[layers, requests, kv_heads, pages of a row]."""
+    tokens: Ids
+    """[layers, requests, kv_heads]."""
+
+    @classmethod
+    def of(cls, table: SectionTable, slots: Ids) -> "Part":
+        """A copy of what the table has for some slots, as wide as the longest row."""
+        tokens = table.tokens[:, slots]
+        width = int(table.layout.pages(int(tokens.max(initial=0))))
+        return cls(table.layout, table.pages[:, slots, :, :width], tokens)
+
+    @property
+    def held(self) -> Ids:
+        """Tokens of each page, [layers, requests, kv_heads, pages of a row]."""
+        room = np.int32(self.layout.tokens)
+        first = np.arange(self.pages.shape[-1], dtype=np.int32) * room
+        return np.clip(self.tokens[..., None] - first, 0, room)
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """The pages that were chosen, as places in the parts laid end to end."""
+
+    ordinals: Ids
+    """[layers, requests, kv_heads, most pages]."""
+    counts: Ids
+    """[layers, requests, kv_heads]."""
+    is_read: NDArray[np.bool_]
+    """Whether a request read its list in a layer, and not all of its pages, [layers, requests]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The rows of one step's requests after it, and what was read of them."""
+
+    names: tuple[str, ...]
+    """Requests."""
+    parts: tuple[Part, ...]
+    lists: Lists | None = None
+    """None: every page was read."""
+
+    @property
+    def pages(self) -> int:
+        """Pages that the rows have."""
+        return sum(int((part.held > 0).sum()) for part in self.parts)
+
+    def read(self) -> list[NDArray[np.bool_]]:
+        """For each part which pages were read, [layers, requests, kv_heads, pages of a row]."""
+        every = [part.held > 0 for part in self.parts]
+        if self.lists is None:
+            return every
+        first = np.zeros(self.parts[0].tokens.shape, np.int32)
+        chosen = list[NDArray[np.bool_]]()
+        for held in every:
+            listed = _listed(self.lists, first, held.shape[-1])
+            chosen.append(held & (listed | ~self.lists.is_read[..., None, None]))
+            first = first + held.sum(axis=-1, dtype=np.int32)
+        return chosen
+
+    def layer_bytes(self) -> NDArray[np.int64]:
+        """Bytes of keys and values that attention read, [layers]."""
+        total = np.zeros(self.parts[0].tokens.shape[0], np.int64)
+        for part, read in zip(self.parts, self.read(), strict=True):
+            tokens = np.where(read, part.held, 0).sum(axis=(1, 2, 3), dtype=np.int64)
+            total += tokens * part.layout.format.read_bytes(part.layout.head_dim)
+        return total
+
+    def keys(self) -> dict[str, Keys]:
+        """For each request what was read, page by page: (layer, KV head, page) as one number."""
+        found = dict[str, list[Keys]]()
+        for part, read in zip(self.parts, self.read(), strict=True):
+            heads = part.tokens.shape[2]
+            for index, name in enumerate(self.names):
+                layer, head, column = np.nonzero(read[:, index])
+                row = (layer * heads + head).astype(np.int64) << 32
+                found.setdefault(name, []).append(row | part.pages[layer, index, head, column])
+        return {name: np.concatenate(each) for name, each in found.items()}
+
+
+def _listed(lists: Lists, first: Ids, width: int) -> NDArray[np.bool_]:
+    """Which columns of a part, that begins at ``first``, the lists name."""
+    most = lists.ordinals.shape[-1]
+    column = lists.ordinals - first[..., None]
+    is_listed = np.arange(most, dtype=np.int32) < lists.counts[..., None]
+    inside = is_listed & (column >= 0) & (column < width)
+    marks = np.zeros((*first.shape, width + 1), np.bool_)
+    np.put_along_axis(marks, np.where(inside, column, width).astype(np.int64), True, axis=-1)
+    return marks[..., :width]
+
+
+def reused(before: Reading, now: Reading) -> tuple[int, int]:
+    """Pages read in two steps in a row, and those of the second one that could have been.
+
+    That is TinyServe's reuse across steps as we count it: of the pages that a request reads now,
+    those that it read at the step before. The first step of a request does not count.
+
+    Source: TinyServe (cross-step reuse; the paper does not define it)
+    """
+    earlier, later = before.keys(), now.keys()
+    again = total = 0
+    for name in earlier.keys() & later.keys():
+        again += int(np.isin(later[name], earlier[name], assume_unique=True).sum())
+        total += later[name].size
+    return again, total
+
+
+def reading_of(
+    tables: Sequence[SectionTable], names: Sequence[str], slots: Ids, lists: Lists | None
+) -> Reading:
+    """Copies of what the tables have for some slots."""
+    return Reading(tuple(names), tuple(Part.of(table, slots) for table in tables), lists)

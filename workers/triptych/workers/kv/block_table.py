@@ -1,0 +1,186 @@
+# numpy's comparisons lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""Page tables of the decode stage: which pages hold which head row's tokens.
+
+A head row is one (slot, layer, KV head); a slot is one request. Tables of all layers lie in
+one array, so that a step plans the pages of every head row at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.layout import PageLayout
+from triptych.kernels import Section, block_table_ops
+from triptych.workers.device import Device
+
+Ids = NDArray[np.int32]
+Ids64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(eq=False)
+class SectionTable:
+    """Pages of one format of all head rows: a dense, growing list per row."""
+
+    layout: PageLayout
+    pages: Ids
+    """Page ids, oldest first, [layers, slots, kv_heads, pages of a row]."""
+    tokens: Ids
+    """Tokens stored, [layers, slots, kv_heads]."""
+    backward: bool = False
+    """Whether ``pages`` shows the cells of its memory from the last one on."""
+
+    @property
+    def cells(self) -> Ids:
+        """Page ids as they lie in memory."""
+        return self.pages[..., ::-1] if self.backward else self.pages
+
+    @property
+    def width(self) -> int:
+        """The most pages that a row can have."""
+        return self.pages.shape[3]
+
+    @property
+    def room(self) -> int:
+        """The most tokens that a row can have."""
+        return self.width * self.layout.tokens
+
+    def fill(self, slot: int, tokens: Ids, ids: Ids) -> None:
+        """Set a slot's rows from a handle: tokens [head rows], page ids in row order."""
+        block_table_ops.fill_rows(self.pages, self.tokens, slot, tokens, self.layout.tokens, ids)
+
+    def read(self, slot: int) -> tuple[Ids, Ids]:
+        """What ``fill`` would set: tokens [head rows], and page ids in row order."""
+        tokens = self.tokens[:, slot]
+        counts = -(-tokens // np.int32(self.layout.tokens))
+        used: Mask = np.arange(self.width) < counts[..., None]
+        return tokens.ravel(), self.pages[:, slot][used]
+
+    def run(self, slot: int) -> tuple[str, Ids, Ids]:
+        """What ``read`` gives, behind the name of the format."""
+        return (self.layout.format.name, *self.read(slot))
+
+    def clear(self, slot: int) -> None:
+        self.tokens[:, slot] = 0
+
+    def pages_of(self, layer: int, slots: Ids) -> Ids:
+        """The pages that a layer has of some slots, in no order."""
+        counts = -(-self.tokens[layer, slots] // np.int32(self.layout.tokens))
+        used: Mask = np.arange(self.width) < counts[..., None]
+        return self.pages[layer, slots][used]
+
+    def pages_at(self, slots: Ids, places: Ids) -> Ids:
+        """Pages of the tokens at some places, [layers, slots, kv_heads, T]; of negative ones none.
+
+        In no order, and as often as they are named.
+        """
+        layer, at, head, _ = named = np.nonzero(places >= 0)
+        return self.pages[layer, slots[at], head, places[named] // np.int32(self.layout.tokens)]
+
+    def length(self, slot: int) -> int:
+        """Tokens of each row of a slot; for tables of equally long rows."""
+        return self.tokens.item(0, slot, 0)
+
+
+@dataclass(eq=False)
+class RowCells:
+    """The cells that head rows have for page ids, and whose they are.
+
+    One table's pages lie from the left on, those of a second one from the right. The two of one
+    row never meet if it has one cell more than its tokens take in the table with the larger
+    tokens: ceil(a/t) + ceil(b/u) <= ceil((a + b)/t) + 1 for u >= t.
+
+    Source: LeanKV and DiffKV (bidirectional page table; their tables lack that cell)
+    """
+
+    layouts: Sequence[PageLayout]
+    """Of one table or two."""
+    cells: Ids
+    """[layers, slots, kv_heads, cells of a row]."""
+    tokens: Ids
+    """[tables, layers, slots, kv_heads]."""
+
+    def __post_init__(self) -> None:
+        self._rooms = np.array([layout.tokens for layout in self.layouts], np.int32)
+
+    @property
+    def tables(self) -> list[SectionTable]:
+        """Views of the same memory, the one from the left first."""
+        sides = (self.cells, False), (self.cells[..., ::-1], True)
+        return [
+            SectionTable(layout, pages, tokens, backward)
+            for layout, tokens, (pages, backward) in zip(
+                self.layouts, self.tokens, sides, strict=False
+            )
+        ]
+
+    def one_more(self, slots: Ids) -> Ids:
+        """Tokens of some slots, and one more in each row: [layers, slots, kv_heads, tables]."""
+        return block_table_ops.one_more(self.tokens, slots)
+
+    def count_lacking(self, slots: Ids, wanted: Ids) -> Ids64:
+        """Pages that the rows of each slot lack to hold so many tokens.
+
+        ``wanted``: [layers, slots, kv_heads, tables].
+        """
+        return block_table_ops.count_lacking(self.tokens, slots, wanted, self._rooms)
+
+    def append_pages(self, slots: Ids, wanted: Ids, ids: Ids, first: Ids64) -> None:
+        """Put the pages that are lacking behind the present ones, row after row.
+
+        Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
+        """
+        block_table_ops.append_pages(
+            self.cells, self.tokens, slots, wanted, self._rooms, ids, first
+        )
+
+
+class Sections:
+    """What kernels read of some tables: views on a CPU, copies in the memory of another device.
+
+    Views show the present state always; copies show it of those slots that were renewed.
+    """
+
+    def __init__(self, tables: Sequence[SectionTable], device: Device) -> None:
+        self.tables, self.device = tables, device
+        self._moved = set[int]()
+        self._pages = [device.put(table.cells) for table in tables]
+        self._tokens = [device.put(table.tokens) for table in tables]
+        parts = list(zip(tables, self._pages, self._tokens, strict=True))
+        layers = len(tables[0].pages)
+        self.of_layer = [[_section(*part, layer) for part in parts] for layer in range(layers)]
+        """Sections of each layer, one for each table."""
+        self.every_layer = [_all_rows(*part) for part in parts]
+        """Of each table, all rows as one: slot s of layer l is slot ``l * slots + s``."""
+
+    def moved(self, slot: int) -> None:
+        """Pages came to a slot, or left it."""
+        if not self.device.is_host:
+            self._moved.add(slot)
+
+    def renew(self, slots: Ids) -> None:
+        """Show the present state of these slots."""
+        if self.device.is_host:
+            return
+        at = self.device.put(slots.astype(np.int64))
+        for table, tokens in zip(self.tables, self._tokens, strict=True):
+            tokens[:, at] = self.device.put(table.tokens[:, slots])
+        moved = sorted(self._moved.intersection(slots.tolist()))
+        if moved:
+            at = self.device.put(np.array(moved, np.int64))
+            for table, pages in zip(self.tables, self._pages, strict=True):
+                pages[:, at] = self.device.put(table.cells[:, moved])
+            self._moved.difference_update(moved)
+
+
+def _section(table: SectionTable, pages: Tensor, tokens: Tensor, layer: int) -> Section:
+    return Section(table.layout, pages[layer], tokens[layer], table.backward)
+
+
+def _all_rows(table: SectionTable, pages: Tensor, tokens: Tensor) -> Section:
+    pages = pages.view(-1, *pages.shape[2:])
+    return Section(table.layout, pages, tokens.view(-1, tokens.shape[2]), table.backward)

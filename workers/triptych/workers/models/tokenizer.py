@@ -1,0 +1,173 @@
+# transformers leaves much of its tokenizers untyped; nothing untyped leaves this module.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""A model's tokenizer without transformers and torch, which take seconds to import.
+
+transformers knows how to make a tokenizer from what lies in a model's directory. What it makes is
+kept, and whoever needs no more than the tokenizer reads that: an ingress that takes the place of a
+dead one answers seconds sooner so.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from tokenizers import AddedToken, Tokenizer
+
+from triptych.workers.models.store.metadata_cache import kept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*/*.jinja")
+"""Files of a model's directory that may say something about its tokenizer."""
+
+SpecialTokens = Mapping[str, str | list[str]]
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """Ids, texts and chats as transformers' fast tokenizers have them, and nothing else of those.
+
+    The methods have their names, and give what they give.
+    """
+
+    backend: Tokenizer
+    chat_template: str | None
+    special_tokens: SpecialTokens
+    """By role, such as ``bos_token``: chat templates name them."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        return self.backend.get_added_tokens_decoder()
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Tokens that have a role, and those that were added as special."""
+        roles = self.special_tokens.values()
+        names = [name for role in roles for name in ([role] if isinstance(role, str) else role)]
+        known = [self.backend.token_to_id(name) for name in names]
+        added = [token for token, content in self.added_tokens_decoder.items() if content.special]
+        return sorted({token for token in (*known, *added) if token is not None})
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def get_vocab(self) -> Mapping[str, int]:
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+        return [self.backend.id_to_token(token) for token in ids]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        *,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
+        **options: bool,
+    ) -> str:
+        """Render a conversation to text, in transformers' sandbox.
+
+        ``options`` are variables of the template.
+
+        Raises: jinja2's TemplateError if the template refuses it; ValueError if asked for ids
+        """
+        if tokenize:
+            raise ValueError("tokenize: encode the text that this returns")
+        render = _renderer()
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in conversation
+        ]
+        texts, _ = render(
+            conversations=[messages],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **options,
+            **self.special_tokens,
+        )
+        return texts[0]
+
+    def warm_up(self) -> None:
+        """Do now what else the first chat would wait for."""
+        if self.chat_template is not None:
+            _renderer()
+
+
+def open_tokenizer(model: Path) -> FastTokenizer:
+    """The tokenizer of a model's directory; the first time, transformers makes it.
+
+    Raises: ModelError if the directory has none that can be used
+    """
+    return kept("tokenizers", model, _PATTERNS, __file__, lambda: _made_of(model), _parse)
+
+
+def bare(made: "PreTrainedTokenizerFast") -> FastTokenizer:
+    """What is left of a tokenizer of transformers without it."""
+    return _parse(_as_text(made))
+
+
+def _made_of(model: Path) -> str:
+    from triptych.workers.models.pretrained import (  # noqa: PLC0415 - it is what others avoid
+        read_tokenizer,
+    )
+
+    return _as_text(read_tokenizer(model))
+
+
+def _as_text(made: "PreTrainedTokenizerFast") -> str:
+    template: str | None = None
+    # None: there is none, or there are several and none of them is the default.
+    with suppress(ValueError):
+        template = made.get_chat_template()
+    content = {
+        "backend": made.backend_tokenizer.to_str(),
+        "chat_template": template,
+        "special_tokens": made.special_tokens_map,
+        "split_special_tokens": made.split_special_tokens,
+    }
+    return json.dumps(content)
+
+
+def _parse(text: str) -> FastTokenizer:
+    content = cast("dict[str, object]", json.loads(text))
+    backend = Tokenizer.from_str(cast("str", content["backend"]))
+    backend.encode_special_tokens = bool(content["split_special_tokens"])
+    backend.no_truncation()
+    backend.no_padding()
+    return FastTokenizer(
+        backend=backend,
+        chat_template=cast("str | None", content["chat_template"]),
+        special_tokens=cast("SpecialTokens", content["special_tokens"]),
+    )
+
+
+class _Render(Protocol):
+    """transformers' ``render_jinja_template``, as far as it is used here."""
+
+    def __call__(
+        self,
+        *,
+        conversations: Sequence[object],
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        **variables: object,
+    ) -> tuple[list[str], object]: ...
+
+
+def _renderer() -> _Render:
+    """transformers' own, from a module of it that takes half a second and no torch."""
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415
+        render_jinja_template,
+    )
+
+    return cast("_Render", render_jinja_template)

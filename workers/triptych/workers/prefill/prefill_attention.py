@@ -1,0 +1,108 @@
+# pyright: reportUnknownMemberType=false
+# Some methods of tensors have no types.
+"""Attention of the prefill stage."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.pages import PagePlan
+from triptych.kernels import Past, prefill_attention, store_tokens
+from triptych.kvpool import Arena
+from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.prefill.prompt_batch import Piece
+
+Ids = NDArray[np.int32]
+
+
+class ChunkAttention:
+    """Attention of one prefill step: writes new keys and values to raw pages, reads old ones."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        memory: DevicePages,
+        plan: PagePlan,
+        pieces: list[Piece],
+        positions: NDArray[np.int64],
+        *,
+        half: bool = False,
+    ) -> None:
+        """``pieces`` are of the same layers."""
+        self._arena, self._memory, self._half = arena, memory, half
+        self._layout, self._pieces = plan.raw, pieces
+        self._first_layer = pieces[0].layers.start
+        put = memory.device.put
+        self._positions = put(positions.astype(np.int32))
+        self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
+        per_page = plan.raw.tokens
+        cells = [p.prompt.pages[:, :, p.positions // per_page] for p in pieces]
+        self._pages = put(np.ascontiguousarray(np.concatenate(cells, axis=2).transpose(0, 2, 1)))
+        rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
+        self._rows = rows.contiguous()
+        self._past = _tables_of_past(plan, pieces)
+        self._past_there = None if self._past is None else tuple(map(put, self._past))
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
+        memory, layer = self._memory.near, layer - self._first_layer
+        store_tokens(
+            memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
+        )
+        past = None
+        if self._past is not None and self._past_there is not None:
+            self._arena.will_need(self._past[0][layer])
+            pages, tokens = self._past_there
+            past = Past(memory, self._layout, pages[layer], tokens)
+        given = (query, key, value)
+        if self._half:
+            given = (query.half(), key.half(), value.half())
+        wanted = self._pieces[0].prompt.attention is not None
+        sums = self._empty_sums(query.shape[1]) if wanted else None
+        mixed = prefill_attention(
+            *given,
+            self._offsets,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            past=past,
+            significance=sums,
+        )
+        if sums is not None:
+            self._add_to_prompts(layer, sums)
+        return mixed.to(query.dtype)
+
+    def _empty_sums(self, heads: int) -> Tensor:
+        longest = max(piece.start + piece.tokens for piece in self._pieces)
+        return torch.zeros(len(self._pieces), heads, longest, device=self._memory.device.name)
+
+    def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
+        for piece, part in zip(self._pieces, sums, strict=True):
+            end = piece.start + piece.tokens
+            if piece.prompt.attention is not None:
+                piece.prompt.attention[layer, :, :end] += part[:, :end]
+
+
+def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Ids, Ids] | None:
+    """Page tables [layers, pieces, kv_heads, pages] and tokens [pieces, kv_heads]."""
+    starts = [piece.start for piece in pieces]
+    if not any(starts):
+        return None
+    geometry, width = plan.geometry, plan.raw.pages(max(starts))
+    table = np.zeros((geometry.layers, len(pieces), geometry.kv_heads, width), np.int32)
+    for i, piece in enumerate(pieces):
+        used = plan.raw.pages(piece.start)
+        table[:, i, :, :used] = piece.prompt.pages[:, :, :used]
+    tokens = np.repeat(np.array(starts, np.int32)[:, None], geometry.kv_heads, axis=1)
+    return table, tokens

@@ -1,0 +1,66 @@
+# llguidance lacks some type hints.
+# pyright: reportUnknownMemberType=false
+"""Answers that keep to a grammar: before each draw, tokens that cannot follow are ruled out."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from triptych.core.errors import GrammarError
+from triptych.core.grammar import LIMITS
+from triptych.workers.models.load import LoadedModel
+
+
+class Constraint:
+    """How far one answer has come in its grammar."""
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        self._tokens = 0
+
+    def append(self, token: int) -> None:
+        """Take a token of the answer. One that does not fit makes ``rule_out`` raise."""
+        self._tokens += 1
+        self._matcher.consume_token(token)
+
+    def rule_out(self, logits: Tensor) -> None:
+        """Set the logits of tokens that cannot follow to minus infinity.
+
+        Shapes:  logits (vocab,)
+        Raises:  GrammarError if the answer has left its grammar, or the step costs too much
+        """
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().splitlines()[0][:200]
+            raise GrammarError(
+                f"the answer cannot go on in its grammar after {self._tokens} tokens: {reason}; "
+                "ask for a simpler schema, expression or grammar"
+            )
+        allowed = np.zeros(logits.shape[0], np.bool_)
+        bits = np.unpackbits(mask, bitorder="little")[: logits.shape[0]]
+        allowed[: len(bits)] = bits
+        logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Makes constraints for one model; its vocabulary is prepared when the first one is asked for.
+
+    That takes half a second, once.
+    """
+
+    model: LoadedModel
+
+    def start(self, grammar: str) -> Constraint:
+        """A constraint for an answer that has not begun."""
+        return Constraint(self._tokenizer, grammar)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        tokens = self.model.tokenizer.backend.to_str()
+        ends = list(self.model.eos_token_ids)
+        return LLTokenizer(tokens, n_vocab=self.model.vocab_size, eos_token=ends or None)

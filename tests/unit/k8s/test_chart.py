@@ -54,7 +54,7 @@ def test_values_reach_every_object_that_they_concern() -> None:
         {
             "image": {"repository": "registry/triptych", "tag": "9.9.9", "pullPolicy": "Always"},
             "model": "my/model",
-            "args": {"pool": {"capacity_bytes": 2 << 30}, "ingress": {"max_choices": 2}},
+            "args": {"pool": {"kv_cache_memory_bytes": 2 << 30}, "ingress": {"max_choices": 2}},
             "models": {"storageClass": "fast", "storage": "100Gi"},
             "stages": {"nodeSelector": {"kind": "gpu"}, "sharedMemory": "3Gi"},
             "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -106,7 +106,7 @@ def test_prefixes_go_to_a_claim_that_outlives_the_pod() -> None:
         {"imag": {}},
         {"image": {"tag": "latest"}},
         {"args": {"topology": "three-way"}},
-        {"args": {"pool": {"capacity_bytes": "4GiB"}}},
+        {"args": {"pool": {"kv_cache_memory_bytes": "4GiB"}}},
         {"args": {"model": {"name": "elsewhere"}}},
         {"stages": {"sharedMemory": "much"}},
         {"disk": {"size": "much"}},

@@ -174,7 +174,7 @@ def in_cells(count: int, **router: Any) -> Cluster:
         prefill=4, compress=2, decode=4, workers_per_node=router.pop("workers_per_node", 0),
         shared_cores=False, capacity_bytes=80 << 20, max_batch_requests=4,
         plan=replace(Cluster().plan, prefix_bytes=20 << 20),
-        router=RouterConfig(cells=count, **router),
+        router=RouterConfig(shards=count, **router),
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def test_answers_wait_less_for_the_prompts_of_others() -> None:
 
 def test_while_a_line_waits_everybody_does_both() -> None:
     """No worker can be spared, so none only reads; ten calm seconds later some do again."""
-    driver = Driver("A", "B", "F", slots=1, roles="switch")
+    driver = Driver("A", "B", "F", slots=1, roles="dynamic")
     driver.tick(0.5)
     assert roles_of(driver) == ["both", "write", "write"]
     for number in range(4):

@@ -247,7 +247,10 @@ def test_a_container_has_the_memory_of_its_limit(
 
 CONFIGS: dict[str, tuple[object, str]] = {
     "a misspelt section": ({"modle": {}}, "did you mean 'model'"),
-    "a misspelt key": ({"pool": {"capacity_byte": 1}}, "did you mean 'pool.kv_cache_memory_bytes'"),
+    "a misspelt key": (
+        {"pool": {"kv_cache_memory_byte": 1}},
+        "did you mean 'pool.kv_cache_memory_bytes'",
+    ),
     "a size in words": ({"pool": {"kv_cache_memory_bytes": "4GiB"}}, "expected int"),
     "a format that does not exist": ({"compressor": {"policy": "uniform:k9v9"}}, "have ['fp16'"),
     "a topology that does not exist": (
@@ -256,7 +259,7 @@ CONFIGS: dict[str, tuple[object, str]] = {
     ),
     "no copies": ({"decode": {"actor": {"num_replicas": 0}}}, "num_replicas=0: expected >= 1"),
     "an odd page": ({"pool": {"page_bytes": 1000}}, "multiple of 256"),
-    "more prefixes than pool": ({"pool": {"prefix_bytes": 2 * GIB}}, "0 to capacity_bytes"),
+    "more prefixes than pool": ({"pool": {"prefix_bytes": 2 * GIB}}, "0 to kv_cache_memory_bytes"),
     "a list": (["no", "mapping"], "expected a mapping"),
 }
 

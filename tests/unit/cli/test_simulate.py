@@ -59,7 +59,7 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     both, switch = json.loads(path.read_text())["rows"]
     assert [row["label"] for row in (both, switch)] == [
         "greedy_by_memory",
-        "greedy_by_memory+switch",
+        "greedy_by_memory+dynamic",
     ]
     assert "role_changes" not in both["counters"]
     assert switch["counters"]["role_changes"] > 0
@@ -71,7 +71,7 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
         (["--policy", "gredy_by_memory"], "greedy_by_memory"),
         (["--policy", "static:p2c2"], "static:p2c2d8"),
         (["--placement", "dualmop"], "did you mean 'dualmap'"),
-        (["--policy", "static:p1c1d8", "--slots", "4"], "max_batch_requests=4"),
+        (["--policy", "static:p1c1d8", "--slots", "4"], "max_num_seqs=4"),
         (["--replicas", "2"], "at least 3"),
         (["--replicas", "9", "--decode", "3"], "no other counts"),
         (["--rate", "1", "--concurrency", "2"], "one of them"),

@@ -70,7 +70,7 @@ def test_values_reach_every_object_that_they_concern() -> None:
     assert "smollm2" not in text
     (service,) = of_kind(bodies, "RayService")
     (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    assert app["args"]["pool"]["capacity_bytes"] == 2 << 30
+    assert app["args"]["pool"]["kv_cache_memory_bytes"] == 2 << 30
     assert app["args"]["decode"]["actor"]["num_replicas"] == 2
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert group["template"]["spec"]["nodeSelector"] == {"kind": "gpu"}
@@ -78,6 +78,12 @@ def test_values_reach_every_object_that_they_concern() -> None:
     assert claim["spec"]["storageClassName"] == "fast"
     for monitor in of_kind(bodies, "PodMonitor", "PrometheusRule"):
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_values_of_the_release_before_still_set_the_memory_of_the_pool() -> None:
+    (service,) = of_kind(install({"args": {"pool": {"capacity_bytes": 2 << 30}}}), "RayService")
+    (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert AppConfig.from_mapping(app["args"]).pool.kv_cache_memory_bytes == 2 << 30
 
 
 def test_an_own_claim_replaces_the_volume_and_the_job() -> None:

@@ -50,8 +50,8 @@ def plan(
 ) -> None:
     """Show how many pages, tokens and requests fit, by policy and format.
 
-    With --gpus there is a shard for each GPU (router.shards), with as many pages as the GPU has room
-    to copy; the memory of the machine holds all of them.
+    With --gpus there is one shard for each GPU (router.shards), with as many pages as the GPU has
+    room to copy; the memory of the machine holds all of them.
     """
     from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
 

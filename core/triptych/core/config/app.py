@@ -136,7 +136,7 @@ class AppConfig:
     def context_tokens(self, trained_tokens: int) -> int:
         """Tokens that the model attends to at once: its own context, or less if asked for."""
         asked = (self.model.max_model_len, self.experimental.context_window_tokens)
-        return min(trained_tokens, *(tokens for tokens in asked if tokens != "auto"))
+        return min([trained_tokens, *(tokens for tokens in asked if tokens != "auto")])
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> Self:

@@ -49,7 +49,7 @@ STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas"
 
 
 def plans(cells: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
-    model = {"max_model_len": longest_tokens}
+    model = {"max_model_len": longest_tokens or "auto"}
     config = AppConfig.from_mapping({"router": {"shards": cells}, "model": model, **STAGES})
     first = AppPlan(
         config=config,

@@ -172,7 +172,7 @@ def config_of(run: Run, asked: argparse.Namespace) -> AppConfig:
         {
             "compressor": {"policy": asked.policy},
             "pool": {
-                "capacity_bytes": asked.capacity_mib * MIB,
+                "kv_cache_memory_bytes": asked.capacity_mib * MIB,
                 "prefix_bytes": 0,
                 "arena_path": asked.folder,
                 "page_bytes": asked.page_bytes or "auto",

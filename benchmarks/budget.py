@@ -45,8 +45,8 @@ def measure(policy: str, budget: int, prompts: Sequence[Sequence[int]], answer: 
     config = AppConfig.from_mapping(
         {
             "compressor": {"policy": policy},
-            "pool": {"capacity_bytes": budget, "prefix_bytes": 0},
-            "decode": {"max_batch_requests": 64},
+            "pool": {"kv_cache_memory_bytes": budget, "prefix_bytes": 0},
+            "decode": {"max_num_seqs": 64},
         }
     )
     requests, steps = len(prompts), list[tuple[int, float]]()

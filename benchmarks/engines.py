@@ -102,15 +102,15 @@ def prompts_of(batch: int, tokens: int) -> list[list[int]]:
 def measure(path: Path, policy: str, batch: int, prompt: int, answer: int, *, gpu: bool) -> Row:
     """The three engines."""
     settings: dict[str, object] = {
-        "model": {"name": str(path), "max_context_tokens": prompt + answer},
+        "model": {"name": str(path), "max_model_len": prompt + answer},
         "compressor": {"policy": policy, "profile": "none"},
-        "decode": {"max_batch_requests": batch, "actor": {"num_gpus": int(gpu)}},
+        "decode": {"max_num_seqs": batch, "actor": {"num_gpus": int(gpu)}},
     }
     plan = PagePlan.of(AppConfig.from_mapping(settings), describe(path).geometry)
     # Raw and encoded pages of all at once, and some to spare.
     pages = 2 * batch * plan.geometry.head_rows * (plan.raw.pages(prompt + answer) + 4)
     capacity = max(256 * MIB, pages * plan.page_bytes)
-    settings["pool"] = {"capacity_bytes": capacity, "prefix_bytes": 0}
+    settings["pool"] = {"kv_cache_memory_bytes": capacity, "prefix_bytes": 0}
     sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
     with (
         LocalServer(AppConfig.from_mapping(settings)) as server,

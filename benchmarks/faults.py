@@ -379,7 +379,7 @@ def main() -> None:
         "model": {"name": MODEL, "dtype": "float32"},
         "ingress": {"num_replicas": asked.ingress_replicas},
         "decode": {"actor": {"num_replicas": asked.decode_replicas}},
-        "pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0},
+        "pool": {"kv_cache_memory_bytes": 512 << 20, "prefix_bytes": 0},
     }
     rounds, kinds = list[Round](), asked.kinds.split(",")
     plain = {name: value for name, value in vars(asked).items() if name != "json"}

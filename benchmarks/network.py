@@ -60,7 +60,7 @@ class Node:
 
     def __init__(self, directory: Path, mib: int, access: Access) -> None:
         directory.mkdir()
-        config = PoolConfig(capacity_bytes=3 * mib * MIB, extent_pages=1024)
+        config = PoolConfig(kv_cache_memory_bytes=3 * mib * MIB, extent_pages=1024)
         self._pipe, theirs = mp.Pipe()
         self.process = mp.Process(target=run_pool, args=(theirs, directory, config, access))
         self.process.start()

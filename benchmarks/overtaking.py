@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     host, chance = host_info(), random.Random(0)
-    config = AppConfig.from_mapping({"pool": {"capacity_bytes": 2 << 30, "prefix_bytes": 0}})
+    config = AppConfig.from_mapping({"pool": {"kv_cache_memory_bytes": 2 << 30, "prefix_bytes": 0}})
     found: dict[str, list[dict[str, float]]] = {"as they came": [], "due first": []}
 
     def tokens(number: int) -> list[int]:

@@ -42,7 +42,7 @@ def app_args(placement: str) -> dict[str, object]:
         "node_resource": "triptych",
         "min_nodes": len(NODES),
         **{part: everywhere(part) for part in PARTS},
-        "pool": {"capacity_bytes": 384 << 20, "prefix_bytes": 48 << 20, "extent_pages": 256},
+        "pool": {"kv_cache_memory_bytes": 384 << 20, "prefix_bytes": 48 << 20, "extent_pages": 256},
         "router": {"placement": placement},
     }
 

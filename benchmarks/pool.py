@@ -30,7 +30,7 @@ def handoffs(tokens: int, repeats: int) -> list[Row]:
     page_bytes = default_page_bytes(SMOLLM2.head_dim)
     layout = PageLayout(FORMATS["k8v4"], SMOLLM2.head_dim, page_bytes)
     pages = SMOLLM2.head_rows * layout.pages(tokens)
-    config = PoolConfig(capacity_bytes=8 * pages * page_bytes, extent_pages=2 * pages)
+    config = PoolConfig(kv_cache_memory_bytes=8 * pages * page_bytes, extent_pages=2 * pages)
     with PoolServer(config, page_bytes) as server:
         sender, receiver = PoolClient(server.address, "from"), PoolClient(server.address, "to")
         rounds = [handoff(sender, receiver, pages) for _ in range(repeats)]

@@ -101,7 +101,7 @@ def measure(requests: int, prompt: int, answer: int, keep: float, spread: str) -
                     "method": "moments",
                     "keep_fraction": keep,
                     "budget_tokens": 0,
-                    "spread": spread,
+                    "head_budgets": spread,
                 }
             },
         }

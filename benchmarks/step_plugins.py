@@ -285,7 +285,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="what it has of other parts stays")
     options = parser.parse_args(arguments)
     told = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    config = AppConfig.from_mapping({"pool": {"capacity_bytes": 512 << 20, "prefix_bytes": 0}})
+    config = AppConfig.from_mapping(
+        {"pool": {"kv_cache_memory_bytes": 512 << 20, "prefix_bytes": 0}}
+    )
     for part in options.parts.split(","):
         setting = {"tokens": options.tokens, "host": host_info()}
         if part == "entropy_stop":

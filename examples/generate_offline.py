@@ -9,7 +9,7 @@ from triptych.workers.models.store.model_store import resolve
 
 def main(model: str = "smollm2-135m-instruct", profile: str = "auto") -> str:
     """``profile``: what calibration found for the model, as ``compressor.profile`` takes it."""
-    pages = {"capacity_bytes": 64 << 20}
+    pages = {"kv_cache_memory_bytes": 64 << 20}
     config = AppConfig.from_mapping(
         {"model": {"name": model}, "pool": pages, "compressor": {"profile": profile}}
     )

@@ -49,7 +49,7 @@ def main(model: str = "smollm2-135m-instruct", times: int = 2) -> tuple[list[int
     for plugins in ([], [{"name": "loop_stop:LoopStop", "options": {"times": times}}]):
         config = {
             "model": {"name": model},
-            "pool": {"capacity_bytes": 64 << 20},
+            "pool": {"kv_cache_memory_bytes": 64 << 20},
             "decode": {"plugins": plugins},
         }
         with LocalServer(AppConfig.from_mapping(config)) as server:

@@ -29,7 +29,7 @@ def main(model: str = "smollm2-135m-instruct") -> dict[str, CompressionReport | 
     """Compress one prompt with this policy, and with one that keeps all tokens in K8V8."""
     reports = dict[str, CompressionReport | None]()
     for name in ("uniform:k8v8", "rare_is_precious:policy"):
-        pages, compressor = {"capacity_bytes": 64 << 20}, {"policy": name, "profile": "none"}
+        pages, compressor = {"kv_cache_memory_bytes": 64 << 20}, {"policy": name, "profile": "none"}
         parts = {"model": {"name": model}, "pool": pages, "compressor": compressor}
         with LocalServer(AppConfig.from_mapping(parts)) as server:
             prompt = [5 + 7 * i % 200 for i in range(400)]

@@ -24,7 +24,7 @@ SCRIPTS = sorted(HERE.glob("use_*.py"))
 SETTINGS = {
     "model": {"name": MODEL},
     "topology": "colocated",
-    "pool": {"capacity_bytes": 256 << 20},
+    "pool": {"kv_cache_memory_bytes": 256 << 20},
 }
 
 

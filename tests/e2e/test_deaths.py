@@ -50,7 +50,7 @@ def test_a_server_leaves_nothing_when_it_is_stopped_and_sweeps_up_after_one_that
     left = [*server.shared_memory(), server.run_dir()]
     kill_all(server)
     assert left[0].exists()
-    small = {"topology": "colocated", "pool": {"capacity_bytes": 128 << 20}}
+    small = {"topology": "colocated", "pool": {"kv_cache_memory_bytes": 128 << 20}}
     with serving(**small) as stopped:
         assert ask(stopped) == 3
         assert not any(path.exists() for path in left)

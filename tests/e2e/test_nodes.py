@@ -42,7 +42,7 @@ ARGS: dict[str, Any] = {
     "prefill": on("front"),
     "compressor": on("front"),
     "decode": on("back", replicas=2),
-    "pool": {"capacity_bytes": 256 << 20, "prefix_bytes": 0, "extent_pages": 256},
+    "pool": {"kv_cache_memory_bytes": 256 << 20, "prefix_bytes": 0, "extent_pages": 256},
 }
 
 

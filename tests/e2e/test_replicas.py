@@ -28,7 +28,7 @@ def server(start: Callable[..., Any]) -> Any:
         compressor={"policy": "uniform:k8v4"},
         prefill=two(threads=1),
         decode=two(threads=1),
-        pool={"capacity_bytes": 512 << 20, "prefix_bytes": 0},
+        pool={"kv_cache_memory_bytes": 512 << 20, "prefix_bytes": 0},
     )
 
 

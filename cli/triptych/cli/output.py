@@ -5,7 +5,7 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -102,3 +102,14 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
+
+
+T = TypeVar("T")
+
+
+def renamed_option(old: str, given: T | None, new: str, value: T) -> T:
+    """The value of an option that also has an old name; a note on stderr if that was used."""
+    if given is None:
+        return value
+    notes.print(f"{old} is now {new}; the old name goes with the next release", style="yellow")
+    return given

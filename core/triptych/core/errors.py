@@ -65,7 +65,7 @@ class PoolExhausted(PoolError):
     def __str__(self) -> str:
         return (
             f"{self.wanted} pages wanted, {self.free} free: "
-            "raise pool.capacity_bytes or lower max_tokens"
+            "raise pool.kv_cache_memory_bytes or lower max_tokens"
         )
 
 

@@ -68,11 +68,10 @@ class PagePlan:
         plan.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
         if is_plain and plan.compresses and not plan.prefix_bytes:
-            prefill = config.prefill
-            plan = replace(
-                plan, chunk_tokens=prefill.chunk_tokens, layers_at_once=prefill.layers_at_once
-            )
-        plan.check_capacity(config.pool.capacity_bytes - plan.prefix_bytes)
+            chunk_tokens = config.prefill.max_num_batched_tokens
+            layers = config.experimental.layers_at_once
+            plan = replace(plan, chunk_tokens=chunk_tokens, layers_at_once=layers)
+        plan.check_capacity(config.pool.kv_cache_memory_bytes - plan.prefix_bytes)
         return plan
 
     def bytes_for_prefixes(self, config: PoolConfig) -> int:
@@ -83,7 +82,7 @@ class PagePlan:
         least = 2 * self.block_pages(0) * self.page_bytes
         asked = config.prefix_bytes
         if asked == "auto":
-            quarter = config.capacity_bytes // 4
+            quarter = config.kv_cache_memory_bytes // 4
             return quarter if quarter >= least else 0
         if 0 < asked < least:
             raise ConfigError(
@@ -103,7 +102,7 @@ class PagePlan:
         least = 4 * self.geometry.head_rows * self.page_bytes
         if capacity_bytes < least:
             raise ConfigError(
-                f"pool.capacity_bytes: {capacity_bytes} bytes are left for requests beside "
+                f"pool.kv_cache_memory_bytes: {capacity_bytes} bytes are left for requests beside "
                 f"pool.prefix_bytes={self.prefix_bytes}; this model needs at least {least} bytes "
                 f"(four pages of {self.page_bytes} bytes for each of {self.geometry.head_rows} "
                 "layers x KV heads)"
@@ -236,5 +235,5 @@ class PagePlan:
 
 
 def _spread(config: AppConfig, profile: Profile | None) -> bytes:
-    is_even = config.decode.selection.spread == "even"
+    is_even = config.decode.selection.head_budgets == "even"
     return b"" if is_even or profile is None else profile.spread_codes

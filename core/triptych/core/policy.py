@@ -170,7 +170,7 @@ def basis_of(config: CompressorConfig, high_format: str, profile: Profile | None
     if that one is not rounded (docs/log.md).
     """
     quantized = page_format(high_format).is_quantized
-    if config.basis == "plain" or (config.basis == "auto" and not quantized):
+    if config.kv_rotation == "none" or (config.kv_rotation == "auto" and not quantized):
         return Basis()
     if profile is None or config.sink_tokens == 0 or not quantized:
         return Basis(rotated=True)

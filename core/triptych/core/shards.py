@@ -14,12 +14,12 @@ from triptych.core.config import (
 
 
 def cell_of(config: AppConfig, index: int) -> AppConfig:
-    """The settings of one of ``router.cells`` cells: an application of one router.
+    """The settings of one of ``router.shards`` cells: an application of one router.
 
     Replicas, bytes and the length of the line are divided; what is said of one worker, and what
     clients see, is the same everywhere. Of one cell that is the configuration itself.
     """
-    cells = config.router.cells
+    cells = config.router.shards
     if cells == 1:
         return config
     return replace(
@@ -62,7 +62,7 @@ def _pool(pool: PoolConfig, cells: int, index: int) -> PoolConfig:
 
     return replace(
         pool,
-        capacity_bytes=pool.capacity_bytes // cells,
+        kv_cache_memory_bytes=pool.kv_cache_memory_bytes // cells,
         prefix_bytes=part(pool.prefix_bytes),
         prefix_tenant_bytes=part(pool.prefix_tenant_bytes),
         session_tenant_bytes=part(pool.session_tenant_bytes),
@@ -76,7 +76,7 @@ def _pool(pool: PoolConfig, cells: int, index: int) -> PoolConfig:
 def _router(router: RouterConfig, index: int) -> RouterConfig:
     return replace(
         router,
-        cells=1,
-        max_queued_requests=-(-router.max_queued_requests // router.cells),
+        shards=1,
+        max_queued_requests=-(-router.max_queued_requests // router.shards),
         record=f"{router.record}.cell-{index}" if router.record else "",
     )

@@ -30,7 +30,7 @@ from triptych.deployments.transport.run_dir import new_run_dir
 from triptych.kvpool import Access
 from triptych.router import check_policies
 from triptych.workers.decode.plugins import offers_of
-from triptych.workers.factory import actor_config, context_tokens
+from triptych.workers.factory import actor_config
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
@@ -59,7 +59,7 @@ def build_app(args: dict[str, object]) -> Application:
 
 def make_plan(config: AppConfig) -> AppPlan:
     """Resolve the model and check that pages, formats and budget fit it: the first cell's plan."""
-    check_policies(config.router, config.decode.max_batch_requests)
+    check_policies(config.router, config.decode.max_num_seqs)
     if config.ingress.api_keys:
         read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)
@@ -73,11 +73,11 @@ def make_plan(config: AppConfig) -> AppPlan:
         pages=pages,
         fidelity=profile.fidelity_of(config) if profile else (),
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
-        context_tokens=context_tokens(config, facts.context_tokens),
+        context_tokens=config.context_tokens(facts.context_tokens),
         weights=facts.weights,
         run_dir=new_run_dir(),
         token=secrets.token_urlsafe(32),
-        cells=config.router.cells,
+        cells=config.router.shards,
     )
     plan.check()
     return plan

@@ -53,16 +53,17 @@ class AppPlan:
     @property
     def windows(self) -> Windows | None:
         """How sequences are read that are longer than the context; None: they are not taken."""
-        return Windows.of(self.config.model, self.context_tokens)
+        return Windows.of(self.config, self.context_tokens)
 
     @property
     def longest_tokens(self) -> int:
         """Prompt plus answer that clients may ask for."""
-        return max(self.context_tokens, self.config.model.longest_tokens)
+        asked = self.config.model.max_model_len
+        return self.context_tokens if asked == "auto" else max(self.context_tokens, asked)
 
     @property
     def pool_pages(self) -> int:
-        return self.config.pool.capacity_bytes // self.pages.page_bytes
+        return self.config.pool.kv_cache_memory_bytes // self.pages.page_bytes
 
     @property
     def bookable_bytes(self) -> int:
@@ -88,22 +89,24 @@ class AppPlan:
 
     def check(self) -> None:
         """Raise ConfigError if windows do not fit the context, or there is too little memory."""
-        Windows.of(self.config.model, self.context_tokens)
+        Windows.of(self.config, self.context_tokens)
         self._check_stock()
 
     def _check_stock(self) -> None:
         """Raise ConfigError if stocks and prefixes leave too little for requests."""
-        capacity, page = self.config.pool.capacity_bytes, self.pages.page_bytes
+        capacity, page = self.config.pool.kv_cache_memory_bytes, self.pages.page_bytes
         if 2 * (self.pool_pages * page - self._stock_bytes) < capacity:
             raise ConfigError(
                 f"pool.extent_pages={self.config.pool.extent_pages}: {self.workers} workers may "
                 f"keep twice as many pages of {page} bytes each, more than half of "
-                f"pool.capacity_bytes={capacity}{self._each}: lower the one or raise the other"
+                f"pool.kv_cache_memory_bytes={capacity}{self._each}: lower the one or raise the "
+                "other"
             )
         if 4 * self.bookable_bytes < capacity:
             raise ConfigError(
                 f"pool.prefix_bytes={self.pages.prefix_bytes}: with what workers keep in stock it "
-                f"leaves {self.bookable_bytes} bytes of pool.capacity_bytes={capacity}{self._each} "
+                f"leaves {self.bookable_bytes} bytes of "
+                f"pool.kv_cache_memory_bytes={capacity}{self._each} "
                 "for requests, less than a quarter: lower it or raise the capacity"
             )
 

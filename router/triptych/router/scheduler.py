@@ -124,11 +124,11 @@ class Scheduler:
         self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
         is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
         self._balance = Migration(self._books, 0 if is_fixed else config.rebalance_requests)
-        self._roles = Roles(self._books, config.roles == "switch" and not is_fixed)
+        self._roles = Roles(self._books, config.roles == "dynamic" and not is_fixed)
         self._promises = SloAdmission(self._books, self._endings)
         self._preemption = None if is_fixed else Preemption(self._books)
         self._loans = CacheBorrowing(self._books, plan.prefix_bytes)
-        self._scaling = Scaling(self._books, config.patience_s)
+        self._scaling = Scaling(self._books, config.max_overtake_s)
         self._ticked = 0.0
 
     # ---------------------------------------------------------------- what happens
@@ -289,7 +289,7 @@ class Scheduler:
         sizes = self._sizes_in_parts(request, left) or whole
         if not len(books.requests.line):
             books.pace.begin_line()
-        patience_s, ageing_s = self._config.patience_s, self._config.ageing_s
+        patience_s, ageing_s = self._config.max_overtake_s, self._config.ageing_s
         due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
         promise = self._promises.make(request, due, now)
         refusal = self._refusal(request, sizes, now) or promise.refusal

@@ -110,14 +110,14 @@ class Simulation:
     ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
-        names = list(names_of(cluster.router.cells))
+        names = list(names_of(cluster.router.shards))
         self._parts = {name: cluster.cell(index) for index, name in enumerate(names)}
         self._coordinators = {
             name: make(part.router, part.plan, part.capacity_bytes, Patience())
             for name, part in self._parts.items()
         }
         readers = (cluster.colocated or cluster.prefill) // len(names)
-        self._cells = Cells(names, cluster.router.cell_overload, readers)
+        self._cells = Cells(names, cluster.router.shard_overload, readers)
         self._cell_of = dict[str, str]()
         """Of workers, by address."""
         self._outcomes = dict[str, Outcome]()

@@ -84,7 +84,7 @@ class Cluster:
             least = 0 if self.colocated else 1
             require(count >= least, name, count, f"at least {least} worker")
         for name in ("prefill", "compress", "decode", "colocated"):
-            count, cells = getattr(self, name), self.router.cells
+            count, cells = getattr(self, name), self.router.shards
             require(count % cells == 0, name, count, f"a multiple of the cells ({cells})")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
@@ -94,11 +94,11 @@ class Cluster:
         require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
 
     def cell(self, index: int) -> "Cluster":
-        """One of ``router.cells`` cells: an equal part of the workers, on machines of its own.
+        """One of ``router.shards`` cells: an equal part of the workers, on machines of its own.
 
         If all workers are on one machine, cells share its cores, and each has a part of its memory.
         """
-        cells = self.router.cells
+        cells = self.router.shards
         if cells == 1:
             return self
         parts = cells if not self.workers_per_node else 1
@@ -112,7 +112,7 @@ class Cluster:
             capacity_bytes=self.capacity_bytes // parts,
             router=replace(
                 self.router,
-                cells=1,
+                shards=1,
                 max_queued_requests=-(-self.router.max_queued_requests // cells),
             ),
             plan=replace(self.plan, prefix_bytes=self.plan.prefix_bytes // parts),

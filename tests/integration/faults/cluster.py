@@ -71,20 +71,21 @@ class Cluster:
         """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer."""
         each = {"num_replicas": cells}
         self.in_parts = in_parts
-        parts = {"chunk_tokens": 32, "layers_at_once": 1} if in_parts else {}
+        parts = {"max_num_batched_tokens": 32} if in_parts else {}
         settings: dict[str, Any] = {
-            "model": {"name": str(model), "dtype": "float32", "max_context_tokens": 256},
+            "model": {"name": str(model), "dtype": "float32", "max_model_len": 256},
             # Some answers drop tokens, others can be kept.
             "compressor": {"actor": each, "profile": "none", **DIFFKV, "alpha_low": 0.008},
             "prefill": {"actor": {"threads": 1, **each}, **parts},
-            "decode": {"actor": {"threads": 1, "num_replicas": 2 * cells}, "max_batch_requests": 4},
+            "decode": {"actor": {"threads": 1, "num_replicas": 2 * cells}, "max_num_seqs": 4},
             "pool": {
-                "capacity_bytes": cells * 16 << 20,
+                "kv_cache_memory_bytes": cells * 16 << 20,
                 "prefix_bytes": 0 if in_parts else cells * 2 << 20,
                 "extent_pages": 4,
                 **pool,
             },
-            "router": {"cells": cells},
+            "router": {"shards": cells},
+            "experimental": {"layers_at_once": 1} if in_parts else {},
         }
         config = AppConfig.from_mapping(settings)
         self.plan = make_plan(config)

@@ -115,7 +115,7 @@ def test_validate_looks_at_the_disk_of_the_pages(
     tmp_path: Path, run: Run, serve_file: Callable[[object], str]
 ) -> None:
     def pages(path: Path, nbytes: int = 16 << 20, method: str = "none") -> str:
-        pool = {"arena_path": str(path), "capacity_bytes": nbytes, "prefix_bytes": 0}
+        pool = {"arena_path": str(path), "kv_cache_memory_bytes": nbytes, "prefix_bytes": 0}
         return serve_file({"pool": pool, "decode": {"selection": {"method": method}}})
 
     file = tmp_path / "file"
@@ -128,7 +128,7 @@ def test_validate_looks_at_the_disk_of_the_pages(
     code, out, _ = run("validate", pages(tmp_path, method="moments"))
     assert "warning" not in out
     for path, nbytes, wrong in (
-        (tmp_path, 1 << 60, f"pool.capacity_bytes={1 << 60}: {tmp_path} has room for"),
+        (tmp_path, 1 << 60, f"pool.kv_cache_memory_bytes={1 << 60}: {tmp_path} has room for"),
         (file / "below", 1 << 24, f"{file} is no directory that this user can write to"),
     ):
         code, _, err = run("validate", pages(path, nbytes))
@@ -140,7 +140,7 @@ def test_validate_looks_at_the_disk_of_the_pages(
     ("args", "said"),
     [
         ({"modle": {}}, "did you mean 'model'"),
-        ({"decode": {"max_batch_requests": 0}}, "decode.max_batch_requests=0: expected >= 1"),
+        ({"decode": {"max_num_seqs": 0}}, "decode.max_num_seqs=0: expected >= 1"),
         ({"compressor": {"policy": "uniform:k9v9"}}, "k9v9"),
         ({"pool": {"page_bytes": 100}}, "multiple of 256"),
         ({"pool": {"arena_path": "pages"}}, "pool.arena_path='pages': expected an absolute path"),
@@ -225,7 +225,7 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
         return 0
 
     monkeypatch.setattr("triptych.cli.serving.serve.run_interruptible", begin)
-    path = serve_file({"model": {"name": str(tmp_path), "served_name": "tiny"}})
+    path = serve_file({"model": {"name": str(tmp_path), "served_model_name": "tiny"}})
     code, _, err = run("serve", path)
     assert code == 0
     told = " ".join(err.split())

@@ -75,7 +75,7 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "Docker's small shared memory": (
         {"shared_memory": Disk("/dev/shm", 64 << 20, 64 << 20)},
         {},
-        "64 MiB free of 64 MiB, and pool.capacity_bytes is 1.0 GiB",
+        "64 MiB free of 64 MiB, and pool.kv_cache_memory_bytes is 1.0 GiB",
         "--shm-size",
     ),
     "no shared memory": (
@@ -86,9 +86,9 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "a pool larger than memory": (
         {"memory_bytes": 4 * GIB},
-        {"pool": {"capacity_bytes": 6 * GIB}},
+        {"pool": {"kv_cache_memory_bytes": 6 * GIB}},
         "4.0 GiB are available",
-        "lower pool.capacity_bytes",
+        "lower pool.kv_cache_memory_bytes",
     ),
     "a stage that may outgrow memory": (
         {"memory_bytes": 8 * GIB},
@@ -247,8 +247,11 @@ def test_a_container_has_the_memory_of_its_limit(
 
 CONFIGS: dict[str, tuple[object, str]] = {
     "a misspelt section": ({"modle": {}}, "did you mean 'model'"),
-    "a misspelt key": ({"pool": {"capacity_byte": 1}}, "did you mean 'pool.capacity_bytes'"),
-    "a size in words": ({"pool": {"capacity_bytes": "4GiB"}}, "expected int"),
+    "a misspelt key": (
+        {"pool": {"kv_cache_memory_byte": 1}},
+        "did you mean 'pool.kv_cache_memory_bytes'",
+    ),
+    "a size in words": ({"pool": {"kv_cache_memory_bytes": "4GiB"}}, "expected int"),
     "a format that does not exist": ({"compressor": {"policy": "uniform:k9v9"}}, "have ['fp16'"),
     "a topology that does not exist": (
         {"topology": "disagregated"},
@@ -256,7 +259,7 @@ CONFIGS: dict[str, tuple[object, str]] = {
     ),
     "no copies": ({"decode": {"actor": {"num_replicas": 0}}}, "num_replicas=0: expected >= 1"),
     "an odd page": ({"pool": {"page_bytes": 1000}}, "multiple of 256"),
-    "more prefixes than pool": ({"pool": {"prefix_bytes": 2 * GIB}}, "0 to capacity_bytes"),
+    "more prefixes than pool": ({"pool": {"prefix_bytes": 2 * GIB}}, "0 to kv_cache_memory_bytes"),
     "a list": (["no", "mapping"], "expected a mapping"),
 }
 

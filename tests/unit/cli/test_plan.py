@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def config(**pool: object) -> AppConfig:
-    return AppConfig.from_mapping({"pool": {"capacity_bytes": 4 * GIB, **pool}})
+    return AppConfig.from_mapping({"pool": {"kv_cache_memory_bytes": 4 * GIB, **pool}})
 
 
 @pytest.mark.parametrize("geometry", [SMALL, LARGE])

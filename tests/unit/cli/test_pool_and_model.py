@@ -31,7 +31,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_pool_stat_shows_what_a_worker_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = PoolConfig(capacity_bytes=1 << 20, extent_pages=64)
+    config = PoolConfig(kv_cache_memory_bytes=1 << 20, extent_pages=64)
     with PoolServer(config, 256, directory=tmp_path) as server:
         client = PoolClient(server.address, "decode-1", directory=tmp_path, connect_timeout_s=10)
         try:
@@ -55,7 +55,7 @@ def test_pool_stat_tells_formats_tenants_and_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefixes = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
-    config, tenant = PoolConfig(capacity_bytes=1 << 20, extent_pages=64), "ab" * 32
+    config, tenant = PoolConfig(kv_cache_memory_bytes=1 << 20, extent_pages=64), "ab" * 32
     with (
         PoolServer(config, 256, directory=tmp_path, prefixes=prefixes) as server,
         PoolClient(server.address, "w", directory=tmp_path, connect_timeout_s=10) as client,
@@ -103,7 +103,7 @@ def test_pool_stat_tells_of_prefixes_and_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = tmp_path / "tier"
-    config = PoolConfig(capacity_bytes=1 << 20, disk_path=str(disk), disk_bytes=1 << 20)
+    config = PoolConfig(kv_cache_memory_bytes=1 << 20, disk_path=str(disk), disk_bytes=1 << 20)
     prefixes = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
     with (
         PoolServer(config, 256, directory=tmp_path, prefixes=prefixes) as server,
@@ -132,7 +132,7 @@ def test_a_pool_of_another_node_wants_to_see_the_token(
     token.write_text("a secret of the cluster\n")
     outside = ("127.0.0.1", Access("a secret of the cluster"))
     with PoolServer(
-        PoolConfig(capacity_bytes=1 << 20), 256, directory=tmp_path, outside=outside
+        PoolConfig(kv_cache_memory_bytes=1 << 20), 256, directory=tmp_path, outside=outside
     ) as s:
         assert s.outside is not None
         there = ("--address", f"127.0.0.1:{s.outside.calls}")

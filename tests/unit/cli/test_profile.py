@@ -18,7 +18,7 @@ def serve_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     args = {
         "model": {"name": str(save_tiny_model(folder / "tiny")), "dtype": "float32"},
         "compressor": {"profile": "none", **DIFFKV},
-        "pool": {"capacity_bytes": 16 << 20},
+        "pool": {"kv_cache_memory_bytes": 16 << 20},
     }
     app = {"name": "triptych", "import_path": "triptych.deployments.app:build_app", "args": args}
     (folder / "serve.yaml").write_text(yaml.safe_dump({"applications": [app]}))

@@ -40,7 +40,7 @@ def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     options = ["--prefill", "2", "--compress", "2", "--decode", "2", "--prefix-mib", "50"]
     code, _, _ = run(
-        "simulate", *options, "--requests", "40", "--cells", "1,2", "--json", str(path)
+        "simulate", *options, "--requests", "40", "--shards", "1,2", "--json", str(path)
     )
     assert code == 0
     one, two = json.loads(path.read_text())["rows"]
@@ -53,13 +53,13 @@ def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
 
 def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    options = ["--colocated", "3", "--own-cores", "--roles", "both,switch", "--load-factor", "0.4"]
+    options = ["--colocated", "3", "--own-cores", "--roles", "both,dynamic", "--load-factor", "0.4"]
     code, _, _ = run("simulate", *options, "--requests", "60", "--json", str(path))
     assert code == 0
     both, switch = json.loads(path.read_text())["rows"]
     assert [row["label"] for row in (both, switch)] == [
         "greedy_by_memory",
-        "greedy_by_memory+switch",
+        "greedy_by_memory+dynamic",
     ]
     assert "role_changes" not in both["counters"]
     assert switch["counters"]["role_changes"] > 0
@@ -71,7 +71,7 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
         (["--policy", "gredy_by_memory"], "greedy_by_memory"),
         (["--policy", "static:p2c2"], "static:p2c2d8"),
         (["--placement", "dualmop"], "did you mean 'dualmap'"),
-        (["--policy", "static:p1c1d8", "--slots", "4"], "max_batch_requests=4"),
+        (["--policy", "static:p1c1d8", "--slots", "4"], "max_num_seqs=4"),
         (["--replicas", "2"], "at least 3"),
         (["--replicas", "9", "--decode", "3"], "no other counts"),
         (["--rate", "1", "--concurrency", "2"], "one of them"),
@@ -79,11 +79,11 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
         (["--trace", "none.csv"], "none.csv"),
         (["--costs", "none.json"], "none.json"),
         (["--rate", "quick"], "numbers"),
-        (["--cells", "1,3", "--prefill", "2"], "prefill=2: expected a multiple of the cells (3)"),
-        (["--roles", "switch"], "--roles='switch': expected --colocated workers"),
-        (["--colocated", "2", "--roles", "turns"], "both, switch or both,switch"),
+        (["--shards", "1,3", "--prefill", "2"], "prefill=2: expected a multiple of the cells (3)"),
+        (["--roles", "dynamic"], "--roles='dynamic': expected --colocated workers"),
+        (["--colocated", "2", "--roles", "turns"], "both, dynamic or both,dynamic"),
         (["--colocated", "2", "--decode", "3"], "no other counts"),
-        (["--cell-overload", "1"], "router.cell_overload=1.0: expected > 1"),
+        (["--shard-overload", "1"], "router.shard_overload=1.0: expected > 1"),
     ],
 )
 def test_what_makes_no_sense_is_exit_code_2_before_anything_starts(

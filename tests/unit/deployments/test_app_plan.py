@@ -19,7 +19,7 @@ CAPACITY = 128 << 20
 
 
 def plan(**pool: object) -> AppPlan:
-    config = AppConfig.from_mapping({"pool": {"capacity_bytes": CAPACITY, **pool}})
+    config = AppConfig.from_mapping({"pool": {"kv_cache_memory_bytes": CAPACITY, **pool}})
     return AppPlan(
         config=config,
         model_path=Path(),

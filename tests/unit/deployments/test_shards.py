@@ -49,8 +49,8 @@ STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas"
 
 
 def plans(cells: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
-    model = {"longest_tokens": longest_tokens}
-    config = AppConfig.from_mapping({"router": {"cells": cells}, "model": model, **STAGES})
+    model = {"max_model_len": longest_tokens or "auto"}
+    config = AppConfig.from_mapping({"router": {"shards": cells}, "model": model, **STAGES})
     first = AppPlan(
         config=config,
         model_path=Path(),
@@ -86,7 +86,7 @@ def test_one_cell_has_the_names_that_it_always_had() -> None:
 
 
 def test_what_a_configuration_starts_counts_routers_and_pools() -> None:
-    config = AppConfig.from_mapping({"router": {"cells": 2}, **STAGES})
+    config = AppConfig.from_mapping({"router": {"shards": 2}, **STAGES})
     copies = {name: actor["num_replicas"] for name, actor in actors_of(config).items()}
     assert copies == {
         "ingress": 1, "router": 2, "pool": 2, "prefill": 2, "compressor": 2, "decode": 4

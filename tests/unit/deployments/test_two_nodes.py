@@ -31,9 +31,9 @@ pytestmark = pytest.mark.slow
 
 ARGS = {
     "model": {"name": "tiny", "dtype": "float32"},
-    "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+    "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
     "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 20},
-    "prefill": {"chunk_tokens": 48, "actor": {"threads": 1}},
+    "prefill": {"max_num_batched_tokens": 48, "actor": {"threads": 1}},
     "decode": {"actor": {"threads": 1}},
 }
 GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)

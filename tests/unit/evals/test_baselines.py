@@ -31,7 +31,7 @@ from triptych.evals.studies.runner import Group, Records, evaluate
 from triptych.kernels.select import Rule
 
 BASE = AppConfig.from_mapping(
-    {"pool": {"capacity_bytes": 16 << 20}, "compressor": {"recent_window_tokens": 20}}
+    {"pool": {"kv_cache_memory_bytes": 16 << 20}, "compressor": {"recent_window_tokens": 20}}
 )
 
 

@@ -61,7 +61,7 @@ def test_an_unreachable_target_names_the_nearest_miss(plan: Calibration) -> None
 def test_the_engines_take_the_profile(tiny_model: Path, found: Calibrated, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     found.profile.write(path)
-    pool = {"capacity_bytes": 16 << 20}
+    pool = {"kv_cache_memory_bytes": 16 << 20}
     config = AppConfig.from_mapping({"pool": pool, "compressor": {"profile": str(path)}})
     with LocalServer(config, tiny_model) as server:
         policy = server.plan.policy

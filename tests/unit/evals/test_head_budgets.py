@@ -127,9 +127,9 @@ def test_a_profile_carries_it_to_the_selection(
         {
             "model": {"name": str(tiny_model), "dtype": "float32"},
             "compressor": {"profile": str(path), "policy": "uniform:fp16"},
-            "pool": {"capacity_bytes": 16 << 20, "prefix_bytes": 0},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, "prefix_bytes": 0},
             "decode": {
-                "max_batch_requests": 1,
+                "max_num_seqs": 1,
                 "selection": {
                     "method": "moments",
                     "keep_fraction": 0.5,

@@ -21,12 +21,12 @@ HERE = Path()
 
 
 def test_a_policy_takes_settings_behind_it_and_the_rest_stays_the_profiles() -> None:
-    base = AppConfig.from_mapping({"prefill": {"chunk_tokens": 96}})
+    base = AppConfig.from_mapping({"prefill": {"max_num_batched_tokens": 96}})
     method = parse_method("uniform:k4v4+recent_window_tokens=0", HERE, base, "float32")
     assert isinstance(method, EngineMethod)
     assert method.config.compressor.policy == "uniform:k4v4"
     assert method.config.compressor.recent_window_tokens == 0
-    assert method.config.prefill.chunk_tokens == 96
+    assert method.config.prefill.max_num_batched_tokens == 96
     assert method.config.model.dtype == "float32"
 
 

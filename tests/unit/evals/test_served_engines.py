@@ -17,8 +17,8 @@ from triptych.evals.studies.runner import evaluate, text_group
 
 BASE = AppConfig.from_mapping(
     {
-        "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64},
-        "prefill": {"chunk_tokens": 48},
+        "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64},
+        "prefill": {"max_num_batched_tokens": 48},
         "compressor": {"recent_window_tokens": 20},
     }
 )
@@ -99,7 +99,7 @@ def test_only_the_prompt_decides_the_footprint(tiny_model: Path) -> None:
 
 
 def test_a_case_that_the_pool_cannot_hold_is_an_error_that_names_it(tiny_model: Path) -> None:
-    config = {"pool": {"capacity_bytes": 200_000, "extent_pages": 8}}
+    config = {"pool": {"kv_cache_memory_bytes": 200_000, "extent_pages": 8}}
     method = parse_method("default", tiny_model, AppConfig.from_mapping(config), "float32")
     with pytest.raises(ModelError, match="too long"):
         method.run([Case(name="too long", prompt=(5,) * 400, free_tokens=50)])

@@ -14,7 +14,7 @@ from triptych.evals.studies.plot import draw
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 
 BASE = AppConfig.from_mapping(
-    {"pool": {"capacity_bytes": 16 << 20}, "compressor": {"recent_window_tokens": 20}}
+    {"pool": {"kv_cache_memory_bytes": 16 << 20}, "compressor": {"recent_window_tokens": 20}}
 )
 
 

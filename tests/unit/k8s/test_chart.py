@@ -54,7 +54,7 @@ def test_values_reach_every_object_that_they_concern() -> None:
         {
             "image": {"repository": "registry/triptych", "tag": "9.9.9", "pullPolicy": "Always"},
             "model": "my/model",
-            "args": {"pool": {"capacity_bytes": 2 << 30}, "ingress": {"max_choices": 2}},
+            "args": {"pool": {"kv_cache_memory_bytes": 2 << 30}, "ingress": {"max_choices": 2}},
             "models": {"storageClass": "fast", "storage": "100Gi"},
             "stages": {"nodeSelector": {"kind": "gpu"}, "sharedMemory": "3Gi"},
             "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -70,7 +70,7 @@ def test_values_reach_every_object_that_they_concern() -> None:
     assert "smollm2" not in text
     (service,) = of_kind(bodies, "RayService")
     (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    assert app["args"]["pool"]["capacity_bytes"] == 2 << 30
+    assert app["args"]["pool"]["kv_cache_memory_bytes"] == 2 << 30
     assert app["args"]["decode"]["actor"]["num_replicas"] == 2
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert group["template"]["spec"]["nodeSelector"] == {"kind": "gpu"}
@@ -78,6 +78,12 @@ def test_values_reach_every_object_that_they_concern() -> None:
     assert claim["spec"]["storageClassName"] == "fast"
     for monitor in of_kind(bodies, "PodMonitor", "PrometheusRule"):
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_values_of_the_release_before_still_set_the_memory_of_the_pool() -> None:
+    (service,) = of_kind(install({"args": {"pool": {"capacity_bytes": 2 << 30}}}), "RayService")
+    (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert AppConfig.from_mapping(app["args"]).pool.kv_cache_memory_bytes == 2 << 30
 
 
 def test_an_own_claim_replaces_the_volume_and_the_job() -> None:
@@ -106,7 +112,7 @@ def test_prefixes_go_to_a_claim_that_outlives_the_pod() -> None:
         {"imag": {}},
         {"image": {"tag": "latest"}},
         {"args": {"topology": "three-way"}},
-        {"args": {"pool": {"capacity_bytes": "4GiB"}}},
+        {"args": {"pool": {"kv_cache_memory_bytes": "4GiB"}}},
         {"args": {"model": {"name": "elsewhere"}}},
         {"stages": {"sharedMemory": "much"}},
         {"disk": {"size": "much"}},

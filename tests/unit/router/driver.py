@@ -72,7 +72,7 @@ class Driver:
     ) -> None:
         self.now = 0.0
         self.slots, self.arenas = slots, arenas or {}
-        settings = {"patience_s": 5.0, **config}
+        settings = {"max_overtake_s": 5.0, **config}
         self.router = Scheduler(
             RouterConfig(**settings),  # pyright: ignore[reportArgumentType]
             plan,

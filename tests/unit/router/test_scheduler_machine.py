@@ -535,7 +535,7 @@ class RouterMachine(RuleBasedStateMachine):
     policy: ClassVar[str] = "greedy_by_memory"
     answers_cancel: ClassVar[bool] = True
     addresses: ClassVar[tuple[str, ...]] = ("p0", "p1", "c0", "c1", "d0", "d1")
-    roles: ClassVar[Literal["both", "switch"]] = "both"
+    roles: ClassVar[Literal["both", "dynamic"]] = "both"
     priorities: ClassVar[tuple[int, ...]] = (0, 0, 0)
     plan: ClassVar[PagePlan] = PLAN
 
@@ -543,7 +543,7 @@ class RouterMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         config = RouterConfig(
             batch_policy=self.policy,
-            patience_s=GreedyWorld.patience_s,
+            max_overtake_s=GreedyWorld.patience_s,
             max_queued_requests=8,
             prefill_batch_tokens=300,
             roles=self.roles,
@@ -836,7 +836,7 @@ class RolesMachine(RouterMachine):
     """Three processes with all three stages; who reads and who writes follows the load."""
 
     addresses = ("all0", "all1", "all2")
-    roles = "switch"
+    roles = "dynamic"
 
 
 LIMITS = settings(

@@ -174,7 +174,7 @@ def in_cells(count: int, **router: Any) -> Cluster:
         prefill=4, compress=2, decode=4, workers_per_node=router.pop("workers_per_node", 0),
         shared_cores=False, capacity_bytes=80 << 20, max_batch_requests=4,
         plan=replace(Cluster().plan, prefix_bytes=20 << 20),
-        router=RouterConfig(cells=count, **router),
+        router=RouterConfig(shards=count, **router),
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_what_one_cell_refuses_the_other_takes_until_both_are_full() -> None:
     jobs = [
         (Job(f"r{n}", 600, 9, segments=(("common", 500), (f"own {n}", 100))),) for n in range(60)
     ]
-    trial = Simulation(in_cells(2, cell_overload=1e9, max_queued_requests=8), COSTS).run(jobs)
+    trial = Simulation(in_cells(2, shard_overload=1e9, max_queued_requests=8), COSTS).run(jobs)
     errors = Counter(one.error for one in trial.outcomes)
     assert set(errors) == {"", "rate_limit_exceeded"}
     assert trial.cell_choices["home"] == 60

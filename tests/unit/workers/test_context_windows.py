@@ -20,11 +20,13 @@ def windowed(size: int = SIZE, **parts: dict[str, object]) -> AppConfig:
     model: dict[str, object] = {
         "name": "tiny",
         "dtype": "float32",
-        "max_context_tokens": size,
-        "longest_tokens": 1000,
-        "window_overlap_tokens": size // 2 - 8,
+        "max_model_len": 1000,
     }
-    return config(model=model, **parts)
+    window: dict[str, object] = {
+        "context_window_tokens": size,
+        "context_window_overlap_tokens": size // 2 - 8,
+    }
+    return config(model=model, experimental=window, **parts)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def test_each_token_is_what_the_model_says_in_its_window(
 
 def test_a_prefix_is_found_again_by_what_the_window_begins_with(tiny_model: Path) -> None:
     """Kept pages hold tokens from position 0 of a window on, not of the whole prompt."""
-    settings = windowed(192, pool={"capacity_bytes": 16 << 20, "extent_pages": 64})
+    settings = windowed(192, pool={"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64})
     asked = prompt(300)
     with LocalServer(settings, tiny_model) as server:
         first, again = (server.complete([server.request(asked, greedy(100))])[0] for _ in range(2))
@@ -86,7 +88,7 @@ def test_seeds_texts_and_stop_texts_go_on_across_windows(tiny_model: Path) -> No
 
 
 def test_without_windows_an_answer_ends_with_the_context(tiny_model: Path) -> None:
-    settings = config(model={"name": "tiny", "dtype": "float32", "max_context_tokens": SIZE})
+    settings = config(model={"name": "tiny", "dtype": "float32", "max_model_len": SIZE})
     with LocalServer(settings, tiny_model) as server:
         (answer,) = server.complete([server.request(prompt(40), greedy(150))])
     assert (answer.finish, len(answer.tokens)) == ("length", SIZE - 40)

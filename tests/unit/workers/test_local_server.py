@@ -22,9 +22,9 @@ VOCAB = 258
 def config(**parts: dict[str, object]) -> AppConfig:
     base: dict[str, object] = {
         "model": {"name": "tiny", "dtype": "float32"},
-        "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+        "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
         "compressor": {"policy": "uniform:fp16", "recent_window_tokens": 20},
-        "prefill": {"chunk_tokens": 48},
+        "prefill": {"max_num_batched_tokens": 48},
     }
     return AppConfig.from_mapping(base | parts)
 
@@ -61,7 +61,7 @@ def test_answers_agree_with_the_model_alone_in_16_bits(
     tiny_model: Path, reference: LlamaForCausalLM, chunk_tokens: int
 ) -> None:
     asked = [prompt(count) for count in PROMPTS]
-    settings = config(prefill={"chunk_tokens": chunk_tokens})
+    settings = config(prefill={"max_num_batched_tokens": chunk_tokens})
     with LocalServer(settings, tiny_model) as server:
         answers = server.complete([server.request(p, greedy(40)) for p in asked])
         assert server.pool.stat().request_pages == 0
@@ -113,7 +113,7 @@ def test_leaving_a_stream_gives_every_page_back(tiny_model: Path) -> None:
 
 
 def test_more_requests_than_slots_wait_and_all_finish(tiny_model: Path) -> None:
-    settings = config(decode={"max_batch_requests": 2})
+    settings = config(decode={"max_num_seqs": 2})
     with LocalServer(settings, tiny_model) as server:
         requests = [server.request(prompt(20 + i), greedy(10)) for i in range(9)]
         answers = server.complete(requests)
@@ -121,7 +121,7 @@ def test_more_requests_than_slots_wait_and_all_finish(tiny_model: Path) -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_and_others_go_on(tiny_model: Path) -> None:
-    settings = config(pool={"capacity_bytes": 200_000, "extent_pages": 8})
+    settings = config(pool={"kv_cache_memory_bytes": 200_000, "extent_pages": 8})
     with LocalServer(settings, tiny_model) as server:
         big, small = server.complete(
             [server.request(prompt(400), greedy(50)), server.request(prompt(5), greedy(5))]
@@ -183,7 +183,7 @@ def test_diffkv_trades_error_for_bytes(
     for policy in [*policies, {"policy": "uniform:k4v2"}]:
         settings = config(
             compressor={"recent_window_tokens": 20, "high_window_tokens": 0, **policy},
-            prefill={"chunk_tokens": chunk_tokens},
+            prefill={"max_num_batched_tokens": chunk_tokens},
         )
         with LocalServer(settings, tiny_model) as server:
             answers = server.complete([server.request(p, greedy(50)) for p in asked])
@@ -206,7 +206,7 @@ def test_significance_is_the_same_however_the_prompt_is_cut(tiny_model: Path) ->
     for chunk_tokens in (37, 512):
         settings = config(
             compressor={"policy": "diffkv", "recent_window_tokens": 20},
-            prefill={"chunk_tokens": chunk_tokens},
+            prefill={"max_num_batched_tokens": chunk_tokens},
         )
         with LocalServer(settings, tiny_model) as server:
             answers = server.complete([server.request(p, greedy(3)) for p in LONG])
@@ -219,8 +219,8 @@ def test_rotated_keys_and_values_give_the_same_answers(
     tiny_model: Path, reference: LlamaForCausalLM, chunk_tokens: int
 ) -> None:
     settings = config(
-        compressor={"policy": "uniform:fp16", "basis": "rotated"},
-        prefill={"chunk_tokens": chunk_tokens},
+        compressor={"policy": "uniform:fp16", "kv_rotation": "hadamard"},
+        prefill={"max_num_batched_tokens": chunk_tokens},
     )
     with LocalServer(settings, tiny_model) as server:
         answers = server.complete([server.request(p, greedy(40)) for p in LONG])

@@ -18,9 +18,9 @@ def test_a_live_run_is_decided_the_same_again(
     config = AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
-            "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
             "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 20},
-            "decode": {"max_batch_requests": 4},
+            "decode": {"max_num_seqs": 4},
             "router": {"batch_policy": policy, "record": str(path)},
         }
     )

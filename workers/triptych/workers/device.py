@@ -94,7 +94,7 @@ class _Mapped:
         if error:
             raise PoolError(
                 f"the GPU cannot map {size:,} bytes of shared memory (CUDA error {error}): lower "
-                "pool.capacity_bytes, or set num_gpus to 0 (the stage computes on the CPU)"
+                "pool.kv_cache_memory_bytes, or set num_gpus to 0 (the stage computes on the CPU)"
             )
         weakref.finalize(self, runtime.cudaHostUnregister, address)
 

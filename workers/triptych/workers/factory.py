@@ -58,7 +58,7 @@ def _load_brain(
     model = load(model_path, config.model.dtype, str(device))
     return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry, device)),
-        OutputFactory(model, context_tokens(config, model.context_tokens)),
+        OutputFactory(model, config.context_tokens(model.context_tokens)),
     )
 
 
@@ -96,7 +96,15 @@ def make_engines(
     half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
-            runner, pool, plan, answers, config.prefill.chunk_tokens, prefixes, draw, device, half
+            runner,
+            pool,
+            plan,
+            answers,
+            config.prefill.max_num_batched_tokens,
+            prefixes,
+            draw,
+            device,
+            half,
         ),
         "compress": lambda: CompressEngine(pool, plan, prefixes, device),
         "decode": lambda: DecodeEngine(
@@ -104,7 +112,7 @@ def make_engines(
             pool,
             plan,
             answers,
-            config.decode.max_batch_requests,
+            config.decode.max_num_seqs,
             draw,
             config.decode.selection,
             config.decode.steps,
@@ -140,9 +148,3 @@ def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
     if actor.threads != "auto":
         return OwnCores(actor.threads)
     return OwnCores(1) if actor.num_gpus else Turns(turns)
-
-
-def context_tokens(config: AppConfig, trained_tokens: int) -> int:
-    """Longest prompt plus answer: the setting, or what the model was trained for."""
-    asked = config.model.max_context_tokens
-    return trained_tokens if asked == "auto" else min(asked, trained_tokens)

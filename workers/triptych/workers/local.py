@@ -49,7 +49,6 @@ from triptych.workers.core_scheduler import Turns
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.device import Device
 from triptych.workers.factory import (
-    context_tokens,
     device_of,
     load_model,
     make_engines,
@@ -124,7 +123,7 @@ class LocalServer:
         )
         # What does not fit together ends here.
         offers_of(config.decode, self.plan.policy, can_exit=facts.is_plain)
-        pages = config.pool.capacity_bytes // self.plan.page_bytes
+        pages = config.pool.kv_cache_memory_bytes // self.plan.page_bytes
         prefixes = PrefixSettings.of(config.pool, self.plan)
         disk = DiskSettings.of(config.pool)
         folder = config.pool.arena_directory
@@ -148,15 +147,15 @@ class LocalServer:
         )
         self._lock = threading.Lock()
         self._watch = watch
-        context = context_tokens(config, facts.context_tokens)
-        self._journeys = AttemptTable(Windows.of(config.model, context))
+        context = config.context_tokens(facts.context_tokens)
+        self._journeys = AttemptTable(Windows.of(config, context))
         self._ids = itertools.count()
         hello = Register(
             name=WORKER,
             address=WORKER,
             stages=STAGES,
             arena=self.pool.arena.id,
-            max_requests=config.decode.max_batch_requests,
+            max_requests=config.decode.max_num_seqs,
         )
         self._to_router(hello, WORKER)
         self._to_router(self._loop.report(pages_held=0), WORKER)

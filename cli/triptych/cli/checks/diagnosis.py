@@ -158,8 +158,9 @@ def _shared_memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             "shared memory",
             "fault",
             f"{disk.path} has {_size(disk.free_bytes)} free of {_size(disk.total_bytes)}, and "
-            f"pool.capacity_bytes is {_size(wanted)}",
-            "lower pool.capacity_bytes, or give it more: docker run --shm-size, sizeLimit in "
+            f"pool.kv_cache_memory_bytes is {_size(wanted)}",
+            "lower pool.kv_cache_memory_bytes, or give it more: docker run --shm-size, sizeLimit "
+            "in "
             "Kubernetes, mount -o remount,size=",
         )
     else:
@@ -174,7 +175,8 @@ def _memory(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             "fault" if facts.memory_bytes < config.pool.shared_bytes + RAY_BYTES else "warning",
             f"{_size(facts.memory_bytes)} are available; pages, Ray and {workers_at_most(config)} "
             f"take {_size(wanted)} and more",
-            "lower pool.capacity_bytes or the copies, set topology: colocated, or stop something "
+            "lower pool.kv_cache_memory_bytes or the copies, set topology: colocated, or stop "
+            "something "
             "else",
         )
     else:

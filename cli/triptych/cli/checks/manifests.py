@@ -353,7 +353,7 @@ def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Itera
     pool = config.pool
     for path, name, size, wanted in (
         (pool.disk_path, "disk_path", "disk_bytes", pool.disk_bytes),
-        (pool.arena_path, "arena_path", "capacity_bytes", pool.capacity_bytes),
+        (pool.arena_path, "arena_path", "capacity_bytes", pool.kv_cache_memory_bytes),
     ):
         if path:
             yield from _on_volume(where, pod, container, path, name, size, wanted)
@@ -423,7 +423,7 @@ def _in_memory(
             where,
             f"/dev/shm has {_gib(size)}, and the pool's pages with Ray's store take "
             f"{_gib(shared_bytes)}",
-            "raise sizeLimit, or lower pool.capacity_bytes",
+            "raise sizeLimit, or lower pool.kv_cache_memory_bytes",
         )
     limit = container.get("resources", {}).get("limits", {}).get("memory")
     taken = max(shared_bytes, size or 0) + processes_bytes(config)
@@ -432,7 +432,7 @@ def _in_memory(
             where,
             f"the memory limit is {limit}, and what lies in /dev/shm counts: {_gib(taken)} with "
             f"Ray and {workers_at_most(config)}",
-            "raise the limit, or lower pool.capacity_bytes and sizeLimit, or the copies",
+            "raise the limit, or lower pool.kv_cache_memory_bytes and sizeLimit, or the copies",
         )
 
 

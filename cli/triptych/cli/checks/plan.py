@@ -50,8 +50,8 @@ def plan(
 ) -> None:
     """Show how many pages, tokens and requests fit, by policy and format.
 
-    With --gpus there is a cell for each (router.cells), whose pool has as many pages as the GPU has
-    room to copy; the machine's memory has them all.
+    With --gpus there is one shard for each GPU (router.shards), with as many pages as the GPU has
+    room to copy; the memory of the machine holds all of them.
     """
     from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
 
@@ -65,8 +65,7 @@ def plan(
     elif memory is not None:
         settings = _with_capacity(settings, byte_count(memory))
     load = Load(prompt_tokens, answer_tokens)
-    asked = settings.model.max_context_tokens
-    context = shape.context_tokens if asked == "auto" else min(asked, shape.context_tokens)
+    context = settings.context_tokens(shape.context_tokens)
     found = fits(settings, shape.geometry, context, load, profile, is_plain=is_plain)
     needs = sizes(app_plan(settings, shape.geometry, context, profile), weights_bytes)
     data = {
@@ -75,7 +74,7 @@ def plan(
         "context_tokens": context,
         "parameters": shape.parameters,
         "weights_bytes": weights_bytes,
-        "pools": gpus or settings.router.cells,
+        "pools": gpus or settings.router.shards,
         "load": asdict(load),
         "per_pool": asdict(needs),
         "fits": [asdict(fit) for fit in found],
@@ -152,7 +151,7 @@ def _bytes_beside_weights(gpu_bytes: int, weights_bytes: int) -> int:
 
 
 def _with_capacity(settings: AppConfig, capacity_bytes: int) -> AppConfig:
-    return replace(settings, pool=replace(settings.pool, capacity_bytes=capacity_bytes))
+    return replace(settings, pool=replace(settings.pool, kv_cache_memory_bytes=capacity_bytes))
 
 
 def _mib(count: float) -> str:

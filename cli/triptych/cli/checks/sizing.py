@@ -130,7 +130,7 @@ def app_plan(
         context_tokens=context_tokens,
         weights="",
         run_dir=Path(),
-        cells=config.router.cells,
+        cells=config.router.shards,
     )
     plan.check()
     return plan
@@ -138,8 +138,8 @@ def app_plan(
 
 def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
     """What the plan takes of memory; ``weights_bytes``: the weights in one process."""
-    capacity, decode = plan.config.pool.capacity_bytes, plan.config.decode
-    checkpoint = checkpoint_bytes(plan.pages, decode.max_batch_requests, plan.context_tokens)
+    capacity, decode = plan.config.pool.kv_cache_memory_bytes, plan.config.decode
+    checkpoint = checkpoint_bytes(plan.pages, decode.max_num_seqs, plan.context_tokens)
     checkpoints = checkpoint * decode.autoscaling.most(decode.actor)
     shared = plan.cells * (plan.config.pool.shared_bytes + checkpoints) + OBJECT_STORE_BYTES
     groups = plan.config.worker_groups().items()

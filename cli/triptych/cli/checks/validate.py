@@ -140,7 +140,7 @@ def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
     """The actors that this configuration starts, and what each copy is given."""
-    groups, cells = config.worker_groups(), config.router.cells
+    groups, cells = config.worker_groups(), config.router.shards
     if config.topology == "colocated":
         groups = {"worker (all stages)": groups["decode"]}
     copies = config.ingress.num_replicas
@@ -187,7 +187,7 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
     cell = cell_of(config, 0)
     return {
         "page_bytes": plan.page_bytes,
-        "pages": config.router.cells * (cell.pool.capacity_bytes // plan.page_bytes),
+        "pages": config.router.shards * (cell.pool.kv_cache_memory_bytes // plan.page_bytes),
         "raw_tokens_per_page": plan.raw.tokens,
         "stored_tokens_per_page": plan.high.tokens,
         "policy": plan.policy.name,
@@ -223,11 +223,11 @@ def check_arena(config: AppConfig) -> dict[str, object] | None:
     """
     from triptych.kvpool.pool.directory_space import free_bytes, require_room
 
-    directory, wanted = config.pool.arena_directory, config.pool.capacity_bytes
+    directory, wanted = config.pool.arena_directory, config.pool.kv_cache_memory_bytes
     if directory is None:
         return None
     free = free_bytes("pool.arena_path", directory)
-    require_room(free, "pool.arena_path", directory, "pool.capacity_bytes", wanted)
+    require_room(free, "pool.arena_path", directory, "pool.kv_cache_memory_bytes", wanted)
     is_read_whole = config.decode.selection.method == "none"
     return {
         "path": str(directory), "bytes": wanted, "free_bytes": free, "is_read_whole": is_read_whole
@@ -277,7 +277,7 @@ def check_network(config: AppConfig) -> str:
 def _facts(app: ServedApp) -> Facts:
     facts, plan = known_of(app.config)
     check_keys(app.config)
-    check_policies(app.config.router, app.config.decode.max_batch_requests)
+    check_policies(app.config.router, app.config.decode.max_num_seqs)
     return Facts(
         name=app.name,
         route_prefix=app.route_prefix,

@@ -13,7 +13,7 @@ from triptych.cli.list_options import integers, numbers, words
 from triptych.cli.measure.load_options import LoadOptions
 from triptych.cli.measure.simulate_fit import simulate_fit
 from triptych.cli.measure.simulate_replay import simulate_replay
-from triptych.cli.output import console, make_table, progress_bars, write_json
+from triptych.cli.output import console, make_table, progress_bars, renamed_option, write_json
 from triptych.core import messages as core
 from triptych.core.config import RouterConfig, require
 from triptych.loadgen.report.host import host_info
@@ -97,7 +97,8 @@ def simulate(
         int, typer.Option(min=0, help="Workers of all stages instead of those.")
     ] = 0,
     roles: Annotated[
-        str, typer.Option(help="router.roles of colocated workers: one or more, as in both,switch.")
+        str,
+        typer.Option(help="router.roles of colocated workers: one or more, as in both,dynamic."),
     ] = "both",
     workers_per_node: Annotated[
         int | None, typer.Option(min=0, help="0: all on one machine; with --replicas 10.")
@@ -120,12 +121,14 @@ def simulate(
     affinity_ttft_s: Annotated[
         float, typer.Option(help="router.affinity_ttft_s: from when on dualmap switches.")
     ] = RouterConfig().affinity_ttft_s,
-    cells: Annotated[
+    shards: Annotated[
         str, typer.Option(help="Routers that share the workers: one or more numbers, as in 1,2,4.")
     ] = "1",
-    cell_overload: Annotated[
-        float, typer.Option(help="router.cell_overload: times the mean that a cell may hold.")
-    ] = RouterConfig().cell_overload,
+    shard_overload: Annotated[
+        float, typer.Option(help="router.shard_overload: load limit of a shard, times the mean.")
+    ] = RouterConfig().shard_overload,
+    cells: Annotated[str | None, typer.Option(hidden=True)] = None,
+    cell_overload: Annotated[float | None, typer.Option(hidden=True)] = None,
     prefill_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens sent to a prefill worker at once.")
     ] = RouterConfig().prefill_batch_tokens,
@@ -170,11 +173,15 @@ def simulate(
     """
     if context.invoked_subcommand is not None:
         return
+    shards = renamed_option("--cells", cells, "--shards", shards)
+    shard_overload = renamed_option(
+        "--cell-overload", cell_overload, "--shard-overload", shard_overload
+    )
     router = RouterConfig(
         max_queued_requests=max_queued or UNLIMITED_QUEUE,
         affinity_ttft_s=affinity_ttft_s,
         prefill_batch_tokens=prefill_batch_tokens,
-        cell_overload=cell_overload,
+        shard_overload=shard_overload,
     )
     cluster = replace(
         cluster_of(replicas, (prefill, compress, decode), colocated, workers_per_node, own_cores),
@@ -195,14 +202,18 @@ def simulate(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
     ).resolve()
+    if "switch" in words(roles):
+        roles = renamed_option(
+            "--roles switch", roles.replace("switch", "dynamic"), "--roles dynamic", roles
+        )
     policies, placements = words(policy), words(placement)
     for name, where in product(policies, placements):
         check_policies(RouterConfig(batch_policy=name, placement=where), slots)
     for one in words(roles):
-        require(one in ("both", "switch"), "--roles", one, "both, switch or both,switch")
+        require(one in ("both", "dynamic"), "--roles", one, "both, dynamic or both,dynamic")
         require(one == "both" or bool(colocated), "--roles", one, "--colocated workers")
-    for count in integers(cells):
-        replace(cluster, router=replace(router, cells=count))  # says what cannot be divided
+    for count in integers(shards):
+        replace(cluster, router=replace(router, shards=count))  # says what cannot be divided
     saturation = saturation_of(cluster, costs, load)
     rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
     cases = [
@@ -217,7 +228,9 @@ def simulate(
         )
         for one in rates
         for offset in range(seeds)
-        for name, where, count, role in product(policies, placements, integers(cells), words(roles))
+        for name, where, count, role in product(
+            policies, placements, integers(shards), words(roles)
+        )
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
     require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
@@ -323,7 +336,7 @@ def run_cases(
                 cluster.router,
                 batch_policy=case.policy,
                 placement=case.placement,
-                cells=case.cells,
+                shards=case.cells,
                 roles=case.roles,
             )
             simulation = Simulation(

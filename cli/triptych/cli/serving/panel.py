@@ -14,14 +14,13 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
     from triptych.cli.checks.sizing import app_plan
-    from triptych.workers.factory import context_tokens
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
 
     config = app.config
     facts = describe(resolve(config.model.name, allow_download=False))
-    context = context_tokens(config, facts.context_tokens)
+    context = config.context_tokens(facts.context_tokens)
     plan = app_plan(config, facts.geometry, context, find_profile(config, facts))
     url = http.url + app.route_prefix.rstrip("/")
     body = {
@@ -51,7 +50,8 @@ def pages_in_words(plan: AppPlan) -> str:
     tokens = plan.bookable_bytes // pages.page_bytes // pages.geometry.head_rows * pages.high.tokens
     if tokens < 1:
         raise ConfigError(
-            f"pool.capacity_bytes={plan.config.pool.capacity_bytes}: not one page for each of "
+            f"pool.kv_cache_memory_bytes={plan.config.pool.kv_cache_memory_bytes}: "
+            "not one page for each of "
             f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
         )
     told = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"

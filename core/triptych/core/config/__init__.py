@@ -1,6 +1,7 @@
 """Settings of every component: frozen dataclasses, one owner per value, units in names."""
 
 from triptych.core.config.app import AppConfig, WorkerGroup
+from triptych.core.config.experimental import ExperimentalConfig
 from triptych.core.config.ingress import IngressConfig
 from triptych.core.config.model import DType, ModelConfig, cache_dir
 from triptych.core.config.network import NetworkConfig
@@ -27,6 +28,7 @@ __all__ = [
     "CompressorConfig",
     "DType",
     "DecodeConfig",
+    "ExperimentalConfig",
     "IngressConfig",
     "ModelConfig",
     "NetworkConfig",

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
+from triptych.core.config.experimental import ExperimentalConfig
 from triptych.core.config.ingress import IngressConfig
 from triptych.core.config.model import ModelConfig
 from triptych.core.config.network import NetworkConfig
 from triptych.core.config.pool import PoolConfig
+from triptych.core.config.renamed import warn_of_old_names, with_new_names
 from triptych.core.config.router import RouterConfig
 from triptych.core.config.stages import (
     ActorConfig,
@@ -76,6 +78,9 @@ class AppConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """What passes between nodes."""
 
+    experimental: ExperimentalConfig = field(default_factory=ExperimentalConfig)
+    """Settings for experiments."""
+
     def __post_init__(self) -> None:
         require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
         fits = self.router.roles == "both" or self.topology == "colocated"
@@ -86,10 +91,10 @@ class AppConfig:
         expected = f"empty while num_gpus > 0 ({', '.join(on_gpus)}): a GPU cannot read a disk"
         require(fits, "pool.arena_path", self.pool.arena_path, expected)
         for stage, (actor, scaling) in self._deployed.items():
-            self._check_cells(f"{stage}.actor.num_replicas", actor.num_replicas)
+            self._check_shards(f"{stage}.actor.num_replicas", actor.num_replicas)
             if scaling.is_on:
-                self._check_cells(f"{stage}.autoscaling.min_replicas", scaling.min_replicas)
-                self._check_cells(f"{stage}.autoscaling.max_replicas", scaling.max_replicas)
+                self._check_shards(f"{stage}.autoscaling.min_replicas", scaling.min_replicas)
+                self._check_shards(f"{stage}.autoscaling.max_replicas", scaling.max_replicas)
 
     @property
     def _deployed(self) -> dict[str, tuple[ActorConfig, AutoscalingConfig]]:
@@ -103,11 +108,11 @@ class AppConfig:
             **decode,
         }
 
-    def _check_cells(self, name: str, count: int) -> None:
-        """Raise ConfigError unless each cell gets as many workers as every other one."""
-        cells = self.router.cells
-        expected = f"a multiple of router.cells ({cells}), since each cell has workers of its own"
-        require(count % cells == 0, name, count, expected)
+    def _check_shards(self, name: str, count: int) -> None:
+        """Raise ConfigError unless all shards get the same number of workers."""
+        shards = self.router.shards
+        expected = f"a multiple of router.shards ({shards}), since each shard has its own workers"
+        require(count % shards == 0, name, count, expected)
 
     def worker_groups(self) -> dict[str, WorkerGroup]:
         """What Ray starts to compute: a group per stage, or one, sized by ``decode``."""
@@ -128,13 +133,20 @@ class AppConfig:
         }
         return by_stage[stage]
 
+    def context_tokens(self, trained_tokens: int) -> int:
+        """Tokens that the model attends to at once: its own context, or less if asked for."""
+        asked = (self.model.max_model_len, self.experimental.context_window_tokens)
+        return min([trained_tokens, *(tokens for tokens in asked if tokens != "auto")])
+
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> Self:
-        """Build from parsed YAML.
+        """Build from parsed YAML; names of the release before are accepted, with a warning.
 
         Raises: ConfigError naming the key, the value and what was expected
         """
+        settings, notes = with_new_names(data)
+        warn_of_old_names(notes)
         try:
-            return build(cls, data)
+            return build(cls, settings)
         except SchemaError as error:
             raise ConfigError(str(error)) from error

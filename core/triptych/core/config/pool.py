@@ -12,8 +12,8 @@ from triptych.core.layout import PAGE_ALIGN_BYTES
 class PoolConfig:
     """Shape and budget of the pages of one device."""
 
-    capacity_bytes: int = GIB
-    """Page memory, taken in full at start-up, in bytes."""
+    kv_cache_memory_bytes: int = GIB
+    """Memory for KV pages, allocated in full at start-up."""
 
     arena_path: str = ""
     """Directory on a disk in which the pages lie, so that they may take more than memory: what was
@@ -31,8 +31,8 @@ class PoolConfig:
     """Pages that a worker asks for at once; it allocates inside them without asking."""
 
     prefix_bytes: int | Auto = "auto"
-    """Page memory, out of ``capacity_bytes``, that keeps prefixes of prompts for later requests;
-    ``auto``: a quarter; 0: none is kept."""
+    """Memory of the prefix cache, out of ``kv_cache_memory_bytes``; ``auto``: a quarter;
+    0: no prefix is cached."""
 
     prefix_tenant_bytes: int | Auto = "auto"
     """The most of it that one client's prompts may take; ``auto``: all."""
@@ -73,15 +73,20 @@ class PoolConfig:
     limit."""
 
     def __post_init__(self) -> None:
-        require(self.capacity_bytes > 0, "pool.capacity_bytes", self.capacity_bytes, "> 0")
+        require(
+            self.kv_cache_memory_bytes > 0,
+            "pool.kv_cache_memory_bytes",
+            self.kv_cache_memory_bytes,
+            "> 0",
+        )
         page = self.page_bytes
         fits = page == "auto" or (page > 0 and page % PAGE_ALIGN_BYTES == 0)
         require(fits, "pool.page_bytes", page, f"'auto' or a multiple of {PAGE_ALIGN_BYTES}")
         require(self.lease_ttl_s > 0, "pool.lease_ttl_s", self.lease_ttl_s, "> 0")
         require(self.extent_pages >= 1, "pool.extent_pages", self.extent_pages, ">= 1")
-        kept, limit = self.prefix_bytes, self.capacity_bytes
+        kept, limit = self.prefix_bytes, self.kv_cache_memory_bytes
         fits = kept == "auto" or 0 <= kept < limit
-        require(fits, "pool.prefix_bytes", kept, f"'auto' or 0 to capacity_bytes ({limit})")
+        require(fits, "pool.prefix_bytes", kept, f"'auto' or 0 to kv_cache_memory_bytes ({limit})")
         own = self.prefix_tenant_bytes
         require(own == "auto" or own >= 0, "pool.prefix_tenant_bytes", own, "'auto' or >= 0")
         ttl_s, most = self.session_ttl_s, self.session_tenant_bytes
@@ -102,7 +107,7 @@ class PoolConfig:
     @property
     def shared_bytes(self) -> int:
         """Page memory where memory is shared."""
-        return 0 if self.arena_path else self.capacity_bytes
+        return 0 if self.arena_path else self.kv_cache_memory_bytes
 
     def _check_disk(self) -> None:
         if not self.disk_path:

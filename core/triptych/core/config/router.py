@@ -35,8 +35,8 @@ class RouterConfig:
     """Predicted seconds to the first token from which on ``dualmap`` leaves the cached beginning of
     a prompt for a shorter queue, if the request does not say ``ttft_slo_ms``."""
 
-    patience_s: float = 5.0
-    """Seconds after which a waiting request can no longer be overtaken by its tenant's others."""
+    max_overtake_s: float = 5.0
+    """Seconds of waiting after which no other request of the same tenant may overtake a request."""
 
     ageing_s: float = 10.0
     """Seconds of waiting that count as much as one step of ``priority``."""
@@ -48,41 +48,41 @@ class RouterConfig:
     """Prompt tokens that are sent to one prefill worker at once. A longer prompt is sent alone, and
     counts for half of it from then on: shorter ones may overtake it."""
 
-    cells: int = 1
-    """Routers behind one ingress, each with a pool and workers of its own: an equal part of all
-    replicas and bytes. A prompt goes to the cell that a hash of its beginning says."""
+    shards: int = 1
+    """Number of routers, each with its own pool and an equal part of all workers and bytes. A hash
+    of the beginning of a prompt selects its shard."""
 
-    cell_overload: float = 1.25
-    """Times the mean of all cells that one of them may hold of an ingress's requests, in bytes of
-    pages, before the next one takes what would be its own. Above 1."""
+    shard_overload: float = 1.25
+    """Maximum load of a shard, as a multiple of the mean over all shards, in bytes of pages of the
+    requests of one ingress; above it, the next shard on the hash ring is used. Above 1."""
 
     rebalance_requests: int = 2
     """Requests that a decode worker must have more than another one before one of them is moved
     there while it is being answered; 0: none ever is."""
 
-    roles: Literal["both", "switch"] = "both"
+    roles: Literal["both", "dynamic"] = "both"
     """What workers of all stages do (``topology: colocated``): ``both`` read prompts and write
-    answers, all of them; ``switch``: as many as it takes at the moment only read, and the others
+    answers, all of them; ``dynamic``: as many as it takes at the moment only read, and the others
     write, so that answers do not wait for the prompts of others."""
 
     record: str = ""
     """File to which every message to the router is written, prompts included, with what it
     decided, for ``triptych simulate replay``; empty: none."""
 
-    trace_url: str = ""
+    otlp_traces_endpoint: str = ""
     """Where OpenTelemetry traces of requests go, in OTLP over HTTP, such as
     ``http://127.0.0.1:4318/v1/traces``; empty: nowhere. They tell sizes and times, and no text."""
 
     def __post_init__(self) -> None:
-        require(self.patience_s >= 0, "router.patience_s", self.patience_s, ">= 0")
+        require(self.max_overtake_s >= 0, "router.max_overtake_s", self.max_overtake_s, ">= 0")
         limit_s = self.affinity_ttft_s
         require(limit_s > 0, "router.affinity_ttft_s", limit_s, "> 0")
-        url = self.trace_url
+        url = self.otlp_traces_endpoint
         fits = not url or _is_http(url)
-        require(fits, "router.trace_url", url, "an http:// or https:// URL, or nothing")
-        require(self.cells >= 1, "router.cells", self.cells, ">= 1")
-        times = self.cell_overload  # at 1 a request might find no cell below the bound
-        require(times > 1, "router.cell_overload", times, "> 1")
+        require(fits, "router.otlp_traces_endpoint", url, "an http:// or https:// URL, or nothing")
+        require(self.shards >= 1, "router.shards", self.shards, ">= 1")
+        times = self.shard_overload  # at 1 a request might find no shard below the bound
+        require(times > 1, "router.shard_overload", times, "> 1")
         gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
         require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
         require(self.ageing_s > 0, "router.ageing_s", self.ageing_s, "> 0")

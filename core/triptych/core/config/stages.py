@@ -97,18 +97,13 @@ class PrefillConfig:
     autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     """When there are more of them, or fewer."""
 
-    chunk_tokens: int = 512
-    """Prompt tokens of one step; longer prompts take several steps."""
-
-    layers_at_once: int = 2
-    """Layers in which a prompt of more than ``chunk_tokens`` is read, handed over and encoded at a
-    time, so that its raw pages are never there all at once; 0: all layers. Where prefixes are kept
-    (``pool.prefix_bytes``) it is all of them: a block of a prefix has pages of each layer."""
+    max_num_batched_tokens: int = 512
+    """Maximum prompt tokens of one step (chunked prefill); longer prompts take several steps."""
 
     def __post_init__(self) -> None:
         self.autoscaling.check(self.actor, "prefill")
-        require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, ">= 1")
-        require(self.layers_at_once >= 0, "prefill.layers_at_once", self.layers_at_once, ">= 0")
+        tokens = self.max_num_batched_tokens
+        require(tokens >= 1, "prefill.max_num_batched_tokens", tokens, ">= 1")
 
 
 def check_policy(name: str) -> None:
@@ -178,9 +173,9 @@ class CompressorConfig:
     """Tokens of an answer from one look at who receives attention to the next (``diffkv``); 0: new
     tokens are never told apart, all that leave the window are high."""
 
-    basis: Literal["auto", "plain", "rotated"] = "auto"
-    """In which coordinates pages hold keys and values: as the model makes them, or rotated, which
-    spreads outliers over all channels; ``auto``: rotated where a format is quantized."""
+    kv_rotation: Literal["auto", "none", "hadamard"] = "auto"
+    """Rotation of keys and values before they are quantized: a Hadamard rotation distributes
+    outliers over all channels; ``auto``: ``hadamard`` if a format is quantized."""
 
     def __post_init__(self) -> None:
         self.autoscaling.check(self.actor, "compressor")
@@ -212,8 +207,8 @@ class DecodeConfig:
     autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     """When there are more of them, or fewer."""
 
-    max_batch_requests: int = 32
-    """Requests that one copy decodes at once."""
+    max_num_seqs: int = 32
+    """Maximum requests in the running batch of one decode worker."""
 
     plugins: tuple[StepPluginConfig | str, ...] = ()
     """What looks at each step (docs/extending.md): names, or entries with a name and more."""
@@ -223,8 +218,8 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         self.autoscaling.check(self.actor, "decode")
-        count = self.max_batch_requests
-        require(count >= 1, "decode.max_batch_requests", count, ">= 1")
+        count = self.max_num_seqs
+        require(count >= 1, "decode.max_num_seqs", count, ">= 1")
 
     @property
     def steps(self) -> tuple[StepPluginConfig, ...]:

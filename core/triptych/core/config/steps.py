@@ -33,13 +33,14 @@ class SelectionConfig:
     window_tokens: int = 64
     """Newest tokens whose pages are read in any case."""
 
-    spread: Literal["auto", "even"] = "auto"
-    """How the pages that are read are spread over heads: ``auto`` as the model's profile says, by
-    what each misses (``triptych spread``), or evenly where it does not; ``even``: evenly."""
+    head_budgets: Literal["auto", "even"] = "auto"
+    """How the page budget is divided between heads: ``auto``: as the model's profile has it, by the
+    attention that each head would miss (``triptych spread``), evenly if it has none; ``even``:
+    evenly."""
 
     dense_layers: int | Literal["auto"] = "auto"
-    """First layers that read every page. ``auto``: 2; none where pages are spread by a profile,
-    which knows what these layers need."""
+    """First layers that read every page. ``auto``: 2; none if the profile has head budgets,
+    which cover these layers."""
 
     reselect_every: int = 1
     """Tokens of an answer from one choice of pages to the next."""

@@ -79,7 +79,7 @@ class RouterEngine:
         """Attempts that wait for a router, by the request's id."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._mailbox = PeerChannel(self.address, self._receive, self._on_lost, routes)
-        self.cells = Cells(names, plan.config.router.cell_overload, plan.readers)
+        self.cells = Cells(names, plan.config.router.shard_overload, plan.readers)
         hello = Register(name=name, address=self.address)
         self._links = {
             cell: RouterLink(

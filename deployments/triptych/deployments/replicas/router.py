@@ -70,7 +70,7 @@ class RouterReplica:
         settle_heap()
         await self._mailbox.start()
         self._ticking = asyncio.create_task(self._tick())
-        url = plan.config.router.trace_url
+        url = plan.config.router.otlp_traces_endpoint
         self._tracing = asyncio.create_task(self._trace(Tracer(url))) if url else None
 
     async def status(self) -> Status:

@@ -42,7 +42,7 @@ that the pool needs to start. So this is only for one that cannot join a pool th
 
 def _checkpoint_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
     """Only decode has more to leave than can be computed again at once."""
-    slots = plan.config.decode.max_batch_requests
+    slots = plan.config.decode.max_num_seqs
     return checkpoint_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
 
 
@@ -168,7 +168,7 @@ class WorkerReplica:
             address=self._address,
             stages=self._stages,
             arena=self._pool.arena.id,
-            max_requests=config.decode.max_batch_requests if "decode" in self._stages else 0,
+            max_requests=config.decode.max_num_seqs if "decode" in self._stages else 0,
         )
 
     async def _rejoin_pool(self) -> None:

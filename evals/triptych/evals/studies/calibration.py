@@ -66,7 +66,7 @@ class Calibration:
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
     steps: int = 128
-    pool_bytes: int = PoolConfig().capacity_bytes
+    pool_bytes: int = PoolConfig().kv_cache_memory_bytes
 
     @property
     def candidates(self) -> dict[str, Settings]:
@@ -161,7 +161,7 @@ def _study(plan: Calibration, profile: Path) -> Study:
         methods=tuple(plan.candidates),
         base=AppConfig(
             compressor=CompressorConfig(profile=str(profile)),
-            pool=PoolConfig(capacity_bytes=plan.pool_bytes),
+            pool=PoolConfig(kv_cache_memory_bytes=plan.pool_bytes),
         ),
         contexts=plan.contexts,
         documents=plan.documents,

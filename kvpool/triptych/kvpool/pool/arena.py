@@ -199,7 +199,7 @@ def _reserve(descriptor: int, size: int, directory: Path) -> None:
     free = space.f_bavail * space.f_frsize
     message = (
         f"the page pool needs {size:,} bytes in {directory}, where {free:,} are free: "
-        "lower pool.capacity_bytes, or make room there"
+        "lower pool.kv_cache_memory_bytes, or make room there"
     )
     # Asking first keeps a hopeless reservation from starving everybody else for a moment.
     if size > free:

@@ -51,10 +51,11 @@ class PoolServer:
 
         Raises: ConfigError if not one page fits; PoolError if there is not enough memory
         """
-        pages = config.capacity_bytes // page_bytes
+        pages = config.kv_cache_memory_bytes // page_bytes
         if pages < 1:
             raise ConfigError(
-                f"pool.capacity_bytes={config.capacity_bytes}: expected at least one page "
+                f"pool.kv_cache_memory_bytes={config.kv_cache_memory_bytes}: "
+                "expected at least one page "
                 f"({page_bytes} bytes)"
             )
         directory = directory or shared_memory_dir()

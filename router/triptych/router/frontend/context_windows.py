@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from triptych.core.config import ModelConfig, require
+from triptych.core.config import AppConfig, require
 from triptych.core.messages import Request
 
 
@@ -21,24 +21,22 @@ class Windows:
     overlap: int
 
     @classmethod
-    def of(cls, model: ModelConfig, context_tokens: int) -> "Windows | None":
-        """Windows as the settings want them; None: nothing longer than the context is taken.
+    def of(cls, config: AppConfig, context_tokens: int) -> "Windows | None":
+        """The windows that the settings ask for; None if no sequence may exceed the context.
 
         Raises: ConfigError if they do not fit the context
         """
-        longest, overlap = model.longest_tokens, model.window_overlap_tokens
-        if not longest:
+        longest, overlap = (
+            config.model.max_model_len,
+            config.experimental.context_window_overlap_tokens,
+        )
+        if longest == "auto" or longest <= context_tokens:
             return None
-        must = f"0, or more than the context of {context_tokens}"
-        require(longest > context_tokens, "model.longest_tokens", longest, must)
         if overlap == "auto":
             return cls(context_tokens, context_tokens // 2)
-        require(
-            overlap < context_tokens,
-            "model.window_overlap_tokens",
-            overlap,
-            f"less than the context of {context_tokens}",
-        )
+        name = "experimental.context_window_overlap_tokens"
+        must = f"less than the context of {context_tokens}"
+        require(overlap < context_tokens, name, overlap, must)
         return cls(context_tokens, overlap)
 
     def begin(self, tokens: int) -> int:

@@ -84,7 +84,7 @@ class Schedule:
         if size is not None and size > decode_slots:
             raise ConfigError(
                 f"router.batch_policy={name!r}: batches of {size} do not fit "
-                f"decode.max_batch_requests={decode_slots}: raise it, or lower the d"
+                f"decode.max_num_seqs={decode_slots}: raise it, or lower the d"
             )
 
 

@@ -134,4 +134,4 @@ async def test_traces_are_posted_and_what_is_not_taken_is_lost(collector, caplog
     for number in (2, 3):
         await deaf.post([replace(LIFE, number=number)], 0.0)
     (warning,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
-    assert "router.trace_url=http://127.0.0.1:1" in warning
+    assert "router.otlp_traces_endpoint=http://127.0.0.1:1" in warning

@@ -15,7 +15,7 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.replicas.pool import PoolReplica
 from triptych.kvpool import PREFIX_WORKER, PoolClient
 
-ARGS = {"pool": {"capacity_bytes": 16 << 20, "prefix_bytes": 4 << 20}}
+ARGS = {"pool": {"kv_cache_memory_bytes": 16 << 20, "prefix_bytes": 4 << 20}}
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_more_than_the_device_holds_is_a_clear_error_and_leaves_nothing() -> Non
     space = os.statvfs(directory)
     pages = space.f_blocks * space.f_frsize // 4096 + 1
     before = set(directory.iterdir())
-    with pytest.raises(PoolError, match=r"lower pool\.capacity_bytes") as raised:
+    with pytest.raises(PoolError, match=r"lower pool\.kv_cache_memory_bytes") as raised:
         Arena.create(pages, 4096, directory)
     assert f"{pages * 4096 + 4096:,}" in str(raised.value)
     assert not {p for p in set(directory.iterdir()) - before if p.name.startswith("triptych-")}
@@ -69,7 +69,7 @@ def test_a_device_that_fills_up_meanwhile_is_the_same_error(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(PoolError, match=r"pool\.capacity_bytes.*No space left"):
+    with pytest.raises(PoolError, match=r"pool\.kv_cache_memory_bytes.*No space left"):
         Arena.create(*SHAPE, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

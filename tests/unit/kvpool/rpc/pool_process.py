@@ -24,16 +24,16 @@ def say(line: str) -> None:
 def _server(directory: Path, mode: str, *outside: str) -> PoolServer:
     if mode == "outside":
         host, token, lease_s = outside
-        config = PoolConfig(capacity_bytes=CAPACITY_BYTES, lease_ttl_s=float(lease_s))
+        config = PoolConfig(kv_cache_memory_bytes=CAPACITY_BYTES, lease_ttl_s=float(lease_s))
         access = Access(token)
         return PoolServer(
             config, 4096, directory=directory, prefixes=PREFIXES, outside=(host, access)
         )
     if mode == "arena":
-        config = PoolConfig(capacity_bytes=1 << 20, arena_path=str(directory / "arena"))
+        config = PoolConfig(kv_cache_memory_bytes=1 << 20, arena_path=str(directory / "arena"))
         return PoolServer(config, 256, directory=directory)
     disk = {"disk_path": str(directory / "tier"), "disk_bytes": 1 << 20} if mode else {}
-    config = PoolConfig(capacity_bytes=1 << 20, **disk)  # type: ignore[arg-type]
+    config = PoolConfig(kv_cache_memory_bytes=1 << 20, **disk)  # type: ignore[arg-type]
     return PoolServer(config, 256, directory=directory, prefixes=PREFIXES if mode else None)
 
 

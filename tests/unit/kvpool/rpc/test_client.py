@@ -174,7 +174,7 @@ def test_an_empty_request_is_a_request(join: Join) -> None:
 def test_a_pool_that_is_too_small_says_so_and_loses_nothing(join: Join) -> None:
     pool = join("greedy")
     half = pool.take(pool.capacity_pages // 2)
-    with pytest.raises(PoolExhausted, match=r"raise pool\.capacity_bytes"):
+    with pytest.raises(PoolExhausted, match=r"raise pool\.kv_cache_memory_bytes"):
         pool.take(pool.capacity_pages)
     rest = pool.take(pool.capacity_pages - half.size)
     assert np.unique(np.concatenate((half, rest))).size == pool.capacity_pages

@@ -247,8 +247,8 @@ def test_an_address_in_use_is_an_error(make_server: MakeServer) -> None:
 
 
 def test_a_pool_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pool\.capacity_bytes=255"):
-        PoolServer(PoolConfig(capacity_bytes=255), 256, directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"pool\.kv_cache_memory_bytes=255"):
+        PoolServer(PoolConfig(kv_cache_memory_bytes=255), 256, directory=tmp_path)
 
 
 def test_nobody_there_is_pool_unavailable(tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_pages_may_lie_elsewhere_than_what_else_is_shared(spawn: Spawn, tmp_path
     child.kill()
     child.wait()
     assert len(list(folder.iterdir())) == 1
-    config = PoolConfig(capacity_bytes=1 << 20, arena_path=str(folder))
+    config = PoolConfig(kv_cache_memory_bytes=1 << 20, arena_path=str(folder))
     with PoolServer(config, 256, directory=tmp_path) as server:
         assert [path.name for path in folder.iterdir()] == [server.arena]
         assert not list(tmp_path.glob("triptych-*"))

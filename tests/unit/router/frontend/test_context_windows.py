@@ -1,10 +1,11 @@
 """Windows on sequences that are longer than a model's context."""
 
 from random import Random
+from typing import Literal
 
 import pytest
 
-from triptych.core.config import ModelConfig
+from triptych.core.config import AppConfig, ExperimentalConfig, ModelConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import Failed, Request, Sampling, Tokens
 from triptych.router import AttemptTable, Windows
@@ -103,25 +104,28 @@ def test_an_answer_that_ends_by_itself_ends_in_any_window() -> None:
     assert not journey.is_at_window_end
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"longest_tokens": 512}, "model.longest_tokens=512: expected 0, or more than"),
-        ({"longest_tokens": 2048, "window_overlap_tokens": 512}, "window_overlap_tokens=512"),
-    ],
-)
-def test_windows_that_do_not_fit_are_an_error(settings: dict[str, int], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Windows.of(ModelConfig(**settings), 512)
+def settings(longest: int | Literal["auto"], overlap: int | Literal["auto"] = "auto") -> AppConfig:
+    return AppConfig(
+        model=ModelConfig(max_model_len=longest),
+        experimental=ExperimentalConfig(context_window_overlap_tokens=overlap),
+    )
+
+
+def test_windows_that_do_not_fit_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="window_overlap_tokens=512"):
+        Windows.of(settings(2048, 512), 512)
 
 
 def test_an_overlap_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="window_overlap_tokens=0"):
-        ModelConfig(window_overlap_tokens=0)
+        settings(2048, 0)
+
+
+@pytest.mark.parametrize("longest", ["auto", 100, 512])
+def test_what_fits_the_context_has_no_windows(longest: int | Literal["auto"]) -> None:
+    assert Windows.of(settings(longest), 512) is None
 
 
 def test_half_of_the_context_overlaps_unless_the_settings_say_more() -> None:
-    assert Windows.of(ModelConfig(), 512) is None
-    assert Windows.of(ModelConfig(longest_tokens=600), 512) == Windows(512, 256)
-    settings = ModelConfig(longest_tokens=600, window_overlap_tokens=100)
-    assert Windows.of(settings, 512) == Windows(512, 100)
+    assert Windows.of(settings(600), 512) == Windows(512, 256)
+    assert Windows.of(settings(600, 100), 512) == Windows(512, 100)

@@ -194,7 +194,7 @@ def stage(replicas: int, **more: object) -> dict[str, object]:
 
 
 def config(cells: int, **more: object) -> AppConfig:
-    return AppConfig.from_mapping({"router": {"cells": cells}, **more})
+    return AppConfig.from_mapping({"router": {"shards": cells}, **more})
 
 
 def test_cells_have_equal_parts_of_everything() -> None:
@@ -203,13 +203,13 @@ def test_cells_have_equal_parts_of_everything() -> None:
         prefill=stage(4, autoscaling={"min_replicas": 2, "max_replicas": 8}),
         compressor=stage(2),
         decode=stage(6),
-        pool={"capacity_bytes": 1 << 30, "disk_path": "/disk", "disk_bytes": 1 << 20},
+        pool={"kv_cache_memory_bytes": 1 << 30, "disk_path": "/disk", "disk_bytes": 1 << 20},
     )
     one, two = (cell_of(whole, index) for index in range(2))
     assert one.prefill.actor.num_replicas == 2
     assert (one.prefill.autoscaling.min_replicas, one.prefill.autoscaling.max_replicas) == (1, 4)
     assert (one.compressor.actor.num_replicas, one.decode.actor.num_replicas) == (1, 3)
-    assert (one.pool.capacity_bytes, one.pool.prefix_bytes) == (1 << 29, "auto")
+    assert (one.pool.kv_cache_memory_bytes, one.pool.prefix_bytes) == (1 << 29, "auto")
     assert one.pool.disk_bytes == 1 << 19
     assert one.router.max_queued_requests == 128
     assert (one.pool.disk_path, two.pool.disk_path) == ("/disk/cell-0", "/disk/cell-1")
@@ -217,7 +217,7 @@ def test_cells_have_equal_parts_of_everything() -> None:
 
 
 def test_one_cell_is_the_whole_application() -> None:
-    assert cell_of(whole := config(1, pool={"capacity_bytes": 12345}), 0) is whole
+    assert cell_of(whole := config(1, pool={"kv_cache_memory_bytes": 12345}), 0) is whole
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_one_cell_is_the_whole_application() -> None:
 def test_cells_that_would_lack_a_stage_are_refused(
     cells: int, stages: dict[str, object], named: str
 ) -> None:
-    expected = rf"{named}.*: expected a multiple of router.cells \(2\)"
+    expected = rf"{named}.*: expected a multiple of router.shards \(2\)"
     with pytest.raises(ConfigError, match=expected):
         config(cells, **stages)
 

@@ -103,7 +103,7 @@ class ClusterState:
     """A coordinator with one worker of all stages, which reports as it is told."""
 
     def __init__(self) -> None:
-        config = RouterConfig(patience_s=5.0)
+        config = RouterConfig(max_overtake_s=5.0)
         self.router = Scheduler(config, PLAN, 600 << 20, Patience())
         self.router.on(
             Register(name="w", address="w", stages=STAGES, max_requests=4, arena="a"), "w", 0.0

@@ -69,7 +69,7 @@ def test_nobody_makes_room_for_equals_or_for_another_tenant(priority: int, tenan
 
 def test_one_that_has_lost_patience_is_let_be() -> None:
     """Else it could be set aside for ever, a few tokens at a time."""
-    driver = full(patience_s=1.0, ageing_s=1.0)
+    driver = full(max_overtake_s=1.0, ageing_s=1.0)
     driver.tick(6.5)
     driver.report("D")
     driver.report("P")

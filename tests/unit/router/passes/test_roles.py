@@ -106,7 +106,7 @@ def longest_gap_s(trial: Trial, share: float) -> float:
 
 
 def test_answers_wait_less_for_the_prompts_of_others() -> None:
-    (both, _), (switched, sent) = run("both"), run("switch")
+    (both, _), (switched, sent) = run("both"), run("dynamic")
     for trial in (both, switched):
         assert all(one.is_done for one in trial.outcomes)
     assert "role_changes" not in both.counters
@@ -121,7 +121,7 @@ def test_answers_wait_less_for_the_prompts_of_others() -> None:
 
 def test_while_a_line_waits_everybody_does_both() -> None:
     """No worker can be spared, so none only reads; ten calm seconds later some do again."""
-    driver = Driver("A", "B", "F", slots=1, roles="switch")
+    driver = Driver("A", "B", "F", slots=1, roles="dynamic")
     driver.tick(0.5)
     assert roles_of(driver) == ["both", "write", "write"]
     for number in range(4):
@@ -141,11 +141,11 @@ def roles_of(driver: Driver) -> list[str]:
 
 
 def test_two_machines_keep_a_writer_each() -> None:
-    trial, _ = run("switch", workers_per_node=2)
+    trial, _ = run("dynamic", workers_per_node=2)
     assert all(one.is_done for one in trial.outcomes)
     assert trial.counters["role_changes"] > 0
 
 
 def test_one_worker_goes_on_doing_both() -> None:
-    (both, _), (switched, _) = run("both", workers=1), run("switch", workers=1)
+    (both, _), (switched, _) = run("both", workers=1), run("dynamic", workers=1)
     assert both.outcomes == switched.outcomes

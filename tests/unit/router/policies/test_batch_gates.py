@@ -51,7 +51,7 @@ def test_a_static_schedule_that_is_none_is_an_error(name: str) -> None:
 
 
 def test_a_batch_that_no_decode_worker_holds_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"batches of 8 .*max_batch_requests=4"):
+    with pytest.raises(ConfigError, match=r"batches of 8 .*max_num_seqs=4"):
         schedule_named("static:p1c1d8", decode_slots=4)
     assert schedule_named("static:p1c1d8", decode_slots=8)
 

@@ -37,7 +37,7 @@ def config(policy: str, compressor: dict[str, object] | None = None, **pool: obj
     return AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
-            "pool": {"capacity_bytes": 16 << 20, **pool},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, **pool},
             "compressor": {**settings, **POLICIES[policy], **(compressor or {})},
         }
     )

@@ -35,7 +35,7 @@ def config(model: Path, policy: str, **selection: object) -> AppConfig:
         {
             "model": {"name": str(model), "dtype": "float32"},
             "compressor": {"profile": "none", **POLICIES[policy]},
-            "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
             "decode": {"selection": {"budget_tokens": 0, "dense_layers": 0, **selection}},
         }
     )

@@ -118,9 +118,9 @@ class Stages:
         device: Device = CPU,
     ) -> "Stages":
         settings = {
-            "model": {"name": str(model), "dtype": "float32", "max_context_tokens": CONTEXT},
+            "model": {"name": str(model), "dtype": "float32", "max_model_len": CONTEXT},
             "compressor": {"profile": "none", **POLICIES[policy]},
-            "pool": {"capacity_bytes": 8 << 20},
+            "pool": {"kv_cache_memory_bytes": 8 << 20},
             "decode": {
                 "selection": SELECTION if policy == "selected" else {},
                 "plugins": list(plugins),
@@ -128,7 +128,7 @@ class Stages:
         }
         config = build(AppConfig, settings)
         plan = PagePlan.of(config, describe(model).geometry)
-        pool = LocalPool(config.pool.capacity_bytes // plan.page_bytes, plan.page_bytes)
+        pool = LocalPool(config.pool.kv_cache_memory_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
         brain = load_model(config, plan, model, stages, device)
         made = make_engines(config, plan, brain, pool, stages, device=device)

@@ -80,14 +80,14 @@ class Sharing(Stages):
     @classmethod
     def with_policy(cls, model: Path, policy: str) -> "Sharing":
         settings = {
-            "model": {"name": str(model), "dtype": "float32", "max_context_tokens": CONTEXT},
-            "pool": {"capacity_bytes": 8 << 20},
+            "model": {"name": str(model), "dtype": "float32", "max_model_len": CONTEXT},
+            "pool": {"kv_cache_memory_bytes": 8 << 20},
             **POLICIES[policy],
         }
         settings["compressor"] = {"profile": "none", **settings["compressor"]}
         config = build(AppConfig, settings)
         plan = PagePlan.of(config, describe(model).geometry)
-        pages = config.pool.capacity_bytes // plan.page_bytes
+        pages = config.pool.kv_cache_memory_bytes // plan.page_bytes
         pool = LocalPool(pages, plan.page_bytes, prefixes=PrefixSettings.of(config.pool, plan))
         store = prefix_store(config, plan, pool, "weights")
         stages = ("prefill", "compress", "decode")
@@ -326,7 +326,7 @@ def test_what_was_evicted_meanwhile_is_encoded(
 def server(model: Path, policy: dict[str, object], **pool: object) -> LocalServer:
     settings = {
         "model": {"name": "tiny", "dtype": "float32"},
-        "pool": {"capacity_bytes": 16 << 20, **pool},
+        "pool": {"kv_cache_memory_bytes": 16 << 20, **pool},
         "compressor": {"profile": "none", **policy},
     }
     return LocalServer(AppConfig.from_mapping(settings), model)

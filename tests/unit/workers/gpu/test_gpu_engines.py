@@ -32,9 +32,9 @@ PLUGINS = [
 def config(**parts: object) -> AppConfig:
     base: dict[str, object] = {
         "model": {"name": "tiny", "dtype": "float32"},
-        "pool": {"capacity_bytes": 4 << 20, "extent_pages": 64, "prefix_bytes": 0},
+        "pool": {"kv_cache_memory_bytes": 4 << 20, "extent_pages": 64, "prefix_bytes": 0},
         "compressor": DIFFKV,
-        "prefill": {"chunk_tokens": 48},
+        "prefill": {"max_num_batched_tokens": 48},
     }
     return AppConfig.from_mapping(base | parts)
 
@@ -82,7 +82,13 @@ def test_answers_are_those_of_the_cpu(tiny_model: Path, quick_device: Device, po
     [
         {"decode": {"selection": SELECTION}},
         {"decode": {"plugins": PLUGINS}},
-        {"pool": {"capacity_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}},
+        {
+            "pool": {
+                "kv_cache_memory_bytes": 8 << 20,
+                "prefix_bytes": 2 << 20,
+                "keep_answers": "always",
+            }
+        },
     ],
     ids=["selection", "plugins", "prefixes"],
 )
@@ -173,7 +179,7 @@ def test_nobody_is_told_before_the_device_is_done(
         watch(Checkpoint, name)
     for name in ("_enter", "_close"):  # a phase of a retirement is noted before each
         watch(Window, name)
-    pool = {"capacity_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}
+    pool = {"kv_cache_memory_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}
     for parts in ({"pool": pool}, {"decode": {"selection": SELECTION, "plugins": PLUGINS}}):
         answers(config(**parts), tiny_model, quick_device)
     assert early == {}

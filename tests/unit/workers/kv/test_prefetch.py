@@ -98,7 +98,7 @@ def answer(model: Path, method: str, arena_path: str) -> list[int]:
             "model": {"name": str(model), "dtype": "float32"},
             "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 20},
             "pool": {
-                "capacity_bytes": 16 << 20,
+                "kv_cache_memory_bytes": 16 << 20,
                 "page_bytes": 4096,
                 "prefix_bytes": 0,
                 "arena_path": arena_path,

@@ -39,9 +39,9 @@ def config(policy: str, **pool: object) -> AppConfig:
     return AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
-            "pool": {"capacity_bytes": 16 << 20, **pool},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, **pool},
             "compressor": {"profile": "none", "recent_window_tokens": 20, **POLICIES[policy]},
-            "prefill": {"chunk_tokens": FP16_BLOCK_TOKENS},
+            "prefill": {"max_num_batched_tokens": FP16_BLOCK_TOKENS},
         }
     )
 

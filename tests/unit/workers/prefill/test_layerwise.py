@@ -51,9 +51,10 @@ def config(at_once: int, *, chunk: int = CHUNK, capacity: int = 32 << 20) -> App
     return AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
-            "pool": {"capacity_bytes": capacity, "extent_pages": 16, "prefix_bytes": 0},
+            "pool": {"kv_cache_memory_bytes": capacity, "extent_pages": 16, "prefix_bytes": 0},
             "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008},
-            "prefill": {"chunk_tokens": chunk, "layers_at_once": at_once},
+            "prefill": {"max_num_batched_tokens": chunk},
+            "experimental": {"layers_at_once": at_once},
         }
     )
 
@@ -378,9 +379,9 @@ def plan_of(at_once: int, *, prefixes: bool = False, policy: str = "uniform:k8v4
     settings = AppConfig.from_mapping(
         {
             "model": {"name": "tiny"},
-            "pool": {"capacity_bytes": 256 << 20, "prefix_bytes": "auto" if prefixes else 0},
+            "pool": {"kv_cache_memory_bytes": 256 << 20, "prefix_bytes": "auto" if prefixes else 0},
             "compressor": {"policy": policy},
-            "prefill": {"layers_at_once": at_once},
+            "experimental": {"layers_at_once": at_once},
         }
     )
     return PagePlan.of(settings, Geometry(30, 3, 64), is_plain=True)

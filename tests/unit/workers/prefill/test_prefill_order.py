@@ -61,7 +61,7 @@ def reader(tiny_model: Path) -> Iterator[Reader]:
         {
             "model": {"name": "tiny", "dtype": "float32"},
             "compressor": {"profile": "none"},
-            "prefill": {"chunk_tokens": CHUNK},
+            "prefill": {"max_num_batched_tokens": CHUNK},
         }
     )
     plan = PagePlan.of(config, describe(tiny_model).geometry)

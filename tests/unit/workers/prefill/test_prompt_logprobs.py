@@ -24,9 +24,9 @@ def prompt(tokens: int) -> list[int]:
 def server(tiny_model: Path):
     settings = {
         "model": {"name": "tiny", "dtype": "float32"},
-        "pool": {"capacity_bytes": 16 << 20},
+        "pool": {"kv_cache_memory_bytes": 16 << 20},
         "compressor": {"policy": "uniform:fp16", "recent_window_tokens": 20},
-        "prefill": {"chunk_tokens": 192},
+        "prefill": {"max_num_batched_tokens": 192},
     }
     with LocalServer(AppConfig.from_mapping(settings), tiny_model) as server:
         yield server

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import DIFFKV, save_tiny_model
-from triptych.core.config import AppConfig
+from triptych.core.config import AppConfig, ExperimentalConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Sampling
 from triptych.kernels import hearing
@@ -25,7 +25,7 @@ def settings(model: Path, **selection: object) -> AppConfig:
         {
             "model": {"name": str(model), "dtype": "float32"},
             "compressor": {"profile": "none", **DIFFKV},
-            "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
             "decode": {"selection": {"budget_tokens": 0, "dense_layers": 0, **selection}},
         }
     )
@@ -66,7 +66,11 @@ def test_every_moment_of_a_step_belongs_to_one_part(profiled: Profiled) -> None:
 
 def test_a_prompt_that_is_read_in_parts_counts_once(tmp_path: Path) -> None:
     config = settings(save_tiny_model(tmp_path, layers=5))
-    parts = replace(config, prefill=replace(config.prefill, chunk_tokens=60, layers_at_once=1))
+    parts = replace(
+        config,
+        prefill=replace(config.prefill, max_num_batched_tokens=60),
+        experimental=ExperimentalConfig(layers_at_once=1),
+    )
     profiler = Profiler(100)
     run(parts, profiler)
     prefill = [step for step in profiler.steps if step.stage == "prefill" and step.cuts[1::3]]

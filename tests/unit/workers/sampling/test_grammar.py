@@ -32,7 +32,7 @@ PERSON = {
 def server(tiny_model: Path):
     settings = {
         "model": {"name": "tiny", "dtype": "float32"},
-        "pool": {"capacity_bytes": 16 << 20},
+        "pool": {"kv_cache_memory_bytes": 16 << 20},
         "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
     }
     with LocalServer(AppConfig.from_mapping(settings), tiny_model) as server:

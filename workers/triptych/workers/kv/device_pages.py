@@ -55,9 +55,9 @@ class DevicePages:
             return memory
         if wanted > NEAR_SHARE * free:
             logger.warning(
-                "pages are read over the bus at each step: copies of pool.capacity_bytes=%s take "
-                "more than %.0f %% of the GPU's %s free bytes; lower it, or add cells "
-                "(router.cells), which have a pool each",
+                "each step reads pages over the bus: a copy of pool.kv_cache_memory_bytes=%s takes "
+                "more than %.0f %% of the GPU's %s free bytes; lower it, or add shards "
+                "(router.shards), which have a pool each",
                 f"{wanted:,}",
                 100 * NEAR_SHARE,
                 f"{free:,}",

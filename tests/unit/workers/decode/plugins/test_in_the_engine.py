@@ -44,7 +44,7 @@ def settings(model: Path, *plugins: object, **decode: object) -> AppConfig:
                 "policy": "uniform:k8v4",
                 "recent_window_tokens": 20,
             },
-            "pool": {"capacity_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
+            "pool": {"kv_cache_memory_bytes": 16 << 20, "extent_pages": 64, "prefix_bytes": 0},
             "decode": {"plugins": list(plugins), **decode},
         }
     )

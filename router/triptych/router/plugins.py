@@ -11,8 +11,8 @@ BATCH_POLICIES = Registry[BatchPolicy](
     kind="batch_policies",
     builtin={
         "greedy_by_memory": "triptych.router.policies.batching:greedy_by_memory",
-        "fifo": "triptych.router.policies.batching:fifo",
-        "fcfs": "triptych.router.policies.batching:fifo",
+        "fcfs": "triptych.router.policies.batching:fcfs",
+        "fifo": "triptych.router.policies.batching:fcfs",  # an alias
         "dynamic": "triptych.router.policies.dynamic:DYNAMIC",
     },
 )

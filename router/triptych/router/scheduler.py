@@ -35,6 +35,7 @@ from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
 from triptych.router.passes.roles import Roles
 from triptych.router.passes.slo_admission import SloAdmission
+from triptych.router.passes.static_batches import StaticBatchDispatch
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
@@ -121,12 +122,13 @@ class Scheduler:
             PrefixMap(plan.prefix_blocks),
             config.affinity_ttft_s,
         )
-        self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
-        is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
-        self._balance = Migration(self._books, 0 if is_fixed else config.rebalance_requests)
-        self._roles = Roles(self._books, config.roles == "switch" and not is_fixed)
+        dispatch = StaticBatchDispatch if schedule.has_batch_sizes else Dispatch
+        self._dispatch = dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
+        may_interrupt = not schedule.runs_batches_to_end
+        self._balance = Migration(self._books, config.rebalance_requests if may_interrupt else 0)
+        self._roles = Roles(self._books, config.roles == "switch" and may_interrupt)
         self._promises = SloAdmission(self._books, self._endings)
-        self._preemption = None if is_fixed else Preemption(self._books)
+        self._preemption = Preemption(self._books) if may_interrupt else None
         self._loans = CacheBorrowing(self._books, plan.prefix_bytes)
         self._scaling = Scaling(self._books, config.patience_s)
         self._ticked = 0.0
@@ -317,7 +319,7 @@ class Scheduler:
         go to compressors whole.
         """
         is_scored = request.sampling.prompt_logprobs >= 0
-        if is_scored or self._dispatch.schedule.compress.most is not None:
+        if is_scored or not self._dispatch.is_layerwise:
             return None
         return self._model.estimate_in_parts(request.known_tokens, left)
 

@@ -1,6 +1,5 @@
 """Moves requests on to their next stage, whenever something has changed."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
@@ -66,12 +65,9 @@ class Dispatch:
     # ---------------------------------------------------------------- orphaned -> decoding
 
     def _resume_all(self, now: float) -> None:
-        orphans = self.books.requests.in_state(State.ORPHANED)
-        running = self._running() if orphans else Counter[str]()
-        for entry in orphans:
+        for entry in self.books.requests.in_state(State.ORPHANED):
             address = self.books.roster.decode_in(entry.final_arena)
-            if address is not None and self.schedule.decode.has_room(running[address]):
-                running[address] += 1
+            if address is not None:
                 self._resume(entry, address, now)
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
@@ -82,13 +78,14 @@ class Dispatch:
         self.reasons.chosen(entry, "resume", "worker_lost", address, now)
         self.books.requests.move(entry, State.DECODING, now)
 
-    def _running(self) -> Counter[str]:
-        """Requests that were sent to each decode worker."""
-        return Counter(entry.decode for entry in self.books.requests.in_state(State.DECODING))
-
     # ---------------------------------------------------------------- compressed -> decoding
 
     def _join_all(self, now: float) -> None:
+        for entry in self._ready_to_join(now):
+            self._join(entry, now)
+
+    def _ready_to_join(self, now: float) -> list[Entry]:
+        """Compressed requests with a decode worker; one whose worker died gets another."""
         ready = list[Entry]()
         for entry in self.books.requests.in_state(State.COMPRESSED):
             if not entry.decode:  # the worker that was chosen died
@@ -100,25 +97,7 @@ class Dispatch:
                 self.books.requests.touch(entry)
             if entry.decode:
                 ready.append(entry)
-        if self.schedule.decode.most is not None:
-            ready = self._fixed_batches(ready, self.schedule.decode.most, now)
-        for entry in ready:
-            self._join(entry, now)
-
-    def _fixed_batches(self, ready: list[Entry], size: int, now: float) -> list[Entry]:
-        """Of those that could join, whole batches for decode workers that have ended theirs."""
-        at = dict[str, list[Entry]]()
-        for entry in ready:
-            at.setdefault(entry.decode, []).append(entry)
-        if not at:
-            return []
-        busy = self._running()
-        return [
-            entry
-            for address, batch in at.items()
-            if address not in busy and self.schedule.decode.opens(len(batch), now - batch[0].since)
-            for entry in batch[:size]
-        ]
+        return ready
 
     def _join(self, entry: Entry, now: float) -> None:
         entry.source_worker, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
@@ -187,29 +166,10 @@ class Dispatch:
     def _compress_all(self, now: float) -> None:
         if self.books.roster.compressor("") is None:
             return
-        ready, gate = self.books.requests.in_state(State.PREFILLED), self.schedule.compress
-        if gate.most is not None:
-            self._compress_batches(ready, gate.most, now)
-            return
-        for entry in ready:
+        for entry in self.books.requests.in_state(State.PREFILLED):
             address = self._compressor(entry)
             if address is not None and self._book_work(entry, address):
                 self._compress(entry, address, now)
-
-    def _compress_batches(self, ready: list[Entry], size: int, now: float) -> None:
-        """Send whole batches to compressors that have nothing else, for each arena its own."""
-        of_arena = dict[str, list[Entry]]()
-        for entry in ready:
-            of_arena.setdefault(entry.work_arena, []).append(entry)
-        for rest in of_arena.values():
-            while rest and self.schedule.compress.opens(len(rest), now - rest[0].since):
-                address = self._compressor(rest[0])
-                if address is None:
-                    break
-                for entry in rest[:size]:
-                    if self._book_work(entry, address):
-                        self._compress(entry, address, now)
-                del rest[:size]
 
     def _compress(self, entry: Entry, address: str, now: float) -> None:
         assert entry.handle is not None
@@ -227,11 +187,11 @@ class Dispatch:
         """A compressor where the request has booked one, or anywhere if none lives there."""
         if entry.encoder:
             return entry.encoder
-        roster = self.books.roster
-        is_fixed = self.schedule.compress.most is not None
-        choose = roster.idle_compressor if is_fixed else roster.compressor
-        arena = entry.work_arena if roster.has_compressor(entry.work_arena) else None
-        return choose(entry.worker, arena)
+        has_own = self.books.roster.has_compressor(entry.work_arena)
+        return self._choose_compressor(entry.worker, entry.work_arena if has_own else None)
+
+    def _choose_compressor(self, holder: str, arena: str | None) -> str | None:
+        return self.books.roster.compressor(holder, arena)
 
     def _book_work(self, entry: Entry, address: str) -> bool:
         """Book what compressing at ``address`` takes; False, and nothing changes, if it cannot."""
@@ -272,28 +232,43 @@ class Dispatch:
 
     def _admit(self, now: float) -> HeldBy:
         """Start as many waiting requests as bytes, decode slots and prefill workers allow."""
-        line, gate, roster = self.books.requests.line, self.schedule.prefill, self.books.roster
-        limit = self.config.prefill_batch_tokens if gate.most is None else 0
-        while (oldest := line.oldest_arrival()) is not None:
-            if gate.most is not None and not gate.opens(len(line), now - oldest):
-                return "gathering"
-            if not roster.prefill_has_room(1, limit):
-                return "prefill_busy" if roster.has_stage("prefill") else "no_prefill_worker"
-            # A request is let in only if a decode slot will be free for it. Otherwise finished
-            # prompts would pile up in raw pages, the most expensive form that they ever have.
-            slots = roster.open_slots - roster.needs_slot
-            if slots <= 0:
-                return "no_decode_slot"
-            wanted = min(slots, gate.most or ROUND_REQUESTS)
-            batch = self._batch(wanted, now)
-            started, blocked_reason = self._start_all(batch, now)
-            if blocked_reason and (started == 0 or gate.most is None):
+        line = self.books.requests.line
+        while len(line):
+            if blocked_reason := self._blocked_by_workers():
                 return blocked_reason
-            if started < wanted and gate.most is None:
+            wanted = min(self._unpromised_slots, ROUND_REQUESTS)
+            started, blocked_reason = self._start_all(self._batch(wanted, now), now)
+            if blocked_reason:
+                return blocked_reason
+            if started < wanted:
                 return "no_bytes" if len(line) else ""
-            if started == 0:
-                return "no_bytes"
         return ""
+
+    def _blocked_by_workers(self) -> HeldBy:
+        """Why no request can start, whatever bytes are free; empty if one can.
+
+        A request starts only if a decode slot will be free for it. Otherwise finished prompts
+        would pile up in raw pages, which take more bytes than any later form.
+        """
+        roster = self.books.roster
+        if not roster.prefill_has_room(1, self._prefill_limit_tokens):
+            return "prefill_busy" if roster.has_stage("prefill") else "no_prefill_worker"
+        return "" if self._unpromised_slots > 0 else "no_decode_slot"
+
+    @property
+    def _unpromised_slots(self) -> int:
+        """Free decode slots, less one for each started request without a decode worker."""
+        return self.books.roster.open_slots - self.books.roster.needs_slot
+
+    @property
+    def _prefill_limit_tokens(self) -> int:
+        """Tokens that a prefill worker takes at a time; 0: one request, and only if it is idle."""
+        return self.config.prefill_batch_tokens
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether layers of a prompt may be compressed while later layers are prefilled."""
+        return True
 
     def _batch(self, wanted: int, now: float) -> list[Entry]:
         """Ask the policy. It sees all arenas as one; ``_start`` checks each for itself."""
@@ -304,23 +279,19 @@ class Dispatch:
         return [requests[one.id] for one in chosen]
 
     def _start_all(self, batch: list[Entry], now: float) -> tuple[int, HeldBy]:
-        """Start requests up to the first that cannot; how many, and why no more.
-
-        A batch of fixed size goes to one worker that has nothing else.
-        """
-        is_fixed = self.schedule.prefill.most is not None
-        together = ""
+        """Start requests up to the first that cannot start: their number, and the reason."""
         for started, entry in enumerate(batch):
-            if entry.is_preempted:
-                if not self._go_on(entry, now):
-                    return started, "no_bytes"
-                continue
-            choice, blocked_reason = self._reader(entry, now, is_fixed=is_fixed, together=together)
-            if choice is None:
+            if blocked_reason := self._start_one(entry, now):
                 return started, blocked_reason
-            self._start(entry, choice, now)
-            together = choice.worker if is_fixed else ""
         return len(batch), ""
+
+    def _start_one(self, entry: Entry, now: float) -> HeldBy:
+        if entry.is_preempted:
+            return "" if self._go_on(entry, now) else "no_bytes"
+        choice, blocked_reason = self._place(entry, now)
+        if choice is not None:
+            self._start(entry, choice, now)
+        return blocked_reason
 
     def _go_on(self, entry: Entry, now: float) -> bool:
         """Let a request that was set aside join again; False if that cannot be."""
@@ -333,25 +304,17 @@ class Dispatch:
         self._join(entry, now)
         return True
 
-    def _reader(
-        self, entry: Entry, now: float, *, is_fixed: bool, together: str
-    ) -> tuple[Choice | None, HeldBy]:
-        """Who reads a prompt: the worker that its batch goes to, or whom the policy says.
-
-        If it is nobody, then why.
-        """
-
-        def fits(arena: str) -> bool:
-            return self._final_arena(entry, arena, now) is not None
-
+    def _place(self, entry: Entry, now: float) -> tuple[Choice | None, HeldBy]:
+        """The prefill worker that the placement policy chooses, or the reason why there is none."""
         if self._lacks_encoder(entry, now):
             return None, "no_compressor"
-        if together:
-            has_bytes = fits(self.books.roster.arena_of(together))
-            return (Choice(together, "its_batch"), "") if has_bytes else (None, "no_bytes")
-        limit = 0 if is_fixed else self.config.prefill_batch_tokens
         entry.ask = entry.ask or self.placer.ask(entry.request)
-        snapshot = self.placer.snapshot(entry.ask, limit, fits, now)
+        snapshot = self.placer.snapshot(
+            entry.ask,
+            self._prefill_limit_tokens,
+            lambda arena: self._final_arena(entry, arena, now) is not None,
+            now,
+        )
         if not len(snapshot):
             return None, "prefill_busy"
         if not self._could_fit(entry.sizes):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from triptych.core.errors import ConfigError
-from triptych.router.policies.batching import BatchPolicy, fifo
+from triptych.router.policies.batching import BatchPolicy, fcfs
 from triptych.router.queue.waiting_queue import Line
 from triptych.router.snapshot import Budget, Waiting
 
@@ -60,6 +60,17 @@ class Schedule:
     def __call__(self, line: Line, budget: Budget) -> list[Waiting]:
         """Choose as the policy does, so that a schedule may stand where a policy does."""
         return self.choose(line, budget)
+
+    @property
+    def has_batch_sizes(self) -> bool:
+        """Whether any stage is dispatched in batches, not continuously."""
+        sizes = (self.prefill.most, self.compress.most, self.decode.most)
+        return self.is_adaptive or any(size is not None for size in sizes)
+
+    @property
+    def runs_batches_to_end(self) -> bool:
+        """Whether a decode batch ends before another one joins, on the worker where it began."""
+        return self.decode.most is not None
 
     def slots(self, worker_slots: int) -> int:
         """Requests that may be chosen for a decode worker that holds ``worker_slots`` at once.
@@ -119,4 +130,4 @@ def static_schedule(name: str) -> Schedule:
         )
     sizes = [int(size) for size in found.groups()]
     prefill, compress, decode = (Gate(least=n, most=n, wait_s=STATIC_WAIT_S) for n in sizes)
-    return Schedule(choose=fifo, prefill=prefill, compress=compress, decode=decode)
+    return Schedule(choose=fcfs, prefill=prefill, compress=compress, decode=decode)

@@ -25,7 +25,7 @@ def greedy_by_memory(line: Line, budget: Budget) -> list[Waiting]:
 
     Smallest first over the whole line, which maximises the number admitted. Where bytes are
     short and the line in its order would fill more of them, that goes first, and small ones
-    fill what is left: so never fewer bytes than ``fifo`` would start. Turns of tenants,
+    fill what is left: so never fewer bytes than ``fcfs`` would start. Turns of tenants,
     priorities, and that nothing overtakes a request that lost patience, even while it does not
     fit, are in the line itself.
 
@@ -49,8 +49,8 @@ def greedy_by_memory(line: Line, budget: Budget) -> list[Waiting]:
     return [*ordered, *_take_while_it_fits(others, left)]
 
 
-def fifo(line: Line, budget: Budget) -> list[Waiting]:
-    """In the order of the line; the first that does not fit stops it. The baseline."""
+def fcfs(line: Line, budget: Budget) -> list[Waiting]:
+    """In the order of the queue; the first that does not fit stops it. The baseline."""
     return _take_while_it_fits(line.in_order(), budget)
 
 

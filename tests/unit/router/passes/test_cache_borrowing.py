@@ -16,7 +16,7 @@ from triptych.core.messages import (
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.cache_borrowing import ASK_AGAIN_S, KEEP_S, CacheBorrowing, enough
 from triptych.router.policies.batch_gates import Schedule
-from triptych.router.policies.batching import fifo
+from triptych.router.policies.batching import fcfs
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry
 
@@ -40,7 +40,7 @@ class Bench:
     """Books with one worker, and what they say to the pool."""
 
     def __init__(self, *arenas: str) -> None:
-        self.books = ClusterState.open(CAPACITY, 3.0, Schedule(choose=fifo))
+        self.books = ClusterState.open(CAPACITY, 3.0, Schedule(choose=fcfs))
         self.loans = CacheBorrowing(self.books, LIMIT)
         for arena in arenas or ("a",):
             stages = ("prefill", "compress", "decode")

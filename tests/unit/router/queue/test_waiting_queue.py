@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.router.policies.batching import BatchPolicy, fifo, greedy_by_memory
+from triptych.router.policies.batching import BatchPolicy, fcfs, greedy_by_memory
 from triptych.router.queue.fair_share import MOST_IDLE, FairShare
 from triptych.router.queue.waiting_queue import ListedQueue, WaitingQueue, due_s
 from triptych.router.snapshot import Budget, Waiting
 
 PATIENCE_S, AGEING_S = 5.0, 10.0
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
-POLICIES = (greedy_by_memory, fifo)
+POLICIES = (greedy_by_memory, fcfs)
 
 
 @dataclass
@@ -177,7 +177,7 @@ def test_while_two_tenants_wait_neither_gets_ahead_by_more_than_a_request_of_eac
 
 
 def test_a_tenant_that_comes_back_neither_saved_up_nor_pays_for_quiet_times() -> None:
-    service = Service(fifo)
+    service = Service(fcfs)
     for number in range(50):
         service.add(f"a{number}", 0.0, 10, 0, "a")
         service.serve(0.0, 100, 1)

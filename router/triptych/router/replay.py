@@ -16,7 +16,7 @@ from triptych.core.errors import ConfigError, MessageError
 from triptych.core.messages import Message, Send, pack, unpack
 from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
-from triptych.router.scheduler import Patience, Scheduler
+from triptych.router.scheduler import Scheduler, Timeouts
 
 VERSION = 1
 MAX_RECORD_BYTES = 128 << 20
@@ -33,7 +33,7 @@ class Beginning:
     config: RouterConfig
     plan: PagePlan
     capacity_bytes: int
-    patience: Patience
+    timeouts: Timeouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class RecordingScheduler(Scheduler):
         config: RouterConfig,
         plan: PagePlan,
         capacity_bytes: int,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         """Append to ``path``.
 
         Raises: ConfigError if it cannot be written
         """
-        patience = patience or Patience()
-        super().__init__(config, plan, capacity_bytes, patience)
+        timeouts = timeouts or Timeouts()
+        super().__init__(config, plan, capacity_bytes, timeouts)
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -76,7 +76,7 @@ class RecordingScheduler(Scheduler):
             config=config,
             plan=plan,
             capacity_bytes=capacity_bytes,
-            patience=patience,
+            timeouts=timeouts,
         )
         self._write(asdict(beginning))
 
@@ -108,15 +108,15 @@ class RecordingScheduler(Scheduler):
 
 
 def open_scheduler(
-    config: RouterConfig, plan: PagePlan, capacity_bytes: int, patience: Patience
+    config: RouterConfig, plan: PagePlan, capacity_bytes: int, timeouts: Timeouts
 ) -> Scheduler:
     """A coordinator; if ``router.record`` says so, one that is recorded.
 
     Raises: ConfigError if the recording cannot be written
     """
     if config.record:
-        return RecordingScheduler(Path(config.record), config, plan, capacity_bytes, patience)
-    return Scheduler(config, plan, capacity_bytes, patience)
+        return RecordingScheduler(Path(config.record), config, plan, capacity_bytes, timeouts)
+    return Scheduler(config, plan, capacity_bytes, timeouts)
 
 
 def end_recording(coordinator: Scheduler) -> None:
@@ -151,7 +151,7 @@ def replay(path: Path, around: Callable[[Call], None] = lambda _: None) -> Repla
         if isinstance(record, Beginning):
             starts += 1
             coordinator = Scheduler(
-                record.config, record.plan, record.capacity_bytes, record.patience
+                record.config, record.plan, record.capacity_bytes, record.timeouts
             )
             continue
         if coordinator is None:

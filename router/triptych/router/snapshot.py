@@ -34,7 +34,7 @@ class Budget:
     """Requests that may start, because a decode slot will be free for each."""
 
 
-Role = Literal["both", "read", "write"]
+Role = Literal["both", "prefill", "decode"]
 """What a worker of all stages is used for. One that writes reads too while it writes nothing."""
 
 

@@ -22,12 +22,12 @@ from triptych.core.messages import (
     Submit,
 )
 from triptych.core.pages import PagePlan
-from triptych.router.frontend.shards import Cells, bytes_of, key_of, may_pass_on, names_of
+from triptych.router.frontend.shards import Shards, bytes_of, key_of, may_pass_on, names_of
 from triptych.router.policies.prefix_map import BlockCache
-from triptych.router.scheduler import Patience, Scheduler
+from triptych.router.scheduler import Scheduler, Timeouts
 from triptych.simulator.clock import Clock
 from triptych.simulator.costs import Costs
-from triptych.simulator.engines import NodeCache, Wrote, engines_of
+from triptych.simulator.engines import NodeCache, StepOutput, engines_of
 from triptych.simulator.setup import Chain, Cluster, Job
 from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
 
@@ -78,14 +78,14 @@ class Trial:
     """Seconds of work of each stage's workers."""
     counters: dict[str, int] = field(default_factory=dict[str, int])
     """The coordinators'."""
-    cells: dict[str, "CellTrial"] = field(default_factory=dict[str, "CellTrial"])
+    shards: dict[str, "ShardTrial"] = field(default_factory=dict[str, "ShardTrial"])
     """What was done in each cell."""
-    cell_choices: dict[str, int] = field(default_factory=dict[str, int])
+    shard_choices: dict[str, int] = field(default_factory=dict[str, int])
     """Requests by why they went to their cell."""
 
 
 @dataclass(slots=True)
-class CellTrial:
+class ShardTrial:
     """What one cell did in a run."""
 
     requests: int = 0
@@ -106,19 +106,19 @@ class Simulation:
         *,
         keep_gaps: bool = True,
         on_tick: Callable[[Trial], None] = lambda _: None,
-        make: Callable[[RouterConfig, PagePlan, int, Patience], Scheduler] = Scheduler,
+        make: Callable[[RouterConfig, PagePlan, int, Timeouts], Scheduler] = Scheduler,
     ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
         names = list(names_of(cluster.router.cells))
-        self._parts = {name: cluster.cell(index) for index, name in enumerate(names)}
+        self._parts = {name: cluster.shard(index) for index, name in enumerate(names)}
         self._coordinators = {
-            name: make(part.router, part.plan, part.capacity_bytes, Patience())
+            name: make(part.router, part.plan, part.capacity_bytes, Timeouts())
             for name, part in self._parts.items()
         }
         readers = (cluster.colocated or cluster.prefill) // len(names)
-        self._cells = Cells(names, cluster.router.cell_overload, readers)
-        self._cell_of = dict[str, str]()
+        self._shards = Shards(names, cluster.router.cell_overload, readers)
+        self._shard_of = dict[str, str]()
         """Of workers, by address."""
         self._outcomes = dict[str, Outcome]()
         self._rest = dict[str, Iterator[Job]]()
@@ -142,15 +142,15 @@ class Simulation:
         Raises: SimulationStuck if some of them would wait for ever
         """
         for name in self._parts:
-            self._cells.found(name)
-            self.trial.cells[name] = CellTrial()
+            self._shards.found(name)
+            self.trial.shards[name] = ShardTrial()
         everybody = [one for part in self._parts.values() for one in part.workers]
         for number, (address, arena, stages) in enumerate(everybody):
             slots = self._cluster.max_batch_requests if "decode" in stages else 0
-            hello = Register(
+            registration = Register(
                 name=address, address=address, stages=stages, max_requests=slots, arena=arena
             )
-            self._coordinators[self._cell_of[address]].on(hello, address, 0.0)
+            self._coordinators[self._shard_of[address]].on(registration, address, 0.0)
             self._report(self._workers[address])
             # Real workers did not start at the same moment either.
             offset = REPORT_S * number / len(self._workers)
@@ -166,7 +166,7 @@ class Simulation:
     def _build_workers(self) -> dict[str, SimulatedWorker]:
         cores = dict[str, Turns | OwnCores]()
         workers = dict[str, SimulatedWorker]()
-        for cell, part in self._parts.items():
+        for shard, part in self._parts.items():
             for address, arena, stages in part.workers:
                 shared = cores.get(part.machine(arena))
                 if shared is None:
@@ -175,7 +175,7 @@ class Simulation:
                 workers[address] = SimulatedWorker(
                     address, self.clock, engines, shared, self._from_worker, self._began
                 )
-                self._cell_of[address] = cell
+                self._shard_of[address] = shard
         return workers
 
     def _cache_of(self, part: Cluster, arena: str) -> NodeCache | None:
@@ -216,9 +216,9 @@ class Simulation:
     def _arrive(self, job: Job) -> None:
         request, plan = self._request(job), self._cluster.plan
         if len(self._parts) == 1:  # whose hashes would be the same, and cost as much
-            self._cells.place(job.id, b"", 1)
+            self._shards.place(job.id, b"", 1)
         else:
-            self._cells.place(job.id, key_of(request, plan), bytes_of(request, plan))
+            self._shards.place(job.id, key_of(request, plan), bytes_of(request, plan))
         self._submit(request)
 
     def _request(self, job: Job) -> Request:
@@ -231,13 +231,13 @@ class Simulation:
         )
 
     def _submit(self, request: Request) -> None:
-        self._decide([Submit(request=request)], INGRESS, self._cells.where(request.id))
+        self._decide([Submit(request=request)], INGRESS, self._shards.where(request.id))
 
     def _failed(self, failure: Failed) -> None:
         """The ingress hears that a cell would not take a request, or could not end it."""
         name = failure.request
         is_begun = self._outcomes[name].first_s >= 0
-        if may_pass_on(failure) and not is_begun and self._cells.pass_on(name) is not None:
+        if may_pass_on(failure) and not is_begun and self._shards.pass_on(name) is not None:
             self._submit(self._request(self._outcomes[name].job))
         else:
             self._end(name, failure.code or "failed")
@@ -253,23 +253,23 @@ class Simulation:
         for name in names:
             self._outcomes[name].began_s = self.clock.now
 
-    def _hear(self, wrote: Wrote) -> None:
+    def _receive_output(self, output: StepOutput) -> None:
         """Tokens reach their clients."""
         now = self.clock.now
-        for name in wrote.first:
+        for name in output.first:
             self._outcomes[name].first_s = now
-        for name in wrote.joined:
+        for name in output.joined:
             if self._keep_gaps:
                 self.trial.gaps[round(now - self._outcomes[name].first_s, 4)] += 1
-        for name in wrote.last:
+        for name in output.last:
             self._end(name)
 
     def _end(self, name: str, error: str = "") -> None:
         outcome = self._outcomes.pop(name)
         outcome.last_s, outcome.error = self.clock.now, error
         if not error:
-            self.trial.cells[self._cells.where(name)].requests += 1
-        self._cells.remove(name)
+            self.trial.shards[self._shards.where(name)].requests += 1
+        self._shards.remove(name)
         self._progress_s = self.clock.now
         self.trial.outcomes.append(outcome)
         jobs = self._rest.pop(name)
@@ -282,12 +282,12 @@ class Simulation:
 
     # ---------------------------------------------------------------- the router
 
-    def _decide(self, messages: Sequence[Message], sender: str, cell: str) -> None:
+    def _decide(self, messages: Sequence[Message], sender: str, shard: str) -> None:
         started = thread_time()
-        sends = self._coordinators[cell].receive(messages, sender, self.clock.now)
+        sends = self._coordinators[shard].receive(messages, sender, self.clock.now)
         spent = thread_time() - started
         self.trial.decision_s.append(spent)
-        self.trial.cells[cell].router_s += spent
+        self.trial.shards[shard].router_s += spent
         self._post(sends)
 
     def _post(self, sends: Sequence[Send]) -> None:
@@ -304,10 +304,10 @@ class Simulation:
         now = self.clock.now
         if self._outcomes and now - self._progress_s > STUCK_S:
             raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
-        for cell, coordinator in self._coordinators.items():
+        for shard, coordinator in self._coordinators.items():
             started = thread_time()
             sends = coordinator.tick(now)
-            self.trial.cells[cell].router_s += thread_time() - started
+            self.trial.shards[shard].router_s += thread_time() - started
             self._post(sends)
         self._look()
         self._on_tick(self.trial)
@@ -326,36 +326,36 @@ class Simulation:
     # ---------------------------------------------------------------- workers
 
     def _report(self, worker: SimulatedWorker) -> None:
-        self._decide([worker.report()], worker.address, self._cell_of[worker.address])
+        self._decide([worker.report()], worker.address, self._shard_of[worker.address])
 
     def _keep_reporting(self, worker: SimulatedWorker) -> None:
         self._report(worker)
         self.clock.after(REPORT_S, self._keep_reporting, worker)
 
     def _from_worker(
-        self, worker: SimulatedWorker, sends: Sequence[Send], wrote: Wrote | None
+        self, worker: SimulatedWorker, sends: Sequence[Send], output: StepOutput | None
     ) -> None:
         if sends:
             messages = [send.message for send in sends]
             for message in messages:
                 if isinstance(message, Prefilled):
                     self._outcomes[message.request].cached_tokens = message.cached_tokens
-            cell = self._cell_of[worker.address]
-            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, cell)
-        if wrote is None:
+            shard = self._shard_of[worker.address]
+            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, shard)
+        if output is None:
             return
-        if not wrote.first:
-            self._note_gap(worker, wrote)
-        if wrote.first or wrote.last or wrote.joined:
-            self.clock.after(self._costs.reply_s, self._hear, wrote)
+        if not output.first:
+            self._note_gap(worker, output)
+        if output.first or output.last or output.joined:
+            self.clock.after(self._costs.reply_s, self._receive_output, output)
 
-    def _note_gap(self, worker: SimulatedWorker, wrote: Wrote) -> None:
+    def _note_gap(self, worker: SimulatedWorker, output: StepOutput) -> None:
         """Time from one decode step of a worker to its next: what a client sees of its tokens."""
         now, before = self.clock.now, self._wrote_at.pop(worker.address, None)
-        others = wrote.requests - len(wrote.joined)
+        others = output.requests - len(output.joined)
         if self._keep_gaps and before is not None and others:
             self.trial.gaps[round(now - before, 4)] += others
-        if wrote.goes_on:
+        if output.goes_on:
             self._wrote_at[worker.address] = now
 
     # ---------------------------------------------------------------- the end
@@ -364,14 +364,14 @@ class Simulation:
         trial = self.trial
         trial.duration_s = self.clock.now
         counters = Counter[str]()
-        for cell, part in self._parts.items():
+        for shard, part in self._parts.items():
             for address, _, stages in part.workers:
                 stage = stages[0] if len(stages) == 1 else "all"
                 busy_s = self._workers[address].busy_s
                 trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + busy_s
-                trial.cells[cell].busy_s += busy_s
-            counters.update(self._coordinators[cell].snapshot(self.clock.now).counters)
-        trial.counters, trial.cell_choices = dict(counters), {**self._cells.counters}
+                trial.shards[shard].busy_s += busy_s
+            counters.update(self._coordinators[shard].snapshot(self.clock.now).counters)
+        trial.counters, trial.shard_choices = dict(counters), {**self._shards.counters}
         return trial
 
 

@@ -41,7 +41,7 @@ FIRST_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
+class StepOutput:
     """To the client: tokens of these requests, and which of them end with it."""
 
     requests: int
@@ -61,7 +61,7 @@ class Work:
 
     seconds: float
     sends: list[Send] = field(default_factory=list[Send])
-    wrote: Wrote | None = None
+    output: StepOutput | None = None
     began: tuple[str, ...] = ()
     """Requests whose prompts it is the first to read from."""
 
@@ -183,8 +183,8 @@ class PrefillSimulation:
         last = tuple(one.request.id for one in done if one.request.sampling.max_tokens <= 1)
         token_s = seconds / max(1, tokens)
         sends = [Send(ROUTER, self._prefilled(prompt, token_s)) for prompt in done]
-        wrote = Wrote(len(done), names, last) if done else None
-        return Work(seconds, sends, wrote, tuple(began))
+        output = StepOutput(len(done), names, last) if done else None
+        return Work(seconds, sends, output, tuple(began))
 
     def _begin(self, prompt: Prompt) -> int:
         """Begin with what the cache has; returns how many tokens that are."""
@@ -280,13 +280,13 @@ class DecodeSimulation:
         if not isinstance(message, Join):
             return None
         request, tokens = message.request, message.handle.tokens
-        left = request.sampling.max_tokens - len(message.words)
+        left = request.sampling.max_tokens - len(message.output_tokens)
         self._ends[self._steps + left].append((request, tokens + left))
         self._running += 1
         self._stored += tokens
         tpot_s = request.slo.tpot_s
-        self._tempo.join(request.id, tpot_s, len(message.words), message.age_s, now)
-        if len(message.words) == 1:
+        self._tempo.join(request.id, tpot_s, len(message.output_tokens), message.age_s, now)
+        if len(message.output_tokens) == 1:
             self._joined.append(request.id)
         if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
             return Work(0.0, [Send(ROUTER, Fetched(request=request.id))])
@@ -317,7 +317,7 @@ class DecodeSimulation:
             )
         last = tuple(request.id for request, _ in ended)
         joined, self._joined = tuple(self._joined), []
-        return Work(seconds, sends, Wrote(count, (), last, joined, self._running > 0))
+        return Work(seconds, sends, StepOutput(count, (), last, joined, self._running > 0))
 
     def _suspend(self, names: tuple[str, ...]) -> list[Send]:
         """Put those of the requests that still run on offer."""
@@ -336,9 +336,14 @@ class DecodeSimulation:
             self._tempo.leave(request.id)
             self._running -= 1
             self._stored -= stored
-            words = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
+            output_tokens = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
             handle = claim(request.id, stored)
-            sends.append(Send(ROUTER, Preempted(request=request.id, words=words, handle=handle)))
+            sends.append(
+                Send(
+                    ROUTER,
+                    Preempted(request=request.id, output_tokens=output_tokens, handle=handle),
+                )
+            )
         return sends
 
 

@@ -84,8 +84,8 @@ class Cluster:
             least = 0 if self.colocated else 1
             require(count >= least, name, count, f"at least {least} worker")
         for name in ("prefill", "compress", "decode", "colocated"):
-            count, cells = getattr(self, name), self.router.cells
-            require(count % cells == 0, name, count, f"a multiple of the cells ({cells})")
+            count, shards = getattr(self, name), self.router.cells
+            require(count % shards == 0, name, count, f"a multiple of the cells ({shards})")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
         require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")
@@ -93,27 +93,27 @@ class Cluster:
         require(free is None or 0 < free <= self.cores, "free_cores", free, f"0 to {self.cores}")
         require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
 
-    def cell(self, index: int) -> "Cluster":
+    def shard(self, index: int) -> "Cluster":
         """One of ``router.cells`` cells: an equal part of the workers, on machines of its own.
 
         If all workers are on one machine, cells share its cores, and each has a part of its memory.
         """
-        cells = self.router.cells
-        if cells == 1:
+        shards = self.router.cells
+        if shards == 1:
             return self
-        parts = cells if not self.workers_per_node else 1
+        parts = shards if not self.workers_per_node else 1
         return replace(
             self,
-            prefill=self.prefill // cells,
-            compress=self.compress // cells,
-            decode=self.decode // cells,
-            colocated=self.colocated // cells,
+            prefill=self.prefill // shards,
+            compress=self.compress // shards,
+            decode=self.decode // shards,
+            colocated=self.colocated // shards,
             name=f"{index}.",
             capacity_bytes=self.capacity_bytes // parts,
             router=replace(
                 self.router,
                 cells=1,
-                max_queued_requests=-(-self.router.max_queued_requests // cells),
+                max_queued_requests=-(-self.router.max_queued_requests // shards),
             ),
             plan=replace(self.plan, prefix_bytes=self.plan.prefix_bytes // parts),
         )

@@ -6,9 +6,9 @@ from math import inf
 
 from triptych.core.messages import Message, Report, Send, Stage
 from triptych.simulator.clock import Clock
-from triptych.simulator.engines import SimulatedEngine, Work, Wrote
+from triptych.simulator.engines import SimulatedEngine, StepOutput, Work
 
-Deliver = Callable[["SimulatedWorker", Sequence[Send], Wrote | None], None]
+Deliver = Callable[["SimulatedWorker", Sequence[Send], StepOutput | None], None]
 Began = Callable[[Sequence[str]], None]
 """Takes the requests whose prompts a step begins to read."""
 
@@ -36,7 +36,7 @@ class Turns:
                 self._clock.after(due - self._clock.now, self._look, go)
         else:
             self._patient.pop(go, None)
-            self._line_up(go)
+            self._enqueue(go)
 
     def lets_read(self, go: Callable[[], None]) -> bool:
         """Whether it still waits for others to have read."""
@@ -51,7 +51,7 @@ class Turns:
         if not self._reading:
             patient, self._patient = self._patient, {}
             for go in patient:
-                self._line_up(go)
+                self._enqueue(go)
 
     def leave(self) -> None:
         """Let the next one have them."""
@@ -63,9 +63,9 @@ class Turns:
     def _look(self, go: Callable[[], None]) -> None:
         if self._patient.get(go, inf) <= self._clock.now:
             del self._patient[go]
-            self._line_up(go)
+            self._enqueue(go)
 
-    def _line_up(self, go: Callable[[], None]) -> None:
+    def _enqueue(self, go: Callable[[], None]) -> None:
         if self._taken:
             self._waiting.append(go)
         else:
@@ -193,7 +193,7 @@ class SimulatedWorker:
             if self._only_reads:
                 self._cores.read(self.address, engine.has_work())
             self._cores.leave()
-        self._deliver(self, work.sends, work.wrote)
+        self._deliver(self, work.sends, work.output)
         if goes_on:
             self._step()
             return

@@ -24,18 +24,18 @@ Reason = Literal["home", "down", "refused", "bound"]
 
 
 @dataclass(slots=True)
-class Seat:
+class Assignment:
     """Where a request is, and what it counts for there."""
 
     key: bytes
     nbytes: int
-    cell: str = ""
+    shard: str = ""
     """Empty while no cell is up."""
     refused: set[str] = field(default_factory=set[str])
     """Cells that would not take it."""
 
 
-class Cells:
+class Shards:
     """Cells of an application by name: who is up, and what each holds of this ingress's requests.
 
     A request goes to the first cell on the ring, from its key on, that is up, has not refused it,
@@ -56,7 +56,7 @@ class Cells:
         self._overload, self._free = overload, free_requests
         self._held = dict.fromkeys(names, 0)
         self._up = set[str]()
-        self._seats = dict[str, Seat]()
+        self._assignments = dict[str, Assignment]()
         self._ring = HashRing(SALT)
         for name in names:
             self._ring.add(name)
@@ -71,59 +71,59 @@ class Cells:
         """What the requests that are in each cell will take there at most."""
         return dict(self._held)
 
-    def found(self, cell: str) -> None:
+    def found(self, shard: str) -> None:
         """A cell's router is there."""
-        self._up.add(cell)
+        self._up.add(shard)
 
-    def lost(self, cell: str) -> None:
+    def lost(self, shard: str) -> None:
         """A cell's router is gone; what was there is to be placed again."""
-        self._up.discard(cell)
+        self._up.discard(shard)
 
     def place(self, request: str, key: bytes, nbytes: int) -> str | None:
         """The cell that takes an attempt at a request; None as long as none is up."""
         self.remove(request)
-        seat = self._seats[request] = Seat(key, nbytes)
-        return self._sit(seat)
+        assignment = self._assignments[request] = Assignment(key, nbytes)
+        return self._assign(assignment)
 
     def pass_on(self, request: str) -> str | None:
         """The cell that takes a request that its cell refused; None if all of them did."""
-        seat = self._seats[request]
-        self._rise(seat)
-        return self._sit(seat)
+        assignment = self._assignments[request]
+        self._release(assignment)
+        return self._assign(assignment)
 
     def where(self, request: str) -> str:
         """The cell that has a request; empty if none has."""
-        seat = self._seats.get(request)
-        return seat.cell if seat else ""
+        assignment = self._assignments.get(request)
+        return assignment.shard if assignment else ""
 
     def remove(self, request: str) -> None:
         """A request has ended, or its attempt has."""
-        seat = self._seats.pop(request, None)
-        if seat is not None:
-            self._rise(seat)
+        assignment = self._assignments.pop(request, None)
+        if assignment is not None:
+            self._release(assignment)
 
-    def _rise(self, seat: Seat) -> None:
-        if seat.cell:
-            self._held[seat.cell] -= seat.nbytes
-            seat.refused.add(seat.cell)
-            seat.cell = ""
+    def _release(self, assignment: Assignment) -> None:
+        if assignment.shard:
+            self._held[assignment.shard] -= assignment.nbytes
+            assignment.refused.add(assignment.shard)
+            assignment.shard = ""
 
-    def _sit(self, seat: Seat) -> str | None:
-        present = [self._held[cell] for cell in self._up]
-        mean = (sum(present) + seat.nbytes) / max(1, len(present))
+    def _assign(self, assignment: Assignment) -> str | None:
+        present = [self._held[shard] for shard in self._up]
+        mean = (sum(present) + assignment.nbytes) / max(1, len(present))
         found = choose(
-            dict.fromkeys(self._ring.walk(seat.key)),
+            dict.fromkeys(self._ring.walk(assignment.key)),
             self._held,
-            self._overload * mean + self._free * seat.nbytes,
+            self._overload * mean + self._free * assignment.nbytes,
             up=self._up,
-            refused=seat.refused,
+            refused=assignment.refused,
         )
         if found is None:
             return None
-        seat.cell, reason = found
-        self._held[seat.cell] += seat.nbytes
+        assignment.shard, reason = found
+        self._held[assignment.shard] += assignment.nbytes
         self.counters[reason] += 1
-        return seat.cell
+        return assignment.shard
 
 
 def choose(
@@ -140,17 +140,17 @@ def choose(
     """
     reason: Reason = "home"
     full = list[str]()
-    for cell in order:
-        if cell not in up:
+    for shard in order:
+        if shard not in up:
             reason = "down"
-        elif cell in refused:
+        elif shard in refused:
             reason = "refused"
-        elif held[cell] < bound:
-            return cell, reason
+        elif held[shard] < bound:
+            return shard, reason
         else:
             reason = "bound"
-            full.append(cell)
-    return (min(full, key=lambda cell: held[cell]), "refused") if full else None
+            full.append(shard)
+    return (min(full, key=lambda shard: held[shard]), "refused") if full else None
 
 
 def key_of(request: Request, plan: PagePlan) -> bytes:
@@ -177,10 +177,10 @@ def may_pass_on(failure: Failed) -> bool:
     return failure.status in REFUSALS and not failure.resumable
 
 
-def names_of(cells: int) -> Iterator[str]:
+def names_of(shards: int) -> Iterator[str]:
     """What cells are called.
 
     >>> list(names_of(2))
     ['0', '1']
     """
-    return (str(index) for index in range(cells))
+    return (str(index) for index in range(shards))

@@ -109,23 +109,23 @@ class Forecast:
 
     wait_s: float
     """In the line."""
-    read_s: float
+    prefill_s: float
     """From the line to the first token."""
     token_s: float
     """Each token after the first."""
-    write_s: float
+    decode_s: float
     """From the first token to the last, compression included."""
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.read_s
+        return self.wait_s + self.prefill_s
 
     @property
     def total_s(self) -> float:
-        return self.ttft_s + self.write_s
+        return self.ttft_s + self.decode_s
 
 
-NO_FORECAST = Forecast(wait_s=0.0, read_s=0.0, token_s=0.0, write_s=0.0)
+NO_FORECAST = Forecast(wait_s=0.0, prefill_s=0.0, token_s=0.0, decode_s=0.0)
 """Of a request that asks for nothing in seconds."""
 
 
@@ -146,8 +146,8 @@ def miss(slo: Slo, forecast: Forecast) -> Miss | None:
     """The limit that is missed most, if any is; a limit of 0 is none.
 
     >>> slo = Slo(ttft_s=1.0, deadline_s=3.0)
-    >>> miss(slo, Forecast(wait_s=0.5, read_s=0.4, token_s=0.1, write_s=2.0))
-    >>> miss(slo, Forecast(wait_s=2.0, read_s=0.5, token_s=0.1, write_s=1.0)).what
+    >>> miss(slo, Forecast(wait_s=0.5, prefill_s=0.4, token_s=0.1, decode_s=2.0))
+    >>> miss(slo, Forecast(wait_s=2.0, prefill_s=0.5, token_s=0.1, decode_s=1.0)).what
     'ttft_slo_ms'
     """
     limits = [
@@ -163,9 +163,9 @@ def latest_start_s(slo: Slo, forecast: Forecast) -> float:
     """How long a request may wait and still keep its SLO, if all goes on as at present."""
     ends = [inf]
     if slo.ttft_s:
-        ends.append(slo.ttft_s - forecast.read_s)
+        ends.append(slo.ttft_s - forecast.prefill_s)
     if slo.deadline_s:
-        ends.append(slo.deadline_s - forecast.read_s - forecast.write_s)
+        ends.append(slo.deadline_s - forecast.prefill_s - forecast.decode_s)
     return max(0.0, min(ends))
 
 
@@ -173,7 +173,7 @@ def latest_start_s(slo: Slo, forecast: Forecast) -> float:
 class LatencyForecast:
     """Measures the stages as the router sees them, queues and neighbours included."""
 
-    read_token_s: Mean = field(default_factory=Mean)
+    prefill_token_s: Mean = field(default_factory=Mean)
     """Seconds for each prompt token that is before a prefill worker."""
     token_s: Trend = field(default_factory=Trend)
     """Seconds for each token of an answer behind the first, compression included, at the number of
@@ -189,32 +189,32 @@ class LatencyForecast:
     _left: float | None = None
     """When the last one left a line in which others went on waiting."""
 
-    def passed(self, concurrency: float, now: float) -> None:
+    def record_concurrency(self, concurrency: float, now: float) -> None:
         """Until now, since this was called last, ``concurrency`` requests were in work."""
         if self._passed is not None:
             self.concurrency_s += concurrency * (now - self._passed)
         self._passed = now
 
-    def begin_line(self) -> None:
+    def reset_start_gap(self) -> None:
         """Nobody waits: what happens until somebody does says nothing of how fast a line moves."""
         self._left = None
 
-    def left_line(self, still_waiting: int, now: float) -> None:
+    def record_start(self, still_waiting: int, now: float) -> None:
         """A waiting request started."""
         if self._left is not None:
             self.gap_s.note(now - self._left, now)
         self._left = now if still_waiting else None
 
-    def read(self, seconds: float, tokens: int, now: float) -> None:
+    def record_prefill(self, seconds: float, tokens: int, now: float) -> None:
         """A prompt was read; so many tokens were before its worker when it was sent there."""
-        self.read_token_s.note(seconds / max(1, tokens), now)
+        self.prefill_token_s.note(seconds / max(1, tokens), now)
 
-    def came(self, seconds: float, forecast: Forecast, now: float) -> None:
+    def record_ttft(self, seconds: float, forecast: Forecast, now: float) -> None:
         """A first token came, or would now, so many seconds after its request."""
         if forecast.ttft_s:
             self.late_first.note(seconds - forecast.ttft_s, now)
 
-    def wrote(self, seconds: float, tokens: int, concurrency_s: float, now: float) -> None:
+    def record_decode(self, seconds: float, tokens: int, concurrency_s: float, now: float) -> None:
         """An answer is complete, so many seconds behind its first token.
 
         ``concurrency_s``: what ``self.crowd_s`` was then.
@@ -225,22 +225,22 @@ class LatencyForecast:
             self.token_s.note((self.concurrency_s - concurrency_s) / seconds, token_s, now)
 
     def forecast(
-        self, *, ahead: int, concurrency: float, read_tokens: int, max_tokens: int, now: float
+        self, *, ahead: int, concurrency: float, prefill_tokens: int, max_tokens: int, now: float
     ) -> Forecast:
         """What to expect with ``ahead`` requests ahead in the queue, and ``concurrency`` running.
 
-        ``read_tokens``: those of its prompt, and before them at the worker that would read it. An
-        answer is taken to be as long as others were, and no longer than it may be.
+        ``prefill_tokens``: tokens of its prompt and of the queue of its prefill worker. An answer
+        is assumed to be as long as others were, and no longer than its limit.
         """
         answer = min(float(max_tokens), self.answer_tokens.at(now) or 1.0)
         token_s = self.token_s.at(concurrency, now)
         return Forecast(
             wait_s=ahead * self.gap_s.at(now),
-            read_s=read_tokens * self.read_token_s.at(now),
+            prefill_s=prefill_tokens * self.prefill_token_s.at(now),
             token_s=token_s,
-            write_s=token_s * (answer - 1),
+            decode_s=token_s * (answer - 1),
         )
 
     def cautious(self, forecast: Forecast, now: float) -> Forecast:
         """The same, with first tokens as late as they have lately been."""
-        return replace(forecast, read_s=forecast.read_s + self.late_first.at(now))
+        return replace(forecast, prefill_s=forecast.prefill_s + self.late_first.at(now))

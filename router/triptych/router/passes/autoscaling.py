@@ -24,7 +24,7 @@ class Demand:
     """Prompt tokens of the line."""
     queued_tokens: int = 0
     """Prompt tokens that prefill workers were sent and have not read."""
-    read_token_s: float = 0.0
+    prefill_token_s: float = 0.0
     """Seconds for each of them, at one worker; 0 if nothing was measured for long."""
     drain_s: float = MOST_DRAIN_S
     """Time in which the line is to be read: the least that is left of a limit, or of patience."""
@@ -46,16 +46,16 @@ def wanted(stage: Stage, demand: Demand, target: float) -> float:
     prefill also the work that waits over the time that is left for it; for decode also slots, and
     the limit on TPOT. What waits for bytes asks for nobody.
 
-    >>> line = Demand(workers={"prefill": 1}, busy={"prefill": 0.5}, waiting_tokens=4000,
-    ...               read_token_s=1e-3, drain_s=2.0)
-    >>> wanted("prefill", line, 0.5)
+    >>> queue = Demand(workers={"prefill": 1}, busy={"prefill": 0.5}, waiting_tokens=4000,
+    ...               prefill_token_s=1e-3, drain_s=2.0)
+    >>> wanted("prefill", queue, 0.5)
     2.0
     """
     here = demand.workers.get(stage, 0)
     asked = [demand.busy.get(stage, 0.0) / target]
     if stage == "prefill":
         tokens = demand.queued_tokens + demand.fitting * demand.waiting_tokens
-        asked.append(tokens * demand.read_token_s / demand.drain_s)
+        asked.append(tokens * demand.prefill_token_s / demand.drain_s)
     if stage == "decode":
         used = demand.slots_used + demand.fitting * demand.waiting_requests
         asked.append(used / (target * demand.worker_slots))
@@ -93,7 +93,7 @@ class BusyTime:
 class Scaling:
     """Sums up the books; a look costs time for every request, so there is one in a while."""
 
-    books: ClusterState
+    cluster: ClusterState
     patience_s: float
     look_every_s: float = 2.0
     _busy: BusyTime = field(default_factory=BusyTime)
@@ -107,47 +107,47 @@ class Scaling:
         return self._demand
 
     def _look(self, now: float) -> Demand:
-        books = self.books
-        books.roster.refresh(now)
-        loads = list(books.roster.loads())
+        cluster = self.cluster
+        cluster.load_index.refresh(now)
+        loads = list(cluster.load_index.loads())
         slots = {
-            peer.address: books.roster.slots_of(peer.hello.max_requests)
-            for peer in books.fleet
-            if "decode" in peer.hello.stages
+            peer.address: cluster.load_index.slots_of(peer.registration.max_requests)
+            for peer in cluster.membership
+            if "decode" in peer.registration.stages
         }
         full = {load.address for load in loads if load.is_full}
-        peers = [peer for peer in books.fleet if peer.hello.stages]
+        peers = [peer for peer in cluster.membership if peer.registration.stages]
         shares = self._busy.look(
             ((one.address, None if one.address in full else one.report) for one in peers), now
         )
         workers, busy = dict[Stage, int](), dict[Stage, float]()
         for peer in peers:
-            for stage in peer.hello.stages:
+            for stage in peer.registration.stages:
                 workers[stage] = workers.get(stage, 0) + 1
                 busy[stage] = busy.get(stage, 0.0) + shares[peer.address]
         waiting = [
-            one for one in books.requests.in_state(State.WAITING) if not one.waits_with_pages
+            one for one in cluster.requests.in_state(State.WAITING) if not one.waits_with_pages
         ]
-        arenas = len(books.roster.arenas)
-        free = arenas * books.ledger.capacity_bytes - books.roster.used_bytes
+        arenas = len(cluster.load_index.arenas)
+        free = arenas * cluster.ledger.capacity_bytes - cluster.load_index.used_bytes
         needed = sum(one.sizes.peak for one in waiting)
         limits = [one.latest - now for one in waiting if one.latest < inf]
         tpots = [
             one.request.slo.tpot_s
-            for one in books.requests.in_state(State.DECODING)
+            for one in cluster.requests.in_state(State.DECODING)
             if one.request.slo != NO_SLO and one.request.slo.tpot_s
         ]
-        taken = sum(bool(one.decode) for one in books.requests)
+        taken = sum(bool(one.decode) for one in cluster.requests)
         return Demand(
             workers=workers,
             busy=busy,
             waiting_tokens=sum(one.prompt_tokens for one in waiting),
             queued_tokens=sum(load.prefill_tokens for load in loads),
-            read_token_s=books.pace.read_token_s.at(now),
+            prefill_token_s=cluster.latency.prefill_token_s.at(now),
             drain_s=min(MOST_DRAIN_S, max(LEAST_DRAIN_S, min([self.patience_s, *limits]))),
             waiting_requests=len(waiting),
-            slots_used=taken + books.roster.needs_slot,
+            slots_used=taken + cluster.load_index.needs_slot,
             worker_slots=max(1, min(slots.values(), default=1)),
             fitting=min(1.0, max(0, free) / needed) if needed else 1.0,
-            tpot_ratio=books.pace.token_s.mean(now) / min(tpots) if tpots else 0.0,
+            tpot_ratio=cluster.latency.token_s.mean(now) / min(tpots) if tpots else 0.0,
         )

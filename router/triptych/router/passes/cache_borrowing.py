@@ -41,7 +41,7 @@ class CacheBorrowing:
     One question is open at a time, and only while all workers share one arena: there is one pool.
     """
 
-    books: ClusterState
+    cluster: ClusterState
     limit_bytes: int
     """What is set aside for prefixes."""
     _asked: float = -inf
@@ -60,7 +60,7 @@ class CacheBorrowing:
         arena = self._arena()
         if not arena:
             return
-        ledger = self.books.ledger
+        ledger = self.cluster.ledger
         lent = ledger.lent.get(arena, 0)
         total = lent
         if blocked_reason == "no_bytes":
@@ -73,22 +73,22 @@ class CacheBorrowing:
         if total < lent:
             ledger.lend(arena, total)
         if total != lent:
-            self.books.counters["memory_asked" if total > lent else "memory_returned"] += 1
-        self.books.outbox.post(POOL, BorrowCacheMemory(bytes=total))
+            self.cluster.counters["memory_asked" if total > lent else "memory_returned"] += 1
+        self.cluster.outbox.post(POOL, BorrowCacheMemory(bytes=total))
         self._asked, self._total = now, total
 
-    def heard(self, message: CacheMemoryBorrowed, now: float) -> None:
+    def on_borrowed(self, message: CacheMemoryBorrowed, now: float) -> None:
         """The pool says how much it lends."""
         self._asked = now if message.bytes < self._total else -inf
         self._known.add(message.arena)
-        self.books.ledger.lend(message.arena, message.bytes)
+        self.cluster.ledger.lend(message.arena, message.bytes)
 
     def _shortages(self, free: int, now: float) -> list[int]:
         """What the oldest lacks, and the smallest: nobody between them is asked for first."""
-        line = self.books.requests.line.at(now)
-        both = (line.in_order(), line.smallest_first())
+        queue = self.cluster.requests.queue.at(now)
+        both = (queue.in_order(), queue.smallest_first())
         return [one.bytes - free for order in both for one in islice(order, 1)]
 
     def _arena(self) -> str:
-        arenas = self.books.roster.arenas
+        arenas = self.cluster.load_index.arenas
         return next(iter(arenas)) if len(arenas) == 1 else ""

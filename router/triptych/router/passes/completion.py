@@ -22,7 +22,7 @@ class RequestCompletion:
     a time-out for those that do not answer.
     """
 
-    books: ClusterState
+    cluster: ClusterState
     cancel_timeout_s: float
     reclaim_s: float
     _finished: deque[tuple[float, str, Send]] = field(
@@ -37,16 +37,18 @@ class RequestCompletion:
         The last words go to the ingress on a way of their own, on which the worker's death may
         overtake them.
         """
-        self.books.counters["finished"] += 1
-        self.books.requests.history.end(entry.id, "finished", now, tokens=tokens)
+        self.cluster.counters["finished"] += 1
+        self.cluster.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
         if entry.read_at:
-            self.books.pace.wrote(now - entry.read_at, tokens, entry.concurrency_s, now)
+            self.cluster.latency.record_decode(
+                now - entry.read_at, tokens, entry.concurrency_s, now
+            )
         if entry.encoder:  # the first token was the last one, and it has layers
             self._part(entry, now)
             return
-        self.books.requests.accrue(entry, now)
+        self.cluster.requests.accrue(entry, now)
         self._remove(entry)
 
     def refuse(self, request: Request, error: TriptychError) -> None:
@@ -58,13 +60,13 @@ class RequestCompletion:
         last_word = failed(entry.id, error) if isinstance(error, TriptychError) else error
         self._tell(entry.request, replace(last_word, request=entry.id))
         code = last_word.code or "unknown"
-        self.books.requests.history.end(entry.id, "failed", now, code=code)
+        self.cluster.requests.history.end(entry.id, "failed", now, code=code)
         self._part(entry, now)
 
     def cancel(self, entry: Entry, now: float) -> None:
         """The client is gone: say nothing, and have every page freed."""
-        self.books.counters["cancelled"] += 1
-        self.books.requests.history.end(entry.id, "cancelled", now)
+        self.cluster.counters["cancelled"] += 1
+        self.cluster.requests.history.end(entry.id, "cancelled", now)
         self._part(entry, now)
 
     def lost(self, address: str, name: str, now: float) -> None:
@@ -75,8 +77,8 @@ class RequestCompletion:
         for end in [end for end in self._finished if end[1] == address]:
             self._finished.remove(end)
             _, _, send = end  # an ingress that has heard the end does not care
-            self.books.outbox.post(send.to, send.message)
-        for entry in list(self.books.requests):
+            self.cluster.outbox.post(send.to, send.message)
+        for entry in list(self.cluster.requests):
             if entry.state is State.LEAVING:
                 if entry.owed.pop(address, None) is not None:
                     entry.owed[mark_dead(address)] = now + self.reclaim_s
@@ -100,30 +102,32 @@ class RequestCompletion:
         Their pool may be dead, too; to wait for it would cost more than to compute them again.
         """
         for state in (State.COMPRESSED, State.ORPHANED, State.WAITING):
-            for entry in self.books.requests.in_state(state):
+            for entry in self.cluster.requests.in_state(state):
                 if state is State.WAITING and not entry.waits_with_pages:
                     continue
-                if self.books.fleet.absent_since("decode", entry.final_arena) is not None:
+                if self.cluster.membership.absent_since("decode", entry.final_arena) is not None:
                     self.fail(entry, StageLost("decode"), now)
 
-    def expel_formers(self) -> None:
+    def expel_dead_workers(self) -> None:
         """Have the pool free what the dead left, once nobody is to take it over any more."""
-        for name in sorted(self.books.formers - {entry.previous_worker for entry in self._living}):
-            self.books.formers.remove(name)
-            self.books.outbox.post(POOL, Expel(worker=name))
+        for name in sorted(
+            self.cluster.dead_workers - {entry.previous_worker for entry in self._living}
+        ):
+            self.cluster.dead_workers.remove(name)
+            self.cluster.outbox.post(POOL, Expel(worker=name))
 
     @property
     def _living(self) -> list[Entry]:
-        return [entry for entry in self.books.requests if entry.state is not State.LEAVING]
+        return [entry for entry in self.cluster.requests if entry.state is not State.LEAVING]
 
     def _can_be_inherited(self, entry: Entry, name: str) -> bool:
         """Not if its worker was taking over from another dead one: whose the pages are is open."""
-        return can_go_on(entry) and entry.previous_worker not in self.books.formers - {name}
+        return can_go_on(entry) and entry.previous_worker not in self.cluster.dead_workers - {name}
 
     def _orphan(self, entry: Entry, previous_worker: str, now: float) -> None:
-        self.books.counters["orphaned"] += 1
+        self.cluster.counters["orphaned"] += 1
         entry.previous_worker, entry.worker, entry.decode = previous_worker, "", ""
-        self.books.requests.move(entry, State.ORPHANED, now)
+        self.cluster.requests.move(entry, State.ORPHANED, now)
 
     def settle(self, entry: Entry, address: str) -> None:
         """A worker says that it holds nothing of a leaving request."""
@@ -135,10 +139,10 @@ class RequestCompletion:
         """Stop waiting for workers that do not answer, and for their last words."""
         while self._finished and now - self._finished[0][0] > LAST_WORDS_S:
             self._finished.popleft()
-        for entry in self.books.requests.in_state(State.LEAVING):
+        for entry in self.cluster.requests.in_state(State.LEAVING):
             entry.owed = {who: until for who, until in entry.owed.items() if now < until}
             if not entry.owed:
-                self.books.counters["leaving_timed_out"] += 1
+                self.cluster.counters["leaving_timed_out"] += 1
                 self._remove(entry)
 
     def _survive(self, entry: Entry, address: str) -> None:
@@ -151,13 +155,13 @@ class RequestCompletion:
             entry.source_worker = ""
         if entry.decode == address:
             entry.decode = ""
-            self.books.requests.touch(entry)
+            self.cluster.requests.touch(entry)
 
     def _part(self, entry: Entry, now: float) -> None:
         """Cancel the request wherever it may be; remove it once nobody may hold its pages."""
-        living = [address for address in entry.holders if address in self.books.fleet]
+        living = [address for address in entry.holders if address in self.cluster.membership]
         for address in living:
-            self.books.outbox.cancel(address, entry.id)
+            self.cluster.outbox.cancel(address, entry.id)
         if entry.stage != "decode" or entry.decode not in living:
             entry.decode = ""
         for address in entry.holders:
@@ -165,21 +169,21 @@ class RequestCompletion:
                 entry.owed[address] = now + self.cancel_timeout_s
             else:
                 entry.owed[mark_dead(address)] = now + self.reclaim_s
-        if entry.previous_worker in self.books.formers:
+        if entry.previous_worker in self.cluster.dead_workers:
             entry.owed[entry.previous_worker] = now + self.reclaim_s
         if entry.owed:
-            self.books.requests.move(entry, State.LEAVING, now)
+            self.cluster.requests.move(entry, State.LEAVING, now)
         else:
             self._remove(entry)
 
     def _tell(self, request: Request, last_word: Failed) -> None:
-        self.books.outbox.post(request.reply_to, last_word)
-        self.books.counters["failed"] += 1
-        self.books.counters[f"failed:{last_word.code}"] += 1
+        self.cluster.outbox.post(request.reply_to, last_word)
+        self.cluster.counters["failed"] += 1
+        self.cluster.counters[f"failed:{last_word.code}"] += 1
 
     def _remove(self, entry: Entry) -> None:
-        self.books.requests.remove(entry)
-        self.books.ledger.release(entry.id)
+        self.cluster.requests.remove(entry)
+        self.cluster.ledger.release(entry.id)
 
 
 def mark_dead(address: str) -> str:

@@ -28,7 +28,7 @@ ROUND_REQUESTS = 4
 class Dispatch:
     """One pass over all that could move, in a fixed order."""
 
-    books: ClusterState
+    cluster: ClusterState
     schedule: Schedule
     config: RouterConfig
     placer: Placer
@@ -39,14 +39,14 @@ class Dispatch:
     reasons: DecisionLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reasons = DecisionLog(self.books)
+        self.reasons = DecisionLog(self.cluster)
 
     def run(self, now: float) -> None:
         """Send on every request that can go on."""
         self.blocked_reason = ""
-        if not self.books.requests.has_any(MOVABLE):
+        if not self.cluster.requests.has_any(MOVABLE):
             return
-        self.books.roster.refresh(now)
+        self.cluster.load_index.refresh(now)
         self._resume_all(now)
         self._join_all(now)
         self._encode_all(now)
@@ -55,9 +55,9 @@ class Dispatch:
 
     def adjust(self) -> None:
         """Begin another round: batch sizes follow what waits and what is free."""
-        requests, roster = self.books.requests, self.books.roster
-        capacity = len(roster.arenas) * self.books.ledger.capacity_bytes
-        free_share = 1.0 - roster.used_bytes / capacity if capacity else 1.0
+        requests, load_index = self.cluster.requests, self.cluster.load_index
+        capacity = len(load_index.arenas) * self.cluster.ledger.capacity_bytes
+        free_share = 1.0 - load_index.used_bytes / capacity if capacity else 1.0
         self.schedule = self.schedule.adjusted(
             requests.count(State.WAITING), requests.count(State.PREFILLED), free_share
         )
@@ -65,18 +65,18 @@ class Dispatch:
     # ---------------------------------------------------------------- orphaned -> decoding
 
     def _resume_all(self, now: float) -> None:
-        for entry in self.books.requests.in_state(State.ORPHANED):
-            address = self.books.roster.decode_in(entry.final_arena)
+        for entry in self.cluster.requests.in_state(State.ORPHANED):
+            address = self.cluster.load_index.decode_in(entry.final_arena)
             if address is not None:
                 self._resume(entry, address, now)
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
         entry.worker, entry.decode, entry.stage = address, address, "decode"
-        self.books.outbox.post(
+        self.cluster.outbox.post(
             address, Resume(previous_worker=entry.previous_worker, join=join_of(entry, now))
         )
         self.reasons.chosen(entry, "resume", "worker_lost", address, now)
-        self.books.requests.move(entry, State.DECODING, now)
+        self.cluster.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- compressed -> decoding
 
@@ -87,55 +87,55 @@ class Dispatch:
     def _ready_to_join(self, now: float) -> list[Entry]:
         """Compressed requests with a decode worker; one whose worker died gets another."""
         ready = list[Entry]()
-        for entry in self.books.requests.in_state(State.COMPRESSED):
+        for entry in self.cluster.requests.in_state(State.COMPRESSED):
             if not entry.decode:  # the worker that was chosen died
                 entry.decode = (
-                    self.books.roster.decode_in(entry.final_arena)
+                    self.cluster.load_index.decode_in(entry.final_arena)
                     or self._decode_worker_elsewhere(entry)
                     or ""
                 )
-                self.books.requests.touch(entry)
+                self.cluster.requests.touch(entry)
             if entry.decode:
                 ready.append(entry)
         return ready
 
     def _join(self, entry: Entry, now: float) -> None:
         entry.source_worker, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
-        self.books.outbox.post(
+        self.cluster.outbox.post(
             entry.worker, replace(join_of(entry, now), previous_worker=entry.previous_worker)
         )
-        self.books.requests.move(entry, State.DECODING, now)
+        self.cluster.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- planned -> encoding
 
     def _encode_all(self, now: float) -> None:
         """Choose decode workers, in the order of planning: nobody overtakes here."""
-        while (entry := self.books.requests.first(State.PLANNED)) is not None:
+        while (entry := self.cluster.requests.first(State.PLANNED)) is not None:
             address = self._decode_worker(entry)
             if address is None:
                 return
-            arena = self.books.roster.arena_of(address)
+            arena = self.cluster.load_index.arena_of(address)
             reason = "most_free" if arena == entry.final_arena else "another_arena"
             self.reasons.chosen(entry, "decode", reason, address, now)
             if arena != entry.final_arena:
-                self.books.ledger.book(entry.id, self._lines(entry, final=arena))
+                self.cluster.ledger.book(entry.id, self._lines(entry, final=arena))
                 entry.final_arena = arena
             entry.decode = address
             self._encode(entry, arena, now)
 
     def _encode(self, entry: Entry, arena: str, now: float) -> None:
         assert entry.handle is not None
-        self.books.outbox.encode(entry.worker, arena or entry.handle.claim.arena, entry.id)
-        self.books.requests.move(entry, State.ENCODING, now)
+        self.cluster.outbox.encode(entry.worker, arena or entry.handle.claim.arena, entry.id)
+        self.cluster.requests.move(entry, State.ENCODING, now)
 
     def _decode_worker(self, entry: Entry) -> str | None:
         """The best decode worker, wherever the final pages of a request can be booked."""
 
         def fits(arena: str) -> bool:
-            return self.books.ledger.fits(entry.id, self._lines(entry, final=arena))
+            return self.cluster.ledger.fits(entry.id, self._lines(entry, final=arena))
 
         own = {entry.raw_arena, entry.work_arena, entry.final_arena}
-        return self.books.roster.decode(own, fits)
+        return self.cluster.load_index.decode(own, fits)
 
     def _lines(self, entry: Entry, *, final: str) -> Lines:
         """What a request books if it is decoded in the arena ``final``."""
@@ -149,24 +149,24 @@ class Dispatch:
         """
         if entry.work_arena == entry.final_arena:
             return None
-        ledger, roster = self.books.ledger, self.books.roster
+        ledger, load_index = self.cluster.ledger, self.cluster.load_index
 
         def lines(arena: str) -> Lines:
             return lines_after_encoding(entry.sizes, entry.work_arena, arena)
 
         own = {entry.work_arena, entry.final_arena}
-        address = roster.decode(own, lambda arena: ledger.fits(entry.id, lines(arena)))
+        address = load_index.decode(own, lambda arena: ledger.fits(entry.id, lines(arena)))
         if address is not None:
-            entry.final_arena = roster.arena_of(address)
+            entry.final_arena = load_index.arena_of(address)
             ledger.book(entry.id, lines(entry.final_arena))
         return address
 
     # ---------------------------------------------------------------- prefilled -> compressing
 
     def _compress_all(self, now: float) -> None:
-        if self.books.roster.compressor("") is None:
+        if self.cluster.load_index.compressor("") is None:
             return
-        for entry in self.books.requests.in_state(State.PREFILLED):
+        for entry in self.cluster.requests.in_state(State.PREFILLED):
             address = self._compressor(entry)
             if address is not None and self._book_work(entry, address):
                 self._compress(entry, address, now)
@@ -180,25 +180,25 @@ class Dispatch:
         entry.source_worker, entry.worker, entry.stage = entry.worker, address, "compress"
         entry.encoder = ""
         item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
-        self.books.outbox.compress(address, item)
-        self.books.requests.move(entry, State.COMPRESSING, now)
+        self.cluster.outbox.compress(address, item)
+        self.cluster.requests.move(entry, State.COMPRESSING, now)
 
     def _compressor(self, entry: Entry) -> str | None:
         """A compressor where the request has booked one, or anywhere if none lives there."""
         if entry.encoder:
             return entry.encoder
-        has_own = self.books.roster.has_compressor(entry.work_arena)
+        has_own = self.cluster.load_index.has_compressor(entry.work_arena)
         return self._choose_compressor(entry.worker, entry.work_arena if has_own else None)
 
     def _choose_compressor(self, holder: str, arena: str | None) -> str | None:
-        return self.books.roster.compressor(holder, arena)
+        return self.cluster.load_index.compressor(holder, arena)
 
     def _book_work(self, entry: Entry, address: str) -> bool:
         """Book what compressing at ``address`` takes; False, and nothing changes, if it cannot."""
-        arena = self.books.roster.arena_of(address)
+        arena = self.cluster.load_index.arena_of(address)
         if arena != entry.work_arena:
             lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena, entry.final_arena)
-            if not self.books.ledger.book(entry.id, lines):
+            if not self.cluster.ledger.book(entry.id, lines):
                 return False
             entry.work_arena = arena
         return True
@@ -208,11 +208,11 @@ class Dispatch:
 
         Raw pages are what costs most to send.
         """
-        roster = self.books.roster
-        if roster.has_compressor(raw_arena):
+        load_index = self.cluster.load_index
+        if load_index.has_compressor(raw_arena):
             return raw_arena
-        address = roster.compressor("")
-        return raw_arena if address is None else roster.arena_of(address)
+        address = load_index.compressor("")
+        return raw_arena if address is None else load_index.arena_of(address)
 
     def _prefix(self, entry: Entry) -> Prefix | None:
         """What the compressor may keep of a prompt for later requests."""
@@ -232,8 +232,8 @@ class Dispatch:
 
     def _admit(self, now: float) -> HeldBy:
         """Start as many waiting requests as bytes, decode slots and prefill workers allow."""
-        line = self.books.requests.line
-        while len(line):
+        queue = self.cluster.requests.queue
+        while len(queue):
             if blocked_reason := self._blocked_by_workers():
                 return blocked_reason
             wanted = min(self._unpromised_slots, ROUND_REQUESTS)
@@ -241,7 +241,7 @@ class Dispatch:
             if blocked_reason:
                 return blocked_reason
             if started < wanted:
-                return "no_bytes" if len(line) else ""
+                return "no_bytes" if len(queue) else ""
         return ""
 
     def _blocked_by_workers(self) -> HeldBy:
@@ -250,15 +250,15 @@ class Dispatch:
         A request starts only if a decode slot will be free for it. Otherwise finished prompts
         would pile up in raw pages, which take more bytes than any later form.
         """
-        roster = self.books.roster
-        if not roster.prefill_has_room(1, self._prefill_limit_tokens):
-            return "prefill_busy" if roster.has_stage("prefill") else "no_prefill_worker"
+        load_index = self.cluster.load_index
+        if not load_index.prefill_has_room(1, self._prefill_limit_tokens):
+            return "prefill_busy" if load_index.has_stage("prefill") else "no_prefill_worker"
         return "" if self._unpromised_slots > 0 else "no_decode_slot"
 
     @property
     def _unpromised_slots(self) -> int:
         """Free decode slots, less one for each started request without a decode worker."""
-        return self.books.roster.open_slots - self.books.roster.needs_slot
+        return self.cluster.load_index.open_slots - self.cluster.load_index.needs_slot
 
     @property
     def _prefill_limit_tokens(self) -> int:
@@ -272,10 +272,10 @@ class Dispatch:
 
     def _batch(self, wanted: int, now: float) -> list[Entry]:
         """Ask the policy. It sees all arenas as one; ``_start`` checks each for itself."""
-        requests, roster = self.books.requests, self.books.roster
-        free = len(roster.arenas) * self.books.ledger.capacity_bytes - roster.used_bytes
+        requests, load_index = self.cluster.requests, self.cluster.load_index
+        free = len(load_index.arenas) * self.cluster.ledger.capacity_bytes - load_index.used_bytes
         budget = Budget(free_bytes=free, max_requests=wanted)
-        chosen = self.schedule.choose(requests.line.at(now), budget)
+        chosen = self.schedule.choose(requests.queue.at(now), budget)
         return [requests[one.id] for one in chosen]
 
     def _start_all(self, batch: list[Entry], now: float) -> tuple[int, HeldBy]:
@@ -295,12 +295,12 @@ class Dispatch:
 
     def _go_on(self, entry: Entry, now: float) -> bool:
         """Let a request that was set aside join again; False if that cannot be."""
-        address = self.books.roster.decode_in(entry.final_arena)
+        address = self.cluster.load_index.decode_in(entry.final_arena)
         lines = lines_after_encoding(entry.sizes, entry.final_arena, entry.final_arena)
-        if address is None or not self.books.ledger.book(entry.id, lines):
+        if address is None or not self.cluster.ledger.book(entry.id, lines):
             return False
         entry.decode, entry.is_preempted = address, False
-        self.books.requests.move(entry, State.COMPRESSED, now)
+        self.cluster.requests.move(entry, State.COMPRESSED, now)
         self._join(entry, now)
         return True
 
@@ -327,8 +327,8 @@ class Dispatch:
 
     def _could_fit(self, sizes: RequestBytes) -> bool:
         """Whether the emptiest arenas have room; if not, no arena has, and none is asked."""
-        roster, ledger = self.books.roster, self.books.ledger
-        raw, final = roster.most_free_arena(), roster.final_arena(set(), lambda _: True)
+        load_index, ledger = self.cluster.load_index, self.cluster.ledger
+        raw, final = load_index.most_free_arena(), load_index.final_arena(set(), lambda _: True)
         if raw is None or final is None:
             return False
         return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)
@@ -336,31 +336,31 @@ class Dispatch:
     def _start(self, entry: Entry, choice: Choice, now: float) -> None:
         """Book a request and send it to a prefill worker."""
         address = choice.worker
-        arena, line = self.books.roster.arena_of(address), self.books.requests.line
-        reason, place = self._reason(entry, now), (len(line), line.older(entry.id))
+        arena, queue = self.cluster.load_index.arena_of(address), self.cluster.requests.queue
+        reason, place = self._reason(entry, now), (len(queue), queue.older(entry.id))
         seen = self.reasons.looked_at("prefill")
         entry.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
         entry.work_arena = self._work_arena(arena)
         entry.final_arena = self._final_arena(entry, arena, now) or ""
         if self._goes_in_parts(entry, arena, now):
-            entry.encoder = self.books.roster.compressor(address, arena) or ""
+            entry.encoder = self.cluster.load_index.compressor(address, arena) or ""
         else:
             entry.sizes = entry.whole or entry.sizes
-        self.books.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
+        self.cluster.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
         if entry.ask is not None:
             entry.cached_tokens = self.placer.sent(entry.ask, arena)
-        self.books.outbox.prefill(address, entry.request, entry.encoder)
-        self.books.requests.move(entry, State.PREFILLING, now)
+        self.cluster.outbox.prefill(address, entry.request, entry.encoder)
+        self.cluster.requests.move(entry, State.PREFILLING, now)
         self.reasons.started(entry, reason, choice.reason, place, seen)
         entry.ahead_tokens = self._ahead_tokens(entry)
-        self.books.pace.left_line(len(line), now)
-        self.books.drain.note(now)
-        self.books.counters["admitted"] += 1
+        self.cluster.latency.record_start(len(queue), now)
+        self.cluster.drain.note(now)
+        self.cluster.counters["admitted"] += 1
 
     def _ahead_tokens(self, entry: Entry) -> int:
         """Tokens that are read until a request has its first one, its own in full."""
-        roster, tokens = self.books.roster, entry.tokens_to_read
-        return roster.queue_tokens(entry.worker) + max(0, tokens - roster.long_tokens)
+        load_index, tokens = self.cluster.load_index, entry.uncached_tokens
+        return load_index.queue_tokens(entry.worker) + max(0, tokens - load_index.long_tokens)
 
     @staticmethod
     def _reason(entry: Entry, now: float) -> str:
@@ -374,14 +374,14 @@ class Dispatch:
         work_arena, sizes = self._work_arena(raw_arena), entry.whole or entry.sizes
         if self._goes_in_parts(entry, raw_arena, now):
             sizes = entry.sizes
-            if self.books.roster.compressor("", raw_arena) is None:
+            if self.cluster.load_index.compressor("", raw_arena) is None:
                 return None
 
         def fits(arena: str) -> bool:
             lines = lines_before_encoding(sizes, raw_arena, work_arena, arena)
-            return self.books.ledger.fits(entry.id, lines)
+            return self.cluster.ledger.fits(entry.id, lines)
 
-        return self.books.roster.final_arena({raw_arena, work_arena}, fits)
+        return self.cluster.load_index.final_arena({raw_arena, work_arena}, fits)
 
     def _goes_in_parts(self, entry: Entry, arena: str, now: float) -> bool:
         """Whether its layers are encoded as they are read, if it is read in an arena.
@@ -391,15 +391,15 @@ class Dispatch:
         """
         if entry.whole is None:
             return False
-        absent = self.books.fleet.absent_since("compress", arena)
+        absent = self.cluster.membership.absent_since("compress", arena)
         return absent is None or now - absent < ENCODER_GRACE_S
 
     def _lacks_encoder(self, entry: Entry, now: float) -> bool:
         """Whether a compressor is what a request waits for, wherever it could be read."""
-        roster = self.books.roster
+        load_index = self.cluster.load_index
         return all(
-            self._goes_in_parts(entry, arena, now) and roster.compressor("", arena) is None
-            for arena in roster.reading_arenas or [""]  # an arena without a name is not counted
+            self._goes_in_parts(entry, arena, now) and load_index.compressor("", arena) is None
+            for arena in load_index.prefill_arenas or [""]  # an arena without a name is not counted
         )
 
 
@@ -409,7 +409,7 @@ def join_of(entry: Entry, now: float) -> Join:
     assert entry.report is not None
     return Join(
         request=entry.request,
-        words=entry.words,
+        output_tokens=entry.output_tokens,
         handle=entry.handle,
         report=entry.report,
         token_s=entry.token_s,

@@ -17,27 +17,27 @@ class Migration:
     Source: Llumnix (requests move between instances while they run)
     """
 
-    books: ClusterState
+    cluster: ClusterState
     threshold: int
     """Requests that a worker must have more than another one; 0: none is ever moved."""
 
     def run(self) -> None:
         """Ask for requests whose move makes the workers of an arena more even."""
-        crowded = self.books.roster.crowded(self.threshold) if self.threshold else []
-        for address in crowded:
+        imbalanced = self.cluster.load_index.imbalanced(self.threshold) if self.threshold else []
+        for address in imbalanced:
             entry = self._next_of(address)
             if entry is not None:
-                entry.is_asked_back = True
-                self.books.outbox.post(address, Preempt(requests=(entry.id,)))
+                entry.is_preempt_sent = True
+                self.cluster.outbox.post(address, Preempt(requests=(entry.id,)))
 
     def _next_of(self, address: str) -> Entry | None:
         """The one that joined last; None while the move before is under way."""
         running = [
             entry
-            for entry in self.books.requests.in_state(State.DECODING)
+            for entry in self.cluster.requests.in_state(State.DECODING)
             if entry.worker == address
         ]
-        if any(entry.is_asked_back for entry in running):
+        if any(entry.is_preempt_sent for entry in running):
             return None
         return next((entry for entry in reversed(running) if can_move(entry)), None)
 

@@ -16,7 +16,7 @@ from triptych.router.state.load_index import Fits, LoadIndex
 class Snapshot:
     """The prefill workers with room for one prompt; good until something moves."""
 
-    roster: LoadIndex
+    load_index: LoadIndex
     ask: Ask
     limit_tokens: int
     """Tokens that a worker takes at once."""
@@ -29,35 +29,35 @@ class Snapshot:
     """Workers with room."""
 
     def __post_init__(self) -> None:
-        self._count = self.roster.with_room(self.ask.tokens, self.limit_tokens)
+        self._count = self.load_index.with_room(self.ask.tokens, self.limit_tokens)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        return islice(self.roster.readers(), self._count)
+        return islice(self.load_index.readers(), self._count)
 
     def __getitem__(self, place: int, /) -> str:
         if not 0 <= place < self._count:
             raise IndexError(f"place {place} of {self._count} workers")
-        return self.roster.readers().at(place)
+        return self.load_index.readers().at(place)
 
     def takes(self, worker: str) -> bool:
-        return self._has_bytes(self.roster.arena_of(worker))
+        return self._has_bytes(self.load_index.arena_of(worker))
 
     def arena(self, worker: str) -> str:
-        return self.roster.arena_of(worker)
+        return self.load_index.arena_of(worker)
 
     def tokens_before(self, worker: str) -> int:
-        return self.roster.queue_tokens(worker)
+        return self.load_index.queue_tokens(worker)
 
-    def read_s(self, tokens: int) -> float:
+    def prefill_s(self, tokens: int) -> float:
         return tokens * self.token_s
 
     def best_in(self, arena: str) -> str | None:
-        if not self.roster.with_room(self.ask.tokens, self.limit_tokens, arena):
+        if not self.load_index.with_room(self.ask.tokens, self.limit_tokens, arena):
             return None
-        return self.roster.readers(arena).first() if self._has_bytes(arena) else None
+        return self.load_index.readers(arena).first() if self._has_bytes(arena) else None
 
     def cached_tokens(self, arena: str) -> int:
         return self.prefixes.known(arena, self.ask.keys) * self.ask.block_tokens
@@ -81,8 +81,8 @@ class Placer:
     """Asks the policy, and remembers what was read where, if the policy wants to know."""
 
     policy: PlacementPolicy
-    roster: LoadIndex
-    pace: LatencyForecast
+    load_index: LoadIndex
+    latency: LatencyForecast
     block_tokens: int
     prefixes: PrefixMap
     ttft_s: float
@@ -99,11 +99,13 @@ class Placer:
 
     def snapshot(self, ask: Ask, limit_tokens: int, fits: Fits, now: float) -> Snapshot:
         """The workers as they are at this moment."""
-        if self._seen != self.roster.generation:
-            self._seen = self.roster.generation
-            self.prefixes.forget(self.prefixes.arenas - set(self.roster.reading_arenas))
-        token_s = self.pace.read_token_s.at(now)
-        return Snapshot(self.roster, ask, limit_tokens, fits, token_s, self.prefixes, self._present)
+        if self._seen != self.load_index.generation:
+            self._seen = self.load_index.generation
+            self.prefixes.forget(self.prefixes.arenas - set(self.load_index.prefill_arenas))
+        token_s = self.latency.prefill_token_s.at(now)
+        return Snapshot(
+            self.load_index, ask, limit_tokens, fits, token_s, self.prefixes, self._present
+        )
 
     def choose(self, snapshot: Snapshot) -> Choice | None:
         """Who reads the prompt, by the policy."""
@@ -122,7 +124,7 @@ class Placer:
 
     def _present(self) -> DualHashRing:
         """The rings of those arenas that have prefill workers now."""
-        if self._hashed != self.roster.generation:
-            self._hashed = self.roster.generation
-            self._rings.hold(self.roster.reading_arenas)
+        if self._hashed != self.load_index.generation:
+            self._hashed = self.load_index.generation
+            self._rings.hold(self.load_index.prefill_arenas)
         return self._rings

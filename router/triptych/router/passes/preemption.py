@@ -21,26 +21,26 @@ class Preemption:
     Source: vLLM (preemption of the lowest priority), which recomputes or swaps; pages stay here
     """
 
-    books: ClusterState
+    cluster: ClusterState
 
     def run(self, blocked_reason: HeldBy, now: float) -> None:
         """Ask for one request back if the first that waits is more urgent."""
         if blocked_reason not in ("no_decode_slot", "no_bytes"):
             return
-        first = next(self.books.requests.line.at(now).in_order(), None)
+        first = next(self.cluster.requests.queue.at(now).in_order(), None)
         if first is None:
             return
-        if not self.books.requests.runs_less_urgent(first.tenant, first.priority):
+        if not self.cluster.requests.runs_less_urgent(first.tenant, first.priority):
             return
         victim = self._victim(first, now)
         if victim is not None:
-            victim.is_asked_back = victim.is_preempted = True
-            self.books.counters["preempted"] += 1
-            self.books.outbox.post(victim.worker, Preempt(requests=(victim.id,)))
+            victim.is_preempt_sent = victim.is_preempted = True
+            self.cluster.counters["preempted"] += 1
+            self.cluster.outbox.post(victim.worker, Preempt(requests=(victim.id,)))
 
     def _victim(self, first: Waiting, now: float) -> Entry | None:
         """The least urgent, and of those the one that joined last; one at a time."""
-        running = self.books.requests.in_state(State.DECODING)
+        running = self.cluster.requests.in_state(State.DECODING)
         own = [entry for entry in running if entry.request.tenant == first.tenant]
         if any(entry.is_preempted for entry in own):
             return None
@@ -50,6 +50,6 @@ class Preemption:
             if entry.request.priority > first.priority
             and entry.due >= now
             and can_move(entry)
-            and not entry.is_asked_back
+            and not entry.is_preempt_sent
         ]
         return max(worse, key=lambda entry: (entry.request.priority, entry.since), default=None)

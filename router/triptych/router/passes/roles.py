@@ -32,9 +32,9 @@ def divide(workers: Sequence[WorkerLoad], wanted: float) -> dict[str, Role]:
 
     >>> loads = [WorkerLoad(name, name, "a", ("prefill", "decode"), False) for name in "xyz"]
     >>> divide(loads, 1.5)
-    {'x': 'read', 'y': 'both', 'z': 'write'}
+    {'x': 'prefill', 'y': 'both', 'z': 'decode'}
     >>> divide(loads, 9.0)
-    {'x': 'read', 'y': 'read', 'z': 'both'}
+    {'x': 'prefill', 'y': 'prefill', 'z': 'both'}
     """
     writing = Counter(worker.arena for worker in workers)
     readers, rest = list[str](), list[str]()
@@ -46,14 +46,14 @@ def divide(workers: Sequence[WorkerLoad], wanted: float) -> dict[str, Role]:
             rest.append(worker.address)
     both = max(1, ceil(wanted)) - len(readers)
     return {
-        **dict.fromkeys(readers, "read"),
+        **dict.fromkeys(readers, "prefill"),
         **dict.fromkeys(rest[:both], "both"),
-        **dict.fromkeys(rest[both:], "write"),
+        **dict.fromkeys(rest[both:], "decode"),
     }
 
 
 def _readiness(worker: WorkerLoad) -> tuple[bool, int, str]:
-    return worker.role != "read", worker.running, worker.name
+    return worker.role != "prefill", worker.running, worker.name
 
 
 @dataclass
@@ -88,18 +88,18 @@ class Roles:
     Source: DistServe (the two disturb each other); Arrow, TaiChi (roles that follow the load)
     """
 
-    books: ClusterState
+    cluster: ClusterState
     is_on: bool
     _work: ReadingWork = field(default_factory=ReadingWork)
     _token_s: float = 0.0
     """Seconds that the last prompt took for each of its tokens."""
-    _line_was_seen: float = -inf
+    _queue_seen: float = -inf
     _divided: frozenset[str] = frozenset()
     """Whom the present division is of; nobody: all do both."""
     _divided_for: float = 0.0
     """How many of them were to read."""
 
-    def read(self, entry: Entry, now: float) -> None:
+    def record_prefill(self, entry: Entry, now: float) -> None:
         """A prompt was read."""
         tokens = max(0, entry.prompt_tokens - entry.hit_tokens)
         self._work.note(tokens * entry.token_s, now)
@@ -110,9 +110,9 @@ class Roles:
         if not self.is_on:
             return
         if blocked_reason:
-            self._line_was_seen = now
-        workers = [load for load in self.books.roster.loads() if _is_able(load)]
-        if now - self._line_was_seen < CALM_S:
+            self._queue_seen = now
+        workers = [load for load in self.cluster.load_index.loads() if _is_able(load)]
+        if now - self._queue_seen < CALM_S:
             self._assign(frozenset(), {load.address: "both" for load in workers})
             return
         wanted, names = self._wanted(now), frozenset(load.address for load in workers)
@@ -124,29 +124,29 @@ class Roles:
 
     def _assign(self, divided: frozenset[str], roles: Mapping[str, Role]) -> None:
         self._divided = divided
-        changed = self.books.roster.assign(roles)
+        changed = self.cluster.load_index.assign(roles)
         if changed:
-            self.books.counters["role_changes"] += changed
+            self.cluster.counters["role_changes"] += changed
 
     def _wanted(self, now: float) -> float:
         """Workers that would keep up with reading."""
-        queued_s = self.books.roster.queued_tokens * self._token_s
+        queued_s = self.cluster.load_index.queued_tokens * self._token_s
         return self._work.at(now) / READ_SHARE + queued_s / DRAIN_S
 
     def _clear(self) -> None:
         """Ask those that only read for what they still write, as far as others have slots."""
-        roster = self.books.roster
-        running = self.books.requests.in_state(State.DECODING)
-        there = [entry for entry in running if roster.role_of(entry.worker) == "read"]
+        load_index = self.cluster.load_index
+        running = self.cluster.requests.in_state(State.DECODING)
+        there = [entry for entry in running if load_index.role_of(entry.worker) == "prefill"]
         if not there:
             return
-        room = roster.free_slots()
-        room.subtract(entry.final_arena for entry in there if entry.is_asked_back)
+        room = load_index.free_slots()
+        room.subtract(entry.final_arena for entry in there if entry.is_preempt_sent)
         for entry in there:
-            if room[entry.final_arena] > 0 and can_move(entry) and not entry.is_asked_back:
+            if room[entry.final_arena] > 0 and can_move(entry) and not entry.is_preempt_sent:
                 room[entry.final_arena] -= 1
-                entry.is_asked_back = True
-                self.books.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
+                entry.is_preempt_sent = True
+                self.cluster.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
 
 
 def _is_able(worker: WorkerLoad) -> bool:

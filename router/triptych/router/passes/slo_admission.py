@@ -40,35 +40,35 @@ class SloAdmission:
     Requests without an SLO, and those that were in work before, are let be.
     """
 
-    books: ClusterState
-    endings: RequestCompletion
+    cluster: ClusterState
+    completion: RequestCompletion
     _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     """When a request must have started, or ended: a heap."""
 
     def make(self, request: Request, due: float, now: float) -> SloState:
         """For a request that would lose patience at ``due``, SLOs aside."""
-        slo, pace = request.slo, self.books.pace
+        slo, latency = request.slo, self.cluster.latency
         if slo == NO_SLO or request.attempt:
             return SloState(due)
         forecast = self._forecast(request, due, now)
-        cautious = pace.cautious(forecast, now)
+        cautious = latency.cautious(forecast, now)
         wait_s = latest_start_s(slo, cautious)
         promise = SloState(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
         missed = miss(slo, cautious)
-        if missed is None or not self.books.requests.in_work:  # who else would say how it is now?
+        if missed is None or not self.cluster.requests.in_work:  # who else would say how it is now?
             return promise
         retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
         error = SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
         return replace(promise, refusal=error)
 
     def _forecast(self, request: Request, due: float, now: float) -> Forecast:
-        roster, line = self.books.roster, self.books.requests.line
-        busy = sum(roster.queue_tokens(address) for address in roster.best("prefill", 1))
-        ahead = line.ahead_of(request.tenant, due)
-        return self.books.pace.forecast(
+        load_index, queue = self.cluster.load_index, self.cluster.requests.queue
+        busy = sum(load_index.queue_tokens(address) for address in load_index.best("prefill", 1))
+        ahead = queue.ahead_of(request.tenant, due)
+        return self.cluster.latency.forecast(
             ahead=ahead,
-            concurrency=self.books.concurrency_with(ahead + 1),
-            read_tokens=busy + request.known_tokens,
+            concurrency=self.cluster.concurrency_with(ahead + 1),
+            prefill_tokens=busy + request.known_tokens,
             max_tokens=request.sampling.max_tokens,
             now=now,
         )
@@ -80,27 +80,27 @@ class SloAdmission:
         if entry.request.slo.deadline_s:
             heappush(self._times, (entry.arrived + entry.request.slo.deadline_s, entry.id))
 
-    def give_up(self, now: float) -> None:
+    def run(self, now: float) -> None:
         """End requests that should have started, or ended, by now."""
         while self._times and self._times[0][0] < now:
             _, name = heappop(self._times)
-            entry = self.books.requests.get(name)
+            entry = self.cluster.requests.get(name)
             if entry is None or entry.state is State.LEAVING:
                 continue
             slo = entry.request.slo
             if slo.deadline_s and now > entry.arrived + slo.deadline_s:
-                self.books.counters["slo:deadline_passed"] += 1
+                self.cluster.counters["slo:deadline_passed"] += 1
                 late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
-                self.endings.fail(entry, late, now)
+                self.completion.fail(entry, late, now)
             elif entry.state is State.WAITING and not entry.waits_with_pages:
-                self.books.counters["slo:waited_too_long"] += 1
-                would_be_s = now - entry.arrived + entry.forecast.read_s
-                self.books.pace.came(would_be_s, entry.forecast, now)
-                waiting = len(self.books.requests.line)
-                retry_s = self.books.drain.retry_after_s(waiting, now)
+                self.cluster.counters["slo:waited_too_long"] += 1
+                would_be_s = now - entry.arrived + entry.forecast.prefill_s
+                self.cluster.latency.record_ttft(would_be_s, entry.forecast, now)
+                waiting = len(self.cluster.requests.queue)
+                retry_s = self.cluster.drain.retry_after_s(waiting, now)
                 what, asked_s = _nearest(entry)
                 waited_s = now - entry.arrived
-                self.endings.fail(entry, SloUnmeetable(what, asked_s, waited_s, retry_s), now)
+                self.completion.fail(entry, SloUnmeetable(what, asked_s, waited_s, retry_s), now)
 
 
 def _nearest(entry: Entry) -> tuple[str, float]:

@@ -29,17 +29,17 @@ class StaticBatchDispatch(Dispatch):
     # ---------------------------------------------------------------- orphaned -> decoding
 
     def _resume_all(self, now: float) -> None:
-        orphans = self.books.requests.in_state(State.ORPHANED)
+        orphans = self.cluster.requests.in_state(State.ORPHANED)
         running = self._running() if orphans else Counter[str]()
         for entry in orphans:
-            address = self.books.roster.decode_in(entry.final_arena)
+            address = self.cluster.load_index.decode_in(entry.final_arena)
             if address is not None and self.schedule.decode.has_room(running[address]):
                 running[address] += 1
                 self._resume(entry, address, now)
 
     def _running(self) -> Counter[str]:
         """Requests that were sent to each decode worker."""
-        return Counter(entry.decode for entry in self.books.requests.in_state(State.DECODING))
+        return Counter(entry.decode for entry in self.cluster.requests.in_state(State.DECODING))
 
     # ---------------------------------------------------------------- compressed -> decoding
 
@@ -67,10 +67,10 @@ class StaticBatchDispatch(Dispatch):
         if gate.most is None:
             super()._compress_all(now)
             return
-        if self.books.roster.compressor("") is None:
+        if self.cluster.load_index.compressor("") is None:
             return
         of_arena = dict[str, list[Entry]]()
-        for entry in self.books.requests.in_state(State.PREFILLED):
+        for entry in self.cluster.requests.in_state(State.PREFILLED):
             of_arena.setdefault(entry.work_arena, []).append(entry)
         for rest in of_arena.values():
             while rest and gate.opens(len(rest), now - rest[0].since):
@@ -85,7 +85,7 @@ class StaticBatchDispatch(Dispatch):
     def _choose_compressor(self, holder: str, arena: str | None) -> str | None:
         if self.schedule.compress.most is None:
             return super()._choose_compressor(holder, arena)
-        return self.books.roster.idle_compressor(holder, arena)
+        return self.cluster.load_index.idle_compressor(holder, arena)
 
     # ---------------------------------------------------------------- waiting -> prefilling
 
@@ -96,11 +96,11 @@ class StaticBatchDispatch(Dispatch):
 
     def _admit(self, now: float) -> HeldBy:
         """Start batches as long as one is full or has waited long enough."""
-        line, gate = self.books.requests.line, self.schedule.prefill
+        queue, gate = self.cluster.requests.queue, self.schedule.prefill
         if gate.most is None:
             return super()._admit(now)
-        while (oldest := line.oldest_arrival()) is not None:
-            if not gate.opens(len(line), now - oldest):
+        while (oldest := queue.oldest_arrival()) is not None:
+            if not gate.opens(len(queue), now - oldest):
                 return "gathering"
             if blocked_reason := self._blocked_by_workers():
                 return blocked_reason
@@ -121,7 +121,7 @@ class StaticBatchDispatch(Dispatch):
             return choice, blocked_reason
         if self._lacks_encoder(entry, now):
             return None, "no_compressor"
-        arena = self.books.roster.arena_of(self._batch_worker)
+        arena = self.cluster.load_index.arena_of(self._batch_worker)
         if self._final_arena(entry, arena, now) is None:
             return None, "no_bytes"
         return Choice(self._batch_worker, "its_batch"), ""

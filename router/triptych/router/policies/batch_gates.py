@@ -6,7 +6,7 @@ from typing import Self
 
 from triptych.core.errors import ConfigError
 from triptych.router.policies.batching import BatchPolicy, fcfs
-from triptych.router.queue.waiting_queue import Line
+from triptych.router.queue.waiting_queue import QueueView
 from triptych.router.snapshot import Budget, Waiting
 
 STATIC = "static:"
@@ -57,9 +57,9 @@ class Schedule:
     is_adaptive: bool = False
     """Whether sizes follow what waits and what is free."""
 
-    def __call__(self, line: Line, budget: Budget) -> list[Waiting]:
+    def __call__(self, queue: QueueView, budget: Budget) -> list[Waiting]:
         """Choose as the policy does, so that a schedule may stand where a policy does."""
-        return self.choose(line, budget)
+        return self.choose(queue, budget)
 
     @property
     def has_batch_sizes(self) -> bool:

@@ -60,7 +60,7 @@ class Choice:
     reason: str
 
 
-class Readers(Protocol):
+class PrefillWorkers(Protocol):
     """Prefill workers with room for one prompt, at one moment, fewest tokens to read first.
 
     A worker that is silent, dead or full is not among them: it is asked again once it has room.
@@ -89,7 +89,7 @@ class Readers(Protocol):
         """Tokens that it reads before it would begin with this prompt, at the most."""
         ...
 
-    def read_s(self, tokens: int) -> float:
+    def prefill_s(self, tokens: int) -> float:
         """What reading so many tokens takes at present; 0 if nothing was measured for long."""
         ...
 
@@ -113,7 +113,7 @@ class Readers(Protocol):
 class PlacementPolicy(Protocol):
     """Chooses who reads a prompt. The same snapshot gives the same choice."""
 
-    def __call__(self, ask: Ask, readers: Readers, /) -> Choice | None:
+    def __call__(self, ask: Ask, readers: PrefillWorkers, /) -> Choice | None:
         """One of ``readers`` that takes the prompt; None: it waits for another moment.
 
         While it waits, so do those behind it in the line.
@@ -121,13 +121,13 @@ class PlacementPolicy(Protocol):
         ...
 
 
-def least_bytes(_ask: Ask, readers: Readers) -> Choice | None:
+def least_bytes(_ask: Ask, readers: PrefillWorkers) -> Choice | None:
     """The worker with the fewest tokens to read whose arena has the bytes."""
     found = _first(readers)
     return Choice(found, "fewest_tokens") if found else None
 
 
-def power_of_two(ask: Ask, readers: Readers) -> Choice | None:
+def power_of_two(ask: Ask, readers: PrefillWorkers) -> Choice | None:
     """The less loaded of two workers that a hash of the request's id picks.
 
     Source: Mitzenmacher, 2001 (the power of two choices)
@@ -141,7 +141,7 @@ def power_of_two(ask: Ask, readers: Readers) -> Choice | None:
     return least_bytes(ask, readers)
 
 
-def prefix_affinity(ask: Ask, readers: Readers) -> Choice | None:
+def prefix_affinity(ask: Ask, readers: PrefillWorkers) -> Choice | None:
     """Where fewest tokens are left to read before the first token: own ones, less cached ones.
 
     So a cached beginning attracts a prompt for as long as the queue there costs less than it saves.
@@ -158,7 +158,7 @@ def prefix_affinity(ask: Ask, readers: Readers) -> Choice | None:
     return Choice(chosen, "cached" if cached else "fewest_tokens")
 
 
-def single_hash(ask: Ask, readers: Readers) -> Choice | None:
+def single_hash(ask: Ask, readers: PrefillWorkers) -> Choice | None:
     """Always where one hash of the prompt's beginning says, however long the queue: a baseline.
 
     If nobody there has room, the prompt waits, and the line behind it.
@@ -169,7 +169,7 @@ def single_hash(ask: Ask, readers: Readers) -> Choice | None:
     return least_bytes(ask, readers)
 
 
-def dualmap(ask: Ask, readers: Readers) -> Choice | None:
+def dualmap(ask: Ask, readers: PrefillWorkers) -> Choice | None:
     """Of two homes of the prompt's beginning the one that has more of it, unless that is too late.
 
     If the first token would come after ``ask.ttft_s`` there, the prompt goes where it comes
@@ -184,7 +184,7 @@ def dualmap(ask: Ask, readers: Readers) -> Choice | None:
     able = [found for home in homes if (found := readers.best_in(home))]
     if able:
         affine = max(able, key=lambda worker: readers.cached_tokens(readers.arena(worker)))
-        if readers.read_s(_work(ask, readers, affine)) <= ask.ttft_s:
+        if readers.prefill_s(_work(ask, readers, affine)) <= ask.ttft_s:
             return Choice(affine, "affine")
     others = _holding(readers, readers.holders())
     least = _first(readers)
@@ -214,20 +214,20 @@ def affinity_key(ask: Ask) -> bytes:
     return keys[-1] if keys else ask.request.id.encode()
 
 
-def _first(readers: Readers) -> str | None:
+def _first(readers: PrefillWorkers) -> str | None:
     for worker in readers:  # a generator costs as much again
         if readers.takes(worker):
             return worker
     return None
 
 
-def _holding(readers: Readers, holders: Mapping[str, int]) -> list[str]:
+def _holding(readers: PrefillWorkers, holders: Mapping[str, int]) -> list[str]:
     """The best workers of the arenas that have most of a prompt."""
     nearest = nsmallest(HOLDERS, holders, key=lambda arena: (-holders[arena], arena))
     return [found for arena in nearest if (found := readers.best_in(arena))]
 
 
-def _work(ask: Ask, readers: Readers, worker: str) -> int:
+def _work(ask: Ask, readers: PrefillWorkers, worker: str) -> int:
     """Tokens that are read at a worker until the prompt has its first token."""
     cached = readers.cached_tokens(readers.arena(worker))
     return readers.tokens_before(worker) + max(1, ask.tokens - cached)

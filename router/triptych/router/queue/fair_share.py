@@ -17,7 +17,7 @@ MOST_IDLE = 1024
 
 def in_turns(
     used: Mapping[str, float],
-    lines: Mapping[str, Sequence[T]],
+    queues: Mapping[str, Sequence[T]],
     price: Callable[[str, T], float],
 ) -> Iterator[T]:
     """Merge the lines of tenants: whoever has used least is next, and pays for what is taken.
@@ -29,15 +29,15 @@ def in_turns(
     Source: start-time fair queueing (Goyal, Vin and Cheng 1996); for LLM serving VTC (Sheng et
     al., OSDI 2024), which counts tokens where we count bytes held times seconds
     """
-    spent = {name: used[name] for name, line in lines.items() if line}
+    spent = {name: used[name] for name, queue in queues.items() if queue}
     taken = dict.fromkeys(spent, 0)
     while spent:
         name = min(spent, key=lambda one: (spent[one], one))
-        one = lines[name][taken[name]]
+        one = queues[name][taken[name]]
         yield one
         taken[name] += 1
         spent[name] += price(name, one)
-        if taken[name] == len(lines[name]):
+        if taken[name] == len(queues[name]):
             del spent[name]
 
 

@@ -11,7 +11,7 @@ from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Waiting
 
 
-class Line(Protocol):
+class QueueView(Protocol):
     """Who waits. Each order is read lazily: a policy that stops early pays for what it read.
 
     In every order tenants take turns by what they have used, and of one tenant those that lost
@@ -74,9 +74,9 @@ class ListedQueue:
         of_tenant = dict[str, list[Waiting]]()
         for one in self.waiting:
             of_tenant.setdefault(one.tenant, []).append(one)
-        lines = {name: of_one_tenant(own, key) for name, own in of_tenant.items()}
-        used = {name: self.used.get(name, 0.0) for name in lines}
-        return in_turns(used, lines, self._price)
+        queues = {name: of_one_tenant(own, key) for name, own in of_tenant.items()}
+        used = {name: self.used.get(name, 0.0) for name in queues}
+        return in_turns(used, queues, self._price)
 
     def _price(self, tenant: str, one: Waiting) -> float:
         return one.bytes * self.hold_s / self.weights.get(tenant, 1.0)
@@ -261,14 +261,14 @@ class WaitingQueue:
 class QueueNow:
     """A waiting line at one moment."""
 
-    line: WaitingQueue
+    queue: WaitingQueue
     now: float
 
     def __len__(self) -> int:
-        return len(self.line)
+        return len(self.queue)
 
     def in_order(self) -> Iterator[Waiting]:
-        return self.line.read(lambda lane: iter(lane.by_place), self.now)
+        return self.queue.read(lambda lane: iter(lane.by_place), self.now)
 
     def smallest_first(self) -> Iterator[Waiting]:
-        return self.line.read(lambda lane: iter(lane.by_bytes), self.now)
+        return self.queue.read(lambda lane: iter(lane.by_bytes), self.now)

@@ -104,7 +104,7 @@ class _Record:
     cached_tokens: int | None = None
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
 
-    def life(self) -> RequestTrace:
+    def trace(self) -> RequestTrace:
         return RequestTrace(
             request=self.request,
             number=self.number,
@@ -132,12 +132,12 @@ class History:
     _count: int = 0
 
     def __iter__(self) -> Iterator[RequestTrace]:
-        return (record.life() for record in self._records.values())
+        return (record.trace() for record in self._records.values())
 
     def latest(self, count: int) -> list[RequestTrace]:
         """The newest ``count``, first come first."""
         skipped = max(0, len(self._records) - count)
-        return [record.life() for record in islice(self._records.values(), skipped, None)]
+        return [record.trace() for record in islice(self._records.values(), skipped, None)]
 
     def of(self, client_id: str) -> list[RequestTrace]:
         """Those with this id, or that a client's request with this id was made into.
@@ -146,7 +146,7 @@ class History:
         """
         parts = (f"{client_id}-", f"{client_id}~")
         return [
-            record.life()
+            record.trace()
             for name, record in self._records.items()
             if name == client_id or name.startswith(parts)
         ]

@@ -1,6 +1,6 @@
 """Every worker's load, counted as requests move, and who of a stage is next: no look at them all.
 
-``placement.py`` says in plain words whom to choose, ``books.worker_loads`` what a load is; the
+``placement.py`` says in plain words whom to choose, ``cluster.worker_loads`` what a load is; the
 tests compare. Here each change costs O(log n), and so does each choice.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 from triptych.core.messages import Register
 from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Role, WorkerLoad
-from triptych.router.state.request_table import Entry, State, compressor_of, is_being_read
+from triptych.router.state.request_table import Entry, State, compressor_of, is_prefilling
 
 Fits = Callable[[str], bool]
 """Whether an arena has room for what is to be booked."""
@@ -27,7 +27,7 @@ class Share:
     compressed_at: str = ""
     slot_at: str = ""
     tokens: int = 0
-    to_read: int = 0
+    uncached: int = 0
     """Those of ``tokens`` that are probably not cached."""
     needs_slot: bool = False
     """It was let in, and no decode worker is chosen yet."""
@@ -52,7 +52,7 @@ class LoadIndex:
     """Requests that were let in and have no decode worker yet."""
     open_slots: int = 0
     """Free slots of all decode workers that take requests."""
-    writers: int = 0
+    decode_workers: int = 0
     """Decode workers, full ones too."""
     queued_tokens: int = 0
     """Prompt tokens that were sent to workers and are not read yet, without what is cached."""
@@ -60,7 +60,7 @@ class LoadIndex:
     """What is used in the arenas of workers."""
     arenas: Counter[str] = field(default_factory=Counter[str])
     """Workers of each arena."""
-    reading_arenas: Counter[str] = field(default_factory=Counter[str])
+    prefill_arenas: Counter[str] = field(default_factory=Counter[str])
     """Prefill workers of each arena, full ones too."""
     generation: int = 0
     """Counts the changes of which arenas have prefill workers."""
@@ -106,28 +106,28 @@ class LoadIndex:
 
     # ---------------------------------------------------------------- what changes
 
-    def join(self, hello: Register) -> None:
+    def join(self, registration: Register) -> None:
         """A worker came, or introduced itself again."""
-        if not hello.stages:
+        if not registration.stages:
             return
-        before = self._workers.get(hello.address)
+        before = self._workers.get(registration.address)
         if before is not None:
             self._count_arena(before, -1)
             self._withdraw(before)
-        self._workers[hello.address] = hello
-        self._count_arena(hello, +1)
-        self._place(hello.address)
+        self._workers[registration.address] = registration
+        self._count_arena(registration, +1)
+        self._place(registration.address)
 
     def leave(self, address: str) -> None:
         """A worker died."""
-        hello = self._workers.pop(address, None)
+        registration = self._workers.pop(address, None)
         self._roles.pop(address, None)
         self._fresh.pop(address, None)
-        if hello is not None:
-            self._withdraw(hello)
-            self._count_arena(hello, -1)
+        if registration is not None:
+            self._withdraw(registration)
+            self._count_arena(registration, -1)
 
-    def heard(self, address: str, now: float) -> bool:
+    def record_report(self, address: str, now: float) -> bool:
         """A worker reported; whether it takes requests again that took none before."""
         if address not in self._workers:
             return False
@@ -181,7 +181,7 @@ class LoadIndex:
         """How many of them, from the first on, have room for a prompt of so many tokens.
 
         A worker takes prompts of ``limit_tokens`` in all; a longer one it takes alone, but lets
-        short ones overtake it, chunk by chunk (``Readers.tokens_before``).
+        short ones overtake it, chunk by chunk (``PrefillWorkers.tokens_before``).
         """
         ranking = self._prefill[arena]
         return ranking.count_below((max(0, limit_tokens - tokens) + 1, ""))
@@ -192,7 +192,7 @@ class LoadIndex:
 
     def has_stage(self, stage: str) -> bool:
         """Whether any worker of a stage is there, full or not."""
-        return any(stage in hello.stages for hello in self._workers.values())
+        return any(stage in registration.stages for registration in self._workers.values())
 
     def has_compressor(self, arena: str) -> bool:
         """Whether any compressor stores in an arena, full or not."""
@@ -219,13 +219,13 @@ class LoadIndex:
         """Of one arena the decode worker with most free slots."""
         return self._decode[arena].first()
 
-    def crowded(self, more: int) -> list[str]:
+    def imbalanced(self, more: int) -> list[str]:
         """Of each arena the fullest decode worker, if it has ``more`` requests than another one."""
         at = defaultdict[str, list[tuple[int, str, str]]](list)
         for address in self._fresh:
-            hello = self._workers[address]
-            if "decode" in hello.stages and self.role_of(address) != "read":
-                at[hello.arena].append((self._slots[address], hello.name, address))
+            registration = self._workers[address]
+            if "decode" in registration.stages and self.role_of(address) != "prefill":
+                at[registration.arena].append((self._slots[address], registration.name, address))
         ends = [(min(workers), max(workers)) for workers in at.values()]
         return [fullest[2] for emptiest, fullest in ends if fullest[0] - emptiest[0] >= more]
 
@@ -291,12 +291,12 @@ class LoadIndex:
 
     def loads(self) -> Iterator[WorkerLoad]:
         """Every worker, as it introduced itself first to last."""
-        for address, hello in self._workers.items():
+        for address, registration in self._workers.items():
             yield WorkerLoad(
-                name=hello.name,
+                name=registration.name,
                 address=address,
-                arena=hello.arena,
-                stages=hello.stages,
+                arena=registration.arena,
+                stages=registration.stages,
                 is_full=address not in self._fresh,
                 prefill_tokens=self._read[address],
                 queue_tokens=self._queue[address],
@@ -315,10 +315,10 @@ class LoadIndex:
         self._shares[request] = share
         for one, sign in ((before, -1), (share, +1)):
             self._add(self._read, one.read_at, sign * one.tokens)
-            self._add(self._queue, one.read_at, sign * min(one.to_read, self.long_tokens))
+            self._add(self._queue, one.read_at, sign * min(one.uncached, self.long_tokens))
             self._add(self._compressed, one.compressed_at, sign * one.tokens)
             self._add(self._slots, one.slot_at, sign)
-            self.queued_tokens += sign * one.to_read * bool(one.read_at)
+            self.queued_tokens += sign * one.uncached * bool(one.read_at)
             self.needs_slot += sign * one.needs_slot
         touched = {before.read_at, before.compressed_at, before.slot_at}
         for address in touched | {share.read_at, share.compressed_at, share.slot_at}:
@@ -336,37 +336,37 @@ class LoadIndex:
         """Rank a worker where it belongs now; one that is full is ranked nowhere."""
         if address not in self._fresh:
             return
-        hello, role = self._workers[address], self.role_of(address)
-        if "prefill" in hello.stages:
-            reads = role != "write" or not self._slots[address]
-            for arena in (None, hello.arena):
+        registration, role = self._workers[address], self.role_of(address)
+        if "prefill" in registration.stages:
+            reads = role != "decode" or not self._slots[address]
+            for arena in (None, registration.arena):
                 if reads:
-                    self._prefill[arena].put(address, (self._queue[address], hello.name))
+                    self._prefill[arena].put(address, (self._queue[address], registration.name))
                 else:
                     self._prefill[arena].discard(address)
-        if "compress" in hello.stages:
-            for arena in (None, hello.arena):
-                self._compress[arena].put(address, (self._compressed[address], hello.name))
-        if "decode" in hello.stages:
-            free = self.slots_of(hello.max_requests) - self._slots[address]
-            self._set_free(hello, 0 if role == "read" else max(0, free))
+        if "compress" in registration.stages:
+            for arena in (None, registration.arena):
+                self._compress[arena].put(address, (self._compressed[address], registration.name))
+        if "decode" in registration.stages:
+            free = self.slots_of(registration.max_requests) - self._slots[address]
+            self._set_free(registration, 0 if role == "prefill" else max(0, free))
 
-    def _withdraw(self, hello: Register) -> None:
-        for arena in (None, hello.arena):
-            self._prefill[arena].discard(hello.address)
-            self._compress[arena].discard(hello.address)
-        self._set_free(hello, 0)
+    def _withdraw(self, registration: Register) -> None:
+        for arena in (None, registration.arena):
+            self._prefill[arena].discard(registration.address)
+            self._compress[arena].discard(registration.address)
+        self._set_free(registration, 0)
 
-    def _set_free(self, hello: Register, free: int) -> None:
-        address, before = hello.address, self._free.pop(hello.address, 0)
+    def _set_free(self, registration: Register, free: int) -> None:
+        address, before = registration.address, self._free.pop(registration.address, 0)
         self.open_slots += free - before
-        ranking = self._decode[hello.arena]
+        ranking = self._decode[registration.arena]
         if free:
             self._free[address] = free
-            ranking.put(address, (-free, hello.name))
+            ranking.put(address, (-free, registration.name))
         else:
             ranking.discard(address)
-        self._rank_arena(hello.arena)
+        self._rank_arena(registration.arena)
 
     def _rank_arena(self, arena: str) -> None:
         ranking = self._decode[arena]
@@ -376,12 +376,12 @@ class LoadIndex:
         else:
             self._open_arenas.put(arena, (self.used(arena), *ranking.key(best)))
 
-    def _count_arena(self, hello: Register, change: int) -> None:
-        arena = hello.arena
-        self.writers += change * ("decode" in hello.stages)
-        if "compress" in hello.stages:
+    def _count_arena(self, registration: Register, change: int) -> None:
+        arena = registration.arena
+        self.decode_workers += change * ("decode" in registration.stages)
+        if "compress" in registration.stages:
             self._compressors[arena] += change
-        if "prefill" in hello.stages:
+        if "prefill" in registration.stages:
             self._count_reader(arena, change)
         before = self.arenas[arena]
         self.arenas[arena] += change
@@ -394,18 +394,18 @@ class LoadIndex:
             self._raw_arenas.discard(arena)
 
     def _count_reader(self, arena: str, change: int) -> None:
-        was_there = arena in self.reading_arenas
-        self._add(self.reading_arenas, arena, change)
-        self.generation += was_there != (arena in self.reading_arenas)
+        was_there = arena in self.prefill_arenas
+        self._add(self.prefill_arenas, arena, change)
+        self.generation += was_there != (arena in self.prefill_arenas)
 
 
 def share_of(entry: Entry) -> Share:
-    """What a request counts for, by the same rules as ``books.worker_loads``."""
+    """What a request counts for, by the same rules as ``cluster.worker_loads``."""
     return Share(
-        read_at=entry.worker if is_being_read(entry) else "",
+        read_at=entry.worker if is_prefilling(entry) else "",
         compressed_at=compressor_of(entry),
         slot_at=entry.decode,
         tokens=entry.prompt_tokens,
-        to_read=entry.tokens_to_read,
+        uncached=entry.uncached_tokens,
         needs_slot=not entry.decode and entry.state not in (State.WAITING, State.LEAVING),
     )

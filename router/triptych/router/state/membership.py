@@ -17,7 +17,7 @@ LONG_STEP_S = 60.0
 class Peer:
     """A process that introduced itself."""
 
-    hello: Register
+    registration: Register
     reported: float = -inf
     """When its last report came."""
     report: Report | None = None
@@ -25,11 +25,11 @@ class Peer:
 
     @property
     def name(self) -> str:
-        return self.hello.name
+        return self.registration.name
 
     @property
     def address(self) -> str:
-        return self.hello.address
+        return self.registration.address
 
 
 @dataclass
@@ -57,23 +57,23 @@ class Membership:
         """The name of the peer at an address."""
         return self._peers[address].name
 
-    def replaced_by(self, hello: Register) -> list[str]:
-        """Addresses whose process must be dead if ``hello`` is true."""
+    def replaced_by(self, registration: Register) -> list[str]:
+        """Addresses whose process must be dead if ``registration`` is true."""
         return [
             peer.address
             for peer in self
-            if (peer.name == hello.name) != (peer.address == hello.address)
+            if (peer.name == registration.name) != (peer.address == registration.address)
         ]
 
-    def join(self, hello: Register) -> None:
+    def join(self, registration: Register) -> None:
         """Take in a peer; one that was known and says hello again keeps its report."""
-        peer = self._peers.get(hello.address)
+        peer = self._peers.get(registration.address)
         if peer is None:
-            peer = self._peers[hello.address] = Peer(hello)
+            peer = self._peers[registration.address] = Peer(registration)
         else:
-            self._count(peer.hello, -1)
-            peer.hello = hello
-        self._count(hello, +1)
+            self._count(peer.registration, -1)
+            peer.registration = registration
+        self._count(registration, +1)
 
     def note(self, report: Report, sender: str, now: float) -> bool:
         """Take a worker's report; False if no such worker is known at ``sender``."""
@@ -103,9 +103,9 @@ class Membership:
         """Forget a peer that died; returns who it was."""
         peer = self._peers.pop(address, None)
         if peer is not None:
-            self._count(peer.hello, -1)
-        for stage in peer.hello.stages if peer else ():
-            self._left[stage, peer.hello.arena if peer else ""] = now
+            self._count(peer.registration, -1)
+        for stage in peer.registration.stages if peer else ():
+            self._left[stage, peer.registration.arena if peer else ""] = now
         return peer
 
     def is_full(self, peer: Peer, now: float) -> bool:
@@ -126,9 +126,9 @@ class Membership:
         )
         return max(times, default=-inf)
 
-    def _count(self, hello: Register, change: int) -> None:
-        for stage in hello.stages:
-            self._there[stage, hello.arena] += change
+    def _count(self, registration: Register, change: int) -> None:
+        for stage in registration.stages:
+            self._there[stage, registration.arena] += change
             self._there[stage, None] += change
 
 

@@ -92,11 +92,11 @@ class Entry:
     """The compressor's; the decode worker's, once it has fetched the pages from there."""
     final_arena: str = ""
     """The decode worker's."""
-    words: tuple[int, ...] = ()
+    output_tokens: tuple[int, ...] = ()
     """Tokens of the answer that the next decode worker must know."""
     memory: tuple[float, ...] = ()
     """What plug-ins of the decode step remember of it."""
-    is_asked_back: bool = False
+    is_preempt_sent: bool = False
     """Whether its decode worker was told to put it on offer."""
     is_preempted: bool = False
     """Whether it was set aside, or is about to be, for one that is more urgent."""
@@ -139,7 +139,7 @@ class Entry:
         return self.request.known_tokens
 
     @property
-    def tokens_to_read(self) -> int:
+    def uncached_tokens(self) -> int:
         """Those of the prompt that are probably not cached."""
         return max(1, self.prompt_tokens - self.cached_tokens)
 
@@ -150,14 +150,14 @@ class Entry:
         return list(dict.fromkeys(address for address in may_hold if address))
 
 
-def is_being_read(entry: Entry) -> bool:
+def is_prefilling(entry: Entry) -> bool:
     """Whether its prompt is in the queue of a prefill worker."""
     return entry.state is State.PREFILLING or (
         entry.state is State.LEAVING and entry.stage == "prefill"
     )
 
 
-def is_being_compressed(entry: Entry) -> bool:
+def is_compressing(entry: Entry) -> bool:
     """Whether it is in the queue of a compressor."""
     if entry.state is State.LEAVING:
         return entry.stage == "compress"
@@ -166,7 +166,7 @@ def is_being_compressed(entry: Entry) -> bool:
 
 def compressor_of(entry: Entry) -> str:
     """The compressor in whose queue it is, all of it or some layers; empty if there is none."""
-    return entry.worker if is_being_compressed(entry) else entry.encoder
+    return entry.worker if is_compressing(entry) else entry.encoder
 
 
 def _nothing(_entry: Entry) -> None:
@@ -180,7 +180,7 @@ class Requests:
     on_change: Callable[[Entry], None] = _nothing
     """Told of each entry that moved."""
     on_removal: Callable[[Entry], None] = _nothing
-    line: WaitingQueue = field(default_factory=WaitingQueue)
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
     """Those that wait, in the orders in which policies read them."""
     history: History = field(default_factory=History)
     _by_id: dict[str, Entry] = field(default_factory=dict[str, Entry])
@@ -211,7 +211,7 @@ class Requests:
         self._by_state[entry.state][entry.id] = entry
         if in_front:
             self._by_state[entry.state].move_to_end(entry.id, last=False)
-        self._line_up(entry, entry.sizes.peak, in_front=in_front)
+        self._enqueue(entry, entry.sizes.peak, in_front=in_front)
         self.history.begin(entry.request, entry.state.value, entry.since)
         self.on_change(entry)
 
@@ -219,10 +219,10 @@ class Requests:
         """Put an entry back into the line with pages that it keeps."""
         entry.kept_bytes = kept_bytes
         self.move(entry, State.WAITING, now)
-        self._line_up(entry, max(0, entry.sizes.grown - kept_bytes), in_front=False)
+        self._enqueue(entry, max(0, entry.sizes.grown - kept_bytes), in_front=False)
 
-    def _line_up(self, entry: Entry, size: int, *, in_front: bool) -> None:
-        self.line.add(
+    def _enqueue(self, entry: Entry, size: int, *, in_front: bool) -> None:
+        self.queue.add(
             entry.id,
             size,
             entry.arrived,
@@ -235,11 +235,11 @@ class Requests:
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""
-        self.line.discard(entry.id)
+        self.queue.discard(entry.id)
         self.accrue(entry, now)
         if entry.state is State.WAITING and state is State.PREFILLING:
-            entry.charged_byte_s = entry.sizes.peak * self.line.accounts.hold_s
-            self.line.accounts.serve(entry.request.tenant, entry.charged_byte_s)
+            entry.charged_byte_s = entry.sizes.peak * self.queue.accounts.hold_s
+            self.queue.accounts.serve(entry.request.tenant, entry.charged_byte_s)
         self._leave_state(entry)
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
@@ -258,13 +258,13 @@ class Requests:
         entry.spent_byte_s += entry.held_bytes * (now - entry.since)
         more = entry.spent_byte_s - entry.charged_byte_s
         if more > 0:
-            self.line.accounts.charge(entry.request.tenant, more)
+            self.queue.accounts.charge(entry.request.tenant, more)
             entry.charged_byte_s = entry.spent_byte_s
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry; its tenant gets back what was charged and not used."""
-        self.line.discard(entry.id)
-        accounts, tenant = self.line.accounts, entry.request.tenant
+        self.queue.discard(entry.id)
+        accounts, tenant = self.queue.accounts, entry.request.tenant
         if entry.charged_byte_s:
             accounts.charge(tenant, entry.spent_byte_s - entry.charged_byte_s)
             accounts.learn(entry.spent_byte_s / entry.sizes.peak)

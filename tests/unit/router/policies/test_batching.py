@@ -18,7 +18,7 @@ def budget(free_bytes: int, max_requests: int = 99) -> Budget:
     return Budget(free_bytes=free_bytes, max_requests=max_requests)
 
 
-def line(*sizes_and_waits: tuple[int, float]) -> ListedQueue:
+def queue(*sizes_and_waits: tuple[int, float]) -> ListedQueue:
     return ListedQueue(
         [
             Waiting(f"r{i}", size, waited, slack_s=PATIENCE_S - waited)
@@ -32,38 +32,38 @@ def names(batch: list[Waiting]) -> list[str]:
 
 
 lines = st.lists(st.tuples(st.integers(1, 100), st.floats(0, 10)), max_size=30).map(
-    lambda items: line(*sorted(items, key=lambda item: -item[1]))
+    lambda items: queue(*sorted(items, key=lambda item: -item[1]))
 )
 budgets = st.builds(budget, st.integers(0, 1000), st.integers(0, 20))
 
 
 def test_greedy_takes_the_smallest_of_the_whole_line_first() -> None:
-    waiting = line((50, 3), (10, 2), (30, 1), (20, 0))
+    waiting = queue((50, 3), (10, 2), (30, 1), (20, 0))
     assert names(greedy_by_memory(waiting, budget(60))) == ["r1", "r3", "r2"]
 
 
 def test_nothing_overtakes_a_request_that_lost_patience() -> None:
-    waiting = line((80, 6), (10, 2))
+    waiting = queue((80, 6), (10, 2))
     assert greedy_by_memory(waiting, budget(60)) == []
 
 
 def test_late_requests_go_first_oldest_first() -> None:
-    waiting = line((30, 7), (20, 6), (10, 1))
+    waiting = queue((30, 7), (20, 6), (10, 1))
     assert names(greedy_by_memory(waiting, budget(100))) == ["r0", "r1", "r2"]
 
 
 def test_equal_sizes_keep_the_order_of_arrival() -> None:
-    waiting = line((10, 3), (10, 2), (10, 1))
+    waiting = queue((10, 3), (10, 2), (10, 1))
     assert names(greedy_by_memory(waiting, budget(20))) == ["r0", "r1"]
 
 
 def test_fcfs_stops_at_the_first_that_does_not_fit() -> None:
-    waiting = line((10, 3), (80, 2), (10, 1))
+    waiting = queue((10, 3), (80, 2), (10, 1))
     assert names(fcfs(waiting, budget(60))) == ["r0"]
 
 
 def test_no_more_requests_than_slots() -> None:
-    waiting = line((1, 3), (1, 2), (1, 1))
+    waiting = queue((1, 3), (1, 2), (1, 1))
     assert len(greedy_by_memory(waiting, budget(60, max_requests=2))) == 2
     assert fcfs(waiting, budget(60, max_requests=0)) == []
 
@@ -103,7 +103,7 @@ def test_greedy_packs_at_least_as_many_bytes_as_fcfs(waiting: ListedQueue, free_
 
 
 def test_where_the_oldest_fill_more_bytes_they_go_first() -> None:
-    waiting = line((90, 3), (20, 2), (30, 1), (5, 0))
+    waiting = queue((90, 3), (20, 2), (30, 1), (5, 0))
     assert names(greedy_by_memory(waiting, budget(100))) == ["r0", "r3"]
 
 

@@ -13,7 +13,7 @@ BATCH_POLICIES = Registry[BatchPolicy](
         "greedy_by_memory": "triptych.router.policies.batching:greedy_by_memory",
         "fcfs": "triptych.router.policies.batching:fcfs",
         "fifo": "triptych.router.policies.batching:fcfs",  # an alias
-        "dynamic": "triptych.router.policies.dynamic:DYNAMIC",
+        "dynamic": "triptych.router.policies.batch_gates:DYNAMIC",
     },
 )
 PLACEMENT_POLICIES = Registry[PlacementPolicy](

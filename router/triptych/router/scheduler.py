@@ -306,8 +306,8 @@ class Scheduler:
             cluster.latency.reset_start_gap()
         patience_s, ageing_s = self._config.patience_s, self._config.ageing_s
         due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
-        promise = self._slo_admission.make(request, due, now)
-        refusal = self._refusal(request, sizes, now) or promise.refusal
+        slo, slo_refusal = self._slo_admission.assess(request, due, now)
+        refusal = self._refusal(request, sizes, now) or slo_refusal
         if refusal is None:
             entry = Entry(
                 request=request,
@@ -315,9 +315,7 @@ class Scheduler:
                 whole=None if sizes is whole else whole,
                 arrived=now,
                 since=now,
-                due=promise.due,
-                latest=promise.latest,
-                forecast=promise.forecast,
+                slo=slo,
             )
             cluster.requests.add(entry)
             self._slo_admission.watch(entry)
@@ -368,13 +366,18 @@ class Scheduler:
             return
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
-            entry.output_tokens, entry.handle = (message.first_token,), message.handle
-            entry.memory = ()
-            entry.token_s, entry.read_at = message.token_s, now
-            entry.concurrency_s = self._cluster.latency.concurrency_s
-            entry.hit_tokens = message.cached_tokens
-            self._cluster.latency.record_prefill(now - entry.since, entry.ahead_tokens, now)
-            self._cluster.latency.record_ttft(now - entry.arrived, entry.forecast, now)
+            entry.transfer.output_tokens, entry.transfer.handle = (
+                (message.first_token,),
+                message.handle,
+            )
+            entry.transfer.plugin_memory = ()
+            entry.transfer.token_s, entry.transfer.first_token_at = message.token_s, now
+            entry.transfer.concurrency_s = self._cluster.latency.concurrency_s
+            entry.transfer.hit_tokens = message.cached_tokens
+            self._cluster.latency.record_prefill(
+                now - entry.since, entry.placement.ahead_tokens, now
+            )
+            self._cluster.latency.record_ttft(now - entry.arrived, entry.slo.forecast, now)
             self._roles.record_prefill(entry, now)
             self._cluster.requests.history.cached(entry.id, message.cached_tokens)
             self._cluster.requests.move(entry, State.PREFILLED, now)
@@ -383,26 +386,33 @@ class Scheduler:
         entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
         if entry is None:
             return
-        entry.source_worker = ""
+        entry.transfer.source_worker = ""
         page_bytes, ledger = self._model.plan.page_bytes, self._cluster.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
         entry.sizes = entry.sizes.corrected(own, shared)
-        entry.raw_arena = entry.work_arena  # if it was another one, the pages were fetched
+        entry.placement.raw_arena = (
+            entry.placement.work_arena
+        )  # if it was another one, the pages were fetched
         lines = lines_before_encoding(
-            entry.sizes, entry.raw_arena, entry.work_arena, entry.final_arena
+            entry.sizes,
+            entry.placement.raw_arena,
+            entry.placement.work_arena,
+            entry.placement.final_arena,
         )
         if ledger.book(entry.id, lines):
             self._cluster.requests.move(entry, State.PLANNED, now)
         else:
             self._cluster.counters["estimate_too_low"] += 1
-            free = ledger.free(entry.final_arena) // page_bytes
+            free = ledger.free(entry.placement.final_arena) // page_bytes
             self._completion.fail(entry, PoolExhausted(message.pages, free), now)
 
     def _compressed(self, message: Compressed, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
         if entry is not None:
-            entry.handle, entry.report = message.handle, message.report
-            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
+            entry.transfer.handle, entry.transfer.report = message.handle, message.report
+            lines = lines_after_encoding(
+                entry.sizes, entry.placement.work_arena, entry.placement.final_arena
+            )
             self._cluster.ledger.book(entry.id, lines)
             self._cluster.requests.move(entry, State.COMPRESSED, now)
 
@@ -414,17 +424,22 @@ class Scheduler:
             return
         self._cluster.counters["fetched"] += 1
         if entry.state is State.DECODING:
-            entry.source_worker, entry.work_arena = "", entry.final_arena
+            entry.transfer.source_worker, entry.placement.work_arena = (
+                "",
+                entry.placement.final_arena,
+            )
             entry.sizes = entry.sizes.moved()
-            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
+            lines = lines_after_encoding(
+                entry.sizes, entry.placement.work_arena, entry.placement.final_arena
+            )
             self._cluster.ledger.book(entry.id, lines)
 
     def _resumed(self, message: Resumed, sender: str) -> None:
         entry = self._cluster.requests.get(message.request)
-        if entry is not None and entry.worker == sender and entry.previous_worker:
-            is_from_the_dead = entry.previous_worker in self._cluster.dead_workers
+        if entry is not None and entry.worker == sender and entry.transfer.previous_worker:
+            is_from_the_dead = entry.transfer.previous_worker in self._cluster.dead_workers
             self._cluster.counters["resumed" if is_from_the_dead else "moved"] += 1
-            entry.previous_worker = entry.source_worker = ""
+            entry.transfer.previous_worker = entry.transfer.source_worker = ""
         else:
             self._cluster.counters["stray_resumed"] += 1
 
@@ -432,10 +447,17 @@ class Scheduler:
         entry = self._expect(message.request, sender, State.DECODING, "stray_suspended")
         if entry is not None:
             self._cluster.counters["suspended"] += 1
-            entry.output_tokens, entry.handle = message.output_tokens, message.handle
-            entry.memory = message.memory
-            entry.source_worker, entry.decode, entry.is_preempt_sent = "", "", False
-            entry.previous_worker = self._cluster.membership.name_of(sender)
+            entry.transfer.output_tokens, entry.transfer.handle = (
+                message.output_tokens,
+                message.handle,
+            )
+            entry.transfer.plugin_memory = message.memory
+            entry.transfer.source_worker, entry.placement.decode_worker, entry.is_preempt_sent = (
+                "",
+                "",
+                False,
+            )
+            entry.transfer.previous_worker = self._cluster.membership.name_of(sender)
             if entry.is_preempted:
                 self._requeue_with_pages(entry, message.handle, now)
             else:
@@ -445,7 +467,7 @@ class Scheduler:
         """Free what the request does not have yet, and let it wait with what it has."""
         most = self._model.estimate(handle.tokens, max_tokens=0).grown
         kept = min(most, entry.sizes.grown)
-        self._cluster.ledger.book(entry.id, {entry.final_arena: kept})
+        self._cluster.ledger.book(entry.id, {entry.placement.final_arena: kept})
         self._cluster.requests.preempt(entry, kept, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
@@ -456,16 +478,16 @@ class Scheduler:
             self._completion.settle(entry, sender)
         elif sender == entry.worker:
             self._finished_at_worker(entry, message, now)
-        elif sender == entry.encoder and message.error is not None:
-            entry.encoder = ""
+        elif sender == entry.placement.encoder and message.error is not None:
+            entry.placement.encoder = ""
             self._completion.fail(entry, message.error, now)
         else:
-            entry.source_worker = ""
+            entry.transfer.source_worker = ""
 
     def _finished_at_worker(self, entry: Entry, message: Finished, now: float) -> None:
         """The worker that has the request says that it is over there: it holds nothing of it."""
-        if entry.source_worker == entry.worker:
-            entry.source_worker = ""
+        if entry.transfer.source_worker == entry.worker:
+            entry.transfer.source_worker = ""
         worker, entry.worker = entry.worker, ""
         if message.error is not None:
             self._completion.fail(entry, message.error, now)
@@ -522,7 +544,11 @@ class Scheduler:
     def handles(self) -> dict[str, KVHandle]:
         """The pages of each request, as its last stage handed them over."""
         entries = self._cluster.requests
-        return {entry.id: entry.handle for entry in entries if entry.handle is not None}
+        return {
+            entry.id: entry.transfer.handle
+            for entry in entries
+            if entry.transfer.handle is not None
+        }
 
     def report_ages_s(self, now: float) -> dict[str, float]:
         """Seconds since the last report of each worker, by name, that has sent one."""
@@ -545,7 +571,7 @@ class Scheduler:
             state=entry.state.value,
             in_state_s=now - entry.since,
             worker=entry.worker,
-            decode_worker=entry.decode,
+            decode_worker=entry.placement.decode_worker,
             booked_bytes=self._cluster.ledger.booked_by(request),
             blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )

@@ -31,7 +31,8 @@ from triptych.core.messages import (
     Stage,
     pack_tokens,
 )
-from triptych.router.policies.prefix_map import BlockCache, block_keys
+from triptych.router.models.prompt_blocks import block_keys
+from triptych.router.policies.prefix_map import BlockCache
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
 from triptych.workers.decode.deadlines import DecodeDeadlines

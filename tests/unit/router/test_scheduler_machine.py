@@ -719,7 +719,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert {load.address: load for load in cluster.load_index.loads()} == loads
         assert cluster.load_index.open_slots == sum(load.free_slots for load in loads.values())
         assert cluster.load_index.needs_slot == sum(
-            entry.state not in (State.WAITING, State.LEAVING) and not entry.decode
+            entry.state not in (State.WAITING, State.LEAVING) and not entry.placement.decode_worker
             for entry in cluster.requests
         )
         waiting = [entry.id for entry in cluster.requests.in_state(State.WAITING)]

@@ -12,8 +12,9 @@ from typing import Literal
 from triptych.core.messages import Failed, Request
 from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel
+from triptych.router.models.prompt_blocks import PromptToPlace
 from triptych.router.policies.hash_ring import HashRing
-from triptych.router.policies.placement import KEY_BLOCKS, Ask, affinity_key
+from triptych.router.policies.placement import KEY_BLOCKS, affinity_key
 
 SALT = b"cells"
 REFUSALS = (429, 503)
@@ -163,7 +164,7 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
         return request.id.encode()
     beginning = request.prompt[: KEY_BLOCKS * plan.block_tokens + 1]
     asked = replace(request, prompt=beginning, said=(), cached_at_most=None)
-    return affinity_key(Ask(asked, 0.0, plan.block_tokens))
+    return affinity_key(PromptToPlace(asked, 0.0, plan.block_tokens))
 
 
 def bytes_of(request: Request, plan: PagePlan) -> int:

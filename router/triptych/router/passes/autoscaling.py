@@ -131,13 +131,13 @@ class Scaling:
         arenas = len(cluster.load_index.arenas)
         free = arenas * cluster.ledger.capacity_bytes - cluster.load_index.used_bytes
         needed = sum(one.sizes.peak for one in waiting)
-        limits = [one.latest - now for one in waiting if one.latest < inf]
+        limits = [one.slo.latest - now for one in waiting if one.slo.latest < inf]
         tpots = [
             one.request.slo.tpot_s
             for one in cluster.requests.in_state(State.DECODING)
             if one.request.slo != NO_SLO and one.request.slo.tpot_s
         ]
-        taken = sum(bool(one.decode) for one in cluster.requests)
+        taken = sum(bool(one.placement.decode_worker) for one in cluster.requests)
         return Demand(
             workers=workers,
             busy=busy,

@@ -41,11 +41,11 @@ class RequestCompletion:
         self.cluster.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
-        if entry.read_at:
+        if entry.transfer.first_token_at:
             self.cluster.latency.record_decode(
-                now - entry.read_at, tokens, entry.concurrency_s, now
+                now - entry.transfer.first_token_at, tokens, entry.transfer.concurrency_s, now
             )
-        if entry.encoder:  # the first token was the last one, and it has layers
+        if entry.placement.encoder:  # the first token was the last one, and it has layers
             self._part(entry, now)
             return
         self.cluster.requests.accrue(entry, now)
@@ -91,7 +91,7 @@ class RequestCompletion:
                 self._survive(entry, address)
             elif entry.worker == address:
                 self.fail(entry, StageLost(entry.stage), now)
-            elif entry.encoder == address:
+            elif entry.placement.encoder == address:
                 self.fail(entry, StageLost("compress"), now)
             else:
                 self._survive(entry, address)
@@ -105,13 +105,16 @@ class RequestCompletion:
             for entry in self.cluster.requests.in_state(state):
                 if state is State.WAITING and not entry.waits_with_pages:
                     continue
-                if self.cluster.membership.absent_since("decode", entry.final_arena) is not None:
+                if (
+                    self.cluster.membership.absent_since("decode", entry.placement.final_arena)
+                    is not None
+                ):
                     self.fail(entry, StageLost("decode"), now)
 
     def expel_dead_workers(self) -> None:
         """Have the pool free what the dead left, once nobody is to take it over any more."""
         for name in sorted(
-            self.cluster.dead_workers - {entry.previous_worker for entry in self._living}
+            self.cluster.dead_workers - {entry.transfer.previous_worker for entry in self._living}
         ):
             self.cluster.dead_workers.remove(name)
             self.cluster.outbox.post(POOL, Expel(worker=name))
@@ -122,11 +125,17 @@ class RequestCompletion:
 
     def _can_be_inherited(self, entry: Entry, name: str) -> bool:
         """Not if its worker was taking over from another dead one: whose the pages are is open."""
-        return can_go_on(entry) and entry.previous_worker not in self.cluster.dead_workers - {name}
+        return can_go_on(
+            entry
+        ) and entry.transfer.previous_worker not in self.cluster.dead_workers - {name}
 
     def _orphan(self, entry: Entry, previous_worker: str, now: float) -> None:
         self.cluster.counters["orphaned"] += 1
-        entry.previous_worker, entry.worker, entry.decode = previous_worker, "", ""
+        entry.transfer.previous_worker, entry.worker, entry.placement.decode_worker = (
+            previous_worker,
+            "",
+            "",
+        )
         self.cluster.requests.move(entry, State.ORPHANED, now)
 
     def settle(self, entry: Entry, address: str) -> None:
@@ -151,10 +160,10 @@ class RequestCompletion:
         If it was the giver, its pages live on in the pool for the length of a lease. Either
         ``entry.worker`` attaches them in time, or it says that it could not.
         """
-        if entry.source_worker == address:
-            entry.source_worker = ""
-        if entry.decode == address:
-            entry.decode = ""
+        if entry.transfer.source_worker == address:
+            entry.transfer.source_worker = ""
+        if entry.placement.decode_worker == address:
+            entry.placement.decode_worker = ""
             self.cluster.requests.touch(entry)
 
     def _part(self, entry: Entry, now: float) -> None:
@@ -162,15 +171,15 @@ class RequestCompletion:
         living = [address for address in entry.holders if address in self.cluster.membership]
         for address in living:
             self.cluster.outbox.cancel(address, entry.id)
-        if entry.stage != "decode" or entry.decode not in living:
-            entry.decode = ""
+        if entry.stage != "decode" or entry.placement.decode_worker not in living:
+            entry.placement.decode_worker = ""
         for address in entry.holders:
             if address in living:
                 entry.owed[address] = now + self.cancel_timeout_s
             else:
                 entry.owed[mark_dead(address)] = now + self.reclaim_s
-        if entry.previous_worker in self.cluster.dead_workers:
-            entry.owed[entry.previous_worker] = now + self.reclaim_s
+        if entry.transfer.previous_worker in self.cluster.dead_workers:
+            entry.owed[entry.transfer.previous_worker] = now + self.reclaim_s
         if entry.owed:
             self.cluster.requests.move(entry, State.LEAVING, now)
         else:

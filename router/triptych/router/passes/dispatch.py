@@ -66,14 +66,15 @@ class Dispatch:
 
     def _resume_all(self, now: float) -> None:
         for entry in self.cluster.requests.in_state(State.ORPHANED):
-            address = self.cluster.load_index.decode_in(entry.final_arena)
+            address = self.cluster.load_index.decode_in(entry.placement.final_arena)
             if address is not None:
                 self._resume(entry, address, now)
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
-        entry.worker, entry.decode, entry.stage = address, address, "decode"
+        entry.worker, entry.placement.decode_worker, entry.stage = address, address, "decode"
         self.cluster.outbox.post(
-            address, Resume(previous_worker=entry.previous_worker, join=join_of(entry, now))
+            address,
+            Resume(previous_worker=entry.transfer.previous_worker, join=join_of(entry, now)),
         )
         self.reasons.chosen(entry, "resume", "worker_lost", address, now)
         self.cluster.requests.move(entry, State.DECODING, now)
@@ -88,21 +89,26 @@ class Dispatch:
         """Compressed requests with a decode worker; one whose worker died gets another."""
         ready = list[Entry]()
         for entry in self.cluster.requests.in_state(State.COMPRESSED):
-            if not entry.decode:  # the worker that was chosen died
-                entry.decode = (
-                    self.cluster.load_index.decode_in(entry.final_arena)
+            if not entry.placement.decode_worker:  # the worker that was chosen died
+                entry.placement.decode_worker = (
+                    self.cluster.load_index.decode_in(entry.placement.final_arena)
                     or self._decode_worker_elsewhere(entry)
                     or ""
                 )
                 self.cluster.requests.touch(entry)
-            if entry.decode:
+            if entry.placement.decode_worker:
                 ready.append(entry)
         return ready
 
     def _join(self, entry: Entry, now: float) -> None:
-        entry.source_worker, entry.worker, entry.stage = entry.worker, entry.decode, "decode"
+        entry.transfer.source_worker, entry.worker, entry.stage = (
+            entry.worker,
+            entry.placement.decode_worker,
+            "decode",
+        )
         self.cluster.outbox.post(
-            entry.worker, replace(join_of(entry, now), previous_worker=entry.previous_worker)
+            entry.worker,
+            replace(join_of(entry, now), previous_worker=entry.transfer.previous_worker),
         )
         self.cluster.requests.move(entry, State.DECODING, now)
 
@@ -115,17 +121,19 @@ class Dispatch:
             if address is None:
                 return
             arena = self.cluster.load_index.arena_of(address)
-            reason = "most_free" if arena == entry.final_arena else "another_arena"
+            reason = "most_free" if arena == entry.placement.final_arena else "another_arena"
             self.reasons.chosen(entry, "decode", reason, address, now)
-            if arena != entry.final_arena:
+            if arena != entry.placement.final_arena:
                 self.cluster.ledger.book(entry.id, self._lines(entry, final=arena))
-                entry.final_arena = arena
-            entry.decode = address
+                entry.placement.final_arena = arena
+            entry.placement.decode_worker = address
             self._encode(entry, arena, now)
 
     def _encode(self, entry: Entry, arena: str, now: float) -> None:
-        assert entry.handle is not None
-        self.cluster.outbox.encode(entry.worker, arena or entry.handle.claim.arena, entry.id)
+        assert entry.transfer.handle is not None
+        self.cluster.outbox.encode(
+            entry.worker, arena or entry.transfer.handle.claim.arena, entry.id
+        )
         self.cluster.requests.move(entry, State.ENCODING, now)
 
     def _decode_worker(self, entry: Entry) -> str | None:
@@ -134,12 +142,14 @@ class Dispatch:
         def fits(arena: str) -> bool:
             return self.cluster.ledger.fits(entry.id, self._lines(entry, final=arena))
 
-        own = {entry.raw_arena, entry.work_arena, entry.final_arena}
+        own = {entry.placement.raw_arena, entry.placement.work_arena, entry.placement.final_arena}
         return self.cluster.load_index.decode(own, fits)
 
     def _lines(self, entry: Entry, *, final: str) -> Lines:
         """What a request books if it is decoded in the arena ``final``."""
-        return lines_before_encoding(entry.sizes, entry.raw_arena, entry.work_arena, final)
+        return lines_before_encoding(
+            entry.sizes, entry.placement.raw_arena, entry.placement.work_arena, final
+        )
 
     def _decode_worker_elsewhere(self, entry: Entry) -> str | None:
         """The best decode worker that can fetch the final pages, which are booked there then.
@@ -147,18 +157,18 @@ class Dispatch:
         Only for pages that were to be fetched anyway: if they lie where a decode worker just died,
         their pool may be dead as well.
         """
-        if entry.work_arena == entry.final_arena:
+        if entry.placement.work_arena == entry.placement.final_arena:
             return None
         ledger, load_index = self.cluster.ledger, self.cluster.load_index
 
         def lines(arena: str) -> Lines:
-            return lines_after_encoding(entry.sizes, entry.work_arena, arena)
+            return lines_after_encoding(entry.sizes, entry.placement.work_arena, arena)
 
-        own = {entry.work_arena, entry.final_arena}
+        own = {entry.placement.work_arena, entry.placement.final_arena}
         address = load_index.decode(own, lambda arena: ledger.fits(entry.id, lines(arena)))
         if address is not None:
-            entry.final_arena = load_index.arena_of(address)
-            ledger.book(entry.id, lines(entry.final_arena))
+            entry.placement.final_arena = load_index.arena_of(address)
+            ledger.book(entry.id, lines(entry.placement.final_arena))
         return address
 
     # ---------------------------------------------------------------- prefilled -> compressing
@@ -172,23 +182,27 @@ class Dispatch:
                 self._compress(entry, address, now)
 
     def _compress(self, entry: Entry, address: str, now: float) -> None:
-        assert entry.handle is not None
+        assert entry.transfer.handle is not None
         reason = "at_its_worker" if address == entry.worker else "fewest_tokens"
-        if entry.encoder:
+        if entry.placement.encoder:
             reason = "has_its_layers"
         self.reasons.chosen(entry, "compress", reason, address, now)
-        entry.source_worker, entry.worker, entry.stage = entry.worker, address, "compress"
-        entry.encoder = ""
-        item = CompressItem(request=entry.id, handle=entry.handle, prefix=self._prefix(entry))
+        entry.transfer.source_worker, entry.worker, entry.stage = entry.worker, address, "compress"
+        entry.placement.encoder = ""
+        item = CompressItem(
+            request=entry.id, handle=entry.transfer.handle, prefix=self._prefix(entry)
+        )
         self.cluster.outbox.compress(address, item)
         self.cluster.requests.move(entry, State.COMPRESSING, now)
 
     def _compressor(self, entry: Entry) -> str | None:
         """A compressor where the request has booked one, or anywhere if none lives there."""
-        if entry.encoder:
-            return entry.encoder
-        has_own = self.cluster.load_index.has_compressor(entry.work_arena)
-        return self._choose_compressor(entry.worker, entry.work_arena if has_own else None)
+        if entry.placement.encoder:
+            return entry.placement.encoder
+        has_own = self.cluster.load_index.has_compressor(entry.placement.work_arena)
+        return self._choose_compressor(
+            entry.worker, entry.placement.work_arena if has_own else None
+        )
 
     def _choose_compressor(self, holder: str, arena: str | None) -> str | None:
         return self.cluster.load_index.compressor(holder, arena)
@@ -196,11 +210,13 @@ class Dispatch:
     def _book_work(self, entry: Entry, address: str) -> bool:
         """Book what compressing at ``address`` takes; False, and nothing changes, if it cannot."""
         arena = self.cluster.load_index.arena_of(address)
-        if arena != entry.work_arena:
-            lines = lines_before_encoding(entry.sizes, entry.raw_arena, arena, entry.final_arena)
+        if arena != entry.placement.work_arena:
+            lines = lines_before_encoding(
+                entry.sizes, entry.placement.raw_arena, arena, entry.placement.final_arena
+            )
             if not self.cluster.ledger.book(entry.id, lines):
                 return False
-            entry.work_arena = arena
+            entry.placement.work_arena = arena
         return True
 
     def _work_arena(self, raw_arena: str) -> str:
@@ -223,9 +239,9 @@ class Dispatch:
             tokens=pack_tokens(request.known),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
-            token_s=entry.token_s,
+            token_s=entry.transfer.token_s,
             session=request.session,
-            cached_tokens=entry.hit_tokens,
+            cached_tokens=entry.transfer.hit_tokens,
         )
 
     # ---------------------------------------------------------------- waiting -> prefilling
@@ -295,11 +311,13 @@ class Dispatch:
 
     def _go_on(self, entry: Entry, now: float) -> bool:
         """Let a request that was set aside join again; False if that cannot be."""
-        address = self.cluster.load_index.decode_in(entry.final_arena)
-        lines = lines_after_encoding(entry.sizes, entry.final_arena, entry.final_arena)
+        address = self.cluster.load_index.decode_in(entry.placement.final_arena)
+        lines = lines_after_encoding(
+            entry.sizes, entry.placement.final_arena, entry.placement.final_arena
+        )
         if address is None or not self.cluster.ledger.book(entry.id, lines):
             return False
-        entry.decode, entry.is_preempted = address, False
+        entry.placement.decode_worker, entry.is_preempted = address, False
         self.cluster.requests.move(entry, State.COMPRESSED, now)
         self._join(entry, now)
         return True
@@ -308,9 +326,9 @@ class Dispatch:
         """The prefill worker that the placement policy chooses, or the reason why there is none."""
         if self._lacks_encoder(entry, now):
             return None, "no_compressor"
-        entry.ask = entry.ask or self.placer.ask(entry.request)
+        entry.placement.prompt = entry.placement.prompt or self.placer.prompt(entry.request)
         snapshot = self.placer.snapshot(
-            entry.ask,
+            entry.placement.prompt,
             self._prefill_limit_tokens,
             lambda arena: self._final_arena(entry, arena, now) is not None,
             now,
@@ -339,20 +357,20 @@ class Dispatch:
         arena, queue = self.cluster.load_index.arena_of(address), self.cluster.requests.queue
         reason, place = self._reason(entry, now), (len(queue), queue.older(entry.id))
         seen = self.reasons.looked_at("prefill")
-        entry.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
-        entry.work_arena = self._work_arena(arena)
-        entry.final_arena = self._final_arena(entry, arena, now) or ""
+        entry.placement.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
+        entry.placement.work_arena = self._work_arena(arena)
+        entry.placement.final_arena = self._final_arena(entry, arena, now) or ""
         if self._goes_in_parts(entry, arena, now):
-            entry.encoder = self.cluster.load_index.compressor(address, arena) or ""
+            entry.placement.encoder = self.cluster.load_index.compressor(address, arena) or ""
         else:
             entry.sizes = entry.whole or entry.sizes
-        self.cluster.ledger.book(entry.id, self._lines(entry, final=entry.final_arena))
-        if entry.ask is not None:
-            entry.cached_tokens = self.placer.sent(entry.ask, arena)
-        self.cluster.outbox.prefill(address, entry.request, entry.encoder)
+        self.cluster.ledger.book(entry.id, self._lines(entry, final=entry.placement.final_arena))
+        if entry.placement.prompt is not None:
+            entry.placement.cached_tokens = self.placer.sent(entry.placement.prompt, arena)
+        self.cluster.outbox.prefill(address, entry.request, entry.placement.encoder)
         self.cluster.requests.move(entry, State.PREFILLING, now)
         self.reasons.started(entry, reason, choice.reason, place, seen)
-        entry.ahead_tokens = self._ahead_tokens(entry)
+        entry.placement.ahead_tokens = self._ahead_tokens(entry)
         self.cluster.latency.record_start(len(queue), now)
         self.cluster.drain.note(now)
         self.cluster.counters["admitted"] += 1
@@ -367,7 +385,7 @@ class Dispatch:
         """Why it was its turn."""
         if entry.request.attempt:
             return "began_before"
-        return "lost_patience" if entry.due < now else "turn"
+        return "lost_patience" if entry.slo.due < now else "turn"
 
     def _final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
         """Where to book the pages that decoding will need, before a decode worker is chosen."""
@@ -405,14 +423,14 @@ class Dispatch:
 
 def join_of(entry: Entry, now: float) -> Join:
     """What a decode worker must know to go on with a request whose pages are finished."""
-    assert entry.handle is not None
-    assert entry.report is not None
+    assert entry.transfer.handle is not None
+    assert entry.transfer.report is not None
     return Join(
         request=entry.request,
-        output_tokens=entry.output_tokens,
-        handle=entry.handle,
-        report=entry.report,
-        token_s=entry.token_s,
-        age_s=max(0.0, now - entry.read_at),
-        memory=entry.memory,
+        output_tokens=entry.transfer.output_tokens,
+        handle=entry.transfer.handle,
+        report=entry.transfer.report,
+        token_s=entry.transfer.token_s,
+        age_s=max(0.0, now - entry.transfer.first_token_at),
+        memory=entry.transfer.plugin_memory,
     )

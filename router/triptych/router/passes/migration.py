@@ -48,7 +48,7 @@ def can_move(entry: Entry) -> bool:
     Nor if it tells log probabilities: a handle has no room for those that are on their way.
     """
     tells = entry.request.sampling.reports_logprobs
-    return can_go_on(entry) and not entry.previous_worker and not tells
+    return can_go_on(entry) and not entry.transfer.previous_worker and not tells
 
 
 def can_go_on(entry: Entry) -> bool:
@@ -56,4 +56,4 @@ def can_go_on(entry: Entry) -> bool:
 
     What was said last may be lost on its way; the checkpoint has it, to be said again.
     """
-    return entry.state is State.DECODING and entry.report is not None
+    return entry.state is State.DECODING and entry.transfer.report is not None

@@ -6,8 +6,9 @@ from itertools import islice
 
 from triptych.core.messages import Request
 from triptych.router.models.latency_forecast import LatencyForecast
+from triptych.router.models.prompt_blocks import PromptToPlace
 from triptych.router.policies.hash_ring import DualHashRing
-from triptych.router.policies.placement import Ask, Choice, PlacementPolicy
+from triptych.router.policies.placement import Choice, PlacementPolicy
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.state.load_index import Fits, LoadIndex
 
@@ -17,7 +18,7 @@ class Snapshot:
     """The prefill workers with room for one prompt; good until something moves."""
 
     load_index: LoadIndex
-    ask: Ask
+    prompt: PromptToPlace
     limit_tokens: int
     """Tokens that a worker takes at once."""
     fits: Fits
@@ -29,7 +30,7 @@ class Snapshot:
     """Workers with room."""
 
     def __post_init__(self) -> None:
-        self._count = self.load_index.with_room(self.ask.tokens, self.limit_tokens)
+        self._count = self.load_index.with_room(self.prompt.tokens, self.limit_tokens)
 
     def __len__(self) -> int:
         return self._count
@@ -55,15 +56,15 @@ class Snapshot:
         return tokens * self.token_s
 
     def best_in(self, arena: str) -> str | None:
-        if not self.load_index.with_room(self.ask.tokens, self.limit_tokens, arena):
+        if not self.load_index.with_room(self.prompt.tokens, self.limit_tokens, arena):
             return None
         return self.load_index.readers(arena).first() if self._has_bytes(arena) else None
 
     def cached_tokens(self, arena: str) -> int:
-        return self.prefixes.known(arena, self.ask.keys) * self.ask.block_tokens
+        return self.prefixes.known(arena, self.prompt.keys) * self.prompt.block_tokens
 
     def holders(self) -> Mapping[str, int]:
-        found, block_tokens = self.prefixes.holders(self.ask.keys), self.ask.block_tokens
+        found, block_tokens = self.prefixes.holders(self.prompt.keys), self.prompt.block_tokens
         return {arena: count * block_tokens for arena, count in found.items()}
 
     def homes(self, key: bytes) -> tuple[str, ...]:
@@ -93,33 +94,35 @@ class Placer:
     _hashed: int = -1
     """When the rings were last made: if nobody asks for them, never."""
 
-    def ask(self, request: Request) -> Ask:
+    def prompt(self, request: Request) -> PromptToPlace:
         """A request as placement sees it."""
-        return Ask(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
+        return PromptToPlace(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
 
-    def snapshot(self, ask: Ask, limit_tokens: int, fits: Fits, now: float) -> Snapshot:
+    def snapshot(
+        self, prompt: PromptToPlace, limit_tokens: int, fits: Fits, now: float
+    ) -> Snapshot:
         """The workers as they are at this moment."""
         if self._seen != self.load_index.generation:
             self._seen = self.load_index.generation
             self.prefixes.forget(self.prefixes.arenas - set(self.load_index.prefill_arenas))
         token_s = self.latency.prefill_token_s.at(now)
         return Snapshot(
-            self.load_index, ask, limit_tokens, fits, token_s, self.prefixes, self._present
+            self.load_index, prompt, limit_tokens, fits, token_s, self.prefixes, self._present
         )
 
     def choose(self, snapshot: Snapshot) -> Choice | None:
         """Who reads the prompt, by the policy."""
-        return self.policy(snapshot.ask, snapshot)
+        return self.policy(snapshot.prompt, snapshot)
 
-    def sent(self, ask: Ask, arena: str) -> int:
+    def sent(self, prompt: PromptToPlace, arena: str) -> int:
         """A prompt is read at an arena, which will keep its blocks.
 
         Returns: tokens that are probably there already; 0 if the policy did not ask
         """
-        if not ask.keys_were_read:
+        if not prompt.keys_were_read:
             return 0
-        known = self.prefixes.known(arena, ask.keys)
-        self.prefixes.keep(arena, ask.keys)
+        known = self.prefixes.known(arena, prompt.keys)
+        self.prefixes.keep(arena, prompt.keys)
         return known * self.block_tokens
 
     def _present(self) -> DualHashRing:

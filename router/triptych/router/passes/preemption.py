@@ -48,7 +48,7 @@ class Preemption:
             entry
             for entry in own
             if entry.request.priority > first.priority
-            and entry.due >= now
+            and entry.slo.due >= now
             and can_move(entry)
             and not entry.is_preempt_sent
         ]

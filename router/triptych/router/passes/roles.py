@@ -101,9 +101,9 @@ class Roles:
 
     def record_prefill(self, entry: Entry, now: float) -> None:
         """A prompt was read."""
-        tokens = max(0, entry.prompt_tokens - entry.hit_tokens)
-        self._work.note(tokens * entry.token_s, now)
-        self._token_s = entry.token_s or self._token_s
+        tokens = max(0, entry.prompt_tokens - entry.transfer.hit_tokens)
+        self._work.note(tokens * entry.transfer.token_s, now)
+        self._token_s = entry.transfer.token_s or self._token_s
 
     def run(self, blocked_reason: HeldBy, now: float) -> None:
         """Divide anew if the work asks for it, and clear those that only read."""
@@ -141,10 +141,14 @@ class Roles:
         if not there:
             return
         room = load_index.free_slots()
-        room.subtract(entry.final_arena for entry in there if entry.is_preempt_sent)
+        room.subtract(entry.placement.final_arena for entry in there if entry.is_preempt_sent)
         for entry in there:
-            if room[entry.final_arena] > 0 and can_move(entry) and not entry.is_preempt_sent:
-                room[entry.final_arena] -= 1
+            if (
+                room[entry.placement.final_arena] > 0
+                and can_move(entry)
+                and not entry.is_preempt_sent
+            ):
+                room[entry.placement.final_arena] -= 1
                 entry.is_preempt_sent = True
                 self.cluster.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
 

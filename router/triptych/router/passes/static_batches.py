@@ -32,14 +32,17 @@ class StaticBatchDispatch(Dispatch):
         orphans = self.cluster.requests.in_state(State.ORPHANED)
         running = self._running() if orphans else Counter[str]()
         for entry in orphans:
-            address = self.cluster.load_index.decode_in(entry.final_arena)
+            address = self.cluster.load_index.decode_in(entry.placement.final_arena)
             if address is not None and self.schedule.decode.has_room(running[address]):
                 running[address] += 1
                 self._resume(entry, address, now)
 
     def _running(self) -> Counter[str]:
         """Requests that were sent to each decode worker."""
-        return Counter(entry.decode for entry in self.cluster.requests.in_state(State.DECODING))
+        return Counter(
+            entry.placement.decode_worker
+            for entry in self.cluster.requests.in_state(State.DECODING)
+        )
 
     # ---------------------------------------------------------------- compressed -> decoding
 
@@ -50,7 +53,7 @@ class StaticBatchDispatch(Dispatch):
             return ready
         at = dict[str, list[Entry]]()
         for entry in ready:
-            at.setdefault(entry.decode, []).append(entry)
+            at.setdefault(entry.placement.decode_worker, []).append(entry)
         busy = self._running()
         return [
             entry
@@ -71,7 +74,7 @@ class StaticBatchDispatch(Dispatch):
             return
         of_arena = dict[str, list[Entry]]()
         for entry in self.cluster.requests.in_state(State.PREFILLED):
-            of_arena.setdefault(entry.work_arena, []).append(entry)
+            of_arena.setdefault(entry.placement.work_arena, []).append(entry)
         for rest in of_arena.values():
             while rest and gate.opens(len(rest), now - rest[0].since):
                 address = self._compressor(rest[0])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from triptych.core.errors import ConfigError
-from triptych.router.policies.batching import BatchPolicy, fcfs
+from triptych.router.policies.batching import BatchPolicy, fcfs, greedy_by_memory
 from triptych.router.queue.waiting_queue import QueueView
 from triptych.router.snapshot import Budget, Waiting
 
@@ -131,3 +131,17 @@ def static_schedule(name: str) -> Schedule:
     sizes = [int(size) for size in found.groups()]
     prefill, compress, decode = (Gate(least=n, most=n, wait_s=STATIC_WAIT_S) for n in sizes)
     return Schedule(choose=fcfs, prefill=prefill, compress=compress, decode=decode)
+
+
+DYNAMIC = Schedule(
+    choose=greedy_by_memory,
+    prefill=Gate(most=1),
+    compress=Gate(most=1),
+    is_adaptive=True,
+)
+"""Greedy by memory, in batches whose sizes follow the load: FastCache's dynamic schedule.
+
+An idle worker gets a batch at once, so no request waits for others at a low rate.
+
+Source: FastCache, section 3.3 (dynamic multi-stage batching)
+"""

@@ -10,45 +10,7 @@ from hashlib import blake2b
 from heapq import nsmallest
 from typing import Protocol
 
-from triptych.core.messages import Request, pack_tokens
-from triptych.router.policies.prefix_map import block_keys
-
-
-@dataclass(eq=False, slots=True)
-class Ask:
-    """A prompt that is to be read."""
-
-    request: Request
-    ttft_s: float
-    """Time to the first token that it asks for, or, if it does not, ``router.affinity_ttft_s``."""
-    block_tokens: int
-    """Tokens of a block, the unit in which prefixes are kept."""
-    _keys: tuple[bytes, ...] | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.request.known_tokens
-
-    @property
-    def session(self) -> bytes:
-        """Names the conversation, of all clients'; empty: it is part of none."""
-        request = self.request
-        if not request.session:
-            return b""
-        return f"{request.tenant}/{request.cache_salt}/{request.session}".encode()
-
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """Of its blocks. Whoever reads them has the router remember where they went."""
-        if self._keys is None:
-            request = self.request
-            packed = pack_tokens(request.known[: request.cached_at_most])
-            self._keys = block_keys(packed, request.cache_salt, self.block_tokens)
-        return self._keys
-
-    @property
-    def keys_were_read(self) -> bool:
-        return self._keys is not None
+from triptych.router.models.prompt_blocks import PromptToPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +75,7 @@ class PrefillWorkers(Protocol):
 class PlacementPolicy(Protocol):
     """Chooses who reads a prompt. The same snapshot gives the same choice."""
 
-    def __call__(self, ask: Ask, readers: PrefillWorkers, /) -> Choice | None:
+    def __call__(self, prompt: PromptToPlace, readers: PrefillWorkers, /) -> Choice | None:
         """One of ``readers`` that takes the prompt; None: it waits for another moment.
 
         While it waits, so do those behind it in the line.
@@ -121,27 +83,27 @@ class PlacementPolicy(Protocol):
         ...
 
 
-def least_bytes(_ask: Ask, readers: PrefillWorkers) -> Choice | None:
+def least_bytes(_ask: PromptToPlace, readers: PrefillWorkers) -> Choice | None:
     """The worker with the fewest tokens to read whose arena has the bytes."""
     found = _first(readers)
     return Choice(found, "fewest_tokens") if found else None
 
 
-def power_of_two(ask: Ask, readers: PrefillWorkers) -> Choice | None:
+def power_of_two(prompt: PromptToPlace, readers: PrefillWorkers) -> Choice | None:
     """The less loaded of two workers that a hash of the request's id picks.
 
     Source: Mitzenmacher, 2001 (the power of two choices)
     """
     if len(readers):
-        digest = blake2b(ask.request.id.encode(), digest_size=16).digest()
+        digest = blake2b(prompt.request.id.encode(), digest_size=16).digest()
         picks = [int.from_bytes(half, "little") for half in (digest[:8], digest[8:])]
         for place in sorted(pick % len(readers) for pick in picks):  # the less loaded one first
             if readers.takes(readers[place]):
                 return Choice(readers[place], "of_two")
-    return least_bytes(ask, readers)
+    return least_bytes(prompt, readers)
 
 
-def prefix_affinity(ask: Ask, readers: PrefillWorkers) -> Choice | None:
+def prefix_affinity(prompt: PromptToPlace, readers: PrefillWorkers) -> Choice | None:
     """Where fewest tokens are left to read before the first token: own ones, less cached ones.
 
     So a cached beginning attracts a prompt for as long as the queue there costs less than it saves.
@@ -153,26 +115,26 @@ def prefix_affinity(ask: Ask, readers: PrefillWorkers) -> Choice | None:
         return None
     holders = readers.holders()
     able = _holding(readers, holders)
-    chosen = min([*able, least], key=lambda worker: (_work(ask, readers, worker), worker))
+    chosen = min([*able, least], key=lambda worker: (_work(prompt, readers, worker), worker))
     cached = holders.get(readers.arena(chosen), 0)
     return Choice(chosen, "cached" if cached else "fewest_tokens")
 
 
-def single_hash(ask: Ask, readers: PrefillWorkers) -> Choice | None:
+def single_hash(prompt: PromptToPlace, readers: PrefillWorkers) -> Choice | None:
     """Always where one hash of the prompt's beginning says, however long the queue: a baseline.
 
     If nobody there has room, the prompt waits, and the line behind it.
     """
-    for home in readers.homes(affinity_key(ask))[:1]:
+    for home in readers.homes(affinity_key(prompt))[:1]:
         found = readers.best_in(home)
         return Choice(found, "home") if found else None
-    return least_bytes(ask, readers)
+    return least_bytes(prompt, readers)
 
 
-def dualmap(ask: Ask, readers: PrefillWorkers) -> Choice | None:
+def dualmap(prompt: PromptToPlace, readers: PrefillWorkers) -> Choice | None:
     """Of two homes of the prompt's beginning the one that has more of it, unless that is too late.
 
-    If the first token would come after ``ask.ttft_s`` there, the prompt goes where it comes
+    If the first token would come after ``prompt.ttft_s`` there, the prompt goes where it comes
     soonest: to the other home, to another arena that has its beginning, or, if the beginning is so
     popular that all of these are late, to the worker with the fewest tokens, which has it from then
     on. A queue that is hot is thus never filled further, and nothing has to be moved out of it.
@@ -180,17 +142,17 @@ def dualmap(ask: Ask, readers: PrefillWorkers) -> Choice | None:
     Source: DualMap (two hashes, SLO-aware switch, hotspots, dual hash ring). It moves requests from
         the head of a hot queue; here they wait in the router, and are placed when a worker has room
     """
-    homes = readers.homes(affinity_key(ask))
+    homes = readers.homes(affinity_key(prompt))
     able = [found for home in homes if (found := readers.best_in(home))]
     if able:
         affine = max(able, key=lambda worker: readers.cached_tokens(readers.arena(worker)))
-        if readers.prefill_s(_work(ask, readers, affine)) <= ask.ttft_s:
+        if readers.prefill_s(_work(prompt, readers, affine)) <= prompt.ttft_s:
             return Choice(affine, "affine")
     others = _holding(readers, readers.holders())
     least = _first(readers)
     if least is None:
         return None
-    chosen = min([*able, *others, least], key=lambda worker: _work(ask, readers, worker))
+    chosen = min([*able, *others, least], key=lambda worker: _work(prompt, readers, worker))
     return Choice(chosen, "switched" if readers.arena(chosen) in homes else "moved")
 
 
@@ -202,16 +164,16 @@ HOLDERS = 8
 """Arenas with a prompt's beginning that are looked at: a popular one may be everywhere."""
 
 
-def affinity_key(ask: Ask) -> bytes:
+def affinity_key(prompt: PromptToPlace) -> bytes:
     """What prompts have in common that had better be read in the same arena.
 
     The conversation if it is known; else the first blocks; a prompt without a whole block has
     nothing to share and is spread by its id.
     """
-    if ask.session:
-        return ask.session
-    keys = ask.keys[:KEY_BLOCKS]
-    return keys[-1] if keys else ask.request.id.encode()
+    if prompt.session:
+        return prompt.session
+    keys = prompt.keys[:KEY_BLOCKS]
+    return keys[-1] if keys else prompt.request.id.encode()
 
 
 def _first(readers: PrefillWorkers) -> str | None:
@@ -227,7 +189,7 @@ def _holding(readers: PrefillWorkers, holders: Mapping[str, int]) -> list[str]:
     return [found for arena in nearest if (found := readers.best_in(arena))]
 
 
-def _work(ask: Ask, readers: PrefillWorkers, worker: str) -> int:
+def _work(prompt: PromptToPlace, readers: PrefillWorkers, worker: str) -> int:
     """Tokens that are read at a worker until the prompt has its first token."""
     cached = readers.cached_tokens(readers.arena(worker))
-    return readers.tokens_before(worker) + max(1, ask.tokens - cached)
+    return readers.tokens_before(worker) + max(1, prompt.tokens - cached)

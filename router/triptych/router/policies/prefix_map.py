@@ -3,27 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-
-KEY_BYTES, TOKEN_BYTES = 16, 4
-
-
-def block_keys(packed: bytes, salt: str, block_tokens: int) -> tuple[bytes, ...]:
-    """A key for each whole block of a prompt in which prefixes are kept, first to last.
-
-    The key of a block hashes that of the block before it, so equal keys mean equal beginnings. The
-    last token is always computed, so it is in no block. Prompts with different salts share nothing.
-    ``packed``: the tokens, as ``pack_tokens`` writes them.
-    """
-    step = block_tokens * TOKEN_BYTES
-    found = list[bytes]()
-    parent = salt.encode()
-    for at in range(0, len(packed) - step, step):
-        hashed = blake2b(packed[at : at + step], digest_size=KEY_BYTES)
-        hashed.update(parent)
-        parent = hashed.digest()
-        found.append(parent)
-    return tuple(found)
 
 
 @dataclass(slots=True)

@@ -70,8 +70,8 @@ def worker_loads(cluster: ClusterState, now: float) -> dict[str, WorkerLoad]:
     prefill, compress, slots = Counter[str](), Counter[str](), Counter[str]()
     queue = Counter[str]()
     for entry in cluster.requests:
-        if entry.decode:
-            slots[entry.decode] += 1
+        if entry.placement.decode_worker:
+            slots[entry.placement.decode_worker] += 1
         if is_prefilling(entry):
             prefill[entry.worker] += entry.prompt_tokens
             queue[entry.worker] += min(entry.uncached_tokens, cluster.load_index.long_tokens)

@@ -404,8 +404,9 @@ def share_of(entry: Entry) -> Share:
     return Share(
         read_at=entry.worker if is_prefilling(entry) else "",
         compressed_at=compressor_of(entry),
-        slot_at=entry.decode,
+        slot_at=entry.placement.decode_worker,
         tokens=entry.prompt_tokens,
         uncached=entry.uncached_tokens,
-        needs_slot=not entry.decode and entry.state not in (State.WAITING, State.LEAVING),
+        needs_slot=not entry.placement.decode_worker
+        and entry.state not in (State.WAITING, State.LEAVING),
     )

@@ -10,7 +10,7 @@ from triptych.core.handles import KVHandle
 from triptych.core.messages import CompressionReport, Request, Stage
 from triptych.router.models.latency_forecast import NO_FORECAST, Forecast
 from triptych.router.models.memory_estimate import RequestBytes
-from triptych.router.policies.placement import Ask
+from triptych.router.models.prompt_blocks import PromptToPlace
 from triptych.router.queue.waiting_queue import WaitingQueue
 from triptych.router.state.history import History
 
@@ -46,6 +46,76 @@ AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED)
 
 
 @dataclass(eq=False, slots=True)
+class Placement:
+    """Where a request is placed, and what placement assumed. Empty: not decided yet."""
+
+    prompt: PromptToPlace | None = None
+    """The prompt as placement policies see it."""
+    cached_tokens: int = 0
+    """Prompt tokens that its prefill worker probably has cached; 0 if no policy looked it up."""
+    ahead_tokens: int = 0
+    """Prompt tokens in the queue of its prefill worker when it was sent there, its own included."""
+    encoder: str = ""
+    """The compressor that receives its layers during prefill, until it compresses the request."""
+    decode_worker: str = ""
+    """Address of the decode worker with a slot for it."""
+    raw_arena: str = ""
+    """Arena where prefill stored its raw pages."""
+    work_arena: str = ""
+    """Arena of the compressor; of the decode worker, once that has fetched the pages."""
+    final_arena: str = ""
+    """Arena of the decode worker."""
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """What one stage hands over to the next."""
+
+    source_worker: str = ""
+    """The worker before, while it may still hold the lease that ``Entry.worker`` is to attach."""
+    previous_worker: str = ""
+    """Name of the decode worker that died or was told to preempt it, until another one has taken
+    its pages over."""
+    handle: KVHandle | None = None
+    """The pages that the next stage attaches."""
+    report: CompressionReport | None = None
+    """What compression did to it; None before compression."""
+    output_tokens: tuple[int, ...] = ()
+    """Output tokens that the next decode worker must know."""
+    plugin_memory: tuple[float, ...] = ()
+    """State of decode-step plug-ins for this request."""
+    token_s: float = 0.0
+    """Seconds that prefill took for each computed token of the prompt."""
+    hit_tokens: int = 0
+    """Prompt tokens that prefill took from the prefix cache."""
+    first_token_at: float = 0.0
+    """When its first output token was sampled."""
+    concurrency_s: float = 0.0
+    """``LatencyForecast.concurrency_s`` at that time."""
+
+
+@dataclass(eq=False, slots=True)
+class SloStatus:
+    """The times by which a request is to start, and what was forecast when it arrived."""
+
+    due: float = inf
+    """From this time on no request of its tenant may overtake it."""
+    latest: float = inf
+    """Latest start that meets its SLO."""
+    forecast: Forecast = NO_FORECAST
+
+
+@dataclass(eq=False, slots=True)
+class Usage:
+    """What a request has used, for fair queueing between tenants."""
+
+    spent_byte_s: float = 0.0
+    """Bytes times the seconds that it has held them."""
+    charged_byte_s: float = 0.0
+    """The part of it that its tenant was charged, in advance and since."""
+
+
+@dataclass(eq=False, slots=True)
 class Entry:
     """One request and what the router knows of it. Addresses are empty where there is none."""
 
@@ -54,68 +124,26 @@ class Entry:
     arrived: float
     since: float
     """When it entered its state."""
-    due: float = inf
-    """When it loses patience."""
-    latest: float = inf
-    """When it must have started to keep its SLO."""
     whole: RequestBytes | None = None
-    """What it takes where no compressor gets its layers as they are read; None: nowhere do they."""
-    ask: Ask | None = None
-    """How placement sees it, once it was to be placed."""
-    cached_tokens: int = 0
-    """Tokens of its prompt that are probably cached where it was sent; 0 if nobody looked."""
-    ahead_tokens: int = 0
-    """Prompt tokens before its prefill worker when it was sent there, its own included."""
-    read_at: float = 0.0
-    """When its first token was drawn."""
-    concurrency_s: float = 0.0
-    """What ``LatencyForecast.crowd_s`` was then."""
-    forecast: Forecast = NO_FORECAST
-    """What it was told when it came."""
+    """Its sizes without layer-wise prefill, if it may use that; None: ``sizes`` are."""
     state: State = State.WAITING
     worker: str = ""
-    """The last worker that was told of it."""
+    """The last worker that it was sent to."""
     stage: Stage = "prefill"
     """The stage of that worker."""
-    source_worker: str = ""
-    """The worker before, while it may still hold the lease that ``worker`` is to attach."""
-    encoder: str = ""
-    """The compressor that gets its layers while others are read, until it is told of it."""
-    decode: str = ""
-    """The decode worker with a slot for it."""
-    previous_worker: str = ""
-    """Name of the decode worker that left its pages or put them on offer, dead or not, until
-    another one has taken them over."""
-    raw_arena: str = ""
-    """Where the prefill left its raw pages."""
-    work_arena: str = ""
-    """The compressor's; the decode worker's, once it has fetched the pages from there."""
-    final_arena: str = ""
-    """The decode worker's."""
-    output_tokens: tuple[int, ...] = ()
-    """Tokens of the answer that the next decode worker must know."""
-    memory: tuple[float, ...] = ()
-    """What plug-ins of the decode step remember of it."""
     is_preempt_sent: bool = False
-    """Whether its decode worker was told to put it on offer."""
+    """Whether its decode worker was sent ``Preempt`` and has not answered."""
     is_preempted: bool = False
-    """Whether it was set aside, or is about to be, for one that is more urgent."""
+    """Whether it was preempted, or is about to be, for a more urgent request."""
     kept_bytes: int = 0
-    """Pages that it keeps while it is set aside."""
-    token_s: float = 0.0
-    """Seconds that a token of the prompt took to compute."""
-    hit_tokens: int = 0
-    """Tokens of the prompt that were not computed, as its prefill worker said."""
-    handle: KVHandle | None = None
-    """The pages that the next stage will attach."""
-    report: CompressionReport | None = None
-    spent_byte_s: float = 0.0
-    """Bytes times the seconds that it has held them so far."""
-    charged_byte_s: float = 0.0
-    """What of that its tenant was charged, in advance and since."""
+    """Bytes of pages that it keeps while it is preempted."""
     owed: dict[str, float] = field(default_factory=dict[str, float])
-    """While it is leaving: workers that have not said that they hold nothing of it, and until
-    when that is waited for."""
+    """While it is leaving: workers that may still hold pages of it, and until when the router waits
+    for their answer."""
+    placement: Placement = field(default_factory=Placement)
+    transfer: Transfer = field(default_factory=Transfer)
+    slo: SloStatus = field(default_factory=SloStatus)
+    usage: Usage = field(default_factory=Usage)
 
     @property
     def id(self) -> str:
@@ -141,12 +169,12 @@ class Entry:
     @property
     def uncached_tokens(self) -> int:
         """Those of the prompt that are probably not cached."""
-        return max(1, self.prompt_tokens - self.cached_tokens)
+        return max(1, self.prompt_tokens - self.placement.cached_tokens)
 
     @property
     def holders(self) -> list[str]:
         """Workers that may hold pages of it."""
-        may_hold = (self.worker, self.source_worker, self.encoder)
+        may_hold = (self.worker, self.transfer.source_worker, self.placement.encoder)
         return list(dict.fromkeys(address for address in may_hold if address))
 
 
@@ -166,7 +194,7 @@ def is_compressing(entry: Entry) -> bool:
 
 def compressor_of(entry: Entry) -> str:
     """The compressor in whose queue it is, all of it or some layers; empty if there is none."""
-    return entry.worker if is_compressing(entry) else entry.encoder
+    return entry.worker if is_compressing(entry) else entry.placement.encoder
 
 
 def _nothing(_entry: Entry) -> None:
@@ -227,7 +255,7 @@ class Requests:
             size,
             entry.arrived,
             in_front=in_front,
-            due=entry.due,
+            due=entry.slo.due,
             priority=entry.request.priority,
             tenant=entry.request.tenant,
             weight=entry.request.weight,
@@ -238,15 +266,15 @@ class Requests:
         self.queue.discard(entry.id)
         self.accrue(entry, now)
         if entry.state is State.WAITING and state is State.PREFILLING:
-            entry.charged_byte_s = entry.sizes.peak * self.queue.accounts.hold_s
-            self.queue.accounts.serve(entry.request.tenant, entry.charged_byte_s)
+            entry.usage.charged_byte_s = entry.sizes.peak * self.queue.accounts.hold_s
+            self.queue.accounts.serve(entry.request.tenant, entry.usage.charged_byte_s)
         self._leave_state(entry)
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
         if state is State.DECODING:
             self._running[entry.request.tenant][entry.request.priority] += 1
         if state is not State.LEAVING:  # over for the client; `RequestCompletion` says how
-            self.history.note(entry.id, state.value, entry.report, now)
+            self.history.note(entry.id, state.value, entry.transfer.report, now)
         self.on_change(entry)
 
     def touch(self, entry: Entry) -> None:
@@ -255,19 +283,19 @@ class Requests:
 
     def accrue(self, entry: Entry, now: float) -> None:
         """Charge its tenant for what the request has held since it entered its state."""
-        entry.spent_byte_s += entry.held_bytes * (now - entry.since)
-        more = entry.spent_byte_s - entry.charged_byte_s
+        entry.usage.spent_byte_s += entry.held_bytes * (now - entry.since)
+        more = entry.usage.spent_byte_s - entry.usage.charged_byte_s
         if more > 0:
             self.queue.accounts.charge(entry.request.tenant, more)
-            entry.charged_byte_s = entry.spent_byte_s
+            entry.usage.charged_byte_s = entry.usage.spent_byte_s
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry; its tenant gets back what was charged and not used."""
         self.queue.discard(entry.id)
         accounts, tenant = self.queue.accounts, entry.request.tenant
-        if entry.charged_byte_s:
-            accounts.charge(tenant, entry.spent_byte_s - entry.charged_byte_s)
-            accounts.learn(entry.spent_byte_s / entry.sizes.peak)
+        if entry.usage.charged_byte_s:
+            accounts.charge(tenant, entry.usage.spent_byte_s - entry.usage.charged_byte_s)
+            accounts.learn(entry.usage.spent_byte_s / entry.sizes.peak)
         accounts.close(tenant)
         del self._by_id[entry.id]
         self._leave_state(entry)

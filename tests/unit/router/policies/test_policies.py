@@ -14,10 +14,11 @@ from triptych.core.messages import Register, Request, Sampling, Slo, pack_tokens
 from triptych.router import PLACEMENT_POLICIES, check_policies
 from triptych.router.models.latency_forecast import LatencyForecast
 from triptych.router.models.memory_estimate import RequestBytes
+from triptych.router.models.prompt_blocks import block_keys
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.hash_ring import DualHashRing
 from triptych.router.policies.placement import Choice
-from triptych.router.policies.prefix_map import BlockCache, PrefixMap, block_keys
+from triptych.router.policies.prefix_map import BlockCache, PrefixMap
 from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.request_table import Entry, State
 from triptych.simulator import Cluster, Costs, Job, Simulation, Trial
@@ -36,7 +37,7 @@ class Bench:
         for number in range(arenas):
             self.add(number)
         latency = LatencyForecast()
-        latency.read(1.0, 100, NOW)  # a token takes 10 ms
+        latency.record_prefill(1.0, 100, NOW)  # a token takes 10 ms
         self.prefixes = PrefixMap(64)
         chosen = PLACEMENT_POLICIES.load(policy)
         self.placer = Placer(chosen, self.load_index, latency, BLOCK, self.prefixes, ttft_s)
@@ -59,15 +60,15 @@ class Bench:
         def fits(arena: str) -> bool:
             return arena not in without_bytes
 
-        ask = self.placer.ask(asked)
-        return self.placer.choose(self.placer.snapshot(ask, LIMIT, fits, NOW))
+        prompt = self.placer.prompt(asked)
+        return self.placer.choose(self.placer.snapshot(prompt, LIMIT, fits, NOW))
 
     def send(self, asked: Request) -> Choice:
         """Choose, and remember where the prompt went."""
-        ask = self.placer.ask(asked)
-        choice = self.placer.choose(self.placer.snapshot(ask, LIMIT, lambda _: True, NOW))
+        prompt = self.placer.prompt(asked)
+        choice = self.placer.choose(self.placer.snapshot(prompt, LIMIT, lambda _: True, NOW))
         assert choice is not None
-        self.placer.sent(ask, self.load_index.arena_of(choice.worker))
+        self.placer.sent(prompt, self.load_index.arena_of(choice.worker))
         return choice
 
 

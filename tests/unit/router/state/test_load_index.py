@@ -15,7 +15,7 @@ from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Role, WorkerLoad
 from triptych.router.state.load_index import LoadIndex
-from triptych.router.state.request_table import Entry, State
+from triptych.router.state.request_table import Entry, Placement, State
 
 ARENAS = ("a", "b", "c")
 CAPACITY = 100
@@ -60,7 +60,7 @@ def build(
         request = Request(id=f"r{name}", prompt=(0,) * tokens, sampling=Sampling(), reply_to="x")
         entry = entries.setdefault(name, Entry(request, SIZES, 0.0, 0.0))
         entry.state, entry.worker = state, f"w{at}"
-        entry.decode = f"w{decode}" if decode >= 0 else ""
+        entry.placement.decode_worker = f"w{decode}" if decode >= 0 else ""
         entry.stage = STAGES[at % 3][0]
         load_index.count(entry)
     load_index.assign({name: role for name, role in named.items() if name in able})
@@ -105,7 +105,7 @@ def test_whoever_is_next_is_whom_the_rules_choose(
     chosen = choose_prefill(loads, tokens=tokens, limit_tokens=50, fits=fits)
     placer = Placer(least_bytes, load_index, LatencyForecast(), 64, PrefixMap(0), 1.0)
     prompt = Request(id="new", prompt=(0,) * tokens, sampling=Sampling(), reply_to="x")
-    choice = placer.choose(placer.snapshot(placer.ask(prompt), 50, fits, 11.0))
+    choice = placer.choose(placer.snapshot(placer.prompt(prompt), 50, fits, 11.0))
     assert (choice and choice.worker) == address(chosen)
     for holder in ("", "w0", "w3"):
         assert load_index.compressor(holder) == address(choose_compressor(loads, holder=holder))
@@ -146,7 +146,15 @@ def test_a_worker_that_comes_back_counts_what_is_still_there() -> None:
     load_index, number = LoadIndex(10.0, lambda _: 0), count()
     registration = Register(name="n", address="w", stages=("decode",), max_requests=3, arena="a")
     request = Request(id=f"r{next(number)}", prompt=(0,), sampling=Sampling(), reply_to="x")
-    entry = Entry(request, SIZES, 0.0, 0.0, state=State.DECODING, worker="w", decode="w")
+    entry = Entry(
+        request,
+        SIZES,
+        0.0,
+        0.0,
+        state=State.DECODING,
+        worker="w",
+        placement=Placement(decode_worker="w"),
+    )
     load_index.join(registration)
     load_index.record_report("w", 0.0)
     load_index.count(entry)

@@ -8,7 +8,7 @@ from triptych.router import Budget, ListedQueue, QueueView, Waiting
 
 
 def policy(queue: QueueView, budget: Budget) -> list[Waiting]:
-    """The newest that fit; but who has lost patience goes before them."""
+    """The newest that fit; but overdue requests go before them."""
     waiting = list(queue.in_order())
     late = [one for one in waiting if one.slack_s < 0]
     newest = sorted((one for one in waiting if one.slack_s >= 0), key=lambda one: one.waited_s)

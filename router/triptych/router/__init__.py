@@ -1,4 +1,4 @@
-"""What runs next, where, and whether at all: pure policies over snapshots, exact bookings."""
+"""The router: admission, scheduling and placement of requests, without clock or sockets."""
 
 from triptych.router.frontend.context_windows import Windows
 from triptych.router.frontend.retries import AttemptTable, RequestAttempts

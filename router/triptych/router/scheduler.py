@@ -157,7 +157,7 @@ class Scheduler:
             self._preemption.run(self._dispatch.blocked_reason, now)
         return self._cluster.outbox.take()
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def on(self, message: Message, sender: str, now: float) -> list[Send]:
         """Take one message."""
@@ -219,7 +219,7 @@ class Scheduler:
                 self._cluster.counters["unknown_message"] += 1
 
     def _report(self, report: Report, sender: str, now: float) -> bool:
-        """Whether anything can go on now that could not before."""
+        """Store a report; whether a worker takes requests again after it."""
         if self._cluster.membership.note(report, sender, now):
             return self._cluster.load_index.record_report(sender, now)
         self._cluster.counters["stray_report"] += 1
@@ -243,11 +243,9 @@ class Scheduler:
         self._completion.lost(address, name, now)
 
     def _remove_stalled(self, now: float) -> None:
-        """Give up workers that are stuck; the pool ends their processes."""
+        """Remove workers that are stuck; the pool ends their processes."""
         if now - self._ticked > MISSED_TICK_S:
-            for peer in self._cluster.membership.forgive(
-                now
-            ):  # it was this process that stood still
+            for peer in self._cluster.membership.forgive(now):  # this process was paused
                 self._cluster.load_index.record_report(peer.address, now)
         self._ticked = now
         for peer in self._cluster.membership.stalled(now, self._timeouts.silent_s):
@@ -269,7 +267,7 @@ class Scheduler:
         self._fail_largest_stranded(now)
 
     def _fail_largest_stranded(self, now: float) -> None:
-        """Fail requests that wait for a compressor beside whoever reads: only in parts they fit."""
+        """Fail requests that fit only with layer-wise prefill, after a wait for a compressor."""
         membership, cluster = self._cluster.membership, self._cluster
         absent = [
             membership.absent_since("compress", arena)
@@ -324,10 +322,10 @@ class Scheduler:
             self._completion.refuse(request, refusal)
 
     def _sizes_in_parts(self, request: Request, left: int) -> RequestBytes | None:
-        """What it takes if its layers are encoded while others are read; None if they cannot be.
+        """Bytes that it needs with layer-wise prefill; None if it cannot use that.
 
-        A prompt whose every token is scored is read all layers at a time, and batches of fixed size
-        go to compressors whole.
+        Prompts with prompt log probabilities are prefilled with all layers at a time, and batches
+        of a given size go to compressors as a whole.
         """
         is_scored = request.sampling.prompt_logprobs >= 0
         if is_scored or not self._dispatch.is_layerwise:
@@ -337,7 +335,7 @@ class Scheduler:
     def _refusal(
         self, request: Request, sizes: RequestBytes, now: float
     ) -> PromptTooLong | QueueFull | None:
-        """Why a request cannot even wait, if it cannot."""
+        """The error of a request that cannot be queued; None if it can."""
         capacity = self._cluster.ledger.capacity_bytes
         if sizes.peak > capacity:
             return PromptTooLong(
@@ -417,7 +415,7 @@ class Scheduler:
             self._cluster.requests.move(entry, State.COMPRESSED, now)
 
     def _fetched(self, message: Fetched, sender: str) -> None:
-        """The pages are in the arena of the worker that has them, and nowhere else."""
+        """The worker has copied the pages to its arena; the source is free."""
         entry = self._cluster.requests.get(message.request)
         if entry is None or entry.worker != sender:
             self._cluster.counters["stray_fetched"] += 1
@@ -464,7 +462,7 @@ class Scheduler:
                 self._cluster.requests.move(entry, State.COMPRESSED, now)
 
     def _requeue_with_pages(self, entry: Entry, handle: KVHandle, now: float) -> None:
-        """Free what the request does not have yet, and let it wait with what it has."""
+        """Release unused bookings of a preempted request, and queue it with its pages."""
         most = self._model.estimate(handle.tokens, max_tokens=0).grown
         kept = min(most, entry.sizes.grown)
         self._cluster.ledger.book(entry.id, {entry.placement.final_arena: kept})
@@ -485,7 +483,7 @@ class Scheduler:
             entry.transfer.source_worker = ""
 
     def _finished_at_worker(self, entry: Entry, message: Finished, now: float) -> None:
-        """The worker that has the request says that it is over there: it holds nothing of it."""
+        """The worker of a request has ended it and holds nothing of it."""
         if entry.transfer.source_worker == entry.worker:
             entry.transfer.source_worker = ""
         worker, entry.worker = entry.worker, ""
@@ -499,8 +497,8 @@ class Scheduler:
     def _expect(self, request: str, sender: str, state: State, oddity: str) -> Entry | None:
         """The entry that a message is about, if ``sender`` has it in ``state``.
 
-        Otherwise the message came late, twice or from nowhere. Its sender may hold pages that
-        nobody will ever ask for, so it is told to let go, unless it rightly has the request.
+        Otherwise the message is late, repeated or unknown. Its sender may hold pages that no other
+        worker will attach, so it is sent ``Cancel``, unless it rightly has the request.
         """
         entry = self._cluster.requests.get(request)
         if entry is not None and entry.worker == sender and entry.state is state:
@@ -510,10 +508,10 @@ class Scheduler:
             self._cluster.outbox.cancel(sender, request)
         return None
 
-    # ---------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------- status
 
     def snapshot(self, now: float) -> RouterSnapshot:
-        """For metrics and for a person in doubt."""
+        """State of the router, for metrics and status."""
         requests: Requests = self._cluster.requests
         oldest = requests.queue.oldest_arrival()
         self._cluster.load_index.refresh(now)
@@ -529,20 +527,20 @@ class Scheduler:
         )
 
     def demand(self, now: float) -> Demand:
-        """What decides how many workers each stage should have; a few seconds old at the most."""
+        """Input of autoscaling; a few seconds old at most."""
         return self._autoscaling.demand(now)
 
     def census(self) -> tuple[dict[str, int], int]:
-        """Requests by state, and bytes booked in all arenas: what a simulator asks at each tick."""
+        """Requests by state, and bytes booked in all arenas; cheaper than ``snapshot``."""
         counts = {state.value: self._cluster.requests.count(state) for state in State}
         return counts, sum(self._cluster.ledger.arenas.values())
 
     def traces(self, most: int = SHOWN) -> tuple[RequestTrace, ...]:
-        """What became of the latest requests, first come first; times are those of ``now``."""
+        """Traces of the latest requests, in order of arrival; times are those of ``now``."""
         return tuple(self._cluster.requests.history.latest(most))
 
     def handles(self) -> dict[str, KVHandle]:
-        """The pages of each request, as its last stage handed them over."""
+        """The handle of each request, as its last stage handed it over."""
         entries = self._cluster.requests
         return {
             entry.id: entry.transfer.handle
@@ -551,18 +549,18 @@ class Scheduler:
         }
 
     def report_ages_s(self, now: float) -> dict[str, float]:
-        """Seconds since the last report of each worker, by name, that has sent one."""
+        """Seconds since the last report of each worker, by name."""
         return {peer.name: now - peer.reported for peer in self._cluster.membership if peer.report}
 
     def decisions(self, client_id: str) -> tuple[RequestTrace, ...]:
-        """What was decided about a client's request, and why: a life for each choice and attempt.
+        """Decisions about a client's request: a trace for each choice and attempt.
 
-        Empty if it never was, or if many came after it.
+        Empty if the request is unknown or too old.
         """
         return tuple(self._cluster.requests.history.of(client_id))
 
     def explain(self, request: str, now: float) -> Explanation | None:
-        """Where a request is and what it waits for; None if it ended or never was."""
+        """State of a request and what it waits for; None if it has ended or is unknown."""
         entry = self._cluster.requests.get(request)
         if entry is None:
             return None

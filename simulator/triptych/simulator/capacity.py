@@ -1,4 +1,4 @@
-"""How many requests per second a cluster can serve, by arithmetic: where a sweep begins."""
+"""Capacity of a cluster in requests per second, by arithmetic: the start of a sweep."""
 
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
@@ -7,7 +7,7 @@ from triptych.simulator.setup import Cluster
 def saturation_rate(
     cluster: Cluster, costs: Costs, prompt_tokens: float, output_tokens: float
 ) -> float:
-    """Requests per second of mean length at which the first stage has no time left.
+    """Requests per second of mean length at which the first stage is saturated.
 
     Steps are taken to be full: whole chunks of prompts, and decode batches as large as slots and
     bytes allow. So this is an upper bound; queues grow long some way below it.
@@ -35,7 +35,7 @@ def _read_s(cluster: Cluster, costs: Costs, tokens: float) -> float:
 
 
 def _batch(cluster: Cluster, prompt_tokens: float, output_tokens: float) -> float:
-    """Requests that one decode worker runs at once, with memory for all of them."""
+    """Requests that one decode worker runs at a time, as memory allows."""
     plan = cluster.plan
     pages = cluster.stored_pages(int(prompt_tokens + output_tokens))
     decoders = cluster.colocated or cluster.decode

@@ -1,4 +1,4 @@
-"""A run in virtual time: clients, the real coordinator, and workers that pretend to compute."""
+"""A run in virtual time: clients, the real scheduler, and simulated workers."""
 
 from array import array
 from collections import Counter
@@ -34,16 +34,16 @@ from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
 INGRESS = "ingress"
 REPORT_S, TICK_S = 0.5, 0.25
 STUCK_S = 3600.0
-"""Time without any beginning or end of a request after which nothing will ever happen."""
+"""Time without a start or end of a request after which the run counts as stuck."""
 
 
 class SimulationStuck(TriptychError):
-    """Requests are left, and nothing will ever happen to them."""
+    """Requests are left that will never end."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times in seconds of the run."""
+    """Result of one request; times in seconds of the run."""
 
     job: Job
     due_s: float
@@ -51,9 +51,9 @@ class Outcome:
     last_s: float = -1.0
     error: str = ""
     began_s: float = -1.0
-    """When its prompt was first read from."""
+    """When its prefill began."""
     cached_tokens: int = 0
-    """Tokens of its prompt that were not computed."""
+    """Prompt tokens from the prefix cache."""
 
     @property
     def is_done(self) -> bool:
@@ -62,42 +62,42 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """Everything that one run gave."""
+    """Results of one run."""
 
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     duration_s: float = 0.0
     gaps: Counter[float] = field(default_factory=Counter[float])
-    """Seconds between two tokens of an answer, to a tenth of a millisecond: how often each."""
+    """Histogram of the seconds between two output tokens, in steps of 0.1 ms."""
     decision_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Real CPU time of each call of the coordinator: no neighbour makes it longer."""
+    """Real CPU time of each call of the scheduler."""
     state_seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """Requests in each state, integrated over time by looks at each tick."""
+    """Requests in each state, integrated over time by a sample at each tick."""
     mean_booked_bytes: float = 0.0
     peak_booked_bytes: int = 0
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of work of each stage's workers."""
     counters: dict[str, int] = field(default_factory=dict[str, int])
-    """The coordinators'."""
+    """Counters of the schedulers."""
     shards: dict[str, "ShardTrial"] = field(default_factory=dict[str, "ShardTrial"])
-    """What was done in each cell."""
+    """Results of each shard."""
     shard_choices: dict[str, int] = field(default_factory=dict[str, int])
-    """Requests by why they went to their cell."""
+    """Requests by the reason of their shard."""
 
 
 @dataclass(slots=True)
 class ShardTrial:
-    """What one cell did in a run."""
+    """Results of one shard."""
 
     requests: int = 0
-    """That ended there."""
+    """Requests that ended there."""
     busy_s: float = 0.0
     """Seconds of work of its workers."""
     router_s: float = 0.0
-    """Real CPU time of its coordinator."""
+    """Real CPU time of its scheduler."""
 
 
 class Simulation:
-    """One run. Everything the router decides, the real coordinator decides."""
+    """One run, with the real scheduler."""
 
     def __init__(
         self,
@@ -112,17 +112,17 @@ class Simulation:
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
         names = list(names_of(cluster.router.cells))
         self._parts = {name: cluster.shard(index) for index, name in enumerate(names)}
-        self._coordinators = {
+        self._schedulers = {
             name: make(part.router, part.plan, part.capacity_bytes, Timeouts())
             for name, part in self._parts.items()
         }
-        readers = (cluster.colocated or cluster.prefill) // len(names)
-        self._shards = Shards(names, cluster.router.cell_overload, readers)
+        prefill_workers = (cluster.colocated or cluster.prefill) // len(names)
+        self._shards = Shards(names, cluster.router.cell_overload, prefill_workers)
         self._shard_of = dict[str, str]()
-        """Of workers, by address."""
+        """Shard of each worker, by address."""
         self._outcomes = dict[str, Outcome]()
         self._rest = dict[str, Iterator[Job]]()
-        """What follows a request that is under way, or to come, in its session."""
+        """The jobs that follow a running or scheduled request in its session."""
         self._sessions: Iterator[Chain] = iter(())
         self._is_closed_loop = False
         self._progress_s = 0.0
@@ -150,9 +150,9 @@ class Simulation:
             registration = Register(
                 name=address, address=address, stages=stages, max_requests=slots, arena=arena
             )
-            self._coordinators[self._shard_of[address]].on(registration, address, 0.0)
+            self._schedulers[self._shard_of[address]].on(registration, address, 0.0)
             self._report(self._workers[address])
-            # Real workers did not start at the same moment either.
+            # Real workers do not report at the same moment.
             offset = REPORT_S * number / len(self._workers)
             self.clock.after(offset, self._keep_reporting, self._workers[address])
         self.clock.after(TICK_S, self._tick)
@@ -179,14 +179,14 @@ class Simulation:
         return workers
 
     def _cache_of(self, part: Cluster, arena: str) -> NodeCache | None:
-        """That of one machine; None if it keeps no prefixes."""
+        """Prefix cache of one machine; None without one."""
         if arena not in self._caches and part.plan.prefix_bytes:
             blocks = BlockCache(part.plan.prefix_blocks)
             self._caches[arena] = NodeCache(part.plan.block_tokens, blocks)
         return self._caches.get(arena)
 
     def _cores(self) -> Turns | OwnCores:
-        """Those of one machine."""
+        """Cores of one machine."""
         cluster = self._cluster
         if not cluster.shared_cores:
             return OwnCores(cluster.free_cores)
@@ -215,7 +215,7 @@ class Simulation:
 
     def _arrive(self, job: Job) -> None:
         request, plan = self._request(job), self._cluster.plan
-        if len(self._parts) == 1:  # whose hashes would be the same, and cost as much
+        if len(self._parts) == 1:  # hashing would cost time and change nothing
             self._shards.place(job.id, b"", 1)
         else:
             self._shards.place(job.id, key_of(request, plan), bytes_of(request, plan))
@@ -234,7 +234,7 @@ class Simulation:
         self._decide([Submit(request=request)], INGRESS, self._shards.where(request.id))
 
     def _failed(self, failure: Failed) -> None:
-        """The ingress hears that a cell would not take a request, or could not end it."""
+        """A shard refused or failed a request."""
         name = failure.request
         is_begun = self._outcomes[name].first_s >= 0
         if may_pass_on(failure) and not is_begun and self._shards.pass_on(name) is not None:
@@ -243,7 +243,7 @@ class Simulation:
             self._end(name, failure.code or "failed")
 
     def _prompt(self, job: Job) -> tuple[int, ...]:
-        """Tokens that are equal where, and only where, segments are; zeros if nobody looks."""
+        """Tokens that are equal exactly where segments are; zeros without a prefix cache."""
         if not self._cluster.plan.prefix_bytes:
             return _zeros(job.prompt_tokens)
         segments = job.segments or ((f"only {job.id}", job.prompt_tokens),)
@@ -284,7 +284,7 @@ class Simulation:
 
     def _decide(self, messages: Sequence[Message], sender: str, shard: str) -> None:
         started = thread_time()
-        sends = self._coordinators[shard].receive(messages, sender, self.clock.now)
+        sends = self._schedulers[shard].receive(messages, sender, self.clock.now)
         spent = thread_time() - started
         self.trial.decision_s.append(spent)
         self.trial.shards[shard].router_s += spent
@@ -304,9 +304,9 @@ class Simulation:
         now = self.clock.now
         if self._outcomes and now - self._progress_s > STUCK_S:
             raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
-        for shard, coordinator in self._coordinators.items():
+        for shard, scheduler in self._schedulers.items():
             started = thread_time()
-            sends = coordinator.tick(now)
+            sends = scheduler.tick(now)
             self.trial.shards[shard].router_s += thread_time() - started
             self._post(sends)
         self._look()
@@ -315,8 +315,8 @@ class Simulation:
 
     def _look(self) -> None:
         trial, self._looks, booked = self.trial, self._looks + 1, 0
-        for coordinator in self._coordinators.values():
-            counts, held = coordinator.census()
+        for scheduler in self._schedulers.values():
+            counts, held = scheduler.census()
             booked += held
             for state, count in counts.items():
                 trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
@@ -350,7 +350,7 @@ class Simulation:
             self.clock.after(self._costs.reply_s, self._receive_output, output)
 
     def _note_gap(self, worker: SimulatedWorker, output: StepOutput) -> None:
-        """Time from one decode step of a worker to its next: what a client sees of its tokens."""
+        """Record the time between two decode steps of a worker, as a client observes it."""
         now, before = self.clock.now, self._wrote_at.pop(worker.address, None)
         others = output.requests - len(output.joined)
         if self._keep_gaps and before is not None and others:
@@ -370,7 +370,7 @@ class Simulation:
                 busy_s = self._workers[address].busy_s
                 trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + busy_s
                 trial.shards[shard].busy_s += busy_s
-            counters.update(self._coordinators[shard].snapshot(self.clock.now).counters)
+            counters.update(self._schedulers[shard].snapshot(self.clock.now).counters)
         trial.counters, trial.shard_choices = dict(counters), {**self._shards.counters}
         return trial
 

@@ -1,4 +1,4 @@
-"""Writes down why the router decided as it did: cheaply, and only while somebody can still ask."""
+"""Records the reason of each decision in the history of recent requests."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,19 +10,19 @@ from triptych.router.state.history import Alternative, Decision
 from triptych.router.state.request_table import Entry
 
 LOOKED_AT = 3
-"""Alternatives that are noted."""
+"""Alternative workers that a decision records."""
 
 Step = Literal["prefill", "compress", "decode"]
 
 
 @dataclass
 class DecisionLog:
-    """Notes each decision in the history, and counts it by step and reason."""
+    """Records each decision in the history and counts it by step and reason."""
 
     cluster: ClusterState
 
     def looked_at(self, step: Step) -> tuple[Alternative, ...]:
-        """The best workers of a stage at this moment: call it before anything is booked."""
+        """The best workers of a stage at present. Call it before anything is booked."""
         load_index, ledger = self.cluster.load_index, self.cluster.ledger
         return tuple(
             Alternative(
@@ -55,12 +55,12 @@ class DecisionLog:
     def chosen(
         self, entry: Entry, step: Step | Literal["resume"], reason: str, to: str, now: float
     ) -> None:
-        """A worker was chosen for a request that is under way."""
+        """A worker was chosen for a running request."""
         seen = self.looked_at("decode" if step == "resume" else step)
         self._note(entry, step, reason, to, seen, now)
 
     def refused(self, request: Request, error: TriptychError, now: float) -> None:
-        """A request was not even taken in."""
+        """A request was refused."""
         history, code = self.cluster.requests.history, error.code or "unknown"
         history.begin(request, "refused", now)
         history.decided(request.id, Decision(step="refuse", at=now, reason=code))

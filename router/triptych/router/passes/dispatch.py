@@ -1,4 +1,4 @@
-"""Moves requests on to their next stage, whenever something has changed."""
+"""Dispatch: sends each request that can continue to a worker of its next stage."""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,34 +15,37 @@ from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
 MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
-"""States in which a request waits for the router; those nearest to the end come first."""
+"""States in which a request waits for the router, in the order in which they are dispatched."""
 
 
 ENCODER_GRACE_S = 30.0
-"""Time for which prompts that are encoded layer by layer wait for a compressor after one died."""
+"""Time for which prompts with layer-wise prefill wait for a compressor after one died."""
 ROUND_REQUESTS = 4
-"""Requests that the policy is asked for at a time: what it chose is lost when workers are full."""
+"""Requests that the batch policy chooses at a time. Unused choices are lost if workers are full."""
 
 
 @dataclass
 class Dispatch:
-    """One pass over all that could move, in a fixed order."""
+    """Continuous dispatch: a request goes to a worker as soon as that has room.
+
+    The requests nearest to their end are dispatched first.
+    """
 
     cluster: ClusterState
     schedule: Schedule
     config: RouterConfig
     placer: Placer
     keeps_prefixes: bool = False
-    """Whether the pool keeps prefixes of prompts."""
+    """Whether the pool has a prefix cache."""
     blocked_reason: HeldBy = ""
-    """Why the first of the waiting line did not start at the last pass."""
+    """Why the first waiting request did not start in the last pass."""
     reasons: DecisionLog = field(init=False)
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
 
     def run(self, now: float) -> None:
-        """Send on every request that can go on."""
+        """Dispatch every request that can continue, last stage first."""
         self.blocked_reason = ""
         if not self.cluster.requests.has_any(MOVABLE):
             return
@@ -54,7 +57,7 @@ class Dispatch:
         self.blocked_reason = self._admit(now)
 
     def adjust(self) -> None:
-        """Begin another round: batch sizes follow what waits and what is free."""
+        """Adapt batch sizes to the queue and to free memory, if the schedule is adaptive."""
         requests, load_index = self.cluster.requests, self.cluster.load_index
         capacity = len(load_index.arenas) * self.cluster.ledger.capacity_bytes
         free_share = 1.0 - load_index.used_bytes / capacity if capacity else 1.0
@@ -89,7 +92,7 @@ class Dispatch:
         """Compressed requests with a decode worker; one whose worker died gets another."""
         ready = list[Entry]()
         for entry in self.cluster.requests.in_state(State.COMPRESSED):
-            if not entry.placement.decode_worker:  # the worker that was chosen died
+            if not entry.placement.decode_worker:  # the chosen worker died
                 entry.placement.decode_worker = (
                     self.cluster.load_index.decode_in(entry.placement.final_arena)
                     or self._decode_worker_elsewhere(entry)
@@ -115,7 +118,7 @@ class Dispatch:
     # ---------------------------------------------------------------- planned -> encoding
 
     def _encode_all(self, now: float) -> None:
-        """Choose decode workers, in the order of planning: nobody overtakes here."""
+        """Choose decode workers in the order of planning, without overtaking."""
         while (entry := self.cluster.requests.first(State.PLANNED)) is not None:
             address = self._decode_worker(entry)
             if address is None:
@@ -137,7 +140,7 @@ class Dispatch:
         self.cluster.requests.move(entry, State.ENCODING, now)
 
     def _decode_worker(self, entry: Entry) -> str | None:
-        """The best decode worker, wherever the final pages of a request can be booked."""
+        """The best decode worker in an arena where the final pages can be booked."""
 
         def fits(arena: str) -> bool:
             return self.cluster.ledger.fits(entry.id, self._lines(entry, final=arena))
@@ -146,16 +149,16 @@ class Dispatch:
         return self.cluster.load_index.decode(own, fits)
 
     def _lines(self, entry: Entry, *, final: str) -> Lines:
-        """What a request books if it is decoded in the arena ``final``."""
+        """Bytes that a request books if it is decoded in the arena ``final``."""
         return lines_before_encoding(
             entry.sizes, entry.placement.raw_arena, entry.placement.work_arena, final
         )
 
     def _decode_worker_elsewhere(self, entry: Entry) -> str | None:
-        """The best decode worker that can fetch the final pages, which are booked there then.
+        """Choose a decode worker in another arena and book the final pages there.
 
-        Only for pages that were to be fetched anyway: if they lie where a decode worker just died,
-        their pool may be dead as well.
+        Only for pages that must be fetched in any case. Pages in the arena of a dead decode worker
+        are not fetched from there: its pool may be dead as well.
         """
         if entry.placement.work_arena == entry.placement.final_arena:
             return None
@@ -196,7 +199,7 @@ class Dispatch:
         self.cluster.requests.move(entry, State.COMPRESSING, now)
 
     def _compressor(self, entry: Entry) -> str | None:
-        """A compressor where the request has booked one, or anywhere if none lives there."""
+        """A compressor in the arena that the request booked; in any arena if that one has none."""
         if entry.placement.encoder:
             return entry.placement.encoder
         has_own = self.cluster.load_index.has_compressor(entry.placement.work_arena)
@@ -220,9 +223,9 @@ class Dispatch:
         return True
 
     def _work_arena(self, raw_arena: str) -> str:
-        """Where raw pages will be compressed: where they are, if that can be.
+        """The arena in which raw pages will be compressed: their own, if it has a compressor.
 
-        Raw pages are what costs most to send.
+        Raw pages are the most expensive to transfer.
         """
         load_index = self.cluster.load_index
         if load_index.has_compressor(raw_arena):
@@ -231,7 +234,7 @@ class Dispatch:
         return raw_arena if address is None else load_index.arena_of(address)
 
     def _prefix(self, entry: Entry) -> Prefix | None:
-        """What the compressor may keep of a prompt for later requests."""
+        """What the compressor may store of a prompt in the prefix cache; None without a cache."""
         if not self.keeps_prefixes:
             return None
         request = entry.request
@@ -287,7 +290,7 @@ class Dispatch:
         return True
 
     def _batch(self, wanted: int, now: float) -> list[Entry]:
-        """Ask the policy. It sees all arenas as one; ``_start`` checks each for itself."""
+        """Requests that the policy chooses. It sees all arenas as one; ``_place`` checks each."""
         requests, load_index = self.cluster.requests, self.cluster.load_index
         free = len(load_index.arenas) * self.cluster.ledger.capacity_bytes - load_index.used_bytes
         budget = Budget(free_bytes=free, max_requests=wanted)
@@ -310,7 +313,7 @@ class Dispatch:
         return blocked_reason
 
     def _go_on(self, entry: Entry, now: float) -> bool:
-        """Let a request that was set aside join again; False if that cannot be."""
+        """Let a preempted request join a decode worker again; False if none has room."""
         address = self.cluster.load_index.decode_in(entry.placement.final_arena)
         lines = lines_after_encoding(
             entry.sizes, entry.placement.final_arena, entry.placement.final_arena
@@ -344,7 +347,7 @@ class Dispatch:
         return None, "prefill_busy" if waits_by_choice else "no_bytes"
 
     def _could_fit(self, sizes: RequestBytes) -> bool:
-        """Whether the emptiest arenas have room; if not, no arena has, and none is asked."""
+        """Whether the arenas with most free bytes have room; if not, no arena has."""
         load_index, ledger = self.cluster.load_index, self.cluster.ledger
         raw, final = load_index.most_free_arena(), load_index.final_arena(set(), lambda _: True)
         if raw is None or final is None:
@@ -376,19 +379,19 @@ class Dispatch:
         self.cluster.counters["admitted"] += 1
 
     def _ahead_tokens(self, entry: Entry) -> int:
-        """Tokens that are read until a request has its first one, its own in full."""
+        """Prompt tokens that are prefilled before its first output token, its own included."""
         load_index, tokens = self.cluster.load_index, entry.uncached_tokens
         return load_index.queue_tokens(entry.worker) + max(0, tokens - load_index.long_tokens)
 
     @staticmethod
     def _reason(entry: Entry, now: float) -> str:
-        """Why it was its turn."""
+        """Why the request was next."""
         if entry.request.attempt:
             return "began_before"
         return "lost_patience" if entry.slo.due < now else "turn"
 
     def _final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
-        """Where to book the pages that decoding will need, before a decode worker is chosen."""
+        """Arena in which the pages for decode are booked before a decode worker is chosen."""
         work_arena, sizes = self._work_arena(raw_arena), entry.whole or entry.sizes
         if self._goes_in_parts(entry, raw_arena, now):
             sizes = entry.sizes
@@ -402,10 +405,10 @@ class Dispatch:
         return self.cluster.load_index.final_arena({raw_arena, work_arena}, fits)
 
     def _goes_in_parts(self, entry: Entry, arena: str, now: float) -> bool:
-        """Whether its layers are encoded as they are read, if it is read in an arena.
+        """Whether a request uses layer-wise prefill, if it is prefilled in an arena.
 
-        A compressor that died is waited for: a prompt that is read in another way gives an answer
-        that differs a little, and nobody's death is to change one.
+        The router waits for a replacement of a dead compressor: prefill without layers gives
+        slightly different output, and a death must not change output.
         """
         if entry.whole is None:
             return False
@@ -413,7 +416,7 @@ class Dispatch:
         return absent is None or now - absent < ENCODER_GRACE_S
 
     def _lacks_encoder(self, entry: Entry, now: float) -> bool:
-        """Whether a compressor is what a request waits for, wherever it could be read."""
+        """Whether a request waits for a compressor in every arena where it could be prefilled."""
         load_index = self.cluster.load_index
         return all(
             self._goes_in_parts(entry, arena, now) and load_index.compressor("", arena) is None
@@ -422,7 +425,7 @@ class Dispatch:
 
 
 def join_of(entry: Entry, now: float) -> Join:
-    """What a decode worker must know to go on with a request whose pages are finished."""
+    """The message that lets a decode worker continue a request whose pages are complete."""
     assert entry.transfer.handle is not None
     assert entry.transfer.report is not None
     return Join(

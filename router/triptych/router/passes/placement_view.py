@@ -1,4 +1,4 @@
-"""What a placement policy sees: the roster, the ledger and the map of prefixes, for one prompt."""
+"""The view of a placement policy for one prompt: loads, free bytes and the prefix map."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from triptych.router.state.load_index import Fits, LoadIndex
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    """The prefill workers with room for one prompt; good until something moves."""
+    """The prefill workers with room for one prompt; valid until any load changes."""
 
     load_index: LoadIndex
     prompt: PromptToPlace
     limit_tokens: int
-    """Tokens that a worker takes at once."""
+    """Tokens that a worker takes at a time."""
     fits: Fits
     token_s: float
     prefixes: PrefixMap
@@ -36,12 +36,12 @@ class Snapshot:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        return islice(self.load_index.readers(), self._count)
+        return islice(self.load_index.prefill_workers(), self._count)
 
     def __getitem__(self, place: int, /) -> str:
         if not 0 <= place < self._count:
             raise IndexError(f"place {place} of {self._count} workers")
-        return self.load_index.readers().at(place)
+        return self.load_index.prefill_workers().at(place)
 
     def takes(self, worker: str) -> bool:
         return self._has_bytes(self.load_index.arena_of(worker))
@@ -58,7 +58,7 @@ class Snapshot:
     def best_in(self, arena: str) -> str | None:
         if not self.load_index.with_room(self.prompt.tokens, self.limit_tokens, arena):
             return None
-        return self.load_index.readers(arena).first() if self._has_bytes(arena) else None
+        return self.load_index.prefill_workers(arena).first() if self._has_bytes(arena) else None
 
     def cached_tokens(self, arena: str) -> int:
         return self.prefixes.known(arena, self.prompt.keys) * self.prompt.block_tokens
@@ -79,7 +79,7 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Placer:
-    """Asks the policy, and remembers what was read where, if the policy wants to know."""
+    """Calls the placement policy, and records where prompts were sent if the policy uses that."""
 
     policy: PlacementPolicy
     load_index: LoadIndex
@@ -87,21 +87,21 @@ class Placer:
     block_tokens: int
     prefixes: PrefixMap
     ttft_s: float
-    """For prompts that ask for no time to the first token."""
+    """TTFT limit of prompts without one."""
     _rings: DualHashRing = field(default_factory=DualHashRing)
     _seen: int = -1
-    """The generation of the roster when arenas were last forgotten."""
+    """Generation of the load index when arenas were last removed from the prefix map."""
     _hashed: int = -1
-    """When the rings were last made: if nobody asks for them, never."""
+    """Generation of the load index when the rings were last built; -1: never."""
 
     def prompt(self, request: Request) -> PromptToPlace:
-        """A request as placement sees it."""
+        """The prompt of a request as placement policies see it."""
         return PromptToPlace(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
 
     def snapshot(
         self, prompt: PromptToPlace, limit_tokens: int, fits: Fits, now: float
     ) -> Snapshot:
-        """The workers as they are at this moment."""
+        """The view of all prefill workers at present."""
         if self._seen != self.load_index.generation:
             self._seen = self.load_index.generation
             self.prefixes.forget(self.prefixes.arenas - set(self.load_index.prefill_arenas))
@@ -111,13 +111,13 @@ class Placer:
         )
 
     def choose(self, snapshot: Snapshot) -> Choice | None:
-        """Who reads the prompt, by the policy."""
+        """The prefill worker that the policy chooses."""
         return self.policy(snapshot.prompt, snapshot)
 
     def sent(self, prompt: PromptToPlace, arena: str) -> int:
-        """A prompt is read at an arena, which will keep its blocks.
+        """A prompt was sent to an arena, which will cache its blocks.
 
-        Returns: tokens that are probably there already; 0 if the policy did not ask
+        Returns: tokens that are probably cached already; 0 if the policy did not use the keys
         """
         if not prompt.keys_were_read:
             return 0
@@ -126,7 +126,7 @@ class Placer:
         return known * self.block_tokens
 
     def _present(self) -> DualHashRing:
-        """The rings of those arenas that have prefill workers now."""
+        """The rings of the arenas that have prefill workers."""
         if self._hashed != self.load_index.generation:
             self._hashed = self.load_index.generation
             self._rings.hold(self.load_index.prefill_arenas)

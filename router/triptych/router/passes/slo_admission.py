@@ -1,4 +1,4 @@
-"""What was asked of requests in seconds: who is refused at once, and who is given up later."""
+"""SLO admission: refuses requests that would miss their SLO, and fails those that missed it."""
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -20,15 +20,15 @@ from triptych.router.state.request_table import Entry, SloStatus, State
 
 @dataclass
 class SloAdmission:
-    """Keeps the server from computing what comes too late, and the line in order of slack.
+    """Keeps the server from computing late responses, and orders the queue by slack.
 
-    Requests without an SLO, and those that were in work before, are let be.
+    It ignores requests without an SLO and retried attempts.
     """
 
     cluster: ClusterState
     completion: RequestCompletion
     _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    """When a request must have started, or ended: a heap."""
+    """Heap of the times by which requests must have started or ended."""
 
     def assess(
         self, request: Request, due: float, now: float
@@ -64,14 +64,14 @@ class SloAdmission:
         )
 
     def watch(self, entry: Entry) -> None:
-        """Remember when to give up a request that was taken in."""
+        """Remember when an admitted request has missed its SLO."""
         if entry.slo.latest < inf:
             heappush(self._times, (entry.slo.latest, entry.id))
         if entry.request.slo.deadline_s:
             heappush(self._times, (entry.arrived + entry.request.slo.deadline_s, entry.id))
 
     def run(self, now: float) -> None:
-        """End requests that should have started, or ended, by now."""
+        """Fail requests that should have started or ended by now."""
         while self._times and self._times[0][0] < now:
             _, name = heappop(self._times)
             entry = self.cluster.requests.get(name)

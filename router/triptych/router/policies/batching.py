@@ -1,4 +1,4 @@
-"""Which waiting requests start next."""
+"""Batch policies: which waiting requests start next."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -14,8 +14,7 @@ class BatchPolicy(Protocol):
     def __call__(self, queue: QueueView, budget: Budget, /) -> list[Waiting]:
         """Choose from ``queue`` no more than ``budget`` allows.
 
-        The router asks again while a whole ``budget.max_requests`` could start, so a policy
-        that goes on in the same order with the next call is one that took all at once.
+        The router calls it again while a whole ``budget.max_requests`` could start.
         """
         ...
 
@@ -23,15 +22,15 @@ class BatchPolicy(Protocol):
 def greedy_by_memory(queue: QueueView, budget: Budget) -> list[Waiting]:
     """Fit as many waiting requests as the free bytes allow.
 
-    Smallest first over the whole line, which maximises the number admitted. Where bytes are
-    short and the line in its order would fill more of them, that goes first, and small ones
-    fill what is left: so never fewer bytes than ``fcfs`` would start. Turns of tenants,
-    priorities, and that nothing overtakes a request that lost patience, even while it does not
-    fit, are in the line itself.
+    Smallest first over the whole queue, which maximises the number of admitted requests. Where
+    bytes are short and the queue in order would fill more of them, that goes first and small
+    requests fill the rest: so never fewer bytes than ``fcfs`` would start. The queue itself
+    implements tenants, priorities, and that no request overtakes an overdue one, even while that
+    does not fit.
 
-    Source: FastCache, memory-aware greedy batching. The patience rule is ours: the paper's
-    rule alone can starve a large request for ever. So is the look at the order of the line: the
-    paper wants most requests, and most bytes, which is not always the same batch.
+    Source: FastCache, memory-aware greedy batching. The bound on overtaking is ours: the
+    paper's rule alone can starve a large request for ever. So is the comparison with the order of
+    the queue: the paper wants most requests and most bytes, which can be different batches.
     """
     smallest = _take_while_it_fits(queue.smallest_first(), budget)
     if len(smallest) in (budget.max_requests, len(queue)):
@@ -50,7 +49,10 @@ def greedy_by_memory(queue: QueueView, budget: Budget) -> list[Waiting]:
 
 
 def fcfs(queue: QueueView, budget: Budget) -> list[Waiting]:
-    """In the order of the queue; the first that does not fit stops it. The baseline."""
+    """In the order of the queue; the first that does not fit stops it. The baseline.
+
+    ``fifo`` is an alias of this policy in ``router.batch_policy``.
+    """
     return _take_while_it_fits(queue.in_order(), budget)
 
 

@@ -1,4 +1,4 @@
-"""What the router knows, in one place for the parts that change it."""
+"""The state of the router that all passes share."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from triptych.router.state.request_table import Requests, compressor_of, is_pref
 
 @dataclass
 class ClusterState:
-    """Peers, requests, bookings, and what is to be sent."""
+    """Peers, requests, loads, bookings and outgoing messages."""
 
     membership: Membership
     ledger: ByteLedger
@@ -27,9 +27,9 @@ class ClusterState:
     drain: DrainRate = field(default_factory=DrainRate)
     latency: LatencyForecast = field(default_factory=LatencyForecast)
     dead_workers: set[str] = field(default_factory=set[str])
-    """Dead decode workers, by name, that left pages which the pool keeps for others."""
+    """Names of dead decode workers whose pages the pool keeps for a takeover."""
     counters: Counter[str] = field(default_factory=Counter[str])
-    """Decisions and oddities by reason."""
+    """Decisions and unexpected messages by reason."""
 
     @classmethod
     def open(
@@ -39,7 +39,7 @@ class ClusterState:
         schedule: Schedule,
         long_tokens: int = 1 << 62,
     ) -> Self:
-        """Empty books whose parts tell the roster what changes."""
+        """An empty state whose parts report changes to the load index."""
         ledger = ByteLedger(capacity_bytes)
         load_index = LoadIndex(report_bound_s, ledger.used, schedule.slots, long_tokens)
         ledger.on_change = load_index.rebook
@@ -47,9 +47,9 @@ class ClusterState:
         return cls(Membership(report_bound_s), ledger, load_index, requests)
 
     def concurrency_with(self, more: int) -> float:
-        """Requests in work for each decode worker, if so many more come as slots and bytes allow.
+        """Running requests for each decode worker with up to ``more``, as slots and bytes allow.
 
-        The first of them is counted even if there is no room: it will have taken another's place.
+        The first additional one counts even without room: it will replace another request.
         """
         in_work, load_index = self.requests.in_work, self.load_index
         free = max(0, len(load_index.arenas) * self.ledger.capacity_bytes - load_index.used_bytes)
@@ -63,9 +63,9 @@ class ClusterState:
 
 
 def worker_loads(cluster: ClusterState, now: float) -> dict[str, WorkerLoad]:
-    """Every worker as placement sees it, by address, counted anew from all requests.
+    """The load of every worker, by address, counted from all requests.
 
-    What the roster keeps up to date, in plain words; tests compare the two.
+    The load index keeps the same numbers incrementally; tests compare the two.
     """
     prefill, compress, slots = Counter[str](), Counter[str](), Counter[str]()
     queue = Counter[str]()

@@ -1,4 +1,4 @@
-"""All requests of the router, by id and by state."""
+"""The request table: all requests of the router, by id and by state."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,30 +16,30 @@ from triptych.router.state.history import History
 
 
 class State(StrEnum):
-    """Where a request stands; docs/architecture.md has the diagram."""
+    """State of a request; docs/architecture.md has the diagram."""
 
     WAITING = "waiting"
-    """In the line; nothing booked, nobody told. Or set aside: the pages that it has are booked, and
-    the decode worker that it was taken from has them on offer."""
+    """In the waiting queue, with nothing booked and sent to no worker. Or preempted: its pages are
+    booked, and the decode worker that had it offers them."""
     PREFILLING = "prefilling"
     """Sent to a prefill worker."""
     PREFILLED = "prefilled"
-    """The prefill worker holds its raw pages; no compressor was told."""
+    """The prefill worker holds its raw pages; it was sent to no compressor yet."""
     COMPRESSING = "compressing"
     """Sent to a compressor, which may or may not have attached the raw pages yet."""
     PLANNED = "planned"
-    """The compressor holds the raw pages and waits to hear where to encode."""
+    """The compressor holds the raw pages and waits for ``Encode``."""
     ENCODING = "encoding"
-    """The compressor was told."""
+    """The compressor was sent ``Encode``."""
     COMPRESSED = "compressed"
-    """The compressor holds the finished pages, or the decode worker that it was taken from does;
-    no decode worker was told."""
+    """The compressor, or the decode worker that was preempted, holds the compressed pages; it was
+    sent to no decode worker yet."""
     DECODING = "decoding"
     """Sent to a decode worker, which may or may not have attached the pages yet."""
     ORPHANED = "orphaned"
-    """Its decode worker died, and its pages wait in the pool for another one."""
+    """Its decode worker died, and the pool keeps its pages for a takeover."""
     LEAVING = "leaving"
-    """Over for the client, but some worker may still hold pages of it."""
+    """Ended for the client, but a worker may still hold pages of it."""
 
 
 AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED)
@@ -151,24 +151,24 @@ class Entry:
 
     @property
     def held_bytes(self) -> int:
-        """What it has booked in its state, if all stages share an arena."""
+        """Bytes that it has booked in its state, if all stages share an arena."""
         if self.state is State.WAITING:
             return self.kept_bytes
         return self.sizes.grown if self.state in AFTER_ENCODING else self.sizes.peak
 
     @property
     def waits_with_pages(self) -> bool:
-        """Whether it waits with pages that it keeps."""
+        """Whether it is preempted and waits with its pages."""
         return self.is_preempted and self.state is State.WAITING
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that the prefill reads."""
+        """Tokens that prefill processes."""
         return self.request.known_tokens
 
     @property
     def uncached_tokens(self) -> int:
-        """Those of the prompt that are probably not cached."""
+        """Prompt tokens that are probably not cached; at least 1."""
         return max(1, self.prompt_tokens - self.placement.cached_tokens)
 
     @property
@@ -206,10 +206,10 @@ class Requests:
     """The table: each entry is in one state, and each state keeps the order of entering."""
 
     on_change: Callable[[Entry], None] = _nothing
-    """Told of each entry that moved."""
+    """Called with each entry whose state changed."""
     on_removal: Callable[[Entry], None] = _nothing
     queue: WaitingQueue = field(default_factory=WaitingQueue)
-    """Those that wait, in the orders in which policies read them."""
+    """Waiting requests, in the orders that policies use."""
     history: History = field(default_factory=History)
     _by_id: dict[str, Entry] = field(default_factory=dict[str, Entry])
     _by_state: dict[State, OrderedDict[str, Entry]] = field(
@@ -218,7 +218,7 @@ class Requests:
     _running: defaultdict[str, Counter[int]] = field(
         default_factory=lambda: defaultdict[str, Counter[int]](Counter[int])
     )
-    """Priorities of what is being decoded, by tenant."""
+    """Priorities of running requests, by tenant."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._by_id.values())
@@ -233,7 +233,7 @@ class Requests:
         return self._by_id.get(request)
 
     def add(self, entry: Entry) -> None:
-        """Take in a new entry, which waits; one that was in work before goes to the front."""
+        """Add a waiting entry; a retried attempt goes to the front."""
         in_front = entry.request.attempt > 0
         self._by_id[entry.id] = entry
         self._by_state[entry.state][entry.id] = entry
@@ -244,7 +244,7 @@ class Requests:
         self.on_change(entry)
 
     def preempt(self, entry: Entry, kept_bytes: int, now: float) -> None:
-        """Put an entry back into the line with pages that it keeps."""
+        """Put an entry back into the waiting queue with its pages."""
         entry.kept_bytes = kept_bytes
         self.move(entry, State.WAITING, now)
         self._enqueue(entry, max(0, entry.sizes.grown - kept_bytes), in_front=False)
@@ -273,12 +273,12 @@ class Requests:
         self._by_state[state][entry.id] = entry
         if state is State.DECODING:
             self._running[entry.request.tenant][entry.request.priority] += 1
-        if state is not State.LEAVING:  # over for the client; `RequestCompletion` says how
+        if state is not State.LEAVING:  # `RequestCompletion` records the end
             self.history.note(entry.id, state.value, entry.transfer.report, now)
         self.on_change(entry)
 
     def touch(self, entry: Entry) -> None:
-        """Say that an entry changed where it is."""
+        """Report that an entry changed within its state."""
         self.on_change(entry)
 
     def accrue(self, entry: Entry, now: float) -> None:
@@ -290,7 +290,7 @@ class Requests:
             entry.usage.charged_byte_s = entry.usage.spent_byte_s
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry; its tenant gets back what was charged and not used."""
+        """Remove an entry; its tenant is refunded what was charged and not used."""
         self.queue.discard(entry.id)
         accounts, tenant = self.queue.accounts, entry.request.tenant
         if entry.usage.charged_byte_s:
@@ -312,7 +312,7 @@ class Requests:
                 del self._running[tenant]
 
     def runs_less_urgent(self, tenant: str, priority: int) -> bool:
-        """Whether anything of a tenant is being decoded that is less urgent."""
+        """Whether a tenant has a running request that is less urgent."""
         return max(self._running.get(tenant, ()), default=priority) > priority
 
     def in_state(self, state: State) -> list[Entry]:
@@ -326,7 +326,7 @@ class Requests:
     def has_any(self, states: Iterable[State]) -> bool:
         """Whether any request is in one of these states."""
         by_state = self._by_state
-        for state in states:  # noqa: SIM110  # asked at each message: a generator costs twice
+        for state in states:  # noqa: SIM110  # called at each message: a generator costs twice
             if by_state[state]:
                 return True
         return False
@@ -336,5 +336,5 @@ class Requests:
 
     @property
     def in_work(self) -> int:
-        """Requests that were begun and are not over."""
+        """Requests that have started and have not ended."""
         return len(self._by_id) - self.count(State.WAITING) - self.count(State.LEAVING)

@@ -164,7 +164,7 @@ def join(plan: PagePlan, pool: LocalPool, name: str, prompt: int, answer: int) -
         request=request,
         handle=make_handle(claim, runs, tokens=prompt),
         report=CompressionReport(policy="uniform:k8v4", raw_bytes=1, stored_bytes=1),
-        words=(5,),
+        output_tokens=(5,),
     )
 
 

@@ -34,7 +34,7 @@ HANDLE = KVHandle(Claim("arena", LeaseId(9), 2), (PageRun("fp16", b"\x03\0\0\0",
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
 MESSAGES = [
     Submit(request=REQUEST),
-    Join(request=REQUEST, words=(4,), handle=HANDLE, report=REPORT),
+    Join(request=REQUEST, output_tokens=(4,), handle=HANDLE, report=REPORT),
     Tokens(
         request="r1",
         index=0,

@@ -43,7 +43,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
-from triptych.router import AttemptTable, Patience, RequestTrace, Windows
+from triptych.router import AttemptTable, RequestTrace, Timeouts, Windows
 from triptych.router.replay import end_recording, open_scheduler
 from triptych.workers.core_scheduler import Turns
 from triptych.workers.decode.plugins import offers_of
@@ -143,7 +143,7 @@ class LocalServer:
             config.router,
             self.plan,
             capacity_bytes=pages * self.plan.page_bytes - self.plan.prefix_bytes,
-            patience=Patience(report_bound_s=math.inf, silent_s=math.inf),
+            timeouts=Timeouts(report_bound_s=math.inf, silent_s=math.inf),
         )
         self._lock = threading.Lock()
         self._watch = watch
@@ -195,7 +195,7 @@ class LocalServer:
     def lives(self) -> Sequence[RequestTrace]:
         """What became of the latest requests, in seconds of ``time.monotonic``."""
         with self._lock:
-            return self._coordinator.lives()
+            return self._coordinator.traces()
 
     @property
     def prefixes_skipped(self) -> Mapping[str, int]:

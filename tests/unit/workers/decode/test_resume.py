@@ -161,7 +161,10 @@ class Stages:
         arena = self.pool.arena.id
         done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)
         join = self.joins[request.id] = Join(
-            request=request, words=(read.first_token,), handle=done.handle, report=done.report
+            request=request,
+            output_tokens=(read.first_token,),
+            handle=done.handle,
+            report=done.report,
         )
         return join
 
@@ -484,7 +487,7 @@ def test_an_answer_that_is_computed_again_goes_on_with_the_token_that_was_drawn(
         "prompt": replace(request, id="prompt", prompt=request.prompt + said),
     }.items():
         join = stages.join(one)
-        handed[name] = join.words
+        handed[name] = join.output_tokens
         _, engine = stages.decoder()
         engine.accept(join)
         engine.cancel([name])
@@ -495,7 +498,7 @@ def joining(offer: Preempted, previous_worker: str = "") -> Join:
     [request] = [one for one in requests() if one.id == offer.request]
     return Join(
         request=request,
-        words=offer.words,
+        output_tokens=offer.output_tokens,
         handle=offer.handle,
         report=REPORT,
         previous_worker=previous_worker,

@@ -122,7 +122,10 @@ class Sharing(Stages):
         encode = Encode(requests=(request.id,), arena=self.pool.arena.id)
         done = self._until(self.engines["compress"], encode, Compressed)
         join = self.joins[request.id] = Join(
-            request=request, words=(read.first_token,), handle=done.handle, report=done.report
+            request=request,
+            output_tokens=(read.first_token,),
+            handle=done.handle,
+            report=done.report,
         )
         return join
 
@@ -271,7 +274,7 @@ def test_shares_move_with_their_requests(
             request = one if offer.request == one.id else other
             join = Join(
                 request=request,
-                words=offer.words,
+                output_tokens=offer.output_tokens,
                 handle=offer.handle,
                 report=stages.joins[request.id].report,
             )

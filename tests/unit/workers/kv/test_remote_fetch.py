@@ -105,7 +105,7 @@ def handle(arena: str, *pages: list[int]) -> KVHandle:
 def join(where: KVHandle, name: str = "r") -> Join:
     return Join(
         request=Request(id=name, prompt=(1,), sampling=Sampling(), reply_to="in"),
-        words=(7,),
+        output_tokens=(7,),
         handle=where,
         report=CompressionReport(policy="p", raw_bytes=1, stored_bytes=1),
     )

@@ -275,7 +275,9 @@ class DecodeEngine:
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
         name, stored = message.request.id, message.handle.tokens
-        self._checkpoint.join(slot, name, claim.lease, message.words, stored, message.memory)
+        self._checkpoint.join(
+            slot, name, claim.lease, message.output_tokens, stored, message.memory
+        )
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
         return [*resumed, *self._start(message, answer, slot, claim, wanted)]
 
@@ -333,7 +335,9 @@ class DecodeEngine:
         )
         one.grown = [np.setdiff1d(np.concatenate(one.grown), held)]
         self._free(one)
-        return Send(ROUTER, Preempted(request=one.id, words=words, handle=handle, memory=memory))
+        return Send(
+            ROUTER, Preempted(request=one.id, output_tokens=words, handle=handle, memory=memory)
+        )
 
     def _resume(self, message: Resume) -> list[Send]:
         """Go on from what a dead worker left in its checkpoint and in the pool.

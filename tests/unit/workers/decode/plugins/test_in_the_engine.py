@@ -275,7 +275,7 @@ def joining(offer: Preempted, threshold: float) -> Join:
     (request,) = [one for one in asked(threshold) if one.id == offer.request]
     return Join(
         request=request,
-        words=offer.words,
+        output_tokens=offer.output_tokens,
         handle=offer.handle,
         report=REPORT,
         memory=offer.memory,

@@ -2,9 +2,16 @@
 
 from triptych.kvpool.disk.tier import DiskSettings
 from triptych.kvpool.pool.arena import Arena
-from triptych.kvpool.pool.page_map import OwnerPages, PageMap
 from triptych.kvpool.pool.page_pool import About
-from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats, WorkerStats
+from triptych.kvpool.pool.stats import (
+    DiskStats,
+    NetworkStats,
+    OwnerPages,
+    PageMap,
+    PoolStats,
+    PrefixStats,
+    WorkerStats,
+)
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access

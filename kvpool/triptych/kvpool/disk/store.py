@@ -27,7 +27,7 @@ from triptych.kvpool.disk.block_file import (
     read_pages,
     write_object,
 )
-from triptych.kvpool.pool.directory_space import free_bytes, require_room
+from triptych.kvpool.pool.arena import free_bytes, require_room
 
 logger = logging.getLogger(__name__)
 

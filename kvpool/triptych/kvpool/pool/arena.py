@@ -1,4 +1,4 @@
-"""Arenas: the shared memory that pages lie in, owned by the pool process."""
+"""Arenas: shared memory for pages, owned by the pool process, and the space of a directory."""
 
 import ctypes
 import fcntl
@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import PoolError, StaleHandle
+from triptych.core.errors import ConfigError, PoolError, StaleHandle
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,30 @@ class Arena:
         """Remove the file; whoever has it mapped keeps the memory until it is unmapped."""
         if self._path:
             self._path.unlink(missing_ok=True)
+
+
+def free_bytes(setting: str, directory: Path) -> int:
+    """Bytes that are free in a directory, which need not be there yet. Nothing is made or changed.
+
+    Raises: ConfigError if this user cannot write there, or make it
+    """
+    above = next(path for path in (directory, *directory.parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{setting}={directory}: {above} is no directory that this user can write to: "
+            "make the directory for this user, or choose another"
+        )
+    space = os.statvfs(above)
+    return space.f_bavail * space.f_frsize
+
+
+def require_room(free: int, setting: str, directory: Path, size_setting: str, wanted: int) -> None:
+    """Raise ConfigError if less is free than is wanted."""
+    if free < wanted:
+        raise ConfigError(
+            f"{size_setting}={wanted}: {directory} has room for {free}: lower it, make room there, "
+            f"or choose another {setting}"
+        )
 
 
 def remove_orphans(directory: Path) -> list[str]:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from triptych.core.errors import NotHeld, NotRegistered, PoolError, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
-from triptych.kvpool.pool.page_map import FREE, OwnerPages, PageMap
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import PoolStats, WorkerStats
+from triptych.kvpool.pool.stats import FREE, OwnerPages, PageMap, PoolStats, WorkerStats
 from triptych.kvpool.prefix.blocks import FormatPages, HoldId
 
 WorkerId = NewType("WorkerId", str)

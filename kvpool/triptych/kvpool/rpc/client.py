@@ -12,16 +12,15 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
+from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable, StaleHandle
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_map import PageMap
 from triptych.kvpool.pool.page_pool import About, Commit, Pool
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.pool.stats import PoolStats
+from triptych.kvpool.pool.stats import PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
 from triptych.kvpool.prefix.cache import FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
@@ -30,7 +29,6 @@ from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.rpc.messages import PoolCalls, Registered
 from triptych.kvpool.rpc.page_cache import PageCache
 from triptych.kvpool.rpc.stub import PoolStub
-from triptych.kvpool.transfer.transport import SharedMemory, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class WorkerPool:
         self,
         calls: PoolCalls,
         worker: str,
-        transport: Callable[[Registered], Transport],
+        open_arena: Callable[[Registered], Arena],
         open_checkpoint: Callable[[str, int], Arena],
         checkpoint_bytes: int = 0,
     ) -> None:
@@ -72,15 +70,11 @@ class WorkerPool:
             if checkpoint_bytes
             else None
         )
-        self._transport = transport(self._registered)
+        self.arena = open_arena(self._registered)
+        """The pages' memory, mapped into this process."""
         self._stock = PageCache(worker, self._registered.pages)
 
     # -------------------------------------------------------------- memory
-
-    @property
-    def arena(self) -> Arena:
-        """The pages' memory, mapped into this process."""
-        return self._transport.arena
 
     @property
     def checkpoint(self) -> NDArray[np.uint8] | None:
@@ -123,7 +117,7 @@ class WorkerPool:
     @property
     def bytes_copied(self) -> int:
         """Bytes of keys and values that were copied to bring them from stage to stage."""
-        return self._transport.bytes_copied + self._fetched_bytes
+        return self._fetched_bytes
 
     def note_fetched(self, count: int) -> None:
         """Count bytes that came into the arena from another node."""
@@ -211,10 +205,12 @@ class WorkerPool:
         """
         with self._lock:
             self._require_registered()
-            within = [(claim, self._transport.fetch(claim, ids)) for claim, ids in wanted]
+            for claim, _ in wanted:
+                if claim.arena != self.arena.id:
+                    raise StaleHandle(claim.lease, f"arena {claim.arena} is not {self.arena.id}")
             with self._certain():
-                claims = self._calls.attach(self._id, within)
-            for claim, (_, ids) in zip(claims, within, strict=True):
+                claims = self._calls.attach(self._id, wanted)
+            for claim, (_, ids) in zip(claims, wanted, strict=True):
                 self._stock.attached(claim.lease, _own(claim, ids))
             return claims
 
@@ -464,9 +460,9 @@ class PoolClient(WorkerPool):
         self._remote = PoolStub(FrameChannel(address), connect_timeout_s)
         self._leaving = threading.Event()
 
-        def map_arena(pool: Registered) -> Transport:
+        def map_arena(pool: Registered) -> Arena:
             shape = (pool.pages, pool.page_bytes)
-            return SharedMemory(Arena.open(pool.arena, shape, arena_directory or directory))
+            return Arena.open(pool.arena, shape, arena_directory or directory)
 
         def open_checkpoint(name: str, size: int) -> Arena:
             return Arena.open(name, (1, size), directory)
@@ -562,16 +558,14 @@ class LocalPool(WorkerPool):
         books = Pool(pages, page_bytes, self._memory.id, math.inf)
         self._disk = Disk.open(disk, self._memory.data) if disk and prefixes else None
         self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes, disk=self._disk)
-        super().__init__(self._pool, worker, self._transport_of, self._checkpoint_of)
+        super().__init__(self._pool, worker, self._arena_of, self._checkpoint_of)
 
     def join(self, worker: str, checkpoint_bytes: int = 0) -> WorkerPool:
         """Another worker of the same pool."""
-        return WorkerPool(
-            self._pool, worker, self._transport_of, self._checkpoint_of, checkpoint_bytes
-        )
+        return WorkerPool(self._pool, worker, self._arena_of, self._checkpoint_of, checkpoint_bytes)
 
-    def _transport_of(self, _: Registered) -> Transport:
-        return SharedMemory(self._memory)
+    def _arena_of(self, _: Registered) -> Arena:
+        return self._memory
 
     def _checkpoint_of(self, name: str, _: int) -> Arena:
         return self._pool.checkpoint(name)

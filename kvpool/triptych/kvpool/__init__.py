@@ -2,7 +2,7 @@
 
 from triptych.kvpool.disk.tier import DiskSettings
 from triptych.kvpool.pool.arena import Arena
-from triptych.kvpool.pool.page_pool import About
+from triptych.kvpool.pool.leases import About
 from triptych.kvpool.pool.stats import (
     DiskStats,
     NetworkStats,

@@ -13,7 +13,8 @@ from triptych.core.handles import Claim, LeaseId
 from triptych.core.pages import PagePlan
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import About, Commit, Pool, Share, WorkerId
+from triptych.kvpool.pool.leases import About, Commit, Share, WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.pool.stats import PrefixStats
 from triptych.kvpool.prefix.blocks import (

@@ -18,7 +18,8 @@ from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import About, Commit, Pool
+from triptych.kvpool.pool.leases import About, Commit
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.pool.stats import PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds

@@ -11,7 +11,7 @@ from triptych.core.errors import MessageError, PoolError, TriptychError
 from triptych.core.messages import Message, pack
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import WorkerId
+from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.auth import Access

@@ -13,7 +13,8 @@ from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import About, Commit, Pool, WorkerId
+from triptych.kvpool.pool.leases import About, Commit, WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end
 from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PageMap, PoolStats, PrefixStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds

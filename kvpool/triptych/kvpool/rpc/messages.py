@@ -17,7 +17,7 @@ from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import message
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, Commit, WorkerId
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import MAX_CELLS, PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import (

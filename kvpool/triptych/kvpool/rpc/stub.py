@@ -8,7 +8,7 @@ from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import BorrowCacheMemory, CacheMemoryBorrowed, Message, pack, unpack
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, Commit, WorkerId
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds, encode

@@ -32,7 +32,7 @@ from triptych.core.errors import (
 )
 from triptych.core.handles import Claim, LeaseId
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, WorkerId
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel

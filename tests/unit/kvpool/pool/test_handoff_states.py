@@ -13,7 +13,8 @@ import numpy as np
 from tests.unit.kvpool.exploration import explore
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 
 PAGES = 2
@@ -181,7 +182,7 @@ class World:
                 (line.name, line.extent_pages, line.request_pages, line.requests)
                 for line in self.pool.stat(0.0).workers
             ),
-            tuple(self.pool._free.peek().tolist()),  # the order decides who gets which page
+            tuple(self.pool._leases.free.peek().tolist()),  # the order decides who gets which page
         )
 
 

@@ -5,7 +5,8 @@ import pytest
 
 from triptych.core.errors import NotHeld, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 
 ME = ProcessKey(1, 1, "here")

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim, LeaseId
-from triptych.kvpool.pool.page_pool import About, Pool, WorkerId
+from triptych.kvpool.pool.leases import About, WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 
 PAGES, TTL_S, KEEP_S = 24, 10.0, 15.0

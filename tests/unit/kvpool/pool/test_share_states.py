@@ -14,7 +14,8 @@ import numpy as np
 from tests.unit.kvpool.exploration import explore
 from triptych.core.errors import NotHeld, StaleHandle
 from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings

@@ -17,7 +17,7 @@ from triptych.kvpool import (
     Publication,
 )
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import WorkerId
+from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.prefix.blocks import HoldId, encode
 from triptych.kvpool.rpc.client import WorkerPool
 from triptych.kvpool.rpc.messages import FindPrefix, PublishPrefix

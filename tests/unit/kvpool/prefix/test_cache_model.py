@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolError
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings

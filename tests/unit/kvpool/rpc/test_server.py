@@ -29,7 +29,8 @@ from triptych.core.errors import (
 from triptych.core.handles import Claim, LeaseId
 from triptych.core.messages import WIRE_VERSION, pack, unpack
 from triptych.kvpool.pool.arena import Arena
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.rpc import messages
 from triptych.kvpool.rpc.channel import MAX_FRAME_BYTES, FrameChannel

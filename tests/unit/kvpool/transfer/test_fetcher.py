@@ -32,7 +32,8 @@ from triptych.core.messages import pack, unpack
 from triptych.kvpool import Access, Fetcher, Namespace, PoolClient, PoolServer, Publication
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, this_process
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.channel import CALL, FrameChannel

@@ -16,7 +16,8 @@ import pytest
 from tests.unit.kvpool.exploration import explore
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
 from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey
 
 PAGES = 2

@@ -7,7 +7,7 @@ LeaseId = NewType("LeaseId", int)
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaseRef:
     """The right to a lease's pages: a later ``generation`` makes an earlier claim stale.
 
     The pool counts ``generation`` up each time the lease changes hands, and never uses a
@@ -53,7 +53,7 @@ class PageRun:
 class KVHandle:
     """All stored keys and values of one request: what one stage passes to the next."""
 
-    claim: Claim
+    lease_ref: LeaseRef
     """The right to use the pages."""
 
     runs: tuple[PageRun, ...]

@@ -12,7 +12,7 @@ from triptych.kvpool.pool.stats import (
     PrefixStats,
     WorkerStats,
 )
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
@@ -29,12 +29,12 @@ __all__ = [
     "DiskStats",
     "Fetcher",
     "FoundPrefix",
-    "HoldId",
     "LocalPool",
     "Namespace",
     "NetworkStats",
     "OwnerPages",
     "PageMap",
+    "PinId",
     "PoolAddress",
     "PoolClient",
     "PoolServer",

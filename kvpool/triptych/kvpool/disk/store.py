@@ -127,9 +127,9 @@ class DiskStore:
         self._files = threading.Lock()
         """Held while a file that the index names comes or goes; taken before the other."""
         self._open_folder = _open_directory(directory)
-        self._hold = _CLOSED
+        self._pin = _CLOSED
         try:
-            self._hold = _lock_directory(self._folder, directory, time.monotonic() + wait_s)
+            self._pin = _lock_directory(self._folder, directory, time.monotonic() + wait_s)
             self.scan()
         except BaseException:
             self.close()
@@ -137,9 +137,9 @@ class DiskStore:
 
     def close(self) -> None:
         """Let go of the directory; the objects stay. Nothing else may use the tier any more."""
-        for descriptor in {self._hold, self._open_folder} - {_CLOSED}:
+        for descriptor in {self._pin, self._open_folder} - {_CLOSED}:
             os.close(descriptor)
-        self._hold = self._open_folder = _CLOSED
+        self._pin = self._open_folder = _CLOSED
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from triptych.kvpool.disk.io_queue import IoQueue
 from triptych.kvpool.disk.store import DiskStore
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
-from triptych.kvpool.prefix.blocks import Block, BlockKey, Hold, Namespace, Publication, TokenIds
+from triptych.kvpool.prefix.blocks import Block, BlockKey, Namespace, Pin, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PrefixCache
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class _Restore:
     tenant: str
     metas: list[ObjectMeta]
     pages: list[PageIds]
-    hold: Hold | None
+    pin: Pin | None
     """On the resident blocks before those that are still to come."""
     arrived: int = 0
 
@@ -229,11 +229,11 @@ class DiskTier:
         metas = list(self._found(namespace, tokens, keys, first))
         if not metas:
             return
-        hold = self._cache.hold(keys[first - 1]) if first else None
+        pin = self._cache.pin(keys[first - 1]) if first else None
         pages, evicted = self._cache.expect(tenant, [meta.pages for meta in metas])
         self.evicted(evicted)
         end = (first + len(pages)) * self._cache.block_tokens
-        run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, hold)
+        run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, pin)
         if not pages:
             self._give_up(run)
             return
@@ -284,9 +284,9 @@ class DiskTier:
         )
         run.arrived += 1
         del self._coming[BlockKey(meta.key)]
-        hold = self._cache.arrive(new)
+        pin = self._cache.arrive(new)
         self._let_go(run)
-        run.hold = hold
+        run.pin = pin
         if run.arrived == len(run.metas):
             self._let_go(run)
 
@@ -298,9 +298,9 @@ class DiskTier:
         self._let_go(run)
 
     def _let_go(self, run: _Restore) -> None:
-        if run.hold:
-            self._cache.unpin(run.hold)
-            run.hold = None
+        if run.pin:
+            self._cache.unpin(run.pin)
+            run.pin = None
 
     # -------------------------------------------------------------- reports
 

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import NotHeld, PoolError, StaleHandle
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import FREE
-from triptych.kvpool.prefix.blocks import FormatPages, HoldId
+from triptych.kvpool.prefix.blocks import FormatPages, PinId
 
 WorkerId = NewType("WorkerId", str)
 """One registration of a worker; never used again, so a worker that came back is another one."""
@@ -43,10 +43,10 @@ NOTHING_TOLD = About()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class SharedPages:
     """Pages of somebody else that a request reads, and what keeps them as they are meanwhile."""
 
-    hold: HoldId
+    pin: PinId
     pages: PageIds
     """In ascending order."""
 
@@ -65,7 +65,7 @@ class Lease:
     about: About = NOTHING_TOLD
     committed: PageIds = field(default_factory=NO_PAGES.copy)
     """Pages at the time of the commit; those that moved on since have another owner."""
-    share: Share | None = None
+    share: SharedPages | None = None
     """What it reads beside its own pages."""
 
     @property
@@ -97,11 +97,11 @@ class LeaseTable:
 
     def __init__(self, pages: int, arena_id: str) -> None:
         self.pages, self.arena_id = pages, arena_id
-        self.free = FreeList(pages)
+        self.free_list = FreeList(pages)
         self.owner: NDArray[np.int64] = np.full(pages, FREE, np.int64)
         """The lease of each page. Leases count from 1."""
         self.by_id = dict[LeaseId, Lease]()
-        self.let_go: Callable[[HoldId], None] = _ignore
+        self.let_go: Callable[[PinId], None] = _ignore
         """Called with the hold of each share that ends."""
         self._scratch: PageIds = np.empty(pages, np.int32)
         self._last = 0
@@ -141,13 +141,13 @@ class LeaseTable:
             raise StaleHandle(lease, "it ended, and its pages were freed")
         return found
 
-    def attachable(self, worker: Worker, claim: Claim, ids: PageIds) -> Lease:
-        if claim.arena != self.arena_id:
-            raise StaleHandle(claim.lease, "it belongs to an arena that is gone")
-        lease = self._request(claim.lease)
-        if claim.generation != lease.generation:
-            reason = f"claim of generation {claim.generation}, it is at {lease.generation}"
-            raise StaleHandle(claim.lease, reason)
+    def attachable(self, worker: Worker, lease_ref: LeaseRef, ids: PageIds) -> Lease:
+        if lease_ref.arena != self.arena_id:
+            raise StaleHandle(lease_ref.lease, "it belongs to an arena that is gone")
+        lease = self._request(lease_ref.lease)
+        if lease_ref.generation != lease.generation:
+            reason = f"claim of generation {lease_ref.generation}, it is at {lease.generation}"
+            raise StaleHandle(lease_ref.lease, reason)
         own = self.own_pages(worker, lease, ids)
         named = int(np.count_nonzero(self.owner[own] == lease.id))
         wrong = max(own.size, lease.pages) - named
@@ -169,24 +169,24 @@ class LeaseTable:
         worker: Worker,
         commits: Sequence[Commit],
         ending: Sequence[Lease],
-        given: Sequence[Share | None],
-    ) -> list[Share | None]:
+        given: Sequence[SharedPages | None],
+    ) -> list[SharedPages | None]:
         """What each commit reads from now on; no share goes to two of them."""
         left = {lease.label: lease.share for lease in ending if lease.share}
         if not left and not any(given):
             return [None] * len(commits)
-        taken = list[Share | None]()
+        taken = list[SharedPages | None]()
         for index, (label, ids) in enumerate(commits):
             own = given[index] if given else None
             share = own or left.pop(label, None)
             part = self._part_of(worker, ids, share) if share else None
             taken.append(part if part and (own or part.pages.size) else None)
-        holds = [share.hold for share in taken if share]
-        if len(set(holds)) < len(holds):
-            raise PoolError(f"holds {holds} of commits: one was named twice")
+        pins = [share.pin for share in taken if share]
+        if len(set(pins)) < len(pins):
+            raise PoolError(f"holds {pins} of commits: one was named twice")
         return taken
 
-    def _part_of(self, worker: Worker, ids: PageIds, share: Share) -> Share:
+    def _part_of(self, worker: Worker, ids: PageIds, share: SharedPages) -> SharedPages:
         """What some ids name of a share, last of all: what is not behind the others counts as own,
         and is refused as such."""
         count = int(np.count_nonzero(np.isin(ids, share.pages)))
@@ -195,7 +195,7 @@ class LeaseTable:
         wrong += int(np.count_nonzero(named[1:] == named[:-1]))
         if wrong:
             raise NotHeld(worker.name, wrong)
-        return Share(share.hold, named)
+        return SharedPages(share.pin, named)
 
     # -------------------------------------------------------------- changes, all checked before
 
@@ -211,17 +211,17 @@ class LeaseTable:
 
     def set_free(self, ids: PageIds) -> None:
         self.owner[ids] = FREE
-        self.free.give(ids)
+        self.free_list.free(ids)
 
     def commit(
-        self, worker: Worker, label: str, ids: PageIds, about: About, share: Share | None
-    ) -> Claim:
+        self, worker: Worker, label: str, ids: PageIds, about: About, share: SharedPages | None
+    ) -> LeaseRef:
         lease = self.open("request", label, worker)
         lease.about, lease.share = about, share
         lease.committed = ids.copy()
         worker.requests[lease.id] = lease
         self.own(ids, lease)
-        return self.claim(lease)
+        return self.lease_ref(lease)
 
     def end(self, leases: Iterable[Lease], heir: Lease | None) -> None:
         for lease in leases:
@@ -244,13 +244,13 @@ class LeaseTable:
 
     def end_share(self, lease: Lease) -> None:
         if lease.share:
-            self.let_go(lease.share.hold)
+            self.let_go(lease.share.pin)
 
-    def claim(self, lease: Lease) -> Claim:
-        return Claim(self.arena_id, lease.id, lease.generation, lease.shared.size)
+    def lease_ref(self, lease: Lease) -> LeaseRef:
+        return LeaseRef(self.arena_id, lease.id, lease.generation, lease.shared.size)
 
 
-def without(ids: PageIds, share: Share | None) -> PageIds:
+def without(ids: PageIds, share: SharedPages | None) -> PageIds:
     """The pages of a commit that the new lease is to own."""
     return ids[: ids.size - share.pages.size] if share else ids
 
@@ -263,5 +263,5 @@ def count_each(owners: NDArray[np.int64]) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _ignore(_: HoldId) -> None:
+def _ignore(_: PinId) -> None:
     return

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.core.errors import NotHeld, PoolExhausted, StaleHandle
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool import reports
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import (
@@ -15,7 +15,7 @@ from triptych.kvpool.pool.leases import (
     About,
     Commit,
     LeaseTable,
-    Share,
+    SharedPages,
     Worker,
     WorkerId,
     count_each,
@@ -25,7 +25,7 @@ from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.reports import Reclaimed
 from triptych.kvpool.pool.stats import PageMap, PoolStats
 from triptych.kvpool.pool.workers import WorkerTable, left_by
-from triptych.kvpool.prefix.blocks import HoldId
+from triptych.kvpool.prefix.blocks import PinId
 
 KEEP_S = 60.0
 """How long what a dead worker held waits for another one: longer than one takes to start."""
@@ -68,12 +68,12 @@ class Pool:
         self._reclaimed = Reclaimed()
 
     @property
-    def let_go(self) -> Callable[[HoldId], None]:
+    def let_go(self) -> Callable[[PinId], None]:
         """Called with the hold of each share that ends."""
         return self._leases.let_go
 
     @let_go.setter
-    def let_go(self, call: Callable[[HoldId], None]) -> None:
+    def let_go(self, call: Callable[[PinId], None]) -> None:
         self._leases.let_go = call
 
     # -------------------------------------------------------------- workers
@@ -162,7 +162,7 @@ class Pool:
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim:
+    ) -> LeaseRef:
         """Give one request of a dead worker to another one: ``ids`` under a lease of its own.
 
         The ids may come from that request's lease and from the dead worker's extent, on which
@@ -186,13 +186,13 @@ class Pool:
         for owner, count in counts:
             held[LeaseId(owner)].pages -= count
         share, left.share = left.share, None
-        claim = self._leases.commit(mine, label, own, About(left.about.tenant), share)
+        lease_ref = self._leases.commit(mine, label, own, About(left.about.tenant), share)
         self._leases.end([left], None)
-        return claim
+        return lease_ref
 
     # -------------------------------------------------------------- extents
 
-    def grant(self, worker: WorkerId, pages: int, at_least: int | None = None) -> PageIds:
+    def allocate(self, worker: WorkerId, pages: int, at_least: int | None = None) -> PageIds:
         """Move free pages to the worker's extent: ``pages``, or fewer but ``at_least``.
 
         While others lack pages, nobody gets more than it needs.
@@ -202,16 +202,18 @@ class Pool:
         """
         mine = self._workers.require(worker)
         needed = pages if at_least is None else at_least
-        if needed > len(self._leases.free):
+        if needed > len(self._leases.free_list):
             mine.unmet_pages = needed
-            raise PoolExhausted(needed, len(self._leases.free))
+            raise PoolExhausted(needed, len(self._leases.free_list))
         mine.unmet_pages = 0
-        count = needed if self._lacking(mine) else max(needed, min(pages, len(self._leases.free)))
-        ids = self._leases.free.take(count)
+        count = (
+            needed if self._lacking(mine) else max(needed, min(pages, len(self._leases.free_list)))
+        )
+        ids = self._leases.free_list.allocate(count)
         self._leases.own(ids, mine.extent)
         return ids
 
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
+    def free(self, worker: WorkerId, ids: PageIds) -> None:
         """Free pages of the worker's extent.
 
         Raises: NotHeld, NotRegistered
@@ -241,8 +243,8 @@ class Pool:
         *,
         keep: bool = False,
         about: Sequence[About] = (),
-        shares: Sequence[Share | None] = (),
-    ) -> list[Claim]:
+        shares: Sequence[SharedPages | None] = (),
+    ) -> list[LeaseRef]:
         """Put pages under new request leases and end old ones, in one step.
 
         ``about`` and ``shares`` say something of each commit, in the same order, or of none. The
@@ -265,21 +267,23 @@ class Pool:
         sources = self._leases.sources(mine, np.concatenate(moved) if moved else NO_PAGES)
         for lease, count in sources:
             lease.pages -= count
-        passed = {share.hold for share in reading if share}
+        passed = {share.pin for share in reading if share}
         for lease in ending:
-            if lease.share and lease.share.hold in passed:
+            if lease.share and lease.share.pin in passed:
                 lease.share = None
         tenants = {lease.label: lease.about.tenant for lease, _ in sources} if sources else {}
-        claims = list[Claim]()
+        lease_refs = list[LeaseRef]()
         for index, (label, _) in enumerate(commits):
             told = about[index] if about else NOTHING_TOLD
             if not told.tenant and tenants.get(label):
                 told = replace(told, tenant=tenants[label])
-            claims.append(self._leases.commit(mine, label, moved[index], told, reading[index]))
+            lease_refs.append(self._leases.commit(mine, label, moved[index], told, reading[index]))
         self._leases.end(ending, mine.extent if keep else None)
-        return claims
+        return lease_refs
 
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]:
         """Make the worker the holder of leases that others committed; old claims become stale.
 
         The ids are those that the handle names: they must be exactly the pages of the lease, and
@@ -288,7 +292,7 @@ class Pool:
         Raises: StaleHandle, NotHeld, NotRegistered
         """
         mine = self._workers.require(worker)
-        leases = [self._leases.attachable(mine, claim, ids) for claim, ids in wanted]
+        leases = [self._leases.attachable(mine, lease_ref, ids) for lease_ref, ids in wanted]
         if len({lease.id for lease in leases}) < len(leases):
             raise StaleHandle(leases[0].id, "the same claim came twice")
         for lease in leases:
@@ -296,7 +300,7 @@ class Pool:
             mine.requests[lease.id] = lease
             lease.worker = mine
             lease.generation += 1
-        return [self._leases.claim(lease) for lease in leases]
+        return [self._leases.lease_ref(lease) for lease in leases]
 
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
         """End request leases; their pages become free, or with ``keep`` part of the extent.
@@ -345,10 +349,10 @@ class Pool:
     @property
     def free_pages(self) -> int:
         """Pages that are in no lease."""
-        return len(self._leases.free)
+        return len(self._leases.free_list)
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[SharedPages]:
         """The shares of all leases."""
         return [lease.share for lease in self._leases.by_id.values() if lease.share]
 
@@ -392,4 +396,4 @@ class Pool:
 
     def _lacking(self, asking: Worker) -> int:
         """Pages that other workers could not get and that are not free yet."""
-        return max(0, self._workers.unmet_pages(asking) - len(self._leases.free))
+        return max(0, self._workers.unmet_pages(asking) - len(self._leases.free_list))

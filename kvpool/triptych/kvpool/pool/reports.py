@@ -35,14 +35,14 @@ def stat(
         arena=leases.arena_id,
         pages=leases.pages,
         page_bytes=page_bytes,
-        free_pages=len(leases.free),
+        free_pages=len(leases.free_list),
         extent_pages=sum(line.extent_pages for line in lines),
         request_pages=sum(line.request_pages for line in lines),
         workers=lines,
         by_request=dict(by_request),
         by_tenant=dict(by_tenant),
         by_format=dict(by_format),
-        taken_total=leases.free.taken,
+        allocated_total=leases.free_list.allocated,
         reclaimed_pages_total=reclaimed.pages,
         reclaimed_workers_total=reclaimed.workers,
     )
@@ -80,7 +80,7 @@ def map_pages(leases: LeaseTable, max_cells: int) -> PageMap:
 def check(leases: LeaseTable, workers: WorkerTable) -> list[str]:
     """Compare all tables with each other; contradictions are returned, one per line."""
     wrong = list[str]()
-    free = leases.free.peek()
+    free = leases.free_list.peek()
     if np.unique(free).size != free.size:
         wrong.append("a page is twice in the free list")
     if np.any(leases.owner[free] != FREE):

@@ -38,7 +38,7 @@ class PrefixStats:
 
     blocks: int = 0
     bytes: int = 0
-    lent_bytes: int = 0
+    borrowed_bytes: int = 0
     """Memory for it that requests have now."""
     hits: int = 0
     """Prompts of which at least one block was known."""
@@ -125,7 +125,7 @@ class PoolStats:
     by_format: dict[str, int] = field(default_factory=dict[str, int])
     """The same pages by format, as their producer told at the commit; empty: it told nothing.
     What an answer grows by is in its worker's stock, and of no format here."""
-    taken_total: int
+    allocated_total: int
     """Pages that ever left the free list."""
     reclaimed_pages_total: int
     """Pages taken back from workers that died, expired or were expelled."""

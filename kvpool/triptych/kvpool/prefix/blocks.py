@@ -14,9 +14,9 @@ from triptych.kvpool.pool.free_list import PageIds
 BlockKey = NewType("BlockKey", bytes)
 """SHA-256 of a block and all before it; names it in memory and on disk."""
 
-HoldId = NewType("HoldId", int)
+PinId = NewType("PinId", int)
 
-GuardId = NewType("GuardId", int)
+SoftPinId = NewType("SoftPinId", int)
 
 Digest = Callable[[bytes], bytes]
 
@@ -107,18 +107,18 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hold:
+class Pin:
     """A chain of blocks, from the first, that stays resident until it is released."""
 
-    id: HoldId
+    id: PinId
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class SoftPin:
     """A chain of blocks, from the first, that is evicted after all that have no guard."""
 
-    id: GuardId
+    id: SoftPinId
     blocks: int
     nbytes: int
 
@@ -133,7 +133,7 @@ class Published:
     """
 
     added: int = 0
-    hold: Hold | None = None
+    pin: Pin | None = None
     """On the whole chain, if it was not refused: the publisher goes on reading it."""
     evicted: tuple[Block, ...] = ()
     """In the order in which they went: no block before its children."""
@@ -142,7 +142,7 @@ class Published:
     @property
     def new(self) -> tuple[Block, ...]:
         """The blocks that were added."""
-        return self.hold.blocks[len(self.hold.blocks) - self.added :] if self.hold else ()
+        return self.pin.blocks[len(self.pin.blocks) - self.added :] if self.pin else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class IndexStats:
     bytes_by_tenant: dict[str, int]
     """Reserved ones included."""
     reserved_by_tenant: dict[str, int]
-    holds: int
+    pins: int
     hits: int
     """Lookups that found at least one block."""
     misses: int

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable, StaleHandle
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
@@ -22,7 +22,7 @@ from triptych.kvpool.pool.leases import About, Commit
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.pool.stats import PageMap, PoolStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds
 from triptych.kvpool.prefix.cache import FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
@@ -73,7 +73,7 @@ class WorkerPool:
         )
         self.arena = open_arena(self._registered)
         """The pages' memory, mapped into this process."""
-        self._stock = PageCache(worker, self._registered.pages)
+        self._page_cache = PageCache(worker, self._registered.pages)
 
     # -------------------------------------------------------------- memory
 
@@ -98,7 +98,7 @@ class WorkerPool:
     @property
     def idle_pages(self) -> int:
         """Pages that ``take`` hands out without asking the pool."""
-        return len(self._stock)
+        return len(self._page_cache)
 
     @property
     def extent_pages(self) -> int:
@@ -106,9 +106,9 @@ class WorkerPool:
         return self._registered.extent_pages
 
     @property
-    def taken_pages(self) -> int:
+    def allocated_pages(self) -> int:
         """Pages of the stock that are in use: taken, and neither given back nor handed on."""
-        return self._stock.taken
+        return self._page_cache.allocated
 
     @property
     def is_lost(self) -> bool:
@@ -127,7 +127,7 @@ class WorkerPool:
 
     # -------------------------------------------------------------- pages
 
-    def take(self, count: int) -> PageIds:
+    def allocate(self, count: int) -> PageIds:
         """Take pages to write into.
 
         Shapes:  -> (count,) ids, rows of ``arena.data``
@@ -135,28 +135,28 @@ class WorkerPool:
         """
         with self._lock:
             self._require_registered()
-            short = count - len(self._stock)
+            short = count - len(self._page_cache)
             if short > 0:
                 pages = max(short, self._registered.extent_pages)
                 with self._certain():
-                    granted = self._calls.grant(self._id, pages, at_least=short)
+                    allocated = self._calls.allocate(self._id, pages, at_least=short)
                 # A pool in one process grants just what is asked for: most grants end here.
-                if granted.size == count and not len(self._stock):
-                    return self._stock.take_granted(granted)
-                self._stock.add(granted)
-            return self._stock.take(count)
+                if allocated.size == count and not len(self._page_cache):
+                    return self._page_cache.allocate_granted(allocated)
+                self._page_cache.add(allocated)
+            return self._page_cache.allocate(count)
 
-    def give(self, ids: PageIds) -> None:
+    def free(self, ids: PageIds) -> None:
         """Give back pages that were taken, or kept from a released lease.
 
         Raises: NotHeld if one was not, or comes twice; nothing changes
         """
         with self._lock:
             self._require_registered()
-            self._stock.give(ids)
+            self._page_cache.free(ids)
             extent = self._registered.extent_pages
-            if len(self._stock) > 2 * extent:
-                self._give_back(len(self._stock) - extent)
+            if len(self._page_cache) > 2 * extent:
+                self._free_idle(len(self._page_cache) - extent)
 
     # -------------------------------------------------------------- requests
 
@@ -167,8 +167,8 @@ class WorkerPool:
         *,
         keep: bool = False,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]:
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]:
         """Put pages under leases of their own, for the next stage, and end other leases.
 
         ``commits`` are (request, ids): pages taken here, or of leases attached here, in any
@@ -186,17 +186,17 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             for _, ids in commits:
-                self._stock.require_in_use(ids)
+                self._page_cache.require_in_use(ids)
             with self._certain():
-                claims = self._calls.handoff(
-                    self._id, commits, releases, keep=keep, about=about, holds=holds
+                lease_refs = self._calls.handoff(
+                    self._id, commits, releases, keep=keep, about=about, pins=pins
                 )
-            for claim, (_, ids) in zip(claims, commits, strict=True):
-                self._stock.committed(claim.lease, _own(claim, ids))
-            self._stock.released(releases, keep=keep)
-            return claims
+            for lease_ref, (_, ids) in zip(lease_refs, commits, strict=True):
+                self._page_cache.committed(lease_ref.lease, _own(lease_ref, ids))
+            self._page_cache.released(releases, keep=keep)
+            return lease_refs
 
-    def attach(self, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+    def attach(self, wanted: Sequence[tuple[LeaseRef, PageIds]]) -> list[LeaseRef]:
         """Become the holder of committed pages; returns the claims that now hold.
 
         ``wanted`` are claims with all page ids of their handles, in any order, but those that are
@@ -206,14 +206,16 @@ class WorkerPool:
         """
         with self._lock:
             self._require_registered()
-            for claim, _ in wanted:
-                if claim.arena != self.arena.id:
-                    raise StaleHandle(claim.lease, f"arena {claim.arena} is not {self.arena.id}")
+            for lease_ref, _ in wanted:
+                if lease_ref.arena != self.arena.id:
+                    raise StaleHandle(
+                        lease_ref.lease, f"arena {lease_ref.arena} is not {self.arena.id}"
+                    )
             with self._certain():
-                claims = self._calls.attach(self._id, wanted)
-            for claim, (_, ids) in zip(claims, wanted, strict=True):
-                self._stock.attached(claim.lease, _own(claim, ids))
-            return claims
+                lease_refs = self._calls.attach(self._id, wanted)
+            for lease_ref, (_, ids) in zip(lease_refs, wanted, strict=True):
+                self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
+            return lease_refs
 
     def release(self, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
         """End leases held here; the pages become free, or with ``keep`` as if taken here.
@@ -224,7 +226,7 @@ class WorkerPool:
             self._require_registered()
             with self._certain():
                 self._calls.release(self._id, leases, keep=keep)
-            self._stock.released(leases, keep=keep)
+            self._page_cache.released(leases, keep=keep)
 
     def withdraw(self, requests: Sequence[str]) -> None:
         """End whatever is held here of these requests, committed or attached; the pages are free.
@@ -237,7 +239,7 @@ class WorkerPool:
             self._require_registered()
             with self._certain():
                 ended = self._calls.withdraw(self._id, requests)
-            self._stock.released(ended, keep=False)
+            self._page_cache.released(ended, keep=False)
 
     def withdraw_all(self) -> None:
         """End whatever is held here of any request, also what waits for the next worker.
@@ -248,7 +250,7 @@ class WorkerPool:
             self._require_registered()
             with self._certain():
                 ended = self._calls.withdraw_all(self._id)
-            self._stock.released(ended, keep=False)
+            self._page_cache.released(ended, keep=False)
 
     # -------------------------------------------------------------- what the dead left
 
@@ -262,7 +264,7 @@ class WorkerPool:
 
     def adopt(
         self, previous_worker: str, request: str, lease: LeaseId | None, ids: PageIds
-    ) -> Claim:
+    ) -> LeaseRef:
         """Take over one request of a dead worker: exactly these of its pages, shared ones last.
 
         None for ``lease``: whichever the pool has for it.
@@ -272,9 +274,9 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             with self._certain():
-                claim = self._calls.adopt(self._id, previous_worker, request, lease, ids)
-            self._stock.attached(claim.lease, _own(claim, ids))
-            return claim
+                lease_ref = self._calls.adopt(self._id, previous_worker, request, lease, ids)
+            self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
+            return lease_ref
 
     # -------------------------------------------------------------- prefixes of prompts
 
@@ -290,7 +292,7 @@ class WorkerPool:
             with self._certain():
                 return self._calls.find_prefix(self._id, namespace, tokens)
 
-    def hold_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+    def pin_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
         """Hold all whole blocks of these tokens; None if not all are known.
 
         Its pages are read only, and stay as they are until ``release_prefix``, or until the
@@ -301,7 +303,7 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             with self._certain():
-                return self._calls.hold_prefix(self._id, namespace, tokens)
+                return self._calls.pin_prefix(self._id, namespace, tokens)
 
     @property
     def restores(self) -> bool:
@@ -321,7 +323,7 @@ class WorkerPool:
             with self._certain():
                 return self._calls.restore_prefix(self._id, namespace, tokens, tenant)
 
-    def release_prefix(self, hold: HoldId) -> None:
+    def release_prefix(self, pin: PinId) -> None:
         """End a hold.
 
         Raises: PoolError if it is not one of this worker; PoolUnavailable; NotRegistered
@@ -329,7 +331,7 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             with self._certain():
-                self._calls.release_prefix(self._id, hold)
+                self._calls.release_prefix(self._id, pin)
 
     def known_prefix(self, namespace: Namespace, tokens: TokenIds) -> int:
         """How many blocks of these tokens are known, in a chain from the first.
@@ -353,11 +355,11 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             for pages in new.blocks:
-                self._stock.require_in_use(pages)
+                self._page_cache.require_in_use(pages)
             with self._certain():
                 added = self._calls.publish_prefix(self._id, new)
             for pages in new.blocks[len(new.blocks) - added :]:
-                self._stock.left(pages)
+                self._page_cache.left(pages)
             return added
 
     def keep_session(
@@ -408,11 +410,11 @@ class WorkerPool:
         self._renewed_s = asked_s
         with self._lock:
             if lacking and self._lost is None:
-                self._give_back(min(lacking, len(self._stock)))
+                self._free_idle(min(lacking, len(self._page_cache)))
 
-    def _give_back(self, count: int) -> None:
+    def _free_idle(self, count: int) -> None:
         with self._certain():
-            self._calls.give_back(self._id, self._stock.remove(count))
+            self._calls.free(self._id, self._page_cache.remove(count))
 
     def _require_registered(self) -> None:
         """Refuse when the registration is lost, also if this process slept through its loss."""
@@ -431,9 +433,9 @@ class WorkerPool:
             raise
 
 
-def _own(claim: Claim, ids: PageIds) -> PageIds:
+def _own(lease_ref: LeaseRef, ids: PageIds) -> PageIds:
     """Those of the pages of a claim that are not shared."""
-    return ids[: ids.size - claim.shared]
+    return ids[: ids.size - lease_ref.shared]
 
 
 class PoolClient(WorkerPool):
@@ -521,12 +523,12 @@ class PoolWatcher:
         """
         self._remote.expel(worker)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         """Have so much of the memory for prefixes lent to requests, in all.
 
         Raises: PoolUnavailable
         """
-        return self._remote.lend(nbytes)
+        return self._remote.borrow_cache_memory(nbytes)
 
     def close(self) -> None:
         self._remote.close()
@@ -571,9 +573,9 @@ class LocalPool(WorkerPool):
     def _checkpoint_of(self, name: str, _: int) -> Arena:
         return self._pool.checkpoint(name)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         """Have so much of the memory for prefixes lent to requests, in all."""
-        return self._pool.lend(nbytes)
+        return self._pool.borrow_cache_memory(nbytes)
 
     def check(self) -> list[str]:
         """Contradictions in the pool's books; empty if there are none."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from triptych.core.errors import PoolError, StaleHandle
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
@@ -17,7 +17,7 @@ from triptych.kvpool.pool.leases import About, Commit, WorkerId
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end
 from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PageMap, PoolStats, PrefixStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.rpc.messages import Inheritance, Registered
 
@@ -98,7 +98,7 @@ class LockedPool:
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim:
+    ) -> LeaseRef:
         with self._lock:
             return self._heard(worker).adopt(worker, previous_worker, label, lease, ids)
 
@@ -135,13 +135,13 @@ class LockedPool:
             self._forget_lost()
             return was_there
 
-    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
+    def allocate(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
         with self._lock:
-            return self._heard(worker).grant(worker, pages, at_least)
+            return self._heard(worker).allocate(worker, pages, at_least)
 
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
+    def free(self, worker: WorkerId, ids: PageIds) -> None:
         with self._lock:
-            self._heard(worker).give_back(worker, ids)
+            self._heard(worker).free(worker, ids)
 
     def handoff(
         self,
@@ -151,17 +151,19 @@ class LockedPool:
         *,
         keep: bool,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]:
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]:
         with self._lock:
             pool = self._heard(worker)
-            if all(hold is None for hold in holds):
+            if all(pin is None for pin in pins):
                 return pool.handoff(worker, commits, releases, keep=keep, about=about)
             return self._require_prefixes().handoff(
-                worker, commits, releases, keep=keep, about=about, holds=holds
+                worker, commits, releases, keep=keep, about=about, pins=pins
             )
 
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]:
         with self._lock:
             return self._heard(worker).attach(worker, wanted)
 
@@ -194,12 +196,12 @@ class LockedPool:
             self._heard(worker)
             return self._prefixes and self._prefixes.find(worker, namespace, tokens)
 
-    def hold_prefix(
+    def pin_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
         with self._lock:
             self._heard(worker)
-            return self._prefixes and self._prefixes.hold_all(worker, namespace, tokens)
+            return self._prefixes and self._prefixes.pin_all(worker, namespace, tokens)
 
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
         with self._lock:
@@ -243,20 +245,20 @@ class LockedPool:
                 return Coming(0, 0.0)
             return self._disk.restore(namespace, tokens, tenant)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         """Let requests have so much of the memory for prefixes, in all; what is in use stays."""
         with self._lock:
             lent = 0
             if self._prefixes:
-                lent, evicted = self._prefixes.lend(nbytes)
+                lent, evicted = self._prefixes.borrow_cache_memory(nbytes)
                 if self._disk:
                     self._disk.evicted(evicted)
             return CacheMemoryBorrowed(arena=self._pool.arena_id, bytes=lent)
 
-    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
+    def release_prefix(self, worker: WorkerId, pin: PinId) -> None:
         with self._lock:
             self._heard(worker)
-            self._require_prefixes().release(worker, hold)
+            self._require_prefixes().release(worker, pin)
 
     def _require_prefixes(self) -> PrefixCache:
         if self._prefixes is None:

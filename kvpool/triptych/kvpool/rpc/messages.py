@@ -13,7 +13,7 @@ from triptych.core.errors import (
     StaleHandle,
     TriptychError,
 )
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import message
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
@@ -22,8 +22,8 @@ from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import MAX_CELLS, PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import (
     FormatPages,
-    HoldId,
     Namespace,
+    PinId,
     Publication,
     TokenIds,
     decode,
@@ -50,8 +50,8 @@ class PoolCalls(Protocol):
     def renew(self, worker: WorkerId) -> int: ...
     def unregister(self, worker: WorkerId) -> None: ...
     def expel(self, name: str) -> bool: ...
-    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds: ...
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None: ...
+    def allocate(self, worker: WorkerId, pages: int, at_least: int) -> PageIds: ...
+    def free(self, worker: WorkerId, ids: PageIds) -> None: ...
     def handoff(
         self,
         worker: WorkerId,
@@ -60,9 +60,11 @@ class PoolCalls(Protocol):
         *,
         keep: bool,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]: ...
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]: ...
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]: ...
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]: ...
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]: ...
     def withdraw_all(self, worker: WorkerId) -> list[LeaseId]: ...
@@ -74,11 +76,11 @@ class PoolCalls(Protocol):
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim: ...
+    ) -> LeaseRef: ...
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None: ...
-    def hold_prefix(
+    def pin_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None: ...
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int: ...
@@ -94,7 +96,7 @@ class PoolCalls(Protocol):
         tenant: str,
         session: str,
     ) -> int: ...
-    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
+    def release_prefix(self, worker: WorkerId, pin: PinId) -> None: ...
     def stat(self) -> PoolStats: ...
     def map(self, max_cells: int) -> PageMap: ...
 
@@ -138,7 +140,7 @@ class ExpelWorker:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantPages:
+class AllocatePages:
     worker: WorkerId
     pages: int
     at_least: int
@@ -150,7 +152,7 @@ class GrantPages:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveBackPages:
+class FreePages:
     worker: WorkerId
     pages: bytes
     """Packed by ``triptych.kvpool.rpc.page_ranges``, as everywhere below."""
@@ -161,7 +163,7 @@ class CommitPages:
     label: str
     pages: bytes
     about: About = NOTHING_TOLD
-    hold: HoldId | None = None
+    pin: PinId | None = None
     """A hold of the worker, whose pages the last ones are."""
 
     def __post_init__(self) -> None:
@@ -180,8 +182,8 @@ class HandOff:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimedPages:
-    claim: Claim
+class LeasePages:
+    lease_ref: LeaseRef
     pages: bytes
 
 
@@ -189,7 +191,7 @@ class ClaimedPages:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachLeases:
     worker: WorkerId
-    wanted: tuple[ClaimedPages, ...]
+    wanted: tuple[LeasePages, ...]
 
 
 @message
@@ -250,7 +252,7 @@ class FindPrefix:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldPrefix:
+class PinPrefix:
     """Hold all whole blocks of these tokens; the answer is a ``PrefixFound``."""
 
     worker: WorkerId
@@ -335,7 +337,7 @@ class KeepSession:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasePrefix:
     worker: WorkerId
-    hold: HoldId
+    pin: PinId
 
 
 @message
@@ -430,14 +432,14 @@ class Expelled:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class PagesAllocated:
     pages: bytes
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
-    claims: tuple[Claim, ...]
+class LeaseRefs:
+    lease_refs: tuple[LeaseRef, ...]
 
 
 @message
@@ -445,16 +447,16 @@ class Claims:
 class PrefixFound:
     """A hold, and the pages of each block; no blocks: nothing is known, and nothing held."""
 
-    hold: HoldId
+    pin: PinId
     tokens: int
     blocks: tuple[bytes, ...]
 
     @classmethod
     def of(cls, found: FoundPrefix | None) -> Self:
         if found is None:
-            return cls(hold=HoldId(0), tokens=0, blocks=())
+            return cls(pin=PinId(0), tokens=0, blocks=())
         blocks = tuple(map(page_ranges.pack, found.blocks))
-        return cls(hold=found.hold, tokens=found.tokens, blocks=blocks)
+        return cls(pin=found.pin, tokens=found.tokens, blocks=blocks)
 
     def found(self, pages: int) -> FoundPrefix | None:
         """Undo ``of``, for a pool of so many pages.
@@ -462,7 +464,7 @@ class PrefixFound:
         Raises: MessageError if a page is none of the pool's
         """
         blocks = tuple(page_ranges.unpack(packed, pages) for packed in self.blocks)
-        return FoundPrefix(self.hold, self.tokens, blocks) if blocks else None
+        return FoundPrefix(self.pin, self.tokens, blocks) if blocks else None
 
 
 @message

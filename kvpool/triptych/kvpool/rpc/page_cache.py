@@ -32,27 +32,27 @@ class PageCache:
         return len(self._idle)
 
     @property
-    def taken(self) -> int:
+    def allocated(self) -> int:
         """How many pages are handed out."""
         return int(np.count_nonzero(self._where == _TAKEN))
 
     def add(self, ids: PageIds) -> None:
         """Put pages into stock that the pool granted."""
         self._where[ids] = _IDLE
-        self._idle.give(ids)
+        self._idle.free(ids)
 
-    def take(self, count: int) -> PageIds:
+    def allocate(self, count: int) -> PageIds:
         """Hand out idle pages. Raises: PoolExhausted if there are fewer."""
-        ids = self._idle.take(count)
+        ids = self._idle.allocate(count)
         self._where[ids] = _TAKEN
         return ids
 
-    def take_granted(self, ids: PageIds) -> PageIds:
+    def allocate_granted(self, ids: PageIds) -> PageIds:
         """Hand out pages that the pool granted, without laying them in stock first."""
         self._where[ids] = _TAKEN
         return ids
 
-    def give(self, ids: PageIds) -> None:
+    def free(self, ids: PageIds) -> None:
         """Take back pages that were handed out.
 
         Raises: NotHeld if one was not, or comes twice; nothing changes
@@ -62,11 +62,11 @@ class PageCache:
         if wrong:
             raise NotHeld(self._worker, wrong)
         self._where[ids] = _IDLE
-        self._idle.give(ids)
+        self._idle.free(ids)
 
     def remove(self, count: int) -> PageIds:
         """Take idle pages out of stock, to give them back to the pool."""
-        ids = self._idle.take(count)
+        ids = self._idle.allocate(count)
         self._where[ids] = _ELSEWHERE
         return ids
 

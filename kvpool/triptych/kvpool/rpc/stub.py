@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from triptych.core.errors import MessageError
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import BorrowCacheMemory, CacheMemoryBorrowed, Message, pack, unpack
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import PageMap, PoolStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds, encode
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds, encode
 from triptych.kvpool.prefix.cache import FoundPrefix
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.channel import FrameChannel
@@ -56,12 +56,12 @@ class PoolStub:
     def expel(self, name: str) -> bool:
         return self._ask(messages.ExpelWorker(name=name), messages.Expelled).was_there
 
-    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
-        asked = messages.GrantPages(worker=worker, pages=pages, at_least=at_least)
-        return page_ranges.unpack(self._ask(asked, messages.Granted).pages, self._pages)
+    def allocate(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
+        asked = messages.AllocatePages(worker=worker, pages=pages, at_least=at_least)
+        return page_ranges.unpack(self._ask(asked, messages.PagesAllocated).pages, self._pages)
 
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
-        asked = messages.GiveBackPages(worker=worker, pages=page_ranges.pack(ids))
+    def free(self, worker: WorkerId, ids: PageIds) -> None:
+        asked = messages.FreePages(worker=worker, pages=page_ranges.pack(ids))
         self._ask(asked, messages.PoolDone)
 
     def handoff(
@@ -72,23 +72,27 @@ class PoolStub:
         *,
         keep: bool,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]:
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]:
         told = about or [NOTHING_TOLD] * len(commits)
-        held = holds or [None] * len(commits)
+        held = pins or [None] * len(commits)
         asked = messages.HandOff(
             worker=worker,
             commits=tuple(
-                messages.CommitPages(label, page_ranges.pack(ids), each, hold)
-                for (label, ids), each, hold in zip(commits, told, held, strict=True)
+                messages.CommitPages(label, page_ranges.pack(ids), each, pin)
+                for (label, ids), each, pin in zip(commits, told, held, strict=True)
             ),
             releases=tuple(releases),
             keep=keep,
         )
         return self._ask_claims(asked, len(commits))
 
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
-        pages = tuple(messages.ClaimedPages(claim, page_ranges.pack(ids)) for claim, ids in wanted)
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]:
+        pages = tuple(
+            messages.LeasePages(lease_ref, page_ranges.pack(ids)) for lease_ref, ids in wanted
+        )
         asked = messages.AttachLeases(worker=worker, wanted=pages)
         return self._ask_claims(asked, len(wanted))
 
@@ -115,7 +119,7 @@ class PoolStub:
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim:
+    ) -> LeaseRef:
         asked = messages.AdoptRequest(
             worker=worker,
             previous_worker=previous_worker,
@@ -123,8 +127,8 @@ class PoolStub:
             lease=lease,
             pages=page_ranges.pack(ids),
         )
-        (claim,) = self._ask_claims(asked, 1)
-        return claim
+        (lease_ref,) = self._ask_claims(asked, 1)
+        return lease_ref
 
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
@@ -132,10 +136,10 @@ class PoolStub:
         asked = messages.FindPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
         return self._ask(asked, messages.PrefixFound).found(self._pages)
 
-    def hold_prefix(
+    def pin_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
-        asked = messages.HoldPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
+        asked = messages.PinPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
         return self._ask(asked, messages.PrefixFound).found(self._pages)
 
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
@@ -180,10 +184,10 @@ class PoolStub:
         )
         return self._ask(asked, messages.PrefixBlocks).blocks
 
-    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
-        self._ask(messages.ReleasePrefix(worker=worker, hold=hold), messages.PoolDone)
+    def release_prefix(self, worker: WorkerId, pin: PinId) -> None:
+        self._ask(messages.ReleasePrefix(worker=worker, pin=pin), messages.PoolDone)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         return self._ask(BorrowCacheMemory(bytes=nbytes), CacheMemoryBorrowed)
 
     def stat(self) -> PoolStats:
@@ -208,11 +212,11 @@ class PoolStub:
     def _ask(self, asked: Message, expected: type[A]) -> A:
         return _only(self._channel.ask(pack([asked]), self._timeout_s), expected)
 
-    def _ask_claims(self, asked: Message, count: int) -> list[Claim]:
-        claims = list(self._ask(asked, messages.Claims).claims)
-        if len(claims) != count:
-            raise MessageError(f"{len(claims)} claims from the pool: expected {count}")
-        return claims
+    def _ask_claims(self, asked: Message, count: int) -> list[LeaseRef]:
+        lease_refs = list(self._ask(asked, messages.LeaseRefs).lease_refs)
+        if len(lease_refs) != count:
+            raise MessageError(f"{len(lease_refs)} claims from the pool: expected {count}")
+        return lease_refs
 
 
 def _only(frame: bytes, expected: type[A]) -> A:

@@ -30,7 +30,7 @@ from triptych.core.errors import (
     PoolUnavailable,
     StaleHandle,
 )
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import NOTHING_TOLD, About, WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
@@ -102,11 +102,11 @@ class Fetcher:
     def fetch(
         self,
         label: str,
-        claim: Claim,
+        lease_ref: LeaseRef,
         ids: PageIds,
         cancelled: Callable[[], bool] = lambda: False,
         about: About = NOTHING_TOLD,
-    ) -> tuple[Claim, PageIds]:
+    ) -> tuple[LeaseRef, PageIds]:
         """Bring the pages of a claim here: another claim, and where they are now, in that order.
 
         ``about`` is what the pool here is told of them.
@@ -115,18 +115,18 @@ class Fetcher:
             the other pool was out of reach for as long as a lease lasts; Cancelled. Then nothing
             is held, neither here nor there. PoolExhausted
         """
-        mine = self._pool.take(ids.size)
+        mine = self._pool.allocate(ids.size)
         try:
-            guest = self._guest(claim.arena, claim.lease)
+            guest = self._guest(lease_ref.arena, lease_ref.lease)
             try:
-                guest = self._hold(guest, claim, ids)
-                self._copy(guest, claim.lease, ids, mine, cancelled)
+                guest = self._attach_registered(guest, lease_ref, ids)
+                self._copy(guest, lease_ref.lease, ids, mine, cancelled)
                 (made,) = self._pool.handoff([(label, mine)], about=[about])
             finally:
-                self._release(guest, claim.lease)
+                self._release(guest, lease_ref.lease)
         except BaseException:
             if not self._pool.is_lost:
-                self._pool.give(mine)
+                self._pool.free(mine)
             raise
         return made, mine
 
@@ -143,24 +143,24 @@ class Fetcher:
 
     # ---------------------------------------------------------------- the phases
 
-    def _hold(self, guest: Guest, claim: Claim, ids: PageIds) -> Guest:
+    def _attach_registered(self, guest: Guest, lease_ref: LeaseRef, ids: PageIds) -> Guest:
         """Attach the lease there, as a guest that the pool knows."""
         try:
-            self._attach(guest, claim, ids)
+            self._attach(guest, lease_ref, ids)
         except NotRegistered:  # it was too long since the last sign of life
-            self._forget(claim.arena, guest)
-            guest = self._guest(claim.arena, claim.lease)
-            self._attach(guest, claim, ids)
+            self._forget(lease_ref.arena, guest)
+            guest = self._guest(lease_ref.arena, lease_ref.lease)
+            self._attach(guest, lease_ref, ids)
         return guest
 
-    def _attach(self, guest: Guest, claim: Claim, ids: PageIds) -> None:
+    def _attach(self, guest: Guest, lease_ref: LeaseRef, ids: PageIds) -> None:
         """Attach the lease there. An attempt without an answer may have been heard."""
         is_unsure = False
 
         def attach() -> None:
             nonlocal is_unsure
             try:
-                guest.calls.attach(guest.id, [(claim, ids)])
+                guest.calls.attach(guest.id, [(lease_ref, ids)])
             except PoolUnavailable:
                 is_unsure = True
                 raise

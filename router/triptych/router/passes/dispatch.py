@@ -146,7 +146,7 @@ class Dispatch:
 
     def _encode(self, entry: Entry, arena: str, now: float) -> None:
         assert entry.handle is not None
-        self.books.outbox.encode(entry.worker, arena or entry.handle.claim.arena, entry.id)
+        self.books.outbox.encode(entry.worker, arena or entry.handle.lease_ref.arena, entry.id)
         self.books.requests.move(entry, State.ENCODING, now)
 
     def _decode_worker(self, entry: Entry) -> str | None:

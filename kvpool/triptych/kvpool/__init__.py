@@ -1,4 +1,4 @@
-"""Who owns which page, and until when: arenas, the pool's books, and access to both."""
+"""The pool of KV pages: arenas, leases over pages, and access to both."""
 
 from triptych.kvpool.disk.tier import DiskSettings
 from triptych.kvpool.pool.arena import Arena

@@ -1,4 +1,4 @@
-"""The circular free list: which pages nobody holds."""
+"""The circular free list: ids of free pages."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,10 @@ PageIds = NDArray[np.int32]
 class FreeList:
     """A ring of page ids with two counters that only grow.
 
-    ``taken`` ids were consumed from the ring and ``given`` ids produced into it, so
-    ``given - taken`` are free, and a counter's slot is the counter modulo the capacity.
+    ``allocated`` ids were consumed from the ring and ``freed`` ids produced into it, so
+    ``freed - allocated`` are free, and a counter's slot is the counter modulo the capacity.
     Wrapped indices could not tell an empty ring from a full one. Pages come back in the
-    order they were given, so a request that took consecutive pages leaves consecutive ones.
+    order they were freed, so a request that had consecutive pages leaves consecutive ones.
 
     Source: DiffKV and LeanKV (circular free page list); monotonic counters are ours.
     """
@@ -60,7 +60,7 @@ class FreeList:
         self.freed += ids.size
 
     def peek(self) -> PageIds:
-        """All free ids, those that are taken next first; a copy."""
+        """All free ids, those that are allocated next first; a copy."""
         return self._window(self.allocated, len(self))
 
     def _window(self, counter: int, count: int) -> PageIds:
@@ -77,7 +77,7 @@ def count_outside(ids: PageIds, pages: int) -> int:
 
 
 def count_repeated(ids: PageIds, scratch: PageIds) -> int:
-    """How many ids are followed by the same id; ``scratch`` has a cell per page, content any.
+    """How many ids are followed by the same id; ``scratch`` has an entry per page, content any.
 
     Writing each id's place and reading it back finds them in linear time, where sorting takes
     ten times as long.

@@ -15,26 +15,26 @@ from triptych.kvpool.pool.stats import FREE
 from triptych.kvpool.prefix.blocks import FormatPages, PinId
 
 WorkerId = NewType("WorkerId", str)
-"""One registration of a worker; never used again, so a worker that came back is another one."""
+"""Id of one registration of a worker; never reused, so a worker that registers again is new."""
 
 Commit = tuple[str, PageIds]
-"""A request's label, and the pages that become its own; behind them those that it shares."""
+"""A request's label, and the pages for its new lease; behind them those that it shares."""
 
 UNSTATED = ""
-"""The format of pages of which nobody has said it."""
+"""The format of pages whose producer named none."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a producer says of the pages that it commits, for the books alone."""
+    """Tenant and formats of pages that a producer hands off; used for statistics only."""
 
     tenant: str = ""
-    """Whose request it is; empty: nobody's, or that of the lease that it continues."""
+    """Tenant of the request; empty: none, or that of the lease that it continues."""
     formats: FormatPages = ()
     """Pages by format, all of them or none."""
 
     def by_format(self, pages: int) -> FormatPages:
-        """What is known of so many pages."""
+        """The formats of so many pages; unstated if the counts do not fit."""
         told = sum(count for _, count in self.formats)
         return self.formats if told == pages else ((UNSTATED, pages),)
 
@@ -44,7 +44,7 @@ NOTHING_TOLD = About()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPages:
-    """Pages of somebody else that a request reads, and what keeps them as they are meanwhile."""
+    """Pages of a cached prefix that a request reads in place, and the pin that keeps them."""
 
     pin: PinId
     pages: PageIds
@@ -56,6 +56,8 @@ NO_PAGES: PageIds = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class Lease:
+    """Pages that belong to a request, or to a worker's extent."""
+
     id: LeaseId
     kind: Literal["extent", "request"]
     label: str
@@ -64,9 +66,9 @@ class Lease:
     pages: int = 0
     about: About = NOTHING_TOLD
     committed: PageIds = field(default_factory=NO_PAGES.copy)
-    """Pages at the time of the commit; those that moved on since have another owner."""
+    """Pages at the time of the handoff; those that moved on since have another owner."""
     share: SharedPages | None = None
-    """What it reads beside its own pages."""
+    """Pages that it reads beside its own."""
 
     @property
     def shared(self) -> PageIds:
@@ -75,17 +77,19 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Worker:
+    """One registration of a worker, and its leases."""
+
     id: WorkerId
     name: str
     process: ProcessKey
     seen: float
-    """Its last sign of life; of one that left its pages to others, when it was found dead."""
+    """Time of its last call; of a dead worker, when it was found dead."""
     keeps: bool
-    """Whether what it holds waits for another worker when it dies."""
+    """Whether its leases wait for a takeover worker when it dies."""
     extent: Lease = field(init=False)
     requests: dict[LeaseId, Lease] = field(default_factory=dict[LeaseId, Lease])
     unmet_pages: int = 0
-    """Pages that it asked for last and could not get."""
+    """Pages of its last allocation, if that failed."""
 
 
 class LeaseTable:
@@ -102,7 +106,7 @@ class LeaseTable:
         """The lease of each page. Leases count from 1."""
         self.by_id = dict[LeaseId, Lease]()
         self.let_go: Callable[[PinId], None] = _ignore
-        """Called with the hold of each share that ends."""
+        """Called with the pin of shared pages when their last lease ends."""
         self._scratch: PageIds = np.empty(pages, np.int32)
         self._last = 0
 
@@ -156,7 +160,7 @@ class LeaseTable:
         return lease
 
     def own_pages(self, worker: Worker, lease: Lease, ids: PageIds) -> PageIds:
-        """Those before the ones that a lease shares, which must all be there, and last."""
+        """The ids before the shared pages of a lease, which must all be there, and last."""
         size = max(0, ids.size - lease.shared.size)
         own, rest = ids[:size], ids[size:]
         self.require_distinct(worker, own)
@@ -171,7 +175,7 @@ class LeaseTable:
         ending: Sequence[Lease],
         given: Sequence[SharedPages | None],
     ) -> list[SharedPages | None]:
-        """What each commit reads from now on; no share goes to two of them."""
+        """The shared pages of each new lease; no pin goes to two of them."""
         left = {lease.label: lease.share for lease in ending if lease.share}
         if not left and not any(given):
             return [None] * len(commits)
@@ -187,8 +191,7 @@ class LeaseTable:
         return taken
 
     def _part_of(self, worker: Worker, ids: PageIds, share: SharedPages) -> SharedPages:
-        """What some ids name of a share, last of all: what is not behind the others counts as own,
-        and is refused as such."""
+        """The shared pages at the end of some ids; one before an own page is refused."""
         count = int(np.count_nonzero(np.isin(ids, share.pages)))
         named = np.sort(ids[ids.size - count :])
         wrong = int(np.count_nonzero(np.isin(named, share.pages, invert=True)))
@@ -251,7 +254,7 @@ class LeaseTable:
 
 
 def without(ids: PageIds, share: SharedPages | None) -> PageIds:
-    """The pages of a commit that the new lease is to own."""
+    """The pages of a commit that the new lease owns."""
     return ids[: ids.size - share.pages.size] if share else ids
 
 

@@ -28,27 +28,27 @@ from triptych.kvpool.pool.workers import WorkerTable, left_by
 from triptych.kvpool.prefix.blocks import PinId
 
 KEEP_S = 60.0
-"""How long what a dead worker held waits for another one: longer than one takes to start."""
+"""How long the leases of a dead worker wait for adoption: longer than a worker takes to start."""
 
 
 class Pool:
     """A state machine over pages, leases and workers.
 
-    Every page is free or belongs to exactly one lease, and every lease to one worker: an
-    *extent* is a worker's private stock, a *request* lease holds one request's pages while
-    they pass from stage to stage. Every operation does all that it says or, if it raises,
-    nothing. What a worker names is checked against what it holds.
+    Every page is free or in exactly one lease, and every lease belongs to one worker. An
+    *extent* lease has the pages that a worker reserved for its own allocations, a *request* lease
+    one request's pages while they pass from stage to stage. A call that raises has changed
+    nothing. Every lease and page that a worker names is checked.
 
-    A decode worker's growing requests draw on its extent: moving each new page into the
+    A decode worker's growing requests use pages of its extent: to move each new page into the
     request's lease would cost a call per step.
 
-    What a worker that ``keeps`` held when it died is *left*: nobody can use it, until another
-    worker adopts it request by request, or ``keep_s`` has passed, or the dead one is expelled.
+    The leases of a dead worker that ``keeps`` them are usable by nobody, until another worker
+    adopts them one by one, or ``keep_s`` has passed, or the dead worker is expelled.
 
-    A request may read pages of others beside its own: those of a *share*, which come last wherever
-    its pages are named. A share is never owned by its lease, so it is never written, freed or taken
-    into stock with it. It belongs to one lease at a time, goes on with the request from lease to
-    lease, and ends with the last one, however that ends; then ``let_go`` hears of its hold.
+    A request may read shared pages of a cached prefix beside its own; they come last wherever its
+    pages are named. The lease does not own them, so they are never written or freed with it.
+    Their pin belongs to one lease at a time, moves on with the request from lease to lease, and
+    ends with the last one; then ``let_go`` is called with it.
 
     Units: ``now`` in seconds of any clock that never goes back
     """
@@ -69,7 +69,7 @@ class Pool:
 
     @property
     def let_go(self) -> Callable[[PinId], None]:
-        """Called with the hold of each share that ends."""
+        """Called with the pin of shared pages when their last lease ends."""
         return self._leases.let_go
 
     @let_go.setter
@@ -163,14 +163,14 @@ class Pool:
         lease: LeaseId | None,
         ids: PageIds,
     ) -> LeaseRef:
-        """Give one request of a dead worker to another one: ``ids`` under a lease of its own.
+        """Move one request of a dead worker to another one: ``ids`` under a new lease.
 
-        The ids may come from that request's lease and from the dead worker's extent, on which
-        a growing request draws; behind them those that the lease shares, all of them. What else is
-        in the lease becomes free. None for ``lease`` is the last one with that label: a worker that
-        died while it put the request on offer cannot have noted which one that was.
+        The ids may come from that request's lease and from the dead worker's extent, which
+        growing requests use; behind them all shared pages of the lease. Other pages of the lease
+        become free. None for ``lease`` is the last one with that label: a worker that died during
+        a handoff cannot have recorded the new lease.
 
-        Raises: StaleHandle if nothing of it is left; NotHeld, NotRegistered
+        Raises: StaleHandle if there is no such lease; NotHeld, NotRegistered
         """
         mine = self._workers.require(worker)
         dead = self._workers.dead.get(previous_worker)
@@ -195,7 +195,7 @@ class Pool:
     def allocate(self, worker: WorkerId, pages: int, at_least: int | None = None) -> PageIds:
         """Move free pages to the worker's extent: ``pages``, or fewer but ``at_least``.
 
-        While others lack pages, nobody gets more than it needs.
+        While other workers lack pages, a worker gets no more than ``at_least``.
 
         Shapes:  -> (N,), at_least <= N <= pages
         Raises:  PoolExhausted, NotRegistered
@@ -223,7 +223,7 @@ class Pool:
         self._leases.set_free(ids)
 
     def require_extent(self, worker: WorkerId, ids: PageIds) -> None:
-        """Refuse pages that are not of the worker's extent, or are named twice.
+        """Raise if a page is not in the worker's extent, or is named twice.
 
         Raises: NotHeld, NotRegistered
         """
@@ -247,15 +247,15 @@ class Pool:
     ) -> list[LeaseRef]:
         """Put pages under new request leases and end old ones, in one step.
 
-        ``about`` and ``shares`` say something of each commit, in the same order, or of none. The
-        last pages of a commit may be some of its share; without one, of the share of an ending
-        lease with the same label, if it names any. The new lease has that share from then on.
+        ``about`` and ``shares`` have one entry per commit, in the same order, or none. The last
+        pages of a commit may be some of its shared pages; without an entry, those of an ending
+        lease with the same label. The new lease has the pin from then on.
 
-        The committed pages may come from the worker's extent and from request leases that it
-        holds, in any mix. What then is left in the released leases becomes free, or with
-        ``keep`` part of the worker's extent. So the raw pages of a request are free again at
-        the moment its compressed pages are committed. The new leases stay the worker's until
-        somebody attaches them: if it dies before that, they die with it.
+        The pages may come from the worker's extent and from its request leases, in any mix. The
+        pages left in the released leases become free, or with ``keep`` part of the worker's
+        extent. So the raw pages of a request are free again at the moment its compressed pages
+        get their lease. The new leases belong to the worker until another one attaches them: if
+        it dies before that, they end with it.
 
         Raises: NotHeld, StaleHandle, NotRegistered
         Source: FastCache (zombie reclaim)
@@ -284,7 +284,7 @@ class Pool:
     def attach(
         self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
     ) -> list[LeaseRef]:
-        """Make the worker the holder of leases that others committed; old claims become stale.
+        """Move leases to the worker; earlier references to them become stale.
 
         The ids are those that the handle names: they must be exactly the pages of the lease, and
         behind them those that it shares.
@@ -311,9 +311,10 @@ class Pool:
         self._leases.end(self._leases.require_all(mine, leases), mine.extent if keep else None)
 
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]:
-        """End whatever the worker holds of these requests; what others attached is not touched.
+        """End all leases that the worker has for these requests.
 
-        So a stage can cancel a request without knowing whether the next one has it already.
+        Leases that others attached are not touched, so a stage can cancel a request without
+        knowing whether the next stage has it already.
 
         Raises: NotRegistered
         """
@@ -323,7 +324,7 @@ class Pool:
         return [lease.id for lease in ending]
 
     def withdraw_all(self, worker: WorkerId) -> list[LeaseId]:
-        """End whatever the worker holds of any request, also what nobody attached yet.
+        """End all request leases of the worker, also those that nobody attached yet.
 
         Raises: NotRegistered
         """
@@ -332,7 +333,7 @@ class Pool:
         return [lease.id for lease in ending]
 
     def require_lease(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> None:
-        """Refuse pages that are not of this lease, or a lease that the worker does not hold.
+        """Raise if a page is not in this lease, or the lease is not the worker's.
 
         Raises: StaleHandle, NotHeld, NotRegistered
         """

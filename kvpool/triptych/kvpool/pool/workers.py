@@ -9,7 +9,7 @@ from triptych.kvpool.pool.processes import ProcessKey
 
 
 class WorkerTable:
-    """Who is registered, since when it was silent, and which dead workers left pages."""
+    """Registered workers with the time of their last call, and dead workers that left pages."""
 
     def __init__(self, arena_id: str, lease_ttl_s: float) -> None:
         self._arena_id, self._lease_ttl_s = arena_id, lease_ttl_s

@@ -1,4 +1,4 @@
-"""Prefixes of prompts in the pool's pages: the books of pages and the index of blocks, joined."""
+"""The prefix cache: blocks of the prefix index, stored in pages of the pool."""
 
 import math
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ from triptych.kvpool.prefix.index import PrefixIndex
 from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
 
 PREFIX_WORKER = "prefix"
-"""Name under which the pool's process holds the pages of resident blocks, and their label."""
+"""The pool's own worker, which has the leases of cached blocks; also their label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSettings:
-    """What the cache of prefixes may hold, resolved."""
+    """Limits of the prefix cache, resolved."""
 
     block_tokens: int
     total_bytes: int
@@ -51,7 +51,7 @@ class PrefixSettings:
     session_ttl_s: float = 0.0
     """Seconds after its last turn for which a conversation's blocks are evicted last; 0: none."""
     session_tenant_bytes: int = 0
-    """The most that one tenant's conversations have of that."""
+    """The most bytes that one tenant's conversations have of that."""
 
     @classmethod
     def of(cls, config: PoolConfig, plan: PagePlan) -> Self | None:
@@ -76,7 +76,7 @@ class PrefixSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundPrefix:
-    """A prefix whose pages stay as they are until the hold is released."""
+    """A cached prefix whose pages stay resident until the pin is released."""
 
     pin: PinId
     tokens: int
@@ -86,14 +86,14 @@ class FoundPrefix:
 
 
 class PrefixCache:
-    """Joins the pool's books with an index of blocks. No lock, no clock, no bytes.
+    """A prefix index whose blocks have leases in the pool. No lock, no clock, no bytes.
 
-    Resident blocks belong to a worker of the pool's own, which never dies: one request lease
-    each. So the pool's books account for every page, and a publisher's death cannot take a
-    block away. A hold belongs to the worker that asked, and ends with its registration; or it is
-    handed off with a request that reads some of its pages, and ends with the request's last lease.
+    Each resident block has a request lease of a worker of the pool's own, which never dies. So
+    the pool accounts for every page, and a block survives its publisher. A pin belongs to the
+    worker that made it, and ends with its registration; or it is handed off with a request that
+    reads some of its pages, and ends with the request's last lease.
 
-    Every operation does all that it says or, if it refuses or raises, nothing.
+    A call that is refused or raises has changed nothing.
     """
 
     def __init__(self, pool: Pool, settings: PrefixSettings) -> None:
@@ -105,9 +105,9 @@ class PrefixCache:
         self._leases = dict[BlockKey, LeaseId]()
         self._worker_pins = dict[PinId, WorkerId]()
         self._disk_pins = set[PinId]()
-        """Holds of the level below."""
+        """Pins of the disk tier."""
         self._shared = set[PinId]()
-        """Holds of requests."""
+        """Pins of requests."""
         pool.let_go = self._let_go
         self._sessions = SessionTable(
             ttl_s=settings.session_ttl_s,
@@ -118,7 +118,7 @@ class PrefixCache:
     # -------------------------------------------------------------- calls of workers
 
     def find(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
-        """Find the longest known prefix and hold it; at least the last token is never part of it.
+        """Find the longest cached prefix and pin it; the last token is never part of it.
 
         Raises: NotRegistered
         """
@@ -128,7 +128,7 @@ class PrefixCache:
     def pin_all(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
-        """Hold all whole blocks of these tokens, or none if one is not known; not counted as a use.
+        """Pin all whole blocks of these tokens, or none if one is not cached; not counted as a use.
 
         Raises: NotRegistered
         """
@@ -143,7 +143,7 @@ class PrefixCache:
         return FoundPrefix(pin.id, len(blocks) * self._index.block_tokens, blocks)
 
     def known(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
-        """How many blocks of these tokens need not be published.
+        """The number of cached blocks of these tokens, which need not be published.
 
         Raises: NotRegistered
         """
@@ -151,7 +151,7 @@ class PrefixCache:
         return self._index.resident(namespace, tokens)
 
     def release(self, worker: WorkerId, pin: PinId) -> None:
-        """End a hold.
+        """Release a pin.
 
         Raises: PoolError if the worker does not have it
         """
@@ -169,11 +169,11 @@ class PrefixCache:
         about: Sequence[About],
         pins: Sequence[PinId | None],
     ) -> list[LeaseRef]:
-        """Hand requests on as ``Pool.handoff`` does; each may read pages of a hold of the worker.
+        """Hand requests off as ``Pool.handoff`` does; each may read pages of a pin of the worker.
 
-        From then on the hold is the request's.
+        From then on the pin belongs to the request.
 
-        Raises: PoolError if the worker does not have a hold; NotHeld, StaleHandle, NotRegistered
+        Raises: PoolError if the worker does not have a pin; NotHeld, StaleHandle, NotRegistered
         """
         shares = [None if pin is None else self._share_of(worker, pin) for pin in pins]
         lease_refs = self._pool.handoff(
@@ -194,7 +194,7 @@ class PrefixCache:
             raise PoolError(f"hold {pin} of a prefix: {worker!r} does not have it")
 
     def _let_go(self, pin: PinId) -> None:
-        """End the hold of a request whose last lease has ended."""
+        """Release the pin of a request whose last lease has ended."""
         self._shared.remove(pin)
         self._index.release(pin)
 

@@ -1,4 +1,4 @@
-"""Which pages hold a known prefix: a hash chain over blocks of tokens, and what may be evicted."""
+"""Index of cached prefixes: a hash chain over blocks of tokens, with quotas and eviction."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class _Node:
     block: Block
     parent: "_Node | None"
     worth: float
-    """What the policy says."""
+    """The policy's value: blocks with the lowest are evicted first."""
     children: int = 0
     pins: int = 0
     soft_pins: int = 0
@@ -72,20 +72,20 @@ class _Account:
 
 
 class PrefixIndex:
-    """Bookkeeping of shared prefixes, without bytes, clock or lock.
+    """The state of shared prefixes, without bytes, clock or lock.
 
     A prefix is a chain of blocks of ``block_tokens`` tokens. The key of a block hashes the key
     of its parent and its tokens, so a chain is found with one look-up per block. A key is only
     a hint: every hit compares all tokens and the parent itself, so a collision is a miss.
 
-    A hold pins all blocks of its chain. So whatever follows an idle block is idle too, and all
+    A pin covers all blocks of its chain. So the blocks after an idle block are idle too, and all
     idle bytes can be evicted, leaves first. Only across tenants that share a salt is there an
     exception: a tenant's block may have children that count against another tenant's quota.
 
-    A guard is weaker than a hold: the blocks of its chain may be evicted, but only after all that
-    have none. So guards never keep anybody from memory, and no book of bytes knows of them.
+    A soft pin is weaker: the blocks of its chain may be evicted, but only after all blocks without
+    one. So soft pins never reserve memory, and no account of bytes contains them.
 
-    Every operation does all that it says or, if it refuses or raises, nothing.
+    A call that is refused or raises has changed nothing.
 
     Source: vLLM (hash chain over blocks); the quotas, the full compare and the order of
         eviction are ours
@@ -106,12 +106,12 @@ class PrefixIndex:
         self._nodes = dict[BlockKey, _Node]()
         self._pins = dict[PinId, _Node]()
         self._soft_pins = dict[SoftPinId, _Node]()
-        """The last block of each guarded chain, whether it was evicted since or not."""
+        """The last block of each chain with a soft pin, whether it was evicted since or not."""
         self._all = _Account()
         self._tenants = dict[str, _Account]()
         self._reserved = Counter[str]()
-        """Bytes that tenants have set aside for blocks that are on their way."""
-        self._tick = self._last_stamp = self._last_hold = self._last_guard = 0
+        """Bytes that are reserved for blocks that are being loaded, by tenant."""
+        self._tick = self._last_stamp = self._last_pin = self._last_soft_pin = 0
         self._count = Counter[str]()
         self._refused = Counter[Refusal]()
 
@@ -198,8 +198,8 @@ class PrefixIndex:
             chain.append(node)
         if not chain:
             return None
-        self._last_guard += 1
-        soft_pin = SoftPin(SoftPinId(self._last_guard), len(chain), nbytes)
+        self._last_soft_pin += 1
+        soft_pin = SoftPin(SoftPinId(self._last_soft_pin), len(chain), nbytes)
         self._soft_pins[soft_pin.id] = chain[-1]
         self._add_soft_pins(chain[-1], 1)
         return soft_pin
@@ -392,8 +392,8 @@ class PrefixIndex:
                 self.release(soft_pin.id)
 
     def _pin(self, node: _Node) -> Pin:
-        self._last_hold += 1
-        pin = PinId(self._last_hold)
+        self._last_pin += 1
+        pin = PinId(self._last_pin)
         self._pins[pin] = node
         chain = list(node.chain())
         for each in chain:

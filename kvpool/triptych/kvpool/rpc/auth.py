@@ -1,7 +1,7 @@
 # grpcio has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Whom processes of different nodes believe: a shared token, and certificates if there are any.
+"""Authentication between nodes: a shared token, and TLS certificates if the settings name some.
 
 On one node a unix socket in a private directory says who may come in. Over TCP anybody can
 knock, so every call shows the token, and with TLS both sides show a certificate.
@@ -29,7 +29,7 @@ Options = Sequence[tuple[str, int | str]]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files, read: what this process shows, and whom it believes."""
+    """Contents of PEM files: the certificate of this process, and the authority that it trusts."""
 
     certificate: bytes
     key: bytes = field(repr=False)
@@ -43,7 +43,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a process shows to those of other nodes, and asks of them."""
+    """Credentials that a process presents to other nodes, and requires of them."""
 
     token: str = field(repr=False)
     tls: Tls | None = None

@@ -1,4 +1,4 @@
-"""From a frame to what it asks of a pool, and back: no socket, no clock."""
+"""Decodes a frame, makes the call of the pool, and encodes the reply: no socket, no clock."""
 
 from triptych.core.errors import MessageError, TriptychError
 from triptych.core.messages import BorrowCacheMemory, Message, pack, unpack
@@ -8,7 +8,7 @@ from triptych.kvpool.rpc.local_pool import LockedPool
 
 
 def answer(calls: LockedPool, frame: bytes) -> bytes:
-    """Answer one frame; what goes wrong is part of the answer, and changes nothing."""
+    """Answer one frame. An error becomes the answer, and the call has changed nothing."""
     try:
         return pack([ask(calls, unpack_question(frame))])
     except TriptychError as error:
@@ -29,7 +29,7 @@ def unpack_question(frame: bytes) -> Message:
 
 
 def ask(calls: LockedPool, asked: Message) -> Message:
-    """Do what a message asks.
+    """Make the call that a message asks for.
 
     Raises: what ``PoolCalls`` raise; MessageError if it is not a question
     """

@@ -1,4 +1,4 @@
-"""What the pool process and its workers say to each other: messages, answers and errors."""
+"""Messages between the pool process and its workers: requests, replies and errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ MAX_FORMATS = 16
 
 
 class PoolCalls(Protocol):
-    """What a worker may ask of a pool, whichever side of a socket it is on.
+    """The calls of the pool, on either side of a socket.
 
     Meaning and errors are those of ``pool.page_pool.Pool``, and for prefixes those of
     ``prefix.cache.PrefixCache`` and ``disk.tier.DiskTier``.
-    Every call is also a sign of life of the worker that makes it.
+    Every call also extends the leases of the worker that makes it.
     """
 
     def register(self, name: str, process: ProcessKey, checkpoint_bytes: int) -> "Registered": ...
@@ -101,7 +101,7 @@ class PoolCalls(Protocol):
     def map(self, max_cells: int) -> PageMap: ...
 
 
-# ------------------------------------------------------------------ questions
+# ------------------------------------------------------------------ requests
 
 
 @message
@@ -110,7 +110,7 @@ class RegisterWorker:
     name: str
     process: ProcessKey
     checkpoint_bytes: int = 0
-    """Memory that it wants for what another worker must know to go on in its place."""
+    """Size of the memory for its checkpoint."""
 
     def __post_init__(self) -> None:
         _require_short(self.name)
@@ -164,7 +164,7 @@ class CommitPages:
     pages: bytes
     about: About = NOTHING_TOLD
     pin: PinId | None = None
-    """A hold of the worker, whose pages the last ones are."""
+    """A pin of the worker; the last pages are the pinned prefix's."""
 
     def __post_init__(self) -> None:
         _require_short(self.label)
@@ -218,7 +218,7 @@ class WithdrawAll:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InheritFrom:
-    """Shut a dead worker out, and say where its checkpoint is."""
+    """End a dead worker's registration, and return its checkpoint."""
 
     previous_worker: str
 
@@ -239,7 +239,7 @@ class AdoptRequest:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindPrefix:
-    """Hold the longest known prefix of a prompt."""
+    """Pin the longest cached prefix of a prompt."""
 
     worker: WorkerId
     namespace: Namespace
@@ -253,7 +253,7 @@ class FindPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinPrefix:
-    """Hold all whole blocks of these tokens; the answer is a ``PrefixFound``."""
+    """Pin all whole blocks of these tokens; the reply is a ``PrefixFound``."""
 
     worker: WorkerId
     namespace: Namespace
@@ -266,7 +266,7 @@ class PinPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnowPrefix:
-    """How many blocks of these tokens are known?"""
+    """Count the blocks of these tokens that are cached."""
 
     worker: WorkerId
     namespace: Namespace
@@ -279,7 +279,7 @@ class KnowPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPrefix:
-    """Keep the last blocks of these tokens."""
+    """Add the last blocks of these tokens to the cache."""
 
     worker: WorkerId
     namespace: Namespace
@@ -304,7 +304,7 @@ class PublishPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePrefix:
-    """Bring back from disk what continues the known beginning of a prompt."""
+    """Load from disk the blocks that continue the cached prefix of a prompt."""
 
     worker: WorkerId
     namespace: Namespace
@@ -319,7 +319,7 @@ class RestorePrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSession:
-    """Let what is known of these tokens be evicted last while the conversation may go on."""
+    """Evict the cached blocks of these tokens last, while the conversation's TTL runs."""
 
     worker: WorkerId
     namespace: Namespace
@@ -343,7 +343,7 @@ class ReleasePrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPages:
-    """Have the bytes of these pages of a lease sent that the worker holds, in this order."""
+    """Get a ticket for the bytes of these pages of a lease, in this order."""
 
     worker: WorkerId
     lease: LeaseId
@@ -371,16 +371,16 @@ class MapPages:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPool:
-    """Compare the pool's books with each other."""
+    """Compare the pool's tables with each other."""
 
 
-# ------------------------------------------------------------------ answers
+# ------------------------------------------------------------------ replies
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Where the books contradict each other; empty: nowhere."""
+    """Contradictions between the tables; empty: none."""
 
     faults: tuple[str, ...]
 
@@ -394,7 +394,7 @@ class Withdrawn:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What a worker must know about the pool."""
+    """What a worker needs to know about the pool."""
 
     worker: WorkerId
     arena: str
@@ -403,9 +403,9 @@ class Registered:
     lease_ttl_s: float
     extent_pages: int
     checkpoint: str
-    """Name of its checkpoint's memory; empty if it wanted none."""
+    """Name of its checkpoint's memory; empty: no checkpoint."""
     restores: bool
-    """Whether prefixes may come back from disk."""
+    """Whether the prefix cache has a disk tier to load from."""
 
 
 @message
@@ -421,7 +421,7 @@ class Inheritance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
     lacking_pages: int
-    """What other workers could not get; whoever has idle pages gives some back."""
+    """Pages that other workers could not get; a worker with idle pages frees some."""
 
 
 @message
@@ -445,7 +445,7 @@ class LeaseRefs:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixFound:
-    """A hold, and the pages of each block; no blocks: nothing is known, and nothing held."""
+    """A pin, and the pages of each block; no blocks: nothing is cached, and nothing pinned."""
 
     pin: PinId
     tokens: int
@@ -461,7 +461,7 @@ class PrefixFound:
     def found(self, pages: int) -> FoundPrefix | None:
         """Undo ``of``, for a pool of so many pages.
 
-        Raises: MessageError if a page is none of the pool's
+        Raises: MessageError if a page is not one of the pool's
         """
         blocks = tuple(page_ranges.unpack(packed, pages) for packed in self.blocks)
         return FoundPrefix(self.pin, self.tokens, blocks) if blocks else None
@@ -470,7 +470,7 @@ class PrefixFound:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBlocks:
-    """How many blocks are known, were added, or are guarded."""
+    """The number of blocks that are cached, were added, or have a soft pin."""
 
     blocks: int
 
@@ -478,7 +478,7 @@ class PrefixBlocks:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixComing:
-    """Blocks that are on their way from disk, and what it would take to compute them."""
+    """Blocks that are being loaded from disk, and the seconds that it takes to compute them."""
 
     blocks: int
     seconds: float
@@ -487,7 +487,7 @@ class PrefixComing:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesOffered:
-    """Shown at the pool's other port, a ticket brings the pages that were asked for, once."""
+    """A ticket that is good for one transfer of these pages from the pool's page port."""
 
     ticket: bytes
 
@@ -495,13 +495,13 @@ class PagesOffered:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDone:
-    """Done, and there is nothing to say about it."""
+    """The call succeeded and returns nothing."""
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRefused:
-    """Nothing was changed, and this is why."""
+    """The call failed and changed nothing; the error."""
 
     error: str
     details: tuple[int | str, ...]
@@ -520,11 +520,11 @@ _ERRORS: dict[str, tuple[type[TriptychError], tuple[type, ...]]] = {
         (PoolError, (str,)),
     )
 }
-"""What may travel, and with what; nothing else is ever constructed from a peer's words."""
+"""The errors that a peer may send, with the types of their arguments; others are refused."""
 
 
 def refusal(error: TriptychError) -> PoolRefused:
-    """Put an error into words; one without a place in the table becomes a ``PoolError``."""
+    """The message for an error; one that is not in the table becomes a ``PoolError``."""
     name = type(error).__name__
     if name not in _ERRORS:
         return PoolRefused(error=PoolError.__name__, details=(f"{name}: {error}",))
@@ -534,7 +534,7 @@ def refusal(error: TriptychError) -> PoolRefused:
 def refused(answer: PoolRefused) -> TriptychError:
     """The error that the other side raised.
 
-    Raises: MessageError if the words are not of the table
+    Raises: MessageError if the error is not in the table
     """
     kind, arguments = _ERRORS.get(answer.error, (TriptychError, ()))
     if not arguments or tuple(type(detail) for detail in answer.details) != arguments:

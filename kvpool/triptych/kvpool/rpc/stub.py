@@ -1,4 +1,4 @@
-"""The pool as a worker sees it through a socket."""
+"""The pool's calls over a socket."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -20,12 +20,12 @@ A = TypeVar("A")
 
 
 class PoolStub:
-    """``PoolCalls`` over a channel. Errors of the pool are raised here as what they are there."""
+    """``PoolCalls`` over a channel. Errors of the pool are raised here with the same type."""
 
     def __init__(
         self, channel: FrameChannel, connect_timeout_s: float, *, wait: bool = True
     ) -> None:
-        """``wait`` for a pool that is still starting, or take a closed door for an answer."""
+        """``wait`` for a pool that is still starting, or fail at once if it is not there."""
         self._channel = channel
         self._wait = wait
         self._connect_timeout_s = connect_timeout_s
@@ -41,8 +41,8 @@ class PoolStub:
         frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=self._wait)
         made = _only(frame, messages.Registered)
         self._pages = made.pages
-        # A worker that waited longer than this for an answer has lost its lease anyway.
-        # A guest asks several pools, and must not let one that is stuck cost it the others.
+        # A worker that waited longer than this for an answer has lost its leases anyway.
+        # A guest calls several pools: one that is stuck must not cost it its leases at others.
         self._timeout_s = made.lease_ttl_s if self._wait else made.lease_ttl_s / 4
         return made
 
@@ -197,11 +197,11 @@ class PoolStub:
         return self._ask(messages.MapPages(max_cells=max_cells), PageMap)
 
     def check(self) -> list[str]:
-        """Contradictions in the pool's books; empty if there are none."""
+        """Contradictions between the pool's tables; empty if there are none."""
         return list(self._ask(messages.CheckPool(), messages.Checked).faults)
 
     def read(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> bytes:
-        """A ticket for pages that the worker holds in another node's arena."""
+        """A ticket for pages of a lease that the worker has attached in another node's arena."""
         asked = messages.ReadPages(worker=worker, lease=lease, pages=page_ranges.pack(ids))
         return self._ask(asked, messages.PagesOffered).ticket
 

@@ -1,16 +1,15 @@
 """Fetches the pages of a request from the pool of another node into this node's arena.
 
-Two phases, so that whoever dies in between loses no page: the pages stay the fetcher's in the
-pool they come from until they are committed in the pool they go to.
+Two phases, so that no death in between loses a page: the fetcher keeps the lease at the source
+pool until the pages have a lease at the target pool.
 
-    reserve   pages of this worker's own stock, here
-    hold      the lease, there: nobody else can attach it, and its producer may die
+    allocate  pages of this worker, here
+    attach    the lease, there: no other worker can attach it, and its producer may die
     copy      chunk after chunk, each with its checksum; after a break, from the last good page on
-    commit    here: from now on they are a request's pages like any other
+    handoff   here: from now on they are a request's pages like any other
     release   there
 
-If this worker dies, the pool here takes back what it had, and the pool there what it held, when
-the worker was silent for as long as a lease lasts.
+If this worker dies, both pools reclaim its pages when its leases expire.
 """
 
 import logging
@@ -54,7 +53,7 @@ MAX_BAD_CHUNKS = 8
 
 @dataclass
 class Traffic:
-    """What went wrong on the way of pages to a worker, since it started."""
+    """Failures of transfers to a worker, since it started."""
 
     resumed: int = 0
     """Times that a broken transfer went on."""
@@ -64,7 +63,7 @@ class Traffic:
 
 @dataclass(eq=False)
 class Guest:
-    """This worker's standing with the pool of another node."""
+    """This worker's registration with the pool of another node."""
 
     address: PoolAddress
     calls: PoolStub
@@ -84,7 +83,7 @@ class Guest:
 
 
 class Fetcher:
-    """Brings pages from the arenas of other nodes into that of one worker; any thread may call."""
+    """Copies pages from the arenas of other nodes into that of one worker; any thread may call."""
 
     def __init__(
         self, pool: WorkerPool, find: Callable[[str], PoolAddress | None], access: Access
@@ -107,7 +106,7 @@ class Fetcher:
         cancelled: Callable[[], bool] = lambda: False,
         about: About = NOTHING_TOLD,
     ) -> tuple[LeaseRef, PageIds]:
-        """Bring the pages of a claim here: another claim, and where they are now, in that order.
+        """Copy the pages of a lease here; returns the new lease and its page ids.
 
         ``about`` is what the pool here is told of them.
 
@@ -131,7 +130,7 @@ class Fetcher:
         return made, mine
 
     def close(self) -> None:
-        """Leave all other pools; they take back what was held there."""
+        """Unregister from all other pools; they reclaim the leases there."""
         self._closing.set()
         self._heart.join()
         with self._lock:
@@ -229,7 +228,7 @@ class Fetcher:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _release(self, guest: Guest, lease: LeaseId) -> None:
-        """Let go of a lease there, now or with one of the next heartbeats."""
+        """Release a lease there, now or with one of the next heartbeats."""
         with self._lock:
             guest.owed.add(lease)
         with suppress(PoolError, MessageError):

@@ -39,9 +39,9 @@ class Arena:
     """A region of ``pages`` x ``page_bytes`` that any process of this user and machine can map.
 
     The whole file is reserved when it is created: without that, a full ``/dev/shm`` would kill
-    the first process that writes. Its owner holds a lock on it for as long as it lives. The kernel drops
-    the lock whichever way the owner dies, so a file without a lock is an orphan; a pid in the
-    file could belong to another process by now.
+    the first process that writes. Its owner locks it for as long as it lives. The kernel drops the
+    lock however the owner dies, so a file without a lock is an orphan; a pid in the file could
+    belong to another process by now.
 
     It lies in memory, or on a disk: then the kernel keeps recently used pages in memory.
     """

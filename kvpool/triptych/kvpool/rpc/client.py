@@ -183,14 +183,12 @@ class WorkerPool:
 
         Raises: NotHeld, StaleHandle, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
+        with self._call() as calls:
             for _, ids in commits:
                 self._page_cache.require_in_use(ids)
-            with self._certain():
-                lease_refs = self._calls.handoff(
-                    self._id, commits, releases, keep=keep, about=about, pins=pins
-                )
+            lease_refs = calls.handoff(
+                self._id, commits, releases, keep=keep, about=about, pins=pins
+            )
             for lease_ref, (_, ids) in zip(lease_refs, commits, strict=True):
                 self._page_cache.committed(lease_ref.lease, _own(lease_ref, ids))
             self._page_cache.released(releases, keep=keep)
@@ -204,15 +202,13 @@ class WorkerPool:
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
+        with self._call() as calls:
             for lease_ref, _ in wanted:
                 if lease_ref.arena != self.arena.id:
                     raise StaleHandle(
                         lease_ref.lease, f"arena {lease_ref.arena} is not {self.arena.id}"
                     )
-            with self._certain():
-                lease_refs = self._calls.attach(self._id, wanted)
+            lease_refs = calls.attach(self._id, wanted)
             for lease_ref, (_, ids) in zip(lease_refs, wanted, strict=True):
                 self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
             return lease_refs
@@ -222,10 +218,8 @@ class WorkerPool:
 
         Raises: StaleHandle: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                self._calls.release(self._id, leases, keep=keep)
+        with self._call() as calls:
+            calls.release(self._id, leases, keep=keep)
             self._page_cache.released(leases, keep=keep)
 
     def withdraw(self, requests: Sequence[str]) -> None:
@@ -235,10 +229,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                ended = self._calls.withdraw(self._id, requests)
+        with self._call() as calls:
+            ended = calls.withdraw(self._id, requests)
             self._page_cache.released(ended, keep=False)
 
     def withdraw_all(self) -> None:
@@ -246,10 +238,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                ended = self._calls.withdraw_all(self._id)
+        with self._call() as calls:
+            ended = calls.withdraw_all(self._id)
             self._page_cache.released(ended, keep=False)
 
     # -------------------------------------------------------------- takeover
@@ -271,10 +261,8 @@ class WorkerPool:
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                lease_ref = self._calls.adopt(self._id, previous_worker, request, lease, ids)
+        with self._call() as calls:
+            lease_ref = calls.adopt(self._id, previous_worker, request, lease, ids)
             self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
             return lease_ref
 
@@ -287,10 +275,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.find_prefix(self._id, namespace, tokens)
+        with self._call() as calls:
+            return calls.find_prefix(self._id, namespace, tokens)
 
     def pin_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
         """Pin all whole blocks of these tokens; None if not all are cached.
@@ -300,10 +286,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.pin_prefix(self._id, namespace, tokens)
+        with self._call() as calls:
+            return calls.pin_prefix(self._id, namespace, tokens)
 
     @property
     def restores(self) -> bool:
@@ -318,30 +302,24 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.restore_prefix(self._id, namespace, tokens, tenant)
+        with self._call() as calls:
+            return calls.restore_prefix(self._id, namespace, tokens, tenant)
 
     def release_prefix(self, pin: PinId) -> None:
         """Release a pin.
 
         Raises: PoolError if it is not one of this worker; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                self._calls.release_prefix(self._id, pin)
+        with self._call() as calls:
+            calls.release_prefix(self._id, pin)
 
     def known_prefix(self, namespace: Namespace, tokens: TokenIds) -> int:
         """The number of blocks of these tokens that are cached, in a chain from the first.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.known_prefix(self._id, namespace, tokens)
+        with self._call() as calls:
+            return calls.known_prefix(self._id, namespace, tokens)
 
     def publish_prefix(self, new: Publication) -> int:
         """Add blocks to the prefix cache; returns how many were added.
@@ -352,12 +330,10 @@ class WorkerPool:
 
         Raises: NotHeld, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
+        with self._call() as calls:
             for pages in new.blocks:
                 self._page_cache.require_in_use(pages)
-            with self._certain():
-                added = self._calls.publish_prefix(self._id, new)
+            added = calls.publish_prefix(self._id, new)
             for pages in new.blocks[len(new.blocks) - added :]:
                 self._page_cache.left(pages)
             return added
@@ -369,10 +345,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.keep_session(self._id, namespace, tokens, tenant, session)
+        with self._call() as calls:
+            return calls.keep_session(self._id, namespace, tokens, tenant, session)
 
     # -------------------------------------------------------------- the pool as a whole
 
@@ -422,6 +396,17 @@ class WorkerPool:
             raise type(self._lost)(*self._lost.args)
         if time.monotonic() - self._renewed_s > self._registered.lease_ttl_s:
             self._renew()
+
+    @contextmanager
+    def _call(self) -> Generator[PoolCalls, None, None]:
+        """Hold the lock and the registration for one call to the pool."""
+        with self._lock:
+            self._require_registered()
+            try:
+                yield self._calls
+            except (PoolUnavailable, NotRegistered) as error:
+                self._lost = self._lost or error
+                raise
 
     @contextmanager
     def _certain(self) -> Generator[None, None, None]:

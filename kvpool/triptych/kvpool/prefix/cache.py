@@ -244,7 +244,7 @@ class PrefixCache:
         session: str,
         now: float,
     ) -> int:
-        """Guard what is resident of a conversation for its time-to-live, and nothing else of it.
+        """Soft-pin the resident blocks of a conversation for its TTL, and no others of it.
 
         Guarded blocks are evicted after all others, so that they stay while there is anything
         else to evict, and never keep a request or another prefix from memory.
@@ -273,7 +273,7 @@ class PrefixCache:
 
     @property
     def pins(self) -> int:
-        """Chains that somebody holds now."""
+        """Number of pins."""
         return len(self._worker_pins) + len(self._disk_pins) + len(self._shared)
 
     def cut(self, tokens: TokenIds) -> list[bytes]:
@@ -297,7 +297,7 @@ class PrefixCache:
         return self._index.block(block.key) is block
 
     def unpin(self, pin: Pin) -> None:
-        """End what ``hold`` or ``arrive`` began."""
+        """Release a pin of ``pin`` or ``arrive``."""
         self._disk_pins.remove(pin.id)
         self._index.release(pin.id)
 
@@ -324,7 +324,7 @@ class PrefixCache:
         return np.split(ids, ends[: fitting - 1]), evicted
 
     def arrive(self, new: Publication) -> Pin | None:
-        """Make an expected block resident, its pages written, and hold it.
+        """Make an expected block resident, after its pages are written, and pin it.
 
         If an equal block came by another way, that one is held, and the pages are free.
         """
@@ -354,7 +354,7 @@ class PrefixCache:
     # -------------------------------------------------------------- calls of the router
 
     def borrow_cache_memory(self, nbytes: int) -> tuple[int, tuple[Block, ...]]:
-        """Give up so much of the memory in all, or what is not in use now; or take it back.
+        """Set how many bytes of the cache's memory requests may use in all; pinned blocks stay.
 
         Returns: bytes that are given up, and the blocks that were evicted for it
         """
@@ -370,12 +370,12 @@ class PrefixCache:
     # -------------------------------------------------------------- upkeep
 
     def end_sessions(self, now: float) -> None:
-        """Let the blocks of conversations whose time is over be evicted as all others."""
+        """Remove the soft pins of conversations whose TTL has passed."""
         for soft_pin in self._sessions.expire(now):
             self._index.soft_unpin(soft_pin)
 
     def forget_lost(self) -> None:
-        """End the holds of workers whose registration does not count any more."""
+        """Release the pins of workers that are no longer registered."""
         lost = [pin for pin, who in self._worker_pins.items() if not self._pool.is_registered(who)]
         for pin in lost:
             del self._worker_pins[pin]
@@ -401,7 +401,7 @@ class PrefixCache:
         )
 
     def check(self) -> list[str]:
-        """Where the index, the leases and the holds differ; empty: all is well."""
+        """Contradictions between index, leases and pins; empty if there are none."""
         wrong, stat = self._index.check(), self._index.stat()
         ledger = self._pool.stat(0.0)
         (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)

@@ -47,7 +47,7 @@ class _Node:
         return self.soft_pins > 0, self.worth
 
     def continues(self, parent: "_Node | None", namespace: Namespace, tokens: bytes) -> bool:
-        """Whether it really is this block after that parent, whatever its key says."""
+        """Whether it is this block after that parent; keys alone may collide."""
         if self.parent is not parent or self.block.tokens != tokens:
             return False
         return parent is not None or self.block.namespace == namespace
@@ -118,7 +118,7 @@ class PrefixIndex:
     # -------------------------------------------------------------- readers
 
     def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
-        """The keys of all whole blocks, resident or not: what to look for elsewhere."""
+        """The keys of all whole blocks, resident or not."""
         pieces = cut(encode(tokens), self.block_tokens)
         return list(chain_keys(namespace, pieces, self._digest))[1:]
 
@@ -140,19 +140,19 @@ class PrefixIndex:
         return node.block if node else None
 
     def pin(self, key: BlockKey) -> Pin | None:
-        """Hold the chain that ends with a block; nothing is counted, and None if it is gone."""
+        """Pin the chain that ends with a block; nothing is counted, and None if it is gone."""
         node = self._nodes.get(key)
         return self._pin(node) if node else None
 
     def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
-        """Hold the chain of all whole blocks of these tokens; nothing is counted, and None if one
+        """Pin the chain of all whole blocks of these tokens; nothing is counted, and None if one
         of them is not resident, or there is none."""
         pieces = cut(encode(tokens), self.block_tokens)
         chain = self._walk(namespace, pieces)
         return self._pin(chain[-1]) if chain and len(chain) == len(pieces) else None
 
     def held(self, pin: PinId) -> tuple[Block, ...]:
-        """The chain that a hold keeps.
+        """The blocks of a pin.
 
         Raises: KeyError if it ended before
         """
@@ -172,7 +172,7 @@ class PrefixIndex:
         return pin
 
     def release(self, pin: PinId) -> None:
-        """End a hold.
+        """Release a pin.
 
         Raises: PoolError if it ended before
         """
@@ -186,7 +186,7 @@ class PrefixIndex:
                 self._offer(each)
 
     def soft_pin(self, namespace: Namespace, tokens: TokenIds, most_bytes: int) -> SoftPin | None:
-        """Have the resident beginning of these tokens evicted after all that is not guarded.
+        """Soft-pin the resident prefix of these tokens: it is evicted after all other blocks.
 
         It covers as many of the first blocks as ``most_bytes`` allow; None if that is not one.
         """
@@ -205,7 +205,7 @@ class PrefixIndex:
         return soft_pin
 
     def soft_unpin(self, soft_pin: SoftPinId) -> None:
-        """End a guard: what is left of the chain is as any other.
+        """Remove a soft pin; the rest of the chain is evicted as any other.
 
         Raises: KeyError if it ended before
         """
@@ -274,7 +274,7 @@ class PrefixIndex:
         return self._evicted(victims)
 
     def unreserve(self, tenant: str, nbytes: int) -> None:
-        """Give back what was reserved: the blocks are published next, or never."""
+        """Release reserved bytes: the blocks are published next, or never."""
         self._reserved[tenant] -= nbytes
         for account in (self._all, self._tenants[tenant]):
             account.nbytes -= nbytes
@@ -320,7 +320,7 @@ class PrefixIndex:
         )
 
     def check(self) -> list[str]:
-        """Compare all books with each other and say where they differ; empty: all is well."""
+        """Contradictions between all tables; empty if there are none."""
         nodes = self._nodes.values()
         pins = Counter(n.block.key for tail in self._pins.values() for n in tail.chain())
         children = Counter(n.parent.block.key for n in nodes if n.parent)
@@ -373,7 +373,7 @@ class PrefixIndex:
     def _add(
         self, chain: list[_Node], new: Sequence[Block], tenant: str, known: Sequence[_Node]
     ) -> Published:
-        """Append blocks to a chain, if they fit, and hold all of it."""
+        """Append blocks to a chain, if they fit, and pin all of it."""
         soft_pin = self._pin(chain[-1]) if chain else None
         try:
             victims = self._make_room(tenant, sum(block.nbytes for block in new))
@@ -442,7 +442,7 @@ class PrefixIndex:
                 account.leaves.push(node)
 
     def _make_room(self, tenant: str, nbytes: int) -> "list[_Node] | Refusal":
-        """Evict what must go for ``nbytes`` more of a tenant, or nothing and say why."""
+        """Evict enough for ``nbytes`` more of a tenant, or nothing and return the reason."""
         mine = self._tenants.get(tenant, _Account())
         over_quota = mine.nbytes + nbytes - self.limits.of(tenant)
         over_limit = self._all.nbytes + nbytes - self.limits.total_bytes

@@ -1,4 +1,4 @@
-"""Which conversations have their prefixes guarded, and until when: no lock, no clock, no bytes."""
+"""Sessions whose cached prefixes have soft pins, with expiry: no lock, no clock, no bytes."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -44,12 +44,12 @@ class SessionTable:
 
     @property
     def nbytes(self) -> int:
-        """Guarded bytes; what two sessions share counts twice."""
+        """Bytes with soft pins; blocks that two sessions share count twice."""
         return self._bytes.total()
 
     @property
     def most_bytes(self) -> int:
-        """The most that one session may guard; 0: there are no sessions."""
+        """The most bytes that one session may soft-pin; 0: there are no sessions."""
         return min(self.tenant_bytes, self.total_bytes) if self.ttl_s > 0 else 0
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class SessionTable:
         return ended
 
     def close(self, key: SessionKey) -> list[SoftPinId]:
-        """End a session, if there is one; returns its guard."""
+        """End a session, if there is one; returns its soft pin."""
         session = self._open.pop(key, None)
         if session is None:
             return []
@@ -80,7 +80,7 @@ class SessionTable:
         return [session.soft_pin.id]
 
     def expire(self, now: float) -> list[SoftPinId]:
-        """End the sessions whose time is over; returns their guards."""
+        """End the sessions whose TTL has passed; returns their soft pins."""
         return [soft_pin for key in list(self._over(now)) for soft_pin in self.close(key)]
 
     def soft_pins(self) -> set[SoftPinId]:

@@ -47,7 +47,7 @@ Answer = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a server needs to be open to other nodes."""
+    """Settings of a server that is open to other nodes."""
 
     access: Access
     refused: Callable[[str], None]
@@ -133,7 +133,7 @@ class FrameChannel:
     """Sends frames to a server and waits for the answers; safe to use from several threads."""
 
     def __init__(self, address: str, access: Access | None = None) -> None:
-        """``access``: what to show to a server of another node."""
+        """``access``: credentials for a server of another node."""
         if access is None:
             _require_local(address)
         self.address = address

@@ -153,7 +153,7 @@ class Fetcher:
         return guest
 
     def _attach(self, guest: Guest, lease_ref: LeaseRef, ids: PageIds) -> None:
-        """Attach the lease there. An attempt without an answer may have been heard."""
+        """Attach the lease there. An attempt without an answer may have succeeded."""
         is_unsure = False
 
         def attach() -> None:
@@ -235,7 +235,7 @@ class Fetcher:
             self._pay(guest)
 
     def _pay(self, guest: Guest) -> None:
-        """Release what is owed; what is not held any more, or never was, is paid as well."""
+        """Release leases that are still to be released; stale ones count as released."""
         with self._lock:
             owed = sorted(guest.owed)
         for lease in owed:
@@ -296,7 +296,7 @@ class Fetcher:
         guest.calls.close()
 
     def _is_welcome(self, guest: Guest) -> bool:
-        """Give a sign of life, and say whether the pool is there and knows this worker."""
+        """Renew the registration; whether the pool is there and knows this worker."""
         try:
             guest.calls.renew(guest.id)
             guest.heard = time.monotonic()

@@ -44,7 +44,7 @@ def test_pool_stat_shows_what_a_worker_holds(
             assert "decode-1" in capsys.readouterr().out
             assert call(monkeypatch, "pool", "check", "--address", server.address) == 0
             assert "all 4096 pages are accounted for" in capsys.readouterr().out
-            server._calls._pool._owner[3] = 77  # a page that nobody owns
+            server._calls._pool._leases.owner[3] = 77  # a page that nobody owns
             assert call(monkeypatch, "pool", "check", "--address", server.address, "--json") == 1
             assert json.loads(capsys.readouterr().out)["faults"]
         finally:

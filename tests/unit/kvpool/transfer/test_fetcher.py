@@ -204,7 +204,7 @@ def test_what_a_request_shares_comes_over_as_its_own(
     found = pair.producer.pin_prefix(space, tokens)
     assert found is not None
     ids = np.concatenate([own, *found.blocks])
-    [lease_ref] = pair.producer.handoff([("r", ids)], holds=[found.hold])
+    [lease_ref] = pair.producer.handoff([("r", ids)], pins=[found.pin])
     assert (lease_ref.shared, pair.producer.stat().prefix.readers) == (4, 1)
     with pytest.raises(NotHeld):
         pair.fetcher.fetch("r", lease_ref, ids[::-1].copy())

@@ -138,7 +138,7 @@ class World:
             [],
             keep=False,
             about=(),
-            holds=[self.pin],
+            pins=[self.pin],
         )
         self.pin = None
 

@@ -198,9 +198,9 @@ class ShareMachine(RuleBasedStateMachine):
         self.leases[label] = ModelLease(name, lease_ref, mine, shared)
 
     def hand(
-        self, worker: WorkerId, commits: list[tuple[str, np.ndarray]], holds: list[PinId]
+        self, worker: WorkerId, commits: list[tuple[str, np.ndarray]], pins: list[PinId]
     ) -> list[LeaseRef]:
-        return self.cache.handoff(worker, commits, [], keep=False, about=(), holds=holds)
+        return self.cache.handoff(worker, commits, [], keep=False, about=(), pins=pins)
 
     def a_lease(self, data: st.DataObject, *, left: bool) -> str | None:
         labels = [k for k, one in self.leases.items() if (one.worker in self.left) == left]

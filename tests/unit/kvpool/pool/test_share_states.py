@@ -41,7 +41,7 @@ class World:
     pool: Pool = field(default_factory=lambda: Pool(PAGES, PAGE_BYTES, "arena", 10.0, keep_s=1e9))
     own: int = -1
     shared: int = -1
-    hold: PinId | None = None
+    pin: PinId | None = None
     offer: LeaseRef | None = None
     """The newest claim that was put on offer, good or not."""
     moves_left: int = 1

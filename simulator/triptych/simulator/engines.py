@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -88,9 +88,9 @@ class SimulatedEngine(Protocol):
         ...
 
 
-def claim(request: str, tokens: int) -> KVHandle:
+def lease_ref(request: str, tokens: int) -> KVHandle:
     """A placeholder handle."""
-    return KVHandle(Claim("simulated", LeaseId(0), 0), (), tokens)
+    return KVHandle(LeaseRef("simulated", LeaseId(0), 0), (), tokens)
 
 
 @dataclass(eq=False)
@@ -198,7 +198,7 @@ class PrefillSimulation:
     def _prefilled(prompt: Prompt, token_s: float) -> Prefilled:
         request = prompt.request
         goes_on = request.sampling.max_tokens > 1
-        handle = claim(request.id, prompt.tokens) if goes_on else None
+        handle = lease_ref(request.id, prompt.tokens) if goes_on else None
         return Prefilled(
             request=request.id,
             first_token=FIRST_TOKEN,
@@ -248,7 +248,7 @@ class CompressSimulation:
             tokens = self._planned.pop(name)
             total += tokens
             report = CompressionReport(policy="simulated", raw_bytes=0, stored_bytes=0)
-            done = Compressed(request=name, handle=claim(name, tokens), report=report)
+            done = Compressed(request=name, handle=lease_ref(name, tokens), report=report)
             sends.append(Send(ROUTER, done))
         costs = self._costs
         return Work(costs.compress_step_s + total * costs.compress_token_s, sends)
@@ -338,7 +338,7 @@ class DecodeSimulation:
             self._running -= 1
             self._stored -= stored
             output_tokens = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
-            handle = claim(request.id, stored)
+            handle = lease_ref(request.id, stored)
             sends.append(
                 Send(
                     ROUTER,

@@ -302,7 +302,7 @@ class Worker(WorkerReplica):
 
     @property
     def pages_in_use(self) -> int:
-        return ABSENT if self._pool.is_lost else self._pool.taken_pages
+        return ABSENT if self._pool.is_lost else self._pool.allocated_pages
 
 
 async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:

@@ -24,7 +24,7 @@ EXIT_CODE = 66
 PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     "prefill": {
         "look up the prefix": (PoolStub, "find_prefix"),
-        "get pages": (PoolStub, "grant"),
+        "get pages": (PoolStub, "allocate"),
         "read a chunk": (PrefillEngine, "_read"),
         "draw the first token": (PrefillEngine, "_finish"),
         "commit": (PoolStub, "handoff"),
@@ -32,9 +32,9 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "compress": {
         "attach": (PoolStub, "attach"),
-        "hold what is shared": (PoolStub, "hold_prefix"),
+        "pin what is shared": (PoolStub, "pin_prefix"),
         "plan": (compress_engine.CompressEngine, "_classes"),
-        "get pages": (PoolStub, "grant"),
+        "get pages": (PoolStub, "allocate"),
         "publish the prefix": (PoolStub, "publish_prefix"),
         "encode": (compress_engine, "move_tokens"),
         "commit": (PoolStub, "handoff"),
@@ -46,7 +46,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "enter the checkpoint": (Checkpoint, "join"),
         "note a token": (Checkpoint, "say"),
         "grow": (PageGrowth, "_grow"),
-        "get pages": (PoolStub, "grant"),
+        "get pages": (PoolStub, "allocate"),
         "compute": (DecodeEngine, "_forward"),
         "plan a retirement": (Window, "leaving"),
         "note a retirement": (Window, "_carry_out"),
@@ -80,7 +80,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "finished": (Scheduler, "_finished"),
     },
     "pool": {
-        "grant": (LockedPool, "grant"),
+        "allocate": (LockedPool, "allocate"),
         "handoff": (LockedPool, "handoff"),
         "attach": (LockedPool, "attach"),
         "release": (LockedPool, "release"),

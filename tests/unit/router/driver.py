@@ -4,7 +4,7 @@ from math import inf
 from typing import Literal
 
 from triptych.core.config import RouterConfig
-from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
     POOL,
@@ -54,7 +54,7 @@ def request(name: str = "r", prompt: int = 50, max_tokens: int = 10, to: str = "
 
 
 def handle(name: str, kind: str) -> KVHandle:
-    return KVHandle(Claim("arena", LeaseId(hash((name, kind))), 0), (), 50)
+    return KVHandle(LeaseRef("arena", LeaseId(hash((name, kind))), 0), (), 50)
 
 
 class Driver:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.core.messages import (
     Cancel,
@@ -83,7 +83,7 @@ class Held:
 
     pages: int
     rows: int = PLAN.geometry.head_rows
-    claim: Claim | None = None
+    lease_ref: LeaseRef | None = None
     """Set once the pages are on offer to the next stage."""
     decoding: Request | None = None
     written: int = 0
@@ -197,20 +197,20 @@ class FakeWorld:
         every = [held for worker in self.processes() for held in worker.held.values()]
         return sum(held.pages * held.rows for held in every) * PAGE
 
-    def offer(self, held: Held) -> Claim:
+    def offer(self, held: Held) -> LeaseRef:
         self.leases += 1
-        held.claim = Claim("cpu", LeaseId(self.leases), 0)
-        return held.claim
+        held.lease_ref = LeaseRef("cpu", LeaseId(self.leases), 0)
+        return held.lease_ref
 
-    def attach(self, claim: Claim, request: str, taker: FakeWorker) -> Held:
+    def attach(self, lease_ref: LeaseRef, request: str, taker: FakeWorker) -> Held:
         for worker in self.processes():
             held = worker.held.get(request)
-            if held is not None and held.claim == claim:
+            if held is not None and held.lease_ref == lease_ref:
                 del worker.held[request]
-                held.claim = None
+                held.lease_ref = None
                 taker.held[request] = held
                 return held
-        raise StaleHandle(int(claim.lease), "nobody offers it")
+        raise StaleHandle(int(lease_ref.lease), "nobody offers it")
 
     def reclaim(self) -> None:
         """What a decode worker held is kept for others until the router says otherwise."""
@@ -351,7 +351,7 @@ class FakeWorld:
         try:
             if before != message.first:
                 raise StaleHandle(0, "layers before it are not here")
-            self.attach(message.handle.claim, key, worker)
+            self.attach(message.handle.lease_ref, key, worker)
         except StaleHandle as error:
             self.cancel_silently(worker, message.request)
             self.refuse(worker, message.request, error, 0)
@@ -389,7 +389,7 @@ class FakeWorld:
 
     def plan(self, worker: FakeWorker, name: str, handle: KVHandle) -> None:
         try:
-            self.attach(handle.claim, name, worker)
+            self.attach(handle.lease_ref, name, worker)
         except StaleHandle as error:
             self.refuse(worker, name, error, 1)
             return
@@ -425,7 +425,7 @@ class FakeWorld:
     def join(self, worker: FakeWorker, message: Join) -> None:
         name = message.request.id
         try:
-            held = self.attach(message.handle.claim, name, worker)
+            held = self.attach(message.handle.lease_ref, name, worker)
         except StaleHandle as error:
             self.refuse(worker, name, error, 1)
             return
@@ -455,12 +455,12 @@ class FakeWorld:
             held = (
                 worker.held.setdefault(name, left[0].held.pop(name))
                 if left
-                else self.attach(message.join.handle.claim, name, worker)
+                else self.attach(message.join.handle.lease_ref, name, worker)
             )
         except StaleHandle:
             self.refuse(worker, name, StageLost("decode"), 0)
             return
-        held.claim, held.decoding = None, message.join.request
+        held.lease_ref, held.decoding = None, message.join.request
         self.resumed += 1
         assert len(worker.running) <= SLOTS
         worker.outbox.append(Resumed(request=name))

@@ -275,7 +275,7 @@ class LocalServer:
         if send.to == WORKER:
             self._loop.post(message)
         elif isinstance(message, BorrowCacheMemory):
-            self._to_router(self.pool.lend(message.bytes), POOL)
+            self._to_router(self.pool.borrow_cache_memory(message.bytes), POOL)
         elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):
             journey.hear(message)
             if journey.is_at_window_end:

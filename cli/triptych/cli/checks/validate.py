@@ -221,7 +221,7 @@ def check_arena(config: AppConfig) -> dict[str, object] | None:
 
     Raises: ConfigError if the directory cannot be used, or the disk is too small
     """
-    from triptych.kvpool.pool.directory_space import free_bytes, require_room
+    from triptych.kvpool.pool.arena import free_bytes, require_room
 
     directory, wanted = config.pool.arena_directory, config.pool.kv_cache_memory_bytes
     if directory is None:

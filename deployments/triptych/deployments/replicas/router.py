@@ -189,7 +189,7 @@ class RouterReplica:
                 await asyncio.to_thread(self._pools.expel, message.worker)
                 return
             async with self._in_order:  # or an older answer may be heard last
-                lent = await asyncio.to_thread(self._pools.lend, message.bytes)
+                lent = await asyncio.to_thread(self._pools.borrow_cache_memory, message.bytes)
                 if lent is not None:
                     self._post(self._coordinator.on(lent, POOL, time.monotonic()))
         except PoolError as error:  # then nothing is left of anybody, and nothing is lent

@@ -135,7 +135,7 @@ class Dispatch:
     def _encode(self, entry: Entry, arena: str, now: float) -> None:
         assert entry.transfer.handle is not None
         self.cluster.outbox.encode(
-            entry.worker, arena or entry.transfer.handle.claim.arena, entry.id
+            entry.worker, arena or entry.transfer.handle.lease_ref.arena, entry.id
         )
         self.cluster.requests.move(entry, State.ENCODING, now)
 

@@ -67,7 +67,7 @@ def settle(server: LocalServer) -> None:
         time.sleep(0.002)
     assert server.pool.check() == []
     assert ledger.faults == []
-    assert (ledger.extent_pages, server.pool.taken_pages) == (0, 0)
+    assert (ledger.extent_pages, server.pool.allocated_pages) == (0, 0)
 
 
 def whole(server: LocalServer, tokens: int) -> int:
@@ -204,7 +204,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         parts = [raw, order[:cut], order[cut:]] if plan.compresses else [np.arange(stored)]
         for table, tokens in zip(tables, parts, strict=False):
             layout = table.layout
-            pages = pool.take(layout.pages(len(tokens)))
+            pages = pool.allocate(layout.pages(len(tokens)))
             table.pages[row // 2, 1, row % 2, : len(pages)] = pages
             table.tokens[row // 2, 1, row % 2] = len(tokens)
             at = torch.from_numpy(tokens)
@@ -231,7 +231,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         while not store.go_on(kept, 1):
             pass
     assert pool.stat().prefix.sessions == 0, "the pool was told of no time-to-live"
-    again = pool.take(rows * plan.raw.pages(stored)).reshape(2, 2, -1)
+    again = pool.allocate(rows * plan.raw.pages(stored)).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, stored)
     request = Request(id="r", prompt=said, sampling=Sampling(), reply_to="")
     assert store.load(request, again, attention) == 3 * size

@@ -173,7 +173,7 @@ def test_nobody_is_told_before_the_device_is_done(
 
         monkeypatch.setattr(owner, name, watched)
 
-    for name in ("handoff", "give", "release", "withdraw", "release_prefix", "publish_prefix"):
+    for name in ("handoff", "free", "release", "withdraw", "release_prefix", "publish_prefix"):
         watch(WorkerPool, name)
     for name in ("say", "offer", "end"):
         watch(Checkpoint, name)

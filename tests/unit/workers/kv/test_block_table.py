@@ -68,7 +68,7 @@ class Slots:
         self.seen[slot] += 1
 
     def end(self, slot: int) -> None:
-        self.free.give(np.array(self.taken[slot], np.int32))
+        self.free.free(np.array(self.taken[slot], np.int32))
         for table in self.tables:
             table.clear(slot)
         self.taken[slot] = []
@@ -94,7 +94,7 @@ class Slots:
         return found
 
     def _grow(self, cells: RowCells, at: np.ndarray, tokens: np.ndarray) -> None:
-        fresh = self.free.take(int(cells.count_lacking(at, tokens)[0]))
+        fresh = self.free.allocate(int(cells.count_lacking(at, tokens)[0]))
         self.taken[int(at[0])] += fresh.tolist()
         cells.append_pages(at, tokens, fresh, np.zeros(1, np.int64))
 

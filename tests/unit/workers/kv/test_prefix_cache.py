@@ -67,7 +67,7 @@ def check(server: LocalServer) -> None:
         time.sleep(0.002)
     assert server.pool.check() == []
     assert ledger.extent_pages == 0
-    assert server.pool.taken_pages == 0
+    assert server.pool.allocated_pages == 0
 
 
 def difference(one: Completion, other: Completion) -> float:
@@ -167,11 +167,11 @@ def test_requests_have_the_memory_of_prefixes_before_they_wait(tiny_model: Path)
         counts.update(server.counters)
         check(server)
         lent = server.pool.stat().prefix
-    assert (full.lent_bytes, full.evictions) == (0, 0)
+    assert (full.borrowed_bytes, full.evictions) == (0, 0)
     assert counts["memory_asked"] > 0
-    assert lent.lent_bytes > 0
+    assert lent.borrowed_bytes > 0
     assert lent.evictions > 0
-    assert lent.bytes + lent.lent_bytes <= 700_000
+    assert lent.bytes + lent.borrowed_bytes <= 700_000
 
 
 # ------------------------------------------------------------------ the disk below
@@ -272,7 +272,7 @@ def filled_store(policy: str, sink_tokens: int) -> tuple[PrefixStore, np.ndarray
         block_tokens=plan.block_tokens, total_bytes=1 << 20, tenant_bytes=1 << 20
     )
     pool = LocalPool(2000, plan.page_bytes, "w", limits)
-    raw = pool.take(rows * plan.raw.pages(count)).reshape(rows, -1)
+    raw = pool.allocate(rows * plan.raw.pages(count)).reshape(rows, -1)
     store = PrefixStore(pool, plan, "weights", "float32")
     token = torch.arange(count)
     torch.manual_seed(3)
@@ -299,7 +299,7 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
     prefix = Prefix(tokens=pack_tokens(tokens), cache_salt="s", tenant="t", token_s=0.01)
     store.publish(prefix, RawPages(DevicePages(CPU, arena, arena), plan, raw, mean))
     assert not store.skipped
-    again = store.pool.take(raw.size).reshape(2, 2, -1)
+    again = store.pool.allocate(raw.size).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, count)
     request = Request(id="r", prompt=tokens, sampling=Sampling(), reply_to="client", cache_salt="s")
     for limit in (0, plan.block_tokens - 1):
@@ -331,11 +331,11 @@ def test_what_cannot_be_kept_is_counted_and_nothing_is_lost() -> None:
     prefix = Prefix(tokens=pack_tokens(range(count)), cache_salt="", tenant="", token_s=0.0)
     memory = DevicePages.in_place(store.pool.arena, CPU)
     pages = RawPages(memory, store.plan, raw, None)
-    rest = store.pool.take(2000 - raw.size - 3)
+    rest = store.pool.allocate(2000 - raw.size - 3)
     store.publish(prefix, pages)
     assert store.skipped == {"PoolExhausted": 1}
-    assert store.pool.taken_pages == raw.size + rest.size
-    store.pool.give(rest)
+    assert store.pool.allocated_pages == raw.size + rest.size
+    store.pool.free(rest)
     store.publish(prefix, pages)
     scores = segments(torch.from_numpy(store.pool.arena.data), store.plan.high).scores
     assert scores.isfinite().all()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim, KVHandle
+from triptych.core.handles import KVHandle, LeaseRef
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -120,11 +120,11 @@ class CompressEngine:
     def _let_go(self, job: Job) -> None:
         """End the hold of a job that was not handed over, and give its encoded parts back."""
         if job.shared is not None:
-            self.pool.release_prefix(job.shared.hold)
+            self.pool.release_prefix(job.shared.pin)
             job.shared = None
         for part in job.parts:
             if part.encoded:
-                self.pool.give(part.pages)
+                self.pool.free(part.pages)
                 part.encoded = []
 
     def abandon(self) -> None:
@@ -144,13 +144,13 @@ class CompressEngine:
         try:
             encoded = split_by_class(ids, parts)
             self._encode(parts, encoded)
-            self.pool.release([part.claim.lease for part in parts], keep=True)
+            self.pool.release([part.lease_ref.lease for part in parts], keep=True)
         except Exception:
             self._give_back(ids)
             raise
         for part, own in zip(parts, encoded, strict=True):
             part.encoded = own
-        self.pool.give(np.concatenate([part.raw[:, part.leaving].ravel() for part in parts]))
+        self.pool.free(np.concatenate([part.raw[:, part.leaving].ravel() for part in parts]))
         self._early.clear()
         return [one.answer for one in early]
 
@@ -174,7 +174,7 @@ class CompressEngine:
     def _take_for(self, parts: list[Part], requests: list[str]) -> tuple[Ids, list[Send]]:
         """New pages for parts; if there are too few their requests end, and why."""
         try:
-            return self.pool.take(sum(part.new_pages for part in parts)), []
+            return self.pool.allocate(sum(part.new_pages for part in parts)), []
         except TriptychError as error:
             names = list(dict.fromkeys(requests))
             self.cancel(names)
@@ -182,7 +182,7 @@ class CompressEngine:
 
     def _give_back(self, ids: Ids) -> None:
         if not self.pool.is_lost:
-            self.pool.give(ids)
+            self.pool.free(ids)
 
     def _publish(self, jobs: list[Job]) -> None:
         """Keep the beginnings of prompts while their raw pages are there, unless it cannot be.
@@ -257,10 +257,10 @@ class CompressEngine:
 
     def _attach(self, handle: KVHandle, rows: int) -> Part:
         _, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
-        (claim,) = self.pool.attach([(handle.claim, ids)])
+        (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
         sink = self.plan.sink_pages
         leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
-        return Part(claim, ids.reshape(rows, -1), leaving)
+        return Part(lease_ref, ids.reshape(rows, -1), leaving)
 
     def _classes(self, part: Part, tokens: int, shared: range = NONE) -> list[ClassPlan]:
         """Class the tokens of the leaving pages but those that are shared; they are counted
@@ -342,18 +342,18 @@ class CompressEngine:
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
         """Commit new and kept pages, and free the raw ones, in one call."""
         all_runs = [self._runs(job, last) for job, last in zip(jobs, encoded, strict=True)]
-        claims = self.pool.handoff(
+        lease_refs = self.pool.handoff(
             [
                 (job.request, np.concatenate([*(ids for *_, ids in runs), *_fixed_pages(job)]))
                 for job, runs in zip(jobs, all_runs, strict=True)
             ],
-            releases=[job.last.claim.lease for job in jobs],
+            releases=[job.last.lease_ref.lease for job in jobs],
             about=[_about(runs) for runs in all_runs],
-            holds=[job.shared.hold if job.shared else None for job in jobs],
+            pins=[job.shared.pin if job.shared else None for job in jobs],
         )
         return [
-            self._compressed(job, runs, claim)
-            for job, runs, claim in zip(jobs, all_runs, claims, strict=True)
+            self._compressed(job, runs, lease_ref)
+            for job, runs, lease_ref in zip(jobs, all_runs, lease_refs, strict=True)
         ]
 
     def _runs(self, job: Job, last: list[Ids]) -> list[Run]:
@@ -363,17 +363,17 @@ class CompressEngine:
         tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
         return [(self.plan.raw.format.name, tokens, job.kept), *job.runs(last)]
 
-    def _compressed(self, job: Job, runs: list[Run], claim: Claim) -> Send:
+    def _compressed(self, job: Job, runs: list[Run], lease_ref: LeaseRef) -> Send:
         shared, job.shared = job.shared, None  # its hold is the request's now
         report = CompressionReport(
             policy=self.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
-            shared_bytes=claim.shared * self.plan.page_bytes,
+            shared_bytes=lease_ref.shared * self.plan.page_bytes,
         )
         name = self.plan.high.format.name
         fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
-        handle = make_handle(claim, runs, job.tokens, fixed)
+        handle = make_handle(lease_ref, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
 
 

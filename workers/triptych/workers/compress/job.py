@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.handles import Claim
+from triptych.core.handles import LeaseRef
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Layers, LayersEncoded, Prefix, Send
 from triptych.workers.kv.block_table import SectionTable
@@ -49,7 +49,7 @@ class ClassPlan:
 class Part:
     """All layers of a prompt, or some that follow upon each other, between plan and encoding."""
 
-    claim: Claim
+    lease_ref: LeaseRef
     raw: Ids
     """Raw pages, [head rows, pages of a row]."""
     leaving: slice

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.core.config import SelectionConfig, StepPluginConfig
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim, PageRun
+from triptych.core.handles import LeaseRef, PageRun
 from triptych.core.messages import (
     ROUTER,
     Finished,
@@ -268,7 +268,7 @@ class DecodeEngine:
             raise MessageError(f"memory of {len(message.memory)} numbers: at most {MOST_MEMORY}")
         ids = np.concatenate([ids for _, _, ids in unpacked])
         self._checkpoint.forget(message.request.id)
-        claim = self._obtain(message, ids, previous_worker)
+        lease_ref = self._obtain(message, ids, previous_worker)
         slot = self._free_slots.popleft()
         for table in self._sections.tables:
             table.clear(slot)
@@ -276,10 +276,10 @@ class DecodeEngine:
             table.fill(slot, tokens, pages)
         name, stored = message.request.id, message.handle.tokens
         self._checkpoint.join(
-            slot, name, claim.lease, message.output_tokens, stored, message.memory
+            slot, name, lease_ref.lease, message.output_tokens, stored, message.memory
         )
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
-        return [*resumed, *self._start(message, answer, slot, claim, wanted)]
+        return [*resumed, *self._start(message, answer, slot, lease_ref, wanted)]
 
     def _table_of(self, run: PageRun) -> SectionTable:
         """Where a run goes; two of one format are told apart by whether they are ever written."""
@@ -291,9 +291,9 @@ class DecodeEngine:
             raise MessageError(f"{kind} of format {run.format}: expected one of {sorted(found)}")
         return found[run.format]
 
-    def _obtain(self, message: Join, ids: Ids, previous_worker: str) -> Claim:
+    def _obtain(self, message: Join, ids: Ids, previous_worker: str) -> LeaseRef:
         try:
-            return self.pool.attach([(message.handle.claim, ids)])[0]
+            return self.pool.attach([(message.handle.lease_ref, ids)])[0]
         except StaleHandle:
             if not previous_worker:
                 raise
@@ -325,10 +325,10 @@ class DecodeEngine:
         parts = runs if fixed is None else [*runs, fixed]
         held = np.concatenate([pages for _, _, pages in parts])
         checkpoint.offer(one.slot)
-        owned = runs if one.claim.shared else parts
+        owned = runs if one.lease_ref.shared else parts
         about = About(formats=tuple((name, pages.size) for name, _, pages in owned))
-        (claim,) = self.pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
-        handle = make_handle(claim, runs, one.position, fixed)
+        (lease_ref,) = self.pool.handoff([(one.id, held)], [one.lease_ref.lease], about=[about])
+        handle = make_handle(lease_ref, runs, one.position, fixed)
         words, memory = (
             tuple(checkpoint.words(one.slot)),
             tuple(checkpoint.remembered(one.slot).tolist()),
@@ -373,7 +373,7 @@ class DecodeEngine:
         begun = left.begun_pages(at)
         held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
         checkpoint.forget(name)
-        claim = self.pool.adopt(message.previous_worker, name, left.lease_of(at), held)
+        lease_ref = self.pool.adopt(message.previous_worker, name, left.lease_of(at), held)
         # What it left is in the arena; it comes near once it is whole.
         window = self._window_of(left, self._shared)
         emptied = window.finish(at) if window else NO_PAGES
@@ -383,8 +383,8 @@ class DecodeEngine:
         left.tables[0].tokens[:, at] = left.raw_tokens(at)
         slot = self._free_slots.popleft()
         checkpoint.copy(left, at, slot)
-        checkpoint.enter(slot, name, claim.lease)
-        return self._start(message.join, answer, slot, claim, wanted, spare)
+        checkpoint.enter(slot, name, lease_ref.lease)
+        return self._start(message.join, answer, slot, lease_ref, wanted, spare)
 
     def _wanted(self, request: Request) -> Wanted:
         """Raises: RequestError if the request wants what is not here"""
@@ -409,7 +409,7 @@ class DecodeEngine:
         join: Join,
         answer: Answer,
         slot: int,
-        claim: Claim,
+        lease_ref: LeaseRef,
         wanted: Wanted,
         spare: Ids = NO_PAGES,
     ) -> list[Send]:
@@ -421,7 +421,7 @@ class DecodeEngine:
             self._selector.join(slot, wanted.selection)
         sends = self._repeat(answer, self._checkpoint, slot)
         position = self._checkpoint.position(slot)
-        one = Running(slot, claim, answer, wanted, position, spare, token_s=join.token_s)
+        one = Running(slot, lease_ref, answer, wanted, position, spare, token_s=join.token_s)
         self._running[one.id] = one
         written, asked = int(self._checkpoint.said[slot]), join.request.slo.tpot_s
         self._tempo.join(one.id, asked, written, join.age_s, time.monotonic())
@@ -449,7 +449,7 @@ class DecodeEngine:
 
     def _leave(self, one: Running) -> None:
         """Give every page back and free the slot."""
-        self.pool.release([one.claim.lease])
+        self.pool.release([one.lease_ref.lease])
         self._forget(one)
 
     def _forget(self, one: Running) -> None:
@@ -466,7 +466,7 @@ class DecodeEngine:
         self._tempo.leave(one.id)
         if self._kept.pop(one.id, None) and self._keeper:
             self._keeper.forget(one.id)
-        self.pool.give(np.concatenate(one.grown))
+        self.pool.free(np.concatenate(one.grown))
         if self._selector is not None:
             self._selector.leave(one.slot)
         self._free_slots.append(one.slot)

@@ -125,7 +125,7 @@ class PageGrowth:
     def _take(self, batch: Sequence[Running], counts: Sequence[int]) -> Ids:
         """Pages for each request: its own spare ones first, then of this worker's stock."""
         short = [max(0, count - one.spare.size) for one, count in zip(batch, counts, strict=True)]
-        fresh = self._pool.take(sum(short)) if any(short) else NO_PAGES
+        fresh = self._pool.allocate(sum(short)) if any(short) else NO_PAGES
         parts = list[Ids]()
         for one, count, more in zip(batch, counts, short, strict=True):
             parts.append(one.spare[:count])

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.config import SelectionConfig
-from triptych.core.handles import Claim
+from triptych.core.handles import LeaseRef
 from triptych.workers.decode.output_cache import Ended
 from triptych.workers.decode.plugins.pipeline import Chosen
 from triptych.workers.device import Device
@@ -38,7 +38,7 @@ class Running:
     """One request in the batch: where its pages are, and what it said so far."""
 
     slot: int
-    claim: Claim
+    lease_ref: LeaseRef
     answer: Answer
     wanted: Wanted
     position: int

@@ -21,7 +21,7 @@ from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
-from triptych.kvpool import FoundPrefix, HoldId, Namespace, Publication, WorkerPool
+from triptych.kvpool import FoundPrefix, Namespace, PinId, Publication, WorkerPool
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import DevicePages
 
@@ -67,7 +67,7 @@ class BlockPages:
 class SharedPrefix:
     """Pages of a cached prefix that a request reads, and the hold that keeps them."""
 
-    hold: HoldId
+    pin: PinId
     span: range
     """Positions of their tokens."""
     pages: Ids
@@ -189,7 +189,7 @@ class PrefixStore:
             self._load(found, raw.reshape(self.plan.geometry.head_rows, -1), attention)
         finally:
             self.device.wait()  # nobody may get the pages while they are read
-            self.pool.release_prefix(found.hold)
+            self.pool.release_prefix(found.pin)
         return found.tokens
 
     def share(self, prefix: Prefix, prompt_tokens: int) -> "SharedPrefix | None":
@@ -203,16 +203,16 @@ class PrefixStore:
         if not span:
             return None
         tokens = np.frombuffer(prefix.tokens, "<i4")[: span.stop]
-        found = self.pool.hold_prefix(self.namespace(prefix.cache_salt), tokens)
+        found = self.pool.pin_prefix(self.namespace(prefix.cache_salt), tokens)
         if found is None:
             return None
         try:
             high = BlockPages.of(self.plan, 0, list(found.blocks)).high
         except PoolError:
-            self.pool.release_prefix(found.hold)
+            self.pool.release_prefix(found.pin)
             raise
         each = self.plan.high.tokens
-        return SharedPrefix(found.hold, span, high[:, span.start // each : span.stop // each])
+        return SharedPrefix(found.pin, span, high[:, span.start // each : span.stop // each])
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
@@ -330,11 +330,11 @@ class PrefixStore:
     def _take(self, first: int, end: int) -> list[Ids]:
         """Pages for blocks, all or none."""
         counts = [self.plan.block_pages(index) for index in range(first, end)]
-        return np.split(self.pool.take(sum(counts)), np.cumsum(counts)[:-1])
+        return np.split(self.pool.allocate(sum(counts)), np.cumsum(counts)[:-1])
 
     def _give(self, blocks: list[Ids]) -> None:
         if blocks:
-            self.pool.give(np.concatenate(blocks))
+            self.pool.free(np.concatenate(blocks))
 
     def _write(self, first: int, ids: list[Ids], source: Source) -> None:
         """Encode the tokens of blocks, all head rows in one call."""

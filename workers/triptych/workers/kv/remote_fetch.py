@@ -102,7 +102,7 @@ class RemoteFetch:
                 self._begin(item.request, item.handle, "prefill", _compress_of(item), owner)
 
     def _is_far(self, handle: KVHandle) -> bool:
-        return handle.claim.arena != self._pool.arena.id
+        return handle.lease_ref.arena != self._pool.arena.id
 
     def _mark(self, requests: Sequence[str]) -> tuple[str, ...]:
         """Cancel what is being fetched; returns the others."""
@@ -167,15 +167,15 @@ class RemoteFetch:
         ids = np.concatenate(parts)
         formats = zip((run.format for run in handle.runs), map(len, parts), strict=True)
         about = About(tenant, tuple(formats))
-        claim, mine = self._fetcher.fetch(
-            request, handle.claim, ids, lambda: self._gone(request), about
+        lease_ref, mine = self._fetcher.fetch(
+            request, handle.lease_ref, ids, lambda: self._gone(request), about
         )
         ends = np.cumsum([part.size for part in parts])[:-1]
         moved = tuple(
             replace(run, pages=page_ranges.pack(pages))
             for run, pages in zip(handle.runs, np.split(mine, ends), strict=True)
         )
-        return replace(handle, claim=claim, runs=moved)
+        return replace(handle, lease_ref=lease_ref, runs=moved)
 
     def _gone(self, request: str) -> bool:
         with self._lock:

@@ -188,14 +188,14 @@ class PrefillEngine:
             prompt.read = prompt.cached = prefixes.load(request, prompt.pages, prompt.attention)
         except TriptychError:
             if not self.pool.is_lost:
-                self.pool.give(prompt.pages.ravel())
+                self.pool.free(prompt.pages.ravel())
             raise
 
     def _give_room(self, prompt: Prompt, layers: int) -> None:
         """Raw pages and sums of attention for some layers."""
         tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
         per_row = self.plan.raw.pages(tokens)
-        ids = self.pool.take(layers * kv_heads * per_row)
+        ids = self.pool.allocate(layers * kv_heads * per_row)
         prompt.pages = ids.reshape(layers, kv_heads, per_row)
         if self.plan.policy.needs_significance:
             shape = (layers, self.runner.num_heads, tokens)
@@ -203,7 +203,7 @@ class PrefillEngine:
 
     def _drop(self, prompt: Prompt) -> None:
         self._prompts.remove(prompt)
-        self.pool.give(prompt.pages.ravel())
+        self.pool.free(prompt.pages.ravel())
 
     # ---------------------------------------------------------------- one step
 
@@ -343,16 +343,16 @@ class PrefillEngine:
             self._leave_significance(prompt)
         self.device.wait()
         raw = self.plan.raw.format.name
-        claims = self.pool.handoff(
+        lease_refs = self.pool.handoff(
             [(p.request.id, p.pages.ravel()) for p in prompts],
             about=[About(p.request.tenant, ((raw, p.pages.size),)) for p in prompts],
         )
         handles = list[KVHandle]()
-        for prompt, claim in zip(prompts, claims, strict=True):
+        for prompt, lease_ref in zip(prompts, lease_refs, strict=True):
             layers, kv_heads, _ = prompt.pages.shape
             count = prompt.request.known_tokens
             tokens = np.full(layers * kv_heads, count, np.int32)
-            handles.append(make_handle(claim, [(raw, tokens, prompt.pages.ravel())], count))
+            handles.append(make_handle(lease_ref, [(raw, tokens, prompt.pages.ravel())], count))
         return handles
 
 

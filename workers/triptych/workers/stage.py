@@ -51,3 +51,8 @@ class Engine(Protocol):
 def refuse(request: str, error: TriptychError, tokens: int = 0) -> Send:
     """Tell the router that a request ends here with an error."""
     return Send(ROUTER, Finished(request=request, tokens=tokens, error=failed(request, error)))
+
+
+def finished(request: str, tokens: int) -> Send:
+    """Tell the router that a request is done and holds nothing any more."""
+    return Send(ROUTER, Finished(request=request, tokens=tokens))

@@ -41,7 +41,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool
 from triptych.kvpool.rpc import page_ranges
-from triptych.workers.decode import checkpoint, decode_engine, page_selection, window
+from triptych.workers.decode import checkpoint, decode_engine, handover, page_selection, window
 from triptych.workers.decode.checkpoint import Checkpoint, checkpoint_bytes
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import CPU, Device
@@ -54,7 +54,7 @@ SLOTS, CONTEXT, ANSWER = 3, 256, 40
 REPORT = CompressionReport(policy="any", raw_bytes=1, stored_bytes=1)
 DECODE = frozenset(
     str(Path(module.__file__ or ""))
-    for module in (decode_engine, window, checkpoint, block_table, page_selection)
+    for module in (decode_engine, handover, window, checkpoint, block_table, page_selection)
 )
 RETIREMENT = frozenset({str(Path(window.__file__ or ""))})
 POLICIES = {

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
-LOOK_S = 0.004
+POLL_S = 0.004
 """Time after which who can wait looks again whether it still has to."""
 
 
@@ -44,7 +44,7 @@ def _quota(cgroup: Path) -> float | None:
     return int(quota) / int(period) if quota.strip().isdigit() and int(period) > 0 else None
 
 
-class OwnCores:
+class DedicatedCores:
     """Every step takes the same number of threads, whatever others do."""
 
     def __init__(self, threads: int) -> None:
@@ -54,11 +54,11 @@ class OwnCores:
     def step(self, _is_urgent: Callable[[], bool]) -> Generator[None]:
         yield
 
-    def read(self, has_more: bool) -> None:
+    def set_prefilling(self, has_more: bool) -> None:
         """Nobody waits for what is read here."""
 
 
-class Turns:
+class SharedCores:
     """Steps of all workers that share a directory run one after another, on all cores.
 
     Two file locks make the turns: whoever holds ``next`` gets ``turn`` next, so a worker
@@ -74,11 +74,11 @@ class Turns:
         )
         torch.set_num_threads(cores or usable_cores())
 
-    def read(self, has_more: bool) -> None:
+    def set_prefilling(self, has_more: bool) -> None:
         """Say whether there are prompts to be read here: whoever can wait then does."""
         fcntl.flock(self._reading, fcntl.LOCK_SH if has_more else fcntl.LOCK_UN)
 
-    def _others_read(self) -> bool:
+    def _others_prefill(self) -> bool:
         try:
             fcntl.flock(self._reading, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,8 +92,8 @@ class Turns:
 
         Whoever is not urgent waits until it is, or until no prompt is to be read.
         """
-        while not is_urgent() and self._others_read():
-            time.sleep(LOOK_S)
+        while not is_urgent() and self._others_prefill():
+            time.sleep(POLL_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         fcntl.flock(self._next, fcntl.LOCK_UN)
@@ -103,4 +103,4 @@ class Turns:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
 
 
-Cores = OwnCores | Turns
+Cores = DedicatedCores | SharedCores

@@ -12,7 +12,7 @@ from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
 from triptych.workers.compress.compress_engine import CompressEngine
-from triptych.workers.core_scheduler import Cores, OwnCores, Turns
+from triptych.workers.core_scheduler import Cores, DedicatedCores, SharedCores
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import CPU, Device, device_for
 from triptych.workers.kv.prefix_cache import PrefixStore
@@ -49,10 +49,10 @@ def load_model(
     if all(stage == "compress" for stage in stages):
         return None
     with ThreadPoolExecutor(1, "load") as loading:
-        return loading.submit(_load_brain, config, plan, model_path, device.name).result()
+        return loading.submit(_load_context, config, plan, model_path, device.name).result()
 
 
-def _load_brain(
+def _load_context(
     config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device
 ) -> ModelContext:
     model = load(model_path, config.model.dtype, str(device))
@@ -78,7 +78,7 @@ def prefix_store(
 def make_engines(
     config: AppConfig,
     plan: PagePlan,
-    brain: ModelContext | None,
+    model_context: ModelContext | None,
     pool: WorkerPool,
     stages: Sequence[Stage],
     draw: Draw = sample,
@@ -90,9 +90,9 @@ def make_engines(
     Without ``prefixes`` no prefix of a prompt is kept or read. ``device``: where they compute, and
     where the model is.
     """
-    if brain is None:
+    if model_context is None:
         return [CompressEngine(pool, plan, prefixes, device)]
-    runner, answers = brain.runner, brain.answers
+    runner, answers = model_context.runner, model_context.answers
     half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
@@ -138,8 +138,8 @@ def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
     """Threads of its own if the settings say so or a GPU computes, else turns on all cores."""
     actor = actor_config(config, stages[-1])
     if actor.threads != "auto":
-        return OwnCores(actor.threads)
-    return OwnCores(1) if actor.num_gpus else Turns(turns)
+        return DedicatedCores(actor.threads)
+    return DedicatedCores(1) if actor.num_gpus else SharedCores(turns)
 
 
 def context_tokens(config: AppConfig, trained_tokens: int) -> int:

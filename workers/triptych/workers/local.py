@@ -45,7 +45,7 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
 from triptych.router import AttemptTable, Patience, RequestTrace, Windows
 from triptych.router.replay import end_recording, open_scheduler
-from triptych.workers.core_scheduler import Turns
+from triptych.workers.core_scheduler import SharedCores
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.device import Device
 from triptych.workers.factory import (
@@ -55,7 +55,7 @@ from triptych.workers.factory import (
     make_engines,
     prefix_store,
 )
-from triptych.workers.loop import Around, StageLoop
+from triptych.workers.loop import StageLoop, StepWrapper
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
@@ -130,14 +130,14 @@ class LocalServer:
         folder = config.pool.arena_directory
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
-        cores = Turns(Path(self._directory.name))
-        brain = load_model(config, self.plan, path, STAGES, device)
-        self.weight_bytes = brain.answers.model.network.step_bytes if brain else 0
+        cores = SharedCores(Path(self._directory.name))
+        model_context = load_model(config, self.plan, path, STAGES, device)
+        self.weight_bytes = model_context.answers.model.network.step_bytes if model_context else 0
         """That each forward pass reads."""
         self.vocab_size = facts.vocab_size
         self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights, device)
         engines = make_engines(
-            config, self.plan, brain, self.pool, STAGES, draw, self._prefixes, device
+            config, self.plan, model_context, self.pool, STAGES, draw, self._prefixes, device
         )
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
         self._coordinator = open_scheduler(
@@ -188,12 +188,12 @@ class LocalServer:
         with self._lock:
             return self._coordinator.snapshot(time.monotonic()).booked_bytes
 
-    def looked_on(self, around: Around) -> AbstractContextManager[None]:
+    def instrumented(self, around: StepWrapper) -> AbstractContextManager[None]:
         """Have ``around`` do the engines' work meanwhile."""
-        return self._loop.looked_on(around)
+        return self._loop.instrumented(around)
 
     @property
-    def lives(self) -> Sequence[RequestTrace]:
+    def request_traces(self) -> Sequence[RequestTrace]:
         """What became of the latest requests, in seconds of ``time.monotonic``."""
         with self._lock:
             return self._coordinator.lives()

@@ -38,7 +38,7 @@ Deliver = Callable[[Sequence[Send]], None]
 
 
 Work = Callable[[], Iterable[Send] | None]
-Around = Callable[[Engine, Work], Iterable[Send] | None]
+StepWrapper = Callable[[Engine, Work], Iterable[Send] | None]
 """Does a piece of work of an engine, and may look on."""
 
 MEASURED_STEPS = 512
@@ -76,11 +76,11 @@ class StageLoop:
     ) -> None:
         self.name, self._engines, self._deliver, self._cores = name, engines, deliver, cores
         self._inbox = queue.SimpleQueue[Message | None]()
-        self._news = deque[Message | None]()
+        self._pending = deque[Message | None]()
         """What was taken from the inbox, and not looked at yet."""
         self._is_over = False
         stages = [engine.stage for engine in engines]
-        self._only_reads, self._only_writes = stages == ["prefill"], stages == ["decode"]
+        self._is_prefill_only, self._is_decode_only = stages == ["prefill"], stages == ["decode"]
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
@@ -88,7 +88,7 @@ class StageLoop:
         self._running = 0
         self._waits_since = dict[Stage, float]()
         """Since when those stages have waited for a turn."""
-        self._around: Around = _plainly
+        self._around: StepWrapper = _run_unwrapped
 
     def start(self) -> None:
         self._thread.start()
@@ -98,13 +98,13 @@ class StageLoop:
         self._inbox.put(message)
 
     @contextmanager
-    def looked_on(self, around: Around) -> Generator[None]:
+    def instrumented(self, around: StepWrapper) -> Generator[None]:
         """Have ``around`` do whatever is begun meanwhile; any thread."""
         self._around = around
         try:
             yield
         finally:
-            self._around = _plainly
+            self._around = _run_unwrapped
 
     def cancel_all(self) -> None:
         """Drop every request that is here when the message is taken, and all pages; any thread."""
@@ -152,7 +152,9 @@ class StageLoop:
         except PoolError as error:  # nothing that is held here means anything any more
             logger.warning("%s: the compute loop ends: %s", self.name, error)
         finally:
-            self._cores.read(has_more=False)  # whoever writes need not wait for this one any more
+            self._cores.set_prefilling(
+                has_more=False
+            )  # whoever writes need not wait for this one any more
             self._engines = ()  # with what they have of a GPU's memory: the next ones need it
 
     def _serve(self) -> None:
@@ -170,11 +172,11 @@ class StageLoop:
         """
         if self._is_over:
             return False
-        if not self._news and not any(engine.has_work() for engine in self._engines):
+        if not self._pending and not any(engine.has_work() for engine in self._engines):
             dues = (engine.wait_s() for engine in self._engines)
             due_s = min((due for due in dues if due is not None), default=None)
             with suppress(queue.Empty):
-                self._news.append(self._inbox.get(timeout=due_s))
+                self._pending.append(self._inbox.get(timeout=due_s))
         return True
 
     def _take_turn(self, engine: Engine) -> None:
@@ -182,7 +184,7 @@ class StageLoop:
 
         Messages do not take turns of their own: with one more after each, it would never step.
         """
-        if not (engine.has_work() or self._news or self._inbox.qsize()):
+        if not (engine.has_work() or self._pending or self._inbox.qsize()):
             self._waits_since.pop(engine.stage, None)
             return
         waits_since = self._waits_since.setdefault(engine.stage, time.monotonic())
@@ -193,15 +195,15 @@ class StageLoop:
                 self._send(self._guarded(engine, engine.step))
                 if not engine.is_late() or time.monotonic() > until:
                     break
-        if self._only_reads:
-            self._cores.read(engine.has_work())
+        if self._is_prefill_only:
+            self._cores.set_prefilling(engine.has_work())
         self._waits_since[engine.stage] = time.monotonic()
         if not engine.has_work():
             del self._waits_since[engine.stage]
 
     def _is_urgent(self, engine: Engine) -> bool:
         """Answers can wait while prompts are read: more of them are then written in one step."""
-        if not self._only_writes:
+        if not self._is_decode_only:
             return True
         self._take_messages()
         return self._is_over or engine.is_late()
@@ -210,9 +212,9 @@ class StageLoop:
         """Take all that has come by now."""
         with suppress(queue.Empty):
             while True:
-                self._news.append(self._inbox.get_nowait())
-        while self._news and not self._is_over:
-            message = self._news.popleft()
+                self._pending.append(self._inbox.get_nowait())
+        while self._pending and not self._is_over:
+            message = self._pending.popleft()
             if message is None:
                 self._is_over = True
             else:
@@ -273,5 +275,5 @@ class StageLoop:
             self._deliver(ready)
 
 
-def _plainly(_engine: Engine, work: Work) -> Iterable[Send] | None:
+def _run_unwrapped(_engine: Engine, work: Work) -> Iterable[Send] | None:
     return work()

@@ -130,8 +130,8 @@ class Stages:
         plan = PagePlan.of(config, describe(model).geometry)
         pool = LocalPool(config.pool.capacity_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
-        brain = load_model(config, plan, model, stages, device)
-        made = make_engines(config, plan, brain, pool, stages, device=device)
+        model_context = load_model(config, plan, model, stages, device)
+        made = make_engines(config, plan, model_context, pool, stages, device=device)
         return cls(pool, plan, {engine.stage: engine for engine in made}, device)
 
     def decoder(self) -> tuple[str, DecodeEngine]:
@@ -144,7 +144,7 @@ class Stages:
             model.runner,
             pool,
             self.plan,
-            model.answers,
+            model.outputs,
             SLOTS,
             selection=model.selection,
             plugins=model.plugins,
@@ -378,7 +378,7 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
     """
     if not stages.plan.policy.score_every:
         return
-    say, left = Checkpoint.say, [0]
+    say, left = Checkpoint.append_token, [0]
 
     def die(checkpoint: Checkpoint, slot: int, token: int) -> None:
         left[0] -= 1
@@ -393,7 +393,7 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
             client.hear(engine.accept(stages.join(request)) or ())
         left[0] = dies_at
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoint, "say", die)
+            patch.setattr(Checkpoint, "append_token", die)
             with pytest.raises(Crash):
                 run(engine, client)
         how = f"died at token {dies_at}"
@@ -569,7 +569,7 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
         raise Crash
 
     owners = {"attach": type(engine.pool), "fill": SectionTable, "clear": SectionTable}
-    owners |= {"join": Checkpoint, "enter": Checkpoint, "start": type(engine.answers)}
+    owners |= {"join": Checkpoint, "enter": Checkpoint, "start": type(engine.outputs)}
     for join in joins if call != "nothing" else ():
         with monkeypatch.context() as patch:
             patch.setattr(owners[call], call, die)
@@ -579,7 +579,7 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
     stages.pool.expel(first[0])
 
 
-@pytest.mark.parametrize("call", ["offer", "handoff", "setdiff1d"])
+@pytest.mark.parametrize("call", ["mark_preempted", "handoff", "setdiff1d"])
 def test_a_death_on_the_way_to_an_offer_loses_nothing(
     stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -594,7 +594,7 @@ def test_a_death_on_the_way_to_an_offer_loses_nothing(
     def die(*_: object, **__: object) -> None:
         raise Crash
 
-    owner = {"offer": Checkpoint, "handoff": type(engine.pool), "setdiff1d": np}[call]
+    owner = {"mark_preempted": Checkpoint, "handoff": type(engine.pool), "setdiff1d": np}[call]
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, die)
         with pytest.raises(Crash):
@@ -636,14 +636,14 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
 @pytest.mark.parametrize(
     ("field_name", "value"),
     [
-        ("said", 0),
-        ("said", CONTEXT + 1),
-        ("said", -1),
-        ("read", -5),
-        ("read", 10**6),
+        ("num_output_tokens", 0),
+        ("num_output_tokens", CONTEXT + 1),
+        ("num_output_tokens", -1),
+        ("num_prior_tokens", -5),
+        ("num_prior_tokens", 10**6),
         ("lease", 10**12),
         ("lease", 0),
-        ("lease", checkpoint.ENDED),
+        ("lease", checkpoint.FINISHED),
     ],
 )
 def test_a_checkpoint_that_makes_no_sense_is_not_believed(
@@ -681,10 +681,10 @@ def test_page_ids_and_counts_of_a_checkpoint_are_checked(stages: Stages) -> None
 
 
 def test_a_checkpoint_of_other_settings_is_refused(stages: Stages) -> None:
-    mine = Checkpoint.begin(stages.plan, None, SLOTS, CONTEXT)
+    mine = Checkpoint.create(stages.plan, None, SLOTS, CONTEXT)
     for slots, context in ((SLOTS, CONTEXT - 1), (SLOTS - 1, CONTEXT), (SLOTS + 1, CONTEXT)):
-        other = Checkpoint.begin(stages.plan, None, slots, context)
+        other = Checkpoint.create(stages.plan, None, slots, context)
         with pytest.raises(StaleHandle):
-            mine.beside(other.memory)
+            mine.open_other(other.memory)
     with pytest.raises(StaleHandle):
-        mine.beside(np.zeros(mine.memory.size, np.uint8))
+        mine.open_other(np.zeros(mine.memory.size, np.uint8))

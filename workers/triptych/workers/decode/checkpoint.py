@@ -24,18 +24,18 @@ from triptych.core.handles import LeaseId
 from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
 from triptych.kernels import Retirement
-from triptych.workers.kv.block_table import RowCells, SectionTable
+from triptych.workers.kv.block_table import PageTable, SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 5
+VERSION = 6
 ID_BYTES = 128
 """Longest request id that is written down; one that is longer begins anew if its worker dies."""
-MOST_MEMORY = 16
+MAX_PLUGIN_MEMORY = 16
 """Numbers that the plug-ins of the decode step may remember of an answer, all together."""
-MOST_TOP = 20
+MAX_TOP_LOGPROBS = 20
 """Alternatives of a token whose log probabilities are written down, as many as one may ask for."""
-RATED = 8
+LOGPROB_TOKENS = 8
 """The newest tokens of an answer of which they are: those that may not have got through."""
 _ALIGN = 64
 
@@ -43,9 +43,9 @@ Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each array of a checkpoint, by name."""
 
 
-ENDED = -1
+FINISHED = -1
 """Stands for the lease of a request that has none any more, as its answer is complete."""
-OFFERED = -2
+PREEMPTED = -2
 """Stands for whatever lease the request has in the pool: the one before, or that on offer."""
 
 
@@ -66,7 +66,7 @@ class Retirements:
     """The numbers of a ``Retirement``, [layers, slots, kv_heads, ...]."""
     retired: Ids
     """Tokens that have left raw pages so far, by slot."""
-    retired_then: Ids
+    retired_after: Ids
     """The same when the retirement is over."""
 
 
@@ -87,34 +87,34 @@ class Checkpoint:
     def __post_init__(self) -> None:
         fields = _fields(self.plan, self.slots, self.context_tokens)
         arrays = _carve(self.memory, fields)
-        self._seal_cell: NDArray[np.bytes_] = arrays["seal"]
-        self._seal = sha256(repr((VERSION, fields, self.plan)).encode()).hexdigest().encode()
+        self._stored_fingerprint: NDArray[np.bytes_] = arrays["fingerprint"]
+        self._fingerprint = sha256(repr((VERSION, fields, self.plan)).encode()).hexdigest().encode()
         self.request: NDArray[np.bytes_] = arrays["request"]
         self.lease: NDArray[np.int64] = arrays["lease"]
-        self.read: Ids = arrays["read"]
+        self.num_prior_tokens: Ids = arrays["num_prior_tokens"]
         """Tokens before the first one that this worker read: prompt, and what was said before."""
-        self.said: Ids = arrays["said"]
+        self.num_output_tokens: Ids = arrays["num_output_tokens"]
         """Tokens of the answer since then."""
-        self.tokens: Ids = arrays["tokens"]
-        self.notes: NDArray[np.float64] = arrays["notes"]
+        self.token_ids: Ids = arrays["token_ids"]
+        self.plugin_memory: NDArray[np.float64] = arrays["plugin_memory"]
         """What plug-ins remember after an even number of tokens, and after an odd one: what is
         written for the next token leaves that of this one as it is, until ``said`` has grown."""
         self.ended_by: Ids = arrays["ended_by"]
         """The plug-in that ended the answer, likewise; 0: none."""
-        self.rated_ids: Ids = arrays["rated_ids"]
+        self.logprob_ids: Ids = arrays["logprob_ids"]
         """The newest tokens in a ring, each before its alternatives."""
-        self.rated: NDArray[np.float64] = arrays["rated"]
+        self.logprobs: NDArray[np.float64] = arrays["logprobs"]
         """Their log probabilities."""
-        self.rated_count: Ids = arrays["rated_count"]
+        self.logprob_counts: Ids = arrays["logprob_counts"]
         """How many there are of each; 0: nobody asked."""
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
-        self.raw_cells = RowCells([self.plan.raw], arrays["raw_cells"], arrays["raw_tokens"])
-        self.class_cells = RowCells(
-            self.plan.classes, arrays["class_cells"], arrays["class_tokens"]
+        self.raw_table = PageTable([self.plan.raw], arrays["raw_entries"], arrays["raw_tokens"])
+        self.class_table = PageTable(
+            self.plan.classes, arrays["class_entries"], arrays["class_tokens"]
         )
-        self.tables = [*self.raw_cells.tables, *self.class_cells.tables]
+        self.tables = [*self.raw_table.tables, *self.class_table.tables]
         self.fixed = (
             SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
             if self.plan.shares
@@ -127,17 +127,17 @@ class Checkpoint:
         return self.tables if self.fixed is None else [*self.tables, self.fixed]
 
     @classmethod
-    def begin(
+    def create(
         cls, plan: PagePlan, memory: NDArray[np.uint8] | None, slots: int, context_tokens: int
     ) -> Self:
         """Start a checkpoint in memory full of zeros; None: in memory of this process alone."""
         if memory is None:
             memory = np.zeros(checkpoint_bytes(plan, slots, context_tokens), np.uint8)
         checkpoint = cls(plan, memory, slots, context_tokens)
-        checkpoint._seal_cell[0] = checkpoint._seal
+        checkpoint._stored_fingerprint[0] = checkpoint._fingerprint
         return checkpoint
 
-    def beside(self, memory: NDArray[np.uint8]) -> Self:
+    def open_other(self, memory: NDArray[np.uint8]) -> Self:
         """Another worker's checkpoint.
 
         Raises: StaleHandle if it was written by other rules or for other pages
@@ -147,7 +147,7 @@ class Checkpoint:
                 0, f"a checkpoint of {memory.size} bytes: expected {self.memory.size}"
             )
         other = type(self)(self.plan, memory, self.slots, self.context_tokens)
-        if other._seal_cell[0] != self._seal:
+        if other._stored_fingerprint[0] != self._fingerprint:
             raise StaleHandle(0, "a checkpoint of other settings, or of another version")
         return other
 
@@ -158,7 +158,7 @@ class Checkpoint:
         slot: int,
         request: str,
         lease: int,
-        words: Sequence[int],
+        output_tokens: Sequence[int],
         stored_tokens: int,
         memory: Sequence[float] = (),
     ) -> None:
@@ -167,12 +167,12 @@ class Checkpoint:
         ``stored_tokens`` counts the whole sequence, all but the last of the words. ``memory``:
         what plug-ins remember; none: nothing yet.
         """
-        self.said[slot] = len(words)
-        self.notes[slot] = 0.0
-        self.notes[slot, len(words) % 2, : len(memory)] = memory
-        self.ended_by[slot] = self.rated_count[slot] = 0
-        self.tokens[slot, : len(words)] = words
-        self.read[slot] = stored_tokens + 1 - len(words)
+        self.num_output_tokens[slot] = len(output_tokens)
+        self.plugin_memory[slot] = 0.0
+        self.plugin_memory[slot, len(output_tokens) % 2, : len(memory)] = memory
+        self.ended_by[slot] = self.logprob_counts[slot] = 0
+        self.token_ids[slot, : len(output_tokens)] = output_tokens
+        self.num_prior_tokens[slot] = stored_tokens + 1 - len(output_tokens)
         self.scored[slot] = self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = stored_tokens - int(self.tables[0].tokens[0, slot, 0])
         self.enter(slot, request, lease)
@@ -187,83 +187,86 @@ class Checkpoint:
         """Strike out what is still written of a request that was here before and left."""
         self.request[self.request == request.encode()] = b""
 
-    def note(self, slot: int, memory: NDArray[np.float64], ended_by: int) -> None:
+    def record_plugins(self, slot: int, memory: NDArray[np.float64], ended_by: int) -> None:
         """Write down what plug-ins made of the token that is said next."""
-        turn = (int(self.said[slot]) + 1) % 2
-        self.notes[slot, turn], self.ended_by[slot, turn] = memory, ended_by
+        turn = (int(self.num_output_tokens[slot]) + 1) % 2
+        self.plugin_memory[slot, turn], self.ended_by[slot, turn] = memory, ended_by
 
-    def rate(self, slot: int, one: TokenLogprob) -> None:
+    def record_logprob(self, slot: int, one: TokenLogprob) -> None:
         """Write down how likely the token is that is said next, unless it has too many others."""
-        place, count = int(self.said[slot]) % RATED, 1 + len(one.top)
-        if count <= 1 + MOST_TOP:
-            self.rated_ids[slot, place, :count] = [one.token, *(token for token, _ in one.top)]
-            self.rated[slot, place, :count] = [one.logprob, *(value for _, value in one.top)]
-        self.rated_count[slot, place] = count
+        place, count = int(self.num_output_tokens[slot]) % LOGPROB_TOKENS, 1 + len(one.top)
+        if count <= 1 + MAX_TOP_LOGPROBS:
+            self.logprob_ids[slot, place, :count] = [one.token, *(token for token, _ in one.top)]
+            self.logprobs[slot, place, :count] = [one.logprob, *(value for _, value in one.top)]
+        self.logprob_counts[slot, place] = count
 
-    def say(self, slot: int, token: int) -> None:
+    def append_token(self, slot: int, token: int) -> None:
         """Write down a token of the answer: with this the step that drew it is done."""
-        said = int(self.said[slot])
-        self.tokens[slot, said] = token
-        self.said[slot] = said + 1
+        count = int(self.num_output_tokens[slot])
+        self.token_ids[slot, count] = token
+        self.num_output_tokens[slot] = count + 1
 
-    def end(self, slot: int) -> None:
+    def mark_finished(self, slot: int) -> None:
         """Note that an answer is complete: its pages are not needed any more, only its words.
 
         These stay until the slot is used again, in case they did not get through.
         """
-        self.lease[slot] = ENDED
+        self.lease[slot] = FINISHED
 
-    def offer(self, slot: int) -> None:
+    def mark_preempted(self, slot: int) -> None:
         """Note that the pages of a request are on their way into a lease for whoever joins it next.
 
         What is written of it stays, as with ``end``.
         """
-        self.lease[slot] = OFFERED
+        self.lease[slot] = PREEMPTED
 
     def leave(self, slot: int) -> None:
         """Strike a request out, unless its answer is complete."""
-        if not self.is_ended(slot):
+        if not self.is_finished(slot):
             self.request[slot] = b""
 
     # ---------------------------------------------------------------- reading
 
-    def is_ended(self, slot: int) -> bool:
+    def is_finished(self, slot: int) -> bool:
         """Whether the answer of a slot's request is complete."""
-        return int(self.lease[slot]) == ENDED
+        return int(self.lease[slot]) == FINISHED
 
     def lease_of(self, slot: int) -> LeaseId | None:
         """The lease of a slot's pages; None: the one that the pool has for the request."""
         lease = int(self.lease[slot])
-        return None if lease == OFFERED else LeaseId(lease)
+        return None if lease == PREEMPTED else LeaseId(lease)
 
-    def words(self, slot: int) -> list[int]:
+    def output_tokens(self, slot: int) -> list[int]:
         """Tokens of the answer so far."""
-        return self.tokens[slot, : self.said[slot]].tolist()
+        return self.token_ids[slot, : self.num_output_tokens[slot]].tolist()
 
-    def rating(self, slot: int, index: int) -> TokenLogprob | None:
+    def logprob_of(self, slot: int, index: int) -> TokenLogprob | None:
         """How likely a token of the answer was; None: that is not written, or not any more.
 
         The oldest of the ring may be overwritten by a step that was cut short.
         """
-        place = index % RATED
-        count = int(self.rated_count[slot, place])
-        if not 0 < count <= 1 + MOST_TOP or not 0 < int(self.said[slot]) - index < RATED:
+        place = index % LOGPROB_TOKENS
+        count = int(self.logprob_counts[slot, place])
+        if (
+            not 0 < count <= 1 + MAX_TOP_LOGPROBS
+            or not 0 < int(self.num_output_tokens[slot]) - index < LOGPROB_TOKENS
+        ):
             return None
-        ids, values = self.rated_ids[slot, place].tolist(), self.rated[slot, place].tolist()
+        ids, values = self.logprob_ids[slot, place].tolist(), self.logprobs[slot, place].tolist()
         top = tuple(zip(ids[1:count], values[1:count], strict=True))
         return TokenLogprob(token=ids[0], logprob=values[0], top=top)
 
-    def remembered(self, slot: int) -> NDArray[np.float64]:
+    def plugin_memory_of(self, slot: int) -> NDArray[np.float64]:
         """What plug-ins remember of the answer so far."""
-        return self.notes[slot, self.said[slot] % 2]
+        return self.plugin_memory[slot, self.num_output_tokens[slot] % 2]
 
-    def ended(self, slot: int) -> int:
+    def ending_plugin(self, slot: int) -> int:
         """The plug-in that ended the answer; 0: none did."""
-        return int(self.ended_by[slot, self.said[slot] % 2])
+        return int(self.ended_by[slot, self.num_output_tokens[slot] % 2])
 
     def position(self, slot: int) -> int:
         """Position of the newest token, which no step has read yet."""
-        return int(self.read[slot] + self.said[slot]) - 1
+        return int(self.num_prior_tokens[slot] + self.num_output_tokens[slot]) - 1
 
     def find(self, request: str) -> int | None:
         """The slot of a request; None: nothing is written of it, so nothing was done for it.
@@ -277,11 +280,11 @@ class Checkpoint:
         if len(found) == 0:
             return None
         slot = int(found[0])
-        moving, said = self.retirements, int(self.said[slot])
+        moving, count = self.retirements, int(self.num_output_tokens[slot])
         last = self.context_tokens
         sound = (
-            1 <= said <= last
-            and 0 <= int(self.read[slot]) <= last
+            1 <= count <= last
+            and 0 <= int(self.num_prior_tokens[slot]) <= last
             and 0 <= int(moving.phase[slot]) <= 3
             and 0 <= self.raw_tokens(slot) <= self.position(slot)
             and all(
@@ -296,7 +299,7 @@ class Checkpoint:
     def raw_tokens(self, slot: int) -> int:
         """Tokens in each row's raw pages, once what is under way is done."""
         moving = self.retirements
-        retired = moving.retired_then if moving.phase[slot] else moving.retired
+        retired = moving.retired_after if moving.phase[slot] else moving.retired
         return self.position(slot) - int(retired[slot])
 
     def counts(self, slot: int) -> list[Ids]:
@@ -329,11 +332,11 @@ class Checkpoint:
         run = None if self.fixed is None else self.fixed.run(slot)
         return run if run and run[2].size else None
 
-    def is_begun(self, slot: int) -> bool:
+    def is_mid_step(self, slot: int) -> bool:
         """Whether the next step of a slot has come to its scores already, and was cut short."""
         return int(self.scored[slot]) > self.position(slot) * len(self.tables[0].pages)
 
-    def begun_pages(self, slot: int) -> Ids:
+    def mid_step_pages(self, slot: int) -> Ids:
         """Raw pages, in row order, that hold nothing but the token of a step that was cut short.
 
         They are needed if the step has come to its scores: whoever does it again leaves the layers
@@ -341,19 +344,22 @@ class Checkpoint:
         """
         raw = self.tables[0]
         column, row = divmod(self.raw_tokens(slot), raw.layout.tokens)
-        if row or not self.is_begun(slot) or column >= raw.width:
+        if row or not self.is_mid_step(slot) or column >= raw.width:
             return np.empty(0, np.int32)
         return raw.pages[:, slot, :, column].ravel()
 
-    def copy(self, other: "Checkpoint", at: int, slot: int) -> None:
+    def copy_slot(self, other: "Checkpoint", at: int, slot: int) -> None:
         """Take over the tables and the answer of another checkpoint's slot, but not its lease."""
         for mine, theirs in zip(self.sections, other.sections, strict=True):
             mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
-        self.read[slot], self.said[slot] = other.read[at], other.said[at]
-        self.tokens[slot], self.scored[slot] = other.tokens[at], other.scored[at]
-        self.notes[slot], self.ended_by[slot] = other.notes[at], other.ended_by[at]
-        self.rated_ids[slot], self.rated[slot] = other.rated_ids[at], other.rated[at]
-        self.rated_count[slot] = other.rated_count[at]
+        self.num_prior_tokens[slot], self.num_output_tokens[slot] = (
+            other.num_prior_tokens[at],
+            other.num_output_tokens[at],
+        )
+        self.token_ids[slot], self.scored[slot] = other.token_ids[at], other.scored[at]
+        self.plugin_memory[slot], self.ended_by[slot] = other.plugin_memory[at], other.ended_by[at]
+        self.logprob_ids[slot], self.logprobs[slot] = other.logprob_ids[at], other.logprobs[at]
+        self.logprob_counts[slot] = other.logprob_counts[at]
         self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = other.retirements.retired[at]
 
@@ -367,33 +373,33 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     geometry = plan.geometry
     rows = (geometry.layers, slots, geometry.kv_heads)
     raw = (*rows, plan.raw_pages(context_tokens) + 1)
-    cells = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
+    entries = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
     moving = (*rows, Retirement.width(plan.raw.tokens) if plan.compresses else 0)
     each = (slots,)
     fixed = (*rows, plan.high.pages(context_tokens)) if plan.shares else ()
     shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
     return {
-        "seal": ("S64", (1,)),
+        "fingerprint": ("S64", (1,)),
         "request": (f"S{ID_BYTES}", each),
         "lease": ("<i8", each),
-        "read": ("<i4", each),
-        "said": ("<i4", each),
-        "tokens": ("<i4", (slots, context_tokens)),
-        "notes": ("<f8", (slots, 2, MOST_MEMORY)),
+        "num_prior_tokens": ("<i4", each),
+        "num_output_tokens": ("<i4", each),
+        "token_ids": ("<i4", (slots, context_tokens)),
+        "plugin_memory": ("<f8", (slots, 2, MAX_PLUGIN_MEMORY)),
         "ended_by": ("<i4", (slots, 2)),
-        "rated_ids": ("<i4", (slots, RATED, 1 + MOST_TOP)),
-        "rated": ("<f8", (slots, RATED, 1 + MOST_TOP)),
-        "rated_count": ("<i4", (slots, RATED)),
+        "logprob_ids": ("<i4", (slots, LOGPROB_TOKENS, 1 + MAX_TOP_LOGPROBS)),
+        "logprobs": ("<f8", (slots, LOGPROB_TOKENS, 1 + MAX_TOP_LOGPROBS)),
+        "logprob_counts": ("<i4", (slots, LOGPROB_TOKENS)),
         "scored": ("<i8", each),
-        "raw_cells": ("<i4", raw),
+        "raw_entries": ("<i4", raw),
         "raw_tokens": ("<i4", (1, *rows)),
-        "class_cells": ("<i4", cells),
+        "class_entries": ("<i4", entries),
         "class_tokens": ("<i4", (len(plan.classes), *rows)),
         "phase": ("<i4", each),
         "raw_pages": ("<i4", raw),
         "plan": ("<i4", moving),
         "retired": ("<i4", each),
-        "retired_then": ("<i4", each),
+        "retired_after": ("<i4", each),
         **shared,
     }
 

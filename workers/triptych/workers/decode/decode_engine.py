@@ -31,7 +31,7 @@ from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict
-from triptych.workers.decode.running_batch import Running, exits_of
+from triptych.workers.decode.running_batch import RunningRequest, exits_of
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.block_table import Sections, SectionTable
@@ -55,7 +55,7 @@ class DecodeEngine:
     runner: Runner
     pool: WorkerPool
     plan: PagePlan
-    answers: OutputFactory
+    outputs: OutputFactory
     max_requests: int
     draw: Draw = sample
     """How tokens are drawn from logits; the quality harness forces them."""
@@ -70,16 +70,16 @@ class DecodeEngine:
     device: Device = CPU
     stage: Stage = "decode"
     _deadlines: DecodeDeadlines = field(default_factory=DecodeDeadlines)
-    _running: dict[str, Running] = field(default_factory=dict[str, Running])
-    _kept: dict[str, Running] = field(default_factory=dict[str, Running])
+    _running: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
+    _publishing: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
     """Answers that are complete and told; their pages stay until the pool has what it lacks."""
 
     def __post_init__(self) -> None:
         arena, device = self.pool.arena, self.device
         self._memory = DevicePages.nearest(arena, device)
-        longest = self.answers.context_tokens
-        self._every = np.arange(self.max_requests)
-        self._checkpoint = Checkpoint.begin(
+        longest = self.outputs.context_tokens
+        self._row_indices = np.arange(self.max_requests)
+        self._checkpoint = Checkpoint.create(
             self.plan, self.pool.checkpoint, self.max_requests, longest
         )
         self._sections = Sections(self._checkpoint.sections, device)
@@ -92,13 +92,13 @@ class DecodeEngine:
         )
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
-        self._keeper = OutputCache.of(
+        self._output_cache = OutputCache.of(
             self.prefixes, self._memory.behind, self._sections.tables, self.keep_answers
         )
         self._handover = RequestHandover(
             self.pool,
             self.plan,
-            self.answers,
+            self.outputs,
             self.max_requests,
             self.selection,
             self._pipeline,
@@ -133,7 +133,7 @@ class DecodeEngine:
 
     def _accept_resume(self, message: Resume) -> list[Send]:
         name = message.join.request.id
-        if name in self._running or name in self._kept:
+        if name in self._running or name in self._publishing:
             return [Send(ROUTER, Resumed(request=name))]
         try:
             return self._start(self._handover.resume(message), message.join)
@@ -143,7 +143,7 @@ class DecodeEngine:
             return [refuse(name, StageLost("decode"))]
 
     def has_work(self) -> bool:
-        return bool(self._running or self._kept)
+        return bool(self._running or self._publishing)
 
     def wait_s(self) -> float | None:
         return None
@@ -152,11 +152,11 @@ class DecodeEngine:
         return self._deadlines.due < time.monotonic()
 
     def requests(self) -> list[str]:
-        return [*self._running, *self._kept]
+        return [*self._running, *self._publishing]
 
     def cancel(self, requests: Sequence[str]) -> None:
         for name in requests:
-            if one := self._running.get(name) or self._kept.get(name):
+            if one := self._running.get(name) or self._publishing.get(name):
                 self._forget(one)
         self.pool.withdraw(requests)
 
@@ -165,38 +165,40 @@ class DecodeEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        refused = self._keep_a_block()
-        for one, error in self._growth.make_room(self._running):
-            refused.append(self._give_up(one, error))
+        refused = self._publish_block()
+        for one, error in self._growth.allocate_slots(self._running):
+            refused.append(self._fail(one, error))
         batch = list(self._running.values())
         if not batch:
             return refused
         logits = self._forward(batch)
-        drawn = self.draw(logits, [one.answer.sampler_row for one in batch])
+        drawn = self.draw(logits, [one.output.sampler_row for one in batch])
         self._deadlines.step()
-        verdict = self._look(batch, logits, drawn)
+        verdict = self._run_plugins(batch, logits, drawn)
         sends = refused
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
             one.position += 1
-            for likely in one.answer.logprobs(draw):
-                self._checkpoint.rate(one.slot, likely)
+            for likely in one.output.logprobs(draw):
+                self._checkpoint.record_logprob(one.slot, likely)
             try:
-                sends.append(one.answer.push(draw, self._ender(verdict, row)))
+                sends.append(one.output.push(draw, self._ending_plugin(verdict, row)))
             except TriptychError as error:
-                sends.append(self._give_up(one, error))
+                sends.append(self._fail(one, error))
                 continue
             if verdict:
-                is_end = bool(one.answer.ended_by)
-                self._checkpoint.note(one.slot, verdict.memory[row], verdict.ended_by[row] * is_end)
-            self._checkpoint.say(one.slot, draw.token)
-            if one.answer.finish is not None:
+                is_end = bool(one.output.ended_by)
+                self._checkpoint.record_plugins(
+                    one.slot, verdict.memory[row], verdict.ended_by[row] * is_end
+                )
+            self._checkpoint.append_token(one.slot, draw.token)
+            if one.output.finish is not None:
                 sends.extend(self._finish(one))
-            elif one.is_asked_back:
+            elif one.preempt_after_step:
                 sends.append(self._hand_back(one))
         return sends
 
-    def _look(
-        self, batch: Sequence[Running], logits: Tensor, drawn: Sequence[Drawn]
+    def _run_plugins(
+        self, batch: Sequence[RunningRequest], logits: Tensor, drawn: Sequence[Drawn]
     ) -> Verdict | None:
         """What plug-ins make of a step; None: nobody has one."""
         if not self._pipeline.places:
@@ -204,34 +206,42 @@ class DecodeEngine:
         seen = Seen(
             logits,
             tokens=[draw.token for draw in drawn],
-            lengths=[len(one.answer.tokens) + 1 for one in batch],
+            lengths=[len(one.output.tokens) + 1 for one in batch],
             positions=[one.position for one in batch],
         )
-        memory = np.stack([self._checkpoint.remembered(one.slot) for one in batch])
-        return self._pipeline.look([one.wanted.plugins for one in batch], seen, memory)
+        memory = np.stack([self._checkpoint.plugin_memory_of(one.slot) for one in batch])
+        return self._pipeline.look([one.options.plugins for one in batch], seen, memory)
 
-    def _ender(self, verdict: Verdict | None, row: int) -> str:
+    def _ending_plugin(self, verdict: Verdict | None, row: int) -> str:
         """The plug-in that wants an answer to end; empty: none does."""
         return self._pipeline.label(verdict.ended_by[row]) if verdict else ""
 
-    def _finish(self, one: Running) -> list[Send]:
+    def _finish(self, one: RunningRequest) -> list[Send]:
         """End a request, now or when what was answered is kept."""
-        self._checkpoint.end(one.slot)
+        self._checkpoint.mark_finished(one.slot)
         # What has skipped layers is nobody's prefix: its keys and values are not the model's.
-        is_exact = not one.wanted.exit_entropy
-        if is_exact and self._keeper and self._keeper.wants(one.answer.request):
-            self._kept[one.id] = self._running.pop(one.id)
+        is_exact = not one.options.exit_entropy
+        if (
+            is_exact
+            and self._output_cache
+            and self._output_cache.should_publish(one.output.request)
+        ):
+            self._publishing[one.id] = self._running.pop(one.id)
             return []
-        self._leave(one)
-        return [finished(one.id, len(one.answer.tokens))]
+        self._release(one)
+        return [finished(one.id, len(one.output.tokens))]
 
-    def _keep_a_block(self) -> list[Send]:
+    def _publish_block(self) -> list[Send]:
         """Go on with keeping answers; what was said at the last step is on its way already."""
-        one = next(iter(self._kept.values()), None)
-        if one is None or self._keeper is None or not self._keeper.go_on(one.ended):
+        one = next(iter(self._publishing.values()), None)
+        if (
+            one is None
+            or self._output_cache is None
+            or not self._output_cache.publish_next(one.finished_output)
+        ):
             return []
-        self._leave(one)
-        return [finished(one.id, len(one.answer.tokens))]
+        self._release(one)
+        return [finished(one.id, len(one.output.tokens))]
 
     # ---------------------------------------------------------------- for who looks on
 
@@ -257,28 +267,28 @@ class DecodeEngine:
         if one is None:
             return sends
         self._running[one.id] = one
-        written, asked = int(self._checkpoint.said[one.slot]), join.request.slo.tpot_s
+        written, asked = int(self._checkpoint.num_output_tokens[one.slot]), join.request.slo.tpot_s
         self._deadlines.join(one.id, asked, written, join.age_s, time.monotonic())
-        return sends if one.answer.finish is None else [*sends, *self._finish(one)]
+        return sends if one.output.finish is None else [*sends, *self._finish(one)]
 
-    def _preempt(self, one: Running) -> list[Send]:
+    def _preempt(self, one: RunningRequest) -> list[Send]:
         """Hand a request back now, or after its next step if its last one was cut short."""
         if self._handover.is_mid_step(one):
-            one.is_asked_back = True
+            one.preempt_after_step = True
             return []
         return [self._hand_back(one)]
 
-    def _hand_back(self, one: Running) -> Send:
+    def _hand_back(self, one: RunningRequest) -> Send:
         preempted = self._handover.preempt(one)
         self._free(one)
         return preempted
 
-    def _leave(self, one: Running) -> None:
+    def _release(self, one: RunningRequest) -> None:
         """Give every page back and free the slot."""
         self.pool.release([one.claim.lease])
         self._forget(one)
 
-    def _forget(self, one: Running) -> None:
+    def _forget(self, one: RunningRequest) -> None:
         """Free the slot and the pages of this worker's stock; the lease is not touched.
 
         On cancel the lease is withdrawn by the request's name, and where stages share a
@@ -287,25 +297,25 @@ class DecodeEngine:
         self._checkpoint.leave(one.slot)
         self._free(one)
 
-    def _free(self, one: Running) -> None:
+    def _free(self, one: RunningRequest) -> None:
         self._running.pop(one.id, None)
         self._deadlines.leave(one.id)
-        if self._kept.pop(one.id, None) and self._keeper:
-            self._keeper.forget(one.id)
-        self.pool.give(np.concatenate(one.grown))
+        if self._publishing.pop(one.id, None) and self._output_cache:
+            self._output_cache.forget(one.id)
+        self.pool.give(np.concatenate(one.allocated_pages))
         if self._selector is not None:
             self._selector.leave(one.slot)
         self._handover.release_slot(one.slot)
 
-    def _give_up(self, one: Running, error: TriptychError) -> Send:
-        self._leave(one)
-        return refuse(one.id, error, tokens=len(one.answer.tokens))
+    def _fail(self, one: RunningRequest, error: TriptychError) -> Send:
+        self._release(one)
+        return refuse(one.id, error, tokens=len(one.output.tokens))
 
     # ---------------------------------------------------------------- forward
 
-    def _forward(self, batch: list[Running]) -> Tensor:
+    def _forward(self, batch: list[RunningRequest]) -> Tensor:
         """Logits [requests, vocab] of the newest token of each request."""
-        tokens = np.array([one.answer.tokens[-1] for one in batch], np.int64)
+        tokens = np.array([one.output.tokens[-1] for one in batch], np.int64)
         positions = np.array([one.position for one in batch], np.int32)
         slots = np.array([one.slot for one in batch], np.int32)
         attend = PageAttention(
@@ -319,6 +329,6 @@ class DecodeEngine:
             self._checkpoint.fixed,
             self._prefetcher,
         )
-        every, put = self._every[: len(batch)], self.device.put
+        every, put = self._row_indices[: len(batch)], self.device.put
         exits = exits_of(batch, self.device)
         return self.runner.forward(put(tokens), put(positions), attend, put(every), exits)

@@ -12,16 +12,16 @@ from triptych.core.handles import Claim, PageRun
 from triptych.core.messages import ROUTER, Join, Preempted, Request, Resume, Resumed, Send
 from triptych.core.pages import PagePlan
 from triptych.kvpool import About, WorkerPool
-from triptych.workers.decode.checkpoint import MOST_MEMORY, Checkpoint
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, selection_for
 from triptych.workers.decode.plugins.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_ENTROPY
-from triptych.workers.decode.running_batch import Running, Wanted
+from triptych.workers.decode.running_batch import RunningRequest, StepOptions
 from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import make_handle, unpack_run
-from triptych.workers.sampling.output import Answer, OutputFactory
+from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.stage import finished
 
 Ids = NDArray[np.int32]
@@ -33,7 +33,7 @@ class Admission:
 
     sends: list[Send]
     """Messages to the router and the ingress."""
-    request: Running | None = None
+    request: RunningRequest | None = None
     """The request to add to the batch; None: its output was complete already."""
 
 
@@ -74,9 +74,11 @@ class RequestHandover:
             capacity = self._pool.capacity_pages
             unpacked.append((table, *unpack_run(run, table.layout, rows, capacity)))
         output = self._output(message)
-        wanted = self._wanted(message.request)
-        if len(message.memory) > MOST_MEMORY:
-            raise MessageError(f"memory of {len(message.memory)} numbers: at most {MOST_MEMORY}")
+        options = self._options(message.request)
+        if len(message.memory) > MAX_PLUGIN_MEMORY:
+            raise MessageError(
+                f"memory of {len(message.memory)} numbers: at most {MAX_PLUGIN_MEMORY}"
+            )
         ids = np.concatenate([ids for _, _, ids in unpacked])
         self._checkpoint.forget(message.request.id)
         claim = self._attach(message, ids, previous_worker)
@@ -88,7 +90,7 @@ class RequestHandover:
         name, stored = message.request.id, message.handle.tokens
         self._checkpoint.join(slot, name, claim.lease, message.words, stored, message.memory)
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
-        return self._admit(message, output, slot, claim, wanted, resumed)
+        return self._admit(message, output, slot, claim, options, resumed)
 
     def resume(self, message: Resume) -> Admission:
         """Admit a request from the checkpoint of a dead worker and its pages in the pool.
@@ -98,7 +100,7 @@ class RequestHandover:
         handle.
         """
         join = message.join
-        left = self._checkpoint.beside(self._pool.inherit(message.previous_worker))
+        left = self._checkpoint.open_other(self._pool.inherit(message.previous_worker))
         at = left.find(join.request.id)
         resumed = Send(ROUTER, Resumed(request=join.request.id))
         if at is None:
@@ -110,14 +112,14 @@ class RequestHandover:
                 admitted = self.join(join)
         return Admission([resumed, *admitted.sends], admitted.request)
 
-    def is_mid_step(self, one: Running) -> bool:
+    def is_mid_step(self, one: RunningRequest) -> bool:
         """Whether a step of a request was cut short by the death of its previous worker.
 
         What that step has done is in the checkpoint alone, not in the pages of the request.
         """
-        return self._checkpoint.is_begun(one.slot)
+        return self._checkpoint.is_mid_step(one.slot)
 
-    def preempt(self, one: Running) -> Send:
+    def preempt(self, one: RunningRequest) -> Send:
         """Hand the pages and the output tokens of a request, as they are between two steps, back.
 
         This worker owns the pages until another one attaches them. If it dies before the router
@@ -128,14 +130,14 @@ class RequestHandover:
         fixed = checkpoint.fixed_run(one.slot)
         parts = runs if fixed is None else [*runs, fixed]
         held = np.concatenate([pages for _, _, pages in parts])
-        checkpoint.offer(one.slot)
+        checkpoint.mark_preempted(one.slot)
         owned = runs if one.claim.shared else parts
         about = About(formats=tuple((name, pages.size) for name, _, pages in owned))
         (claim,) = self._pool.handoff([(one.id, held)], [one.claim.lease], about=[about])
         handle = make_handle(claim, runs, one.position, fixed)
-        tokens = tuple(checkpoint.words(one.slot))
-        memory = tuple(checkpoint.remembered(one.slot).tolist())
-        one.grown = [np.setdiff1d(np.concatenate(one.grown), held)]
+        tokens = tuple(checkpoint.output_tokens(one.slot))
+        memory = tuple(checkpoint.plugin_memory_of(one.slot).tolist())
+        one.allocated_pages = [np.setdiff1d(np.concatenate(one.allocated_pages), held)]
         return Send(ROUTER, Preempted(request=one.id, words=tokens, handle=handle, memory=memory))
 
     def release_slot(self, slot: int) -> None:
@@ -170,35 +172,35 @@ class RequestHandover:
         """Admit a request from a slot of a dead worker's checkpoint."""
         join, name, checkpoint = message.join, message.join.request.id, self._checkpoint
         output = self._output(join)
-        if left.is_ended(at):
+        if left.is_finished(at):
             sends = self._replay(output, left, at)
             if output.finish is None:
                 raise MessageError(f"what is written of {name!r} has no end")
             return Admission([*sends, finished(name, len(output.tokens))])
         self._require_slot()
-        wanted = self._wanted(join.request)
-        begun = left.begun_pages(at)
+        options = self._options(join.request)
+        begun = left.mid_step_pages(at)
         held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
         checkpoint.forget(name)
         claim = self._pool.adopt(message.previous_worker, name, left.lease_of(at), held)
         # The pages of the dead worker are in the arena: they are copied to the device when whole.
         window = Window(self._memory.behind, left) if self._plan.compresses else None
-        emptied = window.finish(at) if window else NO_PAGES
-        # Rows take their next pages from the start of the spare ones, in this order.
-        spare = np.concatenate([begun, emptied])
+        emptied = window.resume(at) if window else NO_PAGES
+        # Rows take their next pages from the start of the unused ones, in this order.
+        unused = np.concatenate([begun, emptied])
         # A step that was cut short may have counted its token already.
         left.tables[0].tokens[:, at] = left.raw_tokens(at)
         slot = self._free_slots.popleft()
-        checkpoint.copy(left, at, slot)
+        checkpoint.copy_slot(left, at, slot)
         checkpoint.enter(slot, name, claim.lease)
-        return self._admit(join, output, slot, claim, wanted, [], spare)
+        return self._admit(join, output, slot, claim, options, [], unused)
 
-    def _wanted(self, request: Request) -> Wanted:
+    def _options(self, request: Request) -> StepOptions:
         """Raises: RequestError if the request wants what is not here"""
         switches = request.switches
         plugins = self._pipeline.chosen(switches)
         set_to = self._pipeline.settings(plugins)
-        return Wanted(
+        return StepOptions(
             plugins,
             selection_for(self._selection, switches),
             alpha_low=set_to.get(ALPHA_LOW, 0.0),
@@ -206,7 +208,7 @@ class RequestHandover:
             exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * self._plan.geometry.layers)),
         )
 
-    def _output(self, message: Join) -> Answer:
+    def _output(self, message: Join) -> OutputProcessor:
         output = self._outputs.start(message.request)
         output.report = message.report
         return output
@@ -214,38 +216,38 @@ class RequestHandover:
     def _admit(
         self,
         join: Join,
-        output: Answer,
+        output: OutputProcessor,
         slot: int,
         claim: Claim,
-        wanted: Wanted,
+        options: StepOptions,
         sends: list[Send],
-        spare: Ids = NO_PAGES,
+        unused: Ids = NO_PAGES,
     ) -> Admission:
         """Make a running request of a slot of the checkpoint."""
         if self._memory.is_copied:
             self._memory.fetch(self._checkpoint.pages(slot))
         self._sections.moved(slot)
         if self._selector is not None:
-            self._selector.join(slot, wanted.selection)
+            self._selector.join(slot, options.selection)
         sends = [*sends, *self._replay(output, self._checkpoint, slot)]
         position = self._checkpoint.position(slot)
-        one = Running(slot, claim, output, wanted, position, spare, token_s=join.token_s)
+        one = RunningRequest(slot, claim, output, options, position, unused, token_s=join.token_s)
         return Admission(sends, one)
 
-    def _replay(self, output: Answer, checkpoint: Checkpoint, slot: int) -> list[Send]:
+    def _replay(self, output: OutputProcessor, checkpoint: Checkpoint, slot: int) -> list[Send]:
         """Send the output tokens of a checkpoint to the ingress again, in case they were lost.
 
         Of a request with log probabilities only the newest tokens are sent: the checkpoint has
         no older log probabilities, nor those of the prompt, which go with the first token. If
         the ingress lacks older ones, it starts the request again.
         """
-        sends, tokens, asked = list[Send](), checkpoint.words(slot), output.request.sampling
+        sends, tokens, asked = list[Send](), checkpoint.output_tokens(slot), output.request.sampling
         for index, token in enumerate(tokens):
-            rating = checkpoint.rating(slot, index)
+            logprob = checkpoint.logprob_of(slot, index)
             is_last = index == len(tokens) - 1
-            ender = self._pipeline.label(checkpoint.ended(slot)) if is_last else ""
-            send = output.replay(token, ender, () if rating is None else (rating,))
+            ended_by = self._pipeline.label(checkpoint.ending_plugin(slot)) if is_last else ""
+            send = output.replay(token, ended_by, () if logprob is None else (logprob,))
             has_prompt_logprobs = index == 0 and asked.prompt_logprobs >= 0
-            if rating is not None or not (asked.logprobs >= 0 or has_prompt_logprobs):
+            if logprob is not None or not (asked.logprobs >= 0 or has_prompt_logprobs):
                 sends.append(send)
         return sends

@@ -16,13 +16,13 @@ from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.workers.kv.block_table import Mask, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
-from triptych.workers.kv.prefix_cache import Cells, Ids, Keeping, PrefixStore
+from triptych.workers.kv.prefix_cache import Ids, PageSlots, PendingPublication, PrefixStore
 
 KeepAnswers = Literal["always", "sessions", "never"]
 
 
 @dataclass(frozen=True)
-class StoredTokens:
+class SlotTokenSource:
     """Some tokens of one slot, wherever the tables have them: in 16 bits, high or low.
 
     A token lies in a page of another class in each head row, and in any order, so each is found by
@@ -53,7 +53,7 @@ class StoredTokens:
         slot: int,
         span: tuple[int, int],
         stored: int,
-    ) -> "StoredTokens | None":
+    ) -> "SlotTokenSource | None":
         """The tokens of a slot in ``span``; None if a head row has dropped a token, of any place.
 
         What came behind a token that was dropped was computed without it, so it fits this
@@ -85,8 +85,8 @@ class StoredTokens:
         fixed = len(tables) - 1 if plan.shares else -1
         return cls(memory, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
 
-    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
-        """Write tokens into cells of high pages; what ``Source`` says."""
+    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
+        """Write tokens into cells of high pages; what ``TokenSource`` says."""
         put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         table, page, row = (
             part_.ravel() for part_ in (self.table[:, part], self.page[:, part], self.row[:, part])
@@ -110,11 +110,11 @@ class StoredTokens:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedOutput:
     """A finished answer whose pages are still there."""
 
     request: Request
-    answer: Sequence[int]
+    output_tokens: Sequence[int]
     """All its tokens."""
     slot: int
     stored: int
@@ -134,7 +134,7 @@ class OutputCache:
     memory: DevicePages
     tables: Sequence[SectionTable]
     mode: KeepAnswers = "always"
-    _begun: dict[str, Keeping] = field(default_factory=dict[str, Keeping])
+    _begun: dict[str, PendingPublication] = field(default_factory=dict[str, PendingPublication])
 
     @classmethod
     def of(
@@ -156,20 +156,20 @@ class OutputCache:
             return None
         return cls(store, memory, tables, mode)
 
-    def wants(self, request: Request) -> bool:
+    def should_publish(self, request: Request) -> bool:
         """Whether the answer to a request is to be kept."""
         return self.mode == "always" or bool(request.session)
 
-    def go_on(self, ended: Ended) -> bool:
+    def publish_next(self, finished: FinishedOutput) -> bool:
         """Keep the next block of an answer; True if nothing is left to be done.
 
         Until then the pages of its slot must stay as they are.
 
         Raises: PoolUnavailable, NotRegistered
         """
-        name = ended.request.id
-        kept = self._begun.get(name) or self._begin(ended)
-        if kept is None or self.store.go_on(kept):
+        name = finished.request.id
+        kept = self._begun.get(name) or self._begin(finished)
+        if kept is None or self.store.publish_next(kept):
             self.forget(name)
             return True
         self._begun[name] = kept
@@ -179,14 +179,16 @@ class OutputCache:
         """Keep no more of an answer."""
         self._begun.pop(request, None)
 
-    def _begin(self, ended: Ended) -> Keeping | None:
+    def _begin(self, finished: FinishedOutput) -> PendingPublication | None:
         """See what the pool lacks, and where the tokens of it are."""
-        request = ended.request
+        request = finished.request
         prefix = Prefix(
-            tokens=pack_tokens([*request.prompt, *ended.answer][request.skipped :][: ended.stored]),
+            tokens=pack_tokens(
+                [*request.prompt, *finished.output_tokens][request.skipped :][: finished.stored]
+            ),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
-            token_s=ended.token_s,
+            token_s=finished.token_s,
             session=request.session,
         )
         kept = self.store.begin(prefix)
@@ -194,8 +196,8 @@ class OutputCache:
             return kept
         plan, size = self.store.plan, self.store.plan.block_tokens
         span = kept.first * size, kept.last * size
-        kept.source = StoredTokens.of(
-            self.memory, plan, self.tables, ended.slot, span, ended.stored
+        kept.source = SlotTokenSource.of(
+            self.memory, plan, self.tables, finished.slot, span, finished.stored
         )
         if kept.source is None:
             self.store.skipped["TokensDropped"] += 1

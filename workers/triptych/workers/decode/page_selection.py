@@ -23,7 +23,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
 from triptych.kvpool import Arena
-from triptych.workers.decode.window import Leaving
+from triptych.workers.decode.window import RetirementPlan
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
 
@@ -241,12 +241,12 @@ class Selector:
             self._summaries[0].renew(slot, raw.tokens[:, slot, :, None] - np.int32(1))
         self._is_chosen[slot] = False
 
-    def retire(self, leaving: Leaving) -> None:
+    def retire(self, retirement: RetirementPlan) -> None:
         """Tokens came to places in high, and some went from there to low."""
         written = self._summaries[: len(self._summaries) - self._fixed]
-        for index, slot in enumerate(leaving.slots.tolist()):
+        for index, slot in enumerate(retirement.slots.tolist()):
             for part, places in zip(
-                written, (leaving.plan.places, leaving.plan.mover_places), strict=False
+                written, (retirement.plan.places, retirement.plan.mover_places), strict=False
             ):
                 part.renew(slot, places[:, index])
             self._is_chosen[slot] = False

@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 
 from triptych.core.config import SelectionConfig
 from triptych.core.handles import Claim
-from triptych.workers.decode.output_cache import Ended
+from triptych.workers.decode.output_cache import FinishedOutput
 from triptych.workers.decode.plugins.pipeline import Chosen
 from triptych.workers.device import Device
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.sampling.output import Answer
+from triptych.workers.sampling.output import OutputProcessor
 
 Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StepOptions:
     """What one request has of what a step can do."""
 
     plugins: Chosen
@@ -34,39 +34,39 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Running:
+class RunningRequest:
     """One request in the batch: where its pages are, and what it said so far."""
 
     slot: int
     claim: Claim
-    answer: Answer
-    wanted: Wanted
+    output: OutputProcessor
+    options: StepOptions
     position: int
     """Position of the token that the next step reads."""
-    spare: Ids = field(default_factory=lambda: NO_PAGES)
+    unused_pages: Ids = field(default_factory=lambda: NO_PAGES)
     """Pages of this request that hold nothing at present; its next pages come from here."""
-    grown: list[Ids] = field(default_factory=lambda: [NO_PAGES])
+    allocated_pages: list[Ids] = field(default_factory=lambda: [NO_PAGES])
     """Pages that came from this worker's own stock, as they came."""
     token_s: float = 0.0
     """Seconds that a token of its prompt took to compute."""
-    is_asked_back: bool = False
+    preempt_after_step: bool = False
     """Whether it is put on offer after the next step."""
 
     @property
     def id(self) -> str:
-        return self.answer.request.id
+        return self.output.request.id
 
     @property
-    def ended(self) -> Ended:
+    def finished_output(self) -> FinishedOutput:
         """What there is to keep, once the answer is complete."""
-        answer = self.answer
-        return Ended(answer.request, answer.tokens, self.slot, self.position, self.token_s)
+        output = self.output
+        return FinishedOutput(output.request, output.tokens, self.slot, self.position, self.token_s)
 
 
-def exits_of(batch: Sequence[Running], device: Device) -> Exits | None:
+def exits_of(batch: Sequence[RunningRequest], device: Device) -> Exits | None:
     """When the tokens of a step may skip the last layers; None: no request wants that."""
-    if not any(one.wanted.exit_entropy for one in batch):
+    if not any(one.options.exit_entropy for one in batch):
         return None
-    entropy = np.array([one.wanted.exit_entropy for one in batch], np.float32)
-    layers = np.array([one.wanted.exit_layers for one in batch], np.int64)
+    entropy = np.array([one.options.exit_entropy for one in batch], np.float32)
+    layers = np.array([one.options.exit_layers for one in batch], np.int64)
     return Exits(device.put(entropy), device.put(layers))

@@ -22,21 +22,21 @@ Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Leaving:
+class RetirementPlan:
     """What becomes of one raw page of each head row of some slots."""
 
     slots: Ids
     plan: Retirement[Ids]
     """Arrays begin [layers, requests, kv_heads]."""
 
-    def of(self, requests: Sequence[int]) -> "Leaving":
+    def of(self, requests: Sequence[int]) -> "RetirementPlan":
         """The part of some of the requests."""
         if len(requests) == len(self.slots):
             return self
-        return Leaving(self.slots[requests], Retirement(self.plan.numbers[:, requests]))
+        return RetirementPlan(self.slots[requests], Retirement(self.plan.numbers[:, requests]))
 
 
-PLANNED, LOWERED, ENTERED = 1, 2, 3
+PLANNED, DOWNGRADED, ENCODED = 1, 2, 3
 """Phases of a retirement."""
 RAW, HIGH, LOW = range(3)
 """Tables of a checkpoint."""
@@ -53,7 +53,7 @@ class Window:
         self._checkpoint, self._given = checkpoint, sections
         self.raw, self.high, *low = checkpoint.tables
         self.low = low[0] if low else None
-        self.class_tokens = checkpoint.class_cells.tokens
+        self.class_tokens = checkpoint.class_table.tokens
         self._full_tokens = self.plan.full_raw_tokens
         layers, slots, _ = self.raw.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
@@ -77,7 +77,9 @@ class Window:
         """Whether a raw page of a slot is to leave: never is there more than one."""
         return self.raw.length(slot) == self._full_tokens
 
-    def leaving(self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0) -> Leaving:
+    def prepare(
+        self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0
+    ) -> RetirementPlan:
         """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
 
         ``least_alpha_low``: what the policy's ``alpha_low`` is raised to, if it is lower.
@@ -94,15 +96,15 @@ class Window:
             self.memory.near,
             sections.every_layer[HIGH],
             sections.every_layer[LOW] if self.low is not None else None,
-            *map(put, self._leaving_rows(slots, seen)),
+            *map(put, self._retiring_rows(slots, seen)),
             count=self.raw.layout.tokens,
             alpha_high=alpha_high,
             alpha_low=alpha_low,
         )
         numbers = plan.numbers.cpu().numpy()
-        return Leaving(slots, Retirement(numbers.reshape(layers, len(slots), kv_heads, -1)))
+        return RetirementPlan(slots, Retirement(numbers.reshape(layers, len(slots), kv_heads, -1)))
 
-    def _leaving_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
+    def _retiring_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
         """Rows of all layers, tokens seen, and the oldest position that leaves the high window.
 
         Only what is in high already can be judged, so it is one page behind at least.
@@ -112,7 +114,7 @@ class Window:
         now = np.array(seen, np.int32)
         return block_table_ops.leaving_rows(raw.tokens, slots, now, self.plan.sink_tokens, lag)
 
-    def move(self, leaving: Leaving) -> None:
+    def apply(self, retirement: RetirementPlan) -> None:
         """Move tokens as planned, into pages that the tables have by now.
 
         The raw pages that they leave are the next ones of their rows.
@@ -120,14 +122,14 @@ class Window:
         The plan is written down first, and after each part how far it has come: each part
         reads what it does not write, so whoever takes over can do it again.
         """
-        moving, slots = self.moving, leaving.slots
-        numbers = leaving.plan.numbers
-        raw, kept = self.raw, (moving.raw_pages, moving.plan, moving.retired, moving.retired_then)
+        moving, slots = self.moving, retirement.slots
+        numbers = retirement.plan.numbers
+        raw, kept = self.raw, (moving.raw_pages, moving.plan, moving.retired, moving.retired_after)
         block_table_ops.write_down(raw.pages, numbers, slots, raw.layout.tokens, *kept)
         moving.phase[slots] = PLANNED
-        self._carry_out(leaving, PLANNED)
+        self._run_phases(retirement, PLANNED)
 
-    def finish(self, slot: int) -> Ids:
+    def resume(self, slot: int) -> Ids:
         """Carry out what a worker had begun for a slot when it died, if it had.
 
         Returns: the raw pages that hold nothing any more
@@ -136,28 +138,28 @@ class Window:
         phase = int(moving.phase[slot])
         if phase == 0:
             return NO_PAGES
-        leaving = Leaving(at, Retirement(moving.plan[:, at]))
-        return self._carry_out(leaving, phase)[0]
+        retirement = RetirementPlan(at, Retirement(moving.plan[:, at]))
+        return self._run_phases(retirement, phase)[0]
 
-    def _carry_out(self, leaving: Leaving, phase: int) -> Ids:
+    def _run_phases(self, retirement: RetirementPlan, phase: int) -> Ids:
         """Who steps down goes first, since newcomers take those places."""
-        moving, slots = self.moving, leaving.slots
+        moving, slots = self.moving, retirement.slots
         if phase <= PLANNED:
-            self._lower(leaving)
-            moving.phase[slots] = LOWERED
-        if phase <= LOWERED:
-            self._enter(leaving)
-            moving.phase[slots] = ENTERED
-        return self._close(leaving)
+            self._downgrade(retirement)
+            moving.phase[slots] = DOWNGRADED
+        if phase <= DOWNGRADED:
+            self._encode(retirement)
+            moving.phase[slots] = ENCODED
+        return self._commit(retirement)
 
-    def _lower(self, leaving: Leaving) -> None:
+    def _downgrade(self, retirement: RetirementPlan) -> None:
         if self.low is not None:
-            movers = self._put(leaving.plan.movers)
-            self._move(leaving.slots, HIGH, movers, LOW, leaving.plan.mover_places)
+            movers = self._put(retirement.plan.movers)
+            self._move(retirement.slots, HIGH, movers, LOW, retirement.plan.mover_places)
 
-    def _enter(self, leaving: Leaving) -> None:
-        page = self._page_places[len(leaving.slots)]
-        self._move(leaving.slots, RAW, page, HIGH, leaving.plan.places)
+    def _encode(self, retirement: RetirementPlan) -> None:
+        page = self._page_places[len(retirement.slots)]
+        self._move(retirement.slots, RAW, page, HIGH, retirement.plan.places)
 
     def _move(
         self, slots: Ids, source: int, places: Tensor, target: int, target_places: Ids
@@ -180,12 +182,12 @@ class Window:
         """Places by layer and request as those of the rows of sections of every layer."""
         return self.memory.device.put(places.reshape(-1, *places.shape[2:]))
 
-    def _close(self, leaving: Leaving) -> Ids:
+    def _commit(self, retirement: RetirementPlan) -> Ids:
         """Set tables and counts as they are from now on.
 
         Returns: the raw pages that hold nothing any more, [requests, head rows]
         """
-        moving, slots, raw = self.moving, leaving.slots, self.raw
+        moving, slots, raw = self.moving, retirement.slots, self.raw
         emptied = block_table_ops.turn_page(
             raw.pages,
             raw.tokens,
@@ -195,8 +197,8 @@ class Window:
             raw.layout.pages(self._full_tokens) - 1,
             raw.layout.tokens,
             self.class_tokens,
-            leaving.plan.counts,
+            retirement.plan.counts,
         )
-        moving.retired[slots] = moving.retired_then[slots]
+        moving.retired[slots] = moving.retired_after[slots]
         moving.phase[slots] = 0
         return emptied

@@ -35,7 +35,7 @@ class SectionTable:
     """Whether ``pages`` shows the cells of its memory from the last one on."""
 
     @property
-    def cells(self) -> Ids:
+    def entries(self) -> Ids:
         """Page ids as they lie in memory."""
         return self.pages[..., ::-1] if self.backward else self.pages
 
@@ -87,7 +87,7 @@ class SectionTable:
 
 
 @dataclass(eq=False)
-class RowCells:
+class PageTable:
     """The cells that head rows have for page ids, and whose they are.
 
     One table's pages lie from the left on, those of a second one from the right. The two of one
@@ -99,7 +99,7 @@ class RowCells:
 
     layouts: Sequence[PageLayout]
     """Of one table or two."""
-    cells: Ids
+    entries: Ids
     """[layers, slots, kv_heads, cells of a row]."""
     tokens: Ids
     """[tables, layers, slots, kv_heads]."""
@@ -110,7 +110,7 @@ class RowCells:
     @property
     def tables(self) -> list[SectionTable]:
         """Views of the same memory, the one from the left first."""
-        sides = (self.cells, False), (self.cells[..., ::-1], True)
+        sides = (self.entries, False), (self.entries[..., ::-1], True)
         return [
             SectionTable(layout, pages, tokens, backward)
             for layout, tokens, (pages, backward) in zip(
@@ -135,7 +135,7 @@ class RowCells:
         Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
         """
         block_table_ops.append_pages(
-            self.cells, self.tokens, slots, wanted, self._rooms, ids, first
+            self.entries, self.tokens, slots, wanted, self._rooms, ids, first
         )
 
 
@@ -148,7 +148,7 @@ class Sections:
     def __init__(self, tables: Sequence[SectionTable], device: Device) -> None:
         self.tables, self.device = tables, device
         self._moved = set[int]()
-        self._pages = [device.put(table.cells) for table in tables]
+        self._pages = [device.put(table.entries) for table in tables]
         self._tokens = [device.put(table.tokens) for table in tables]
         parts = list(zip(tables, self._pages, self._tokens, strict=True))
         layers = len(tables[0].pages)
@@ -173,7 +173,7 @@ class Sections:
         if moved:
             at = self.device.put(np.array(moved, np.int64))
             for table, pages in zip(self.tables, self._pages, strict=True):
-                pages[:, at] = self.device.put(table.cells[:, moved])
+                pages[:, at] = self.device.put(table.entries[:, moved])
             self._moved.difference_update(moved)
 
 

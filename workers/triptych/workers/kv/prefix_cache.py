@@ -28,7 +28,7 @@ from triptych.workers.kv.device_pages import DevicePages
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
-Cells = tuple[Tensor, Tensor]
+PageSlots = tuple[Tensor, Tensor]
 """Page and row of some tokens."""
 
 PAGES_VERSION = 1
@@ -79,7 +79,7 @@ class SharedPrefix:
         return np.full(len(self.pages), len(self.span), np.int32)
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Tokens of one sequence as they lie in a worker's pages."""
 
     @property
@@ -87,7 +87,7 @@ class Source(Protocol):
         """Raw pages, those of the sink first, [head rows, pages]."""
         ...
 
-    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
         """Write ``count`` tokens from ``start`` on into cells of high pages, head row by head row.
 
         Returns: mean attention that each received, [head rows, count]; None if nobody asks
@@ -106,15 +106,15 @@ class RawPages:
     significance: Tensor | None
     """Mean attention of each token, [head rows, tokens]; None if nobody asks."""
 
-    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
         put = self.memory.device.put
-        page, row = map(put, cells_of(self.sink, self.plan.raw.tokens, start, count))
+        page, row = map(put, page_slots_of(self.sink, self.plan.raw.tokens, start, count))
         transcode(self.memory.near, self.plan.raw, self.plan.high, page, row, *target)
         return None if self.significance is None else self.significance[:, start : start + count]
 
 
 @dataclass
-class Keeping:
+class PendingPublication:
     """A sequence of which the pool is given what it lacks, some blocks at a time."""
 
     prefix: Prefix
@@ -125,7 +125,7 @@ class Keeping:
     """The next block."""
     last: int
     """Where to stop."""
-    source: Source | None = None
+    source: TokenSource | None = None
     """Where the tokens of these blocks are; needed if there are any."""
 
 
@@ -217,8 +217,8 @@ class PrefixStore:
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
         pages = self._memory.near
-        high = self._cells(blocks.high, self.plan.high.tokens, count)
-        target = self._cells(raw, self.plan.raw.tokens, count)
+        high = self._page_slots(blocks.high, self.plan.high.tokens, count)
+        target = self._page_slots(raw, self.plan.raw.tokens, count)
         transcode(pages, self.plan.high, self.plan.raw, *high, *target)
         self._copy(blocks.sink, raw[:, : blocks.sink.shape[1]])
         if attention is not None:
@@ -231,7 +231,7 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- writing
 
-    def publish(self, prefix: Prefix, source: Source) -> None:
+    def publish(self, prefix: Prefix, source: TokenSource) -> None:
         """Keep the whole blocks of a prompt that the pool does not know yet.
 
         Raises: PoolUnavailable, NotRegistered
@@ -239,10 +239,10 @@ class PrefixStore:
         kept = self.begin(prefix)
         if kept is not None:
             kept.source = source
-            while not self.go_on(kept, self._blocks_at_once):
+            while not self.publish_next(kept, self._blocks_at_once):
                 pass
 
-    def begin(self, prefix: Prefix) -> Keeping | None:
+    def begin(self, prefix: Prefix) -> PendingPublication | None:
         """Ask what the pool lacks of a sequence; None if it cannot be had.
 
         Raises: PoolUnavailable, NotRegistered
@@ -251,9 +251,9 @@ class PrefixStore:
         last = len(tokens) // size
         whole, namespace = tokens[: last * size], self.namespace(prefix.cache_salt)
         first = self._tried(lambda: self.pool.known_prefix(namespace, whole)) if last else 0
-        return None if first is None else Keeping(prefix, namespace, whole, first, last)
+        return None if first is None else PendingPublication(prefix, namespace, whole, first, last)
 
-    def go_on(self, kept: Keeping, most_blocks: int = 1) -> bool:
+    def publish_next(self, kept: PendingPublication, most_blocks: int = 1) -> bool:
         """Keep the next blocks, at most so many; True: nothing is left to be done.
 
         A prompt that cannot be kept is as good as one that nobody asks again: what the pool
@@ -283,11 +283,11 @@ class PrefixStore:
             logger.debug("a prefix is not kept: %s", error)
             return None
 
-    def _keep_session(self, kept: Keeping) -> int:
+    def _keep_session(self, kept: PendingPublication) -> int:
         prefix = kept.prefix
         return self.pool.keep_session(kept.namespace, kept.tokens, prefix.tenant, prefix.session)
 
-    def _publish(self, kept: Keeping, end: int) -> int:
+    def _publish(self, kept: PendingPublication, end: int) -> int:
         """Keep the blocks before ``end``; 0 if the pool would not have them."""
         assert kept.source is not None
         ids = self._take(kept.first, end)
@@ -336,11 +336,11 @@ class PrefixStore:
         if blocks:
             self.pool.give(np.concatenate(blocks))
 
-    def _write(self, first: int, ids: list[Ids], source: Source) -> None:
+    def _write(self, first: int, ids: list[Ids], source: TokenSource) -> None:
         """Encode the tokens of blocks, all head rows in one call."""
         blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
         start, count = first * size, len(ids) * size
-        target = self._cells(blocks.high, self.plan.high.tokens, count)
+        target = self._page_slots(blocks.high, self.plan.high.tokens, count)
         means = source.copy(start, count, target)
         self._copy(source.sink[:, : blocks.sink.shape[1]], blocks.sink)
         if means is not None:
@@ -348,9 +348,9 @@ class PrefixStore:
             scores[target[0].long(), target[1].long()] = means.flatten()
         self.device.wait()
 
-    def _cells(self, pages: Ids, per_page: int, count: int) -> Cells:
+    def _page_slots(self, pages: Ids, per_page: int, count: int) -> PageSlots:
         """Page and row of the first ``count`` tokens of each head row, where kernels read them."""
-        page, row = map(self.device.put, cells_of(pages, per_page, 0, count))
+        page, row = map(self.device.put, page_slots_of(pages, per_page, 0, count))
         return page, row
 
     def _copy(self, source: Ids, target: Ids) -> None:
@@ -371,7 +371,7 @@ def _lookable(request: Request) -> Ids:
     return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
 
 
-def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:
+def page_slots_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:
     """Page and row of ``count`` tokens from ``start`` on, head row after head row.
 
     Shapes:  pages [head rows, M] -> int32 [head rows x count] each

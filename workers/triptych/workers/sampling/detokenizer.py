@@ -11,14 +11,14 @@ _WINDOW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What a token added: text that is final, and the stop text that ended the answer."""
 
     text: str
     stop: str | None = None
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Detokenizes one answer incrementally.
 
     All pieces and ``finish`` together are the decoded answer, cut at the first stop text
@@ -37,12 +37,12 @@ class TextStream:
     ) -> None:
         """``prompt_tail``: last tokens of a prompt that the answer continues without a break.
         Tokenizers of SentencePiece's kind drop a space in front of the very first token."""
-        self._decoder = _Window(tokenizer, skip_special=sampling.skip_special_tokens)
-        self._stops = _StopTexts(sampling.stop, keep=sampling.include_stop)
+        self._decoder = _DecodeWindow(tokenizer, skip_special=sampling.skip_special_tokens)
+        self._stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
         for token in prompt_tail:
             self._decoder.push(token)
 
-    def push(self, token: int) -> Piece:
+    def push(self, token: int) -> TextDelta:
         """Take the answer's next token."""
         return self._stops.push(self._decoder.push(token))
 
@@ -52,7 +52,7 @@ class TextStream:
         return piece.text + self._stops.flush()
 
 
-class _Window:
+class _DecodeWindow:
     """Decodes the last few tokens and gives what is new.
 
     The decoded tail may still change while it ends in a replacement character: the rest of
@@ -108,7 +108,7 @@ class _Window:
         return self._decode(tokens, skip_special_tokens=False)
 
 
-class _StopTexts:
+class _StopStrings:
     """Lets text through until one of the stop texts is complete.
 
     The stop text that is completed first ends the answer, whatever the tokens' borders;
@@ -118,25 +118,25 @@ class _StopTexts:
     def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._keep = keep
-        self._held = ""
+        self._held_back = ""
         self._ended = False
 
-    def push(self, new: str) -> Piece:
+    def push(self, new: str) -> TextDelta:
         if self._ended:
-            return Piece("")
+            return TextDelta("")
         if not self._stops:
-            return Piece(new)
-        text = self._held + new
+            return TextDelta(new)
+        text = self._held_back + new
         if found := self._first(text):
             end, stop = found
-            self._held, self._ended = "", True
-            return Piece(text[: end if self._keep else end - len(stop)], stop)
+            self._held_back, self._ended = "", True
+            return TextDelta(text[: end if self._keep else end - len(stop)], stop)
         hold = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - hold :]
-        return Piece(text[: len(text) - hold])
+        self._held_back = text[len(text) - hold :]
+        return TextDelta(text[: len(text) - hold])
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._held_back = self._held_back, ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:

@@ -15,19 +15,19 @@ from triptych.core.grammar import LIMITS
 from triptych.workers.models.load import LoadedModel
 
 
-class Constraint:
+class GrammarMatcher:
     """How far one answer has come in its grammar."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         self._tokens = 0
 
-    def append(self, token: int) -> None:
-        """Take a token of the answer. One that does not fit makes ``rule_out`` raise."""
+    def accept_token(self, token: int) -> None:
+        """Take a token of the answer. One that does not fit makes ``mask_logits`` raise."""
         self._tokens += 1
         self._matcher.consume_token(token)
 
-    def rule_out(self, logits: Tensor) -> None:
+    def mask_logits(self, logits: Tensor) -> None:
         """Set the logits of tokens that cannot follow to minus infinity.
 
         Shapes:  logits (vocab,)
@@ -47,7 +47,7 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Constraints:
+class GrammarMatcherFactory:
     """Makes constraints for one model; its vocabulary is prepared when the first one is asked for.
 
     That takes half a second, once.
@@ -55,9 +55,9 @@ class Constraints:
 
     model: LoadedModel
 
-    def start(self, grammar: str) -> Constraint:
+    def start(self, grammar: str) -> GrammarMatcher:
         """A constraint for an answer that has not begun."""
-        return Constraint(self._tokenizer, grammar)
+        return GrammarMatcher(self._tokenizer, grammar)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

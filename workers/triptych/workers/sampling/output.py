@@ -13,8 +13,8 @@ from triptych.core.messages import (
     Tokens,
 )
 from triptych.workers.models.load import LoadedModel
-from triptych.workers.sampling.detokenizer import TextStream
-from triptych.workers.sampling.grammar import Constraints
+from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
+from triptych.workers.sampling.grammar import GrammarMatcherFactory
 from triptych.workers.sampling.sampler import Drawn, SamplerRow
 
 PROMPT_TAIL_TOKENS = 8
@@ -22,12 +22,12 @@ PROMPT_TAIL_TOKENS = 8
 
 
 @dataclass(eq=False)
-class Answer:
+class OutputProcessor:
     """State of one answer. The decode stage rebuilds it from the first token."""
 
     request: Request
     sampler_row: SamplerRow
-    text: TextStream
+    text: IncrementalDetokenizer
     end_ids: frozenset[int]
     limit: int
     """Tokens at most: what the request asks for, or what is left of the context."""
@@ -127,22 +127,24 @@ class OutputFactory:
     context_tokens: int
 
     @cached_property
-    def _constraints(self) -> Constraints:
-        return Constraints(self.model)
+    def _grammars(self) -> GrammarMatcherFactory:
+        return GrammarMatcherFactory(self.model)
 
-    def start(self, request: Request) -> Answer:
+    def start(self, request: Request) -> OutputProcessor:
         """An answer that goes on behind what its client has already."""
         sampling = request.sampling
         own = frozenset[int]() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
-        answer = Answer(
+        answer = OutputProcessor(
             request=request,
             sampler_row=SamplerRow(
                 sampling,
                 request.prompt,
                 self.model.eos_token_ids,
-                constraint=self._constraints.start(sampling.grammar) if sampling.grammar else None,
+                grammar=self._grammars.start(sampling.grammar) if sampling.grammar else None,
             ),
-            text=TextStream(self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]),
+            text=IncrementalDetokenizer(
+                self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]
+            ),
             end_ids=own | frozenset(sampling.stop_token_ids),
             limit=min(
                 sampling.max_tokens, self.context_tokens + request.skipped - len(request.prompt)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.core.errors import GrammarError, ModelError
 from triptych.core.messages import Sampling
-from triptych.workers.sampling.grammar import Constraint
+from triptych.workers.sampling.grammar import GrammarMatcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0: dividing by them would overflow."""
@@ -58,33 +58,33 @@ class SamplerRow:
         prompt: Sequence[int],
         eos_token_ids: Sequence[int],
         output: Iterable[int] = (),
-        constraint: Constraint | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.sampling = sampling
         self.prompt = prompt
         self.length = 0
         """Tokens of the answer so far."""
         repeats = sampling.repetition_penalty != 1.0
-        self._seen = _Counts(prompt if repeats else ()) if repeats else None
+        self._all_counts = _Counts(prompt if repeats else ()) if repeats else None
         counts = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-        self._answered = _Counts(()) if counts else None
+        self._output_counts = _Counts(()) if counts else None
         eos = () if sampling.ignore_eos else tuple(eos_token_ids)
         self._ends = torch.tensor([*eos, *sampling.stop_token_ids], dtype=torch.int64)
         self._bias_ids = torch.tensor([i for i, _ in sampling.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([b for _, b in sampling.logit_bias], dtype=torch.float32)
-        self._constraint = constraint
+        self._grammar = grammar
         for token in output:
             self.append(token)
 
     def append(self, token: int) -> None:
         """Count a token of the answer."""
         self.length += 1
-        if self._seen is not None:
-            self._seen.add(token)
-        if self._answered is not None:
-            self._answered.add(token)
-        if self._constraint is not None:
-            self._constraint.append(token)
+        if self._all_counts is not None:
+            self._all_counts.add(token)
+        if self._output_counts is not None:
+            self._output_counts.add(token)
+        if self._grammar is not None:
+            self._grammar.accept_token(token)
 
     @property
     def is_greedy(self) -> bool:
@@ -94,15 +94,15 @@ class SamplerRow:
     def is_edited(self) -> bool:
         """Whether logits change before the draw."""
         return (
-            self._seen is not None
-            or self._answered is not None
+            self._all_counts is not None
+            or self._output_counts is not None
             or len(self._bias) > 0
-            or self._holds_end_back
-            or self._constraint is not None
+            or self._suppresses_stop
+            or self._grammar is not None
         )
 
     @property
-    def _holds_end_back(self) -> bool:
+    def _suppresses_stop(self) -> bool:
         return self.length < self.sampling.min_tokens and len(self._ends) > 0
 
     def edit(self, logits: Tensor) -> None:
@@ -116,18 +116,18 @@ class SamplerRow:
             known = self._bias_ids < vocab
             ids, bias = self._bias_ids[known], self._bias[known]
             logits.index_add_(0, ids.to(logits.device), bias.to(logits.device))
-        if self._seen is not None and self._seen.ids.numel():
-            ids = self._seen.ids.to(logits.device)
+        if self._all_counts is not None and self._all_counts.ids.numel():
+            ids = self._all_counts.ids.to(logits.device)
             old, penalty = logits[ids], settings.repetition_penalty
             logits[ids] = torch.where(old > 0, old / penalty, old * penalty)
-        if self._answered is not None and self._answered.ids.numel():
-            ids = self._answered.ids.to(logits.device)
-            counts = self._answered.counts.to(logits.device)
+        if self._output_counts is not None and self._output_counts.ids.numel():
+            ids = self._output_counts.ids.to(logits.device)
+            counts = self._output_counts.counts.to(logits.device)
             logits[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
-        if self._holds_end_back:
+        if self._suppresses_stop:
             logits[self._ends[self._ends < vocab].to(logits.device)] = -torch.inf
-        if self._constraint is not None:
-            self._constraint.rule_out(logits)
+        if self._grammar is not None:
+            self._grammar.mask_logits(logits)
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends on the seed and the position in the answer alone."""

@@ -17,7 +17,7 @@ from triptych.core.messages import PluginOverride
 from triptych.core.plugin_overrides import Bound, Offer
 from triptych.core.policy import Policy
 from triptych.core.schema import SchemaError, build
-from triptych.workers.decode.checkpoint import MOST_MEMORY
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY
 from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.decode.plugins.plugin import (
     CONDITIONS,
@@ -214,9 +214,9 @@ def ordered(
         place = slice(column, end)
         places.append(Placed(label, plugin, config.enabled, bounds, before[label], place))
         column = end
-    if column > MOST_MEMORY:
+    if column > MAX_PLUGIN_MEMORY:
         text = f"decode.plugins: together they remember {column} numbers of each answer"
-        raise ConfigError(f"{text}; there is room for {MOST_MEMORY}")
+        raise ConfigError(f"{text}; there is room for {MAX_PLUGIN_MEMORY}")
     _check_switched_on(places)
     return places
 

@@ -1,4 +1,4 @@
-"""The decode stage: continuous batching over compressed pages, one token a step for each."""
+"""The decode engine: continuous batching over compressed pages, one token per request and step."""
 
 import logging
 import time
@@ -50,7 +50,8 @@ Ids = NDArray[np.int32]
 
 @dataclass
 class DecodeEngine:
-    """Draws one token for every running request at each step; requests join and leave freely."""
+    """Samples one token for every running request at each step; requests join and leave between
+    steps."""
 
     runner: Runner
     pool: WorkerPool
@@ -58,21 +59,21 @@ class DecodeEngine:
     outputs: OutputFactory
     max_requests: int
     draw: Draw = sample
-    """How tokens are drawn from logits; the quality harness forces them."""
+    """Samples tokens from logits; evaluations replace it to force tokens."""
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    """Which pages a step reads."""
+    """Page selection of a step."""
     plugins: Sequence[StepPluginConfig] = ()
-    """What looks at each step when its tokens are drawn."""
+    """Step plug-ins, which run after sampling."""
     prefixes: PrefixStore | None = None
-    """None: no answer is kept for the next turn."""
+    """None: no output is published to the prefix cache."""
     keep_answers: KeepAnswers = "never"
-    """Which answers are."""
+    """Which outputs are published."""
     device: Device = CPU
     stage: Stage = "decode"
     _deadlines: DecodeDeadlines = field(default_factory=DecodeDeadlines)
     _running: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
     _publishing: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
-    """Answers that are complete and told; their pages stay until the pool has what it lacks."""
+    """Requests with a complete output whose blocks are being published; they keep their pages."""
 
     def __post_init__(self) -> None:
         arena, device = self.pool.arena, self.device
@@ -138,7 +139,7 @@ class DecodeEngine:
         try:
             return self._start(self._handover.resume(message), message.join)
         except TriptychError as error:
-            logger.warning("request %s cannot go on here: %s", name, error)
+            logger.warning("takeover of request %s failed: %s", name, error)
             self.pool.withdraw([name])
             return [refuse(name, StageLost("decode"))]
 
@@ -200,7 +201,7 @@ class DecodeEngine:
     def _run_plugins(
         self, batch: Sequence[RunningRequest], logits: Tensor, drawn: Sequence[Drawn]
     ) -> Verdict | None:
-        """What plug-ins make of a step; None: nobody has one."""
+        """Run the step plug-ins; None: none is configured."""
         if not self._pipeline.places:
             return None
         seen = Seen(
@@ -213,13 +214,13 @@ class DecodeEngine:
         return self._pipeline.look([one.options.plugins for one in batch], seen, memory)
 
     def _ending_plugin(self, verdict: Verdict | None, row: int) -> str:
-        """The plug-in that wants an answer to end; empty: none does."""
+        """The plug-in that ends the output of a row; empty: none."""
         return self._pipeline.label(verdict.ended_by[row]) if verdict else ""
 
     def _finish(self, one: RunningRequest) -> list[Send]:
-        """End a request, now or when what was answered is kept."""
+        """Finish a request, now or after its output is published to the prefix cache."""
         self._checkpoint.mark_finished(one.slot)
-        # What has skipped layers is nobody's prefix: its keys and values are not the model's.
+        # Tokens that exited early have other keys and values than the full model: do not publish.
         is_exact = not one.options.exit_entropy
         if (
             is_exact
@@ -232,7 +233,7 @@ class DecodeEngine:
         return [finished(one.id, len(one.output.tokens))]
 
     def _publish_block(self) -> list[Send]:
-        """Go on with keeping answers; what was said at the last step is on its way already."""
+        """Publish one block of a finished output to the prefix cache."""
         one = next(iter(self._publishing.values()), None)
         if (
             one is None
@@ -243,20 +244,20 @@ class DecodeEngine:
         self._release(one)
         return [finished(one.id, len(one.output.tokens))]
 
-    # ---------------------------------------------------------------- for who looks on
+    # ---------------------------------------------------------------- for profilers and tests
 
     @property
     def tables(self) -> Sequence[SectionTable]:
-        """Pages of all slots; those of raw pages first."""
+        """Page tables of all slots; the one of raw pages first."""
         return self._sections.tables
 
     @property
     def selector(self) -> Selector | None:
-        """None: every page is read."""
+        """None: attention reads every page."""
         return self._selector
 
     def slots(self) -> tuple[list[str], Ids]:
-        """The requests of the batch and where they are."""
+        """The requests of the batch and their slots."""
         return list(self._running), np.array([one.slot for one in self._running.values()], np.int32)
 
     # ---------------------------------------------------------------- join and leave
@@ -284,15 +285,15 @@ class DecodeEngine:
         return preempted
 
     def _release(self, one: RunningRequest) -> None:
-        """Give every page back and free the slot."""
+        """Release the lease of a request, free its pages and its slot."""
         self.pool.release([one.claim.lease])
         self._forget(one)
 
     def _forget(self, one: RunningRequest) -> None:
-        """Free the slot and the pages of this worker's stock; the lease is not touched.
+        """Free the slot and the pages that this worker allocated, but not the lease.
 
-        On cancel the lease is withdrawn by the request's name, and where stages share a
-        process another one may have done that already.
+        A cancel withdraws the lease by request id; another stage of the same process can have
+        done that already.
         """
         self._checkpoint.leave(one.slot)
         self._free(one)
@@ -314,7 +315,7 @@ class DecodeEngine:
     # ---------------------------------------------------------------- forward
 
     def _forward(self, batch: list[RunningRequest]) -> Tensor:
-        """Logits [requests, vocab] of the newest token of each request."""
+        """Run the model on the newest token of each request; logits [requests, vocab]."""
         tokens = np.array([one.output.tokens[-1] for one in batch], np.int64)
         positions = np.array([one.position for one in batch], np.int32)
         slots = np.array([one.slot for one in batch], np.int32)

@@ -175,7 +175,9 @@ class RequestHandover:
         if left.is_finished(at):
             sends = self._replay(output, left, at)
             if output.finish is None:
-                raise MessageError(f"what is written of {name!r} has no end")
+                raise MessageError(
+                    f"the checkpoint entry of {name!r} is marked finished, its output is not"
+                )
             return Admission([*sends, finished(name, len(output.tokens))])
         self._require_slot()
         options = self._options(join.request)
@@ -196,7 +198,10 @@ class RequestHandover:
         return self._admit(join, output, slot, claim, options, [], unused)
 
     def _options(self, request: Request) -> StepOptions:
-        """Raises: RequestError if the request wants what is not here"""
+        """The step options of a request.
+
+        Raises: RequestError if it asks for a plug-in that is not configured
+        """
         switches = request.switches
         plugins = self._pipeline.chosen(switches)
         set_to = self._pipeline.settings(plugins)

@@ -1,6 +1,6 @@
 # torch.from_numpy and numpy's comparisons lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What was answered, kept for the next turn: read back from the decode worker's own pages."""
+"""Publishes finished outputs to the prefix cache, read from the decode worker's own pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ KeepAnswers = Literal["always", "sessions", "never"]
 
 @dataclass(frozen=True)
 class SlotTokenSource:
-    """Some tokens of one slot, wherever the tables have them: in 16 bits, high or low.
+    """Tokens of one slot as a ``TokenSource``: from raw, high and low pages.
 
-    A token lies in a page of another class in each head row, and in any order, so each is found by
-    its position. It comes out in the high format, but no better than it went in.
+    A token can be in a page of a different class in each head row, in any order, so it is found by
+    its position. A copy has the high format, without regaining precision that was lost.
     """
 
     memory: DevicePages
@@ -36,13 +36,13 @@ class SlotTokenSource:
     stored: int
     """Tokens of the sequence that have keys and values."""
     first: int
-    """The first token that is here; each array ends with the last one, [head rows, tokens]."""
+    """Position of the first token of the arrays, [head rows, tokens]."""
     table: Ids
-    """Which table has it."""
+    """Index of the table that has each token."""
     page: Ids
     row: Ids
     fixed: int
-    """The place of the table of cached prefixes; negative: there is none."""
+    """Index of the table of cached prefixes; negative: there is none."""
 
     @classmethod
     def of(
@@ -54,10 +54,9 @@ class SlotTokenSource:
         span: tuple[int, int],
         stored: int,
     ) -> "SlotTokenSource | None":
-        """The tokens of a slot in ``span``; None if a head row has dropped a token, of any place.
+        """The tokens of a slot in ``span``; None if a head row has dropped any token.
 
-        What came behind a token that was dropped was computed without it, so it fits this
-        request alone.
+        Tokens behind a dropped one were computed without it, so other requests cannot use them.
         """
         rows = plan.geometry.head_rows
         first, end = span
@@ -68,14 +67,14 @@ class SlotTokenSource:
             pages = table.pages[:, slot].reshape(rows, -1)
             counts, each = table.tokens[:, slot].reshape(rows), table.layout.tokens
             pages = pages[:, : table.layout.pages(int(counts.max()))]
-            cells: Ids = np.arange(pages.shape[1] * each, dtype=np.int32)
-            live: Mask = np.less(cells, counts[:, None])
+            places: Ids = np.arange(pages.shape[1] * each, dtype=np.int32)
+            live: Mask = np.less(places, counts[:, None])
             ids = memory.device.put(np.where(live[:, ::each], pages, 0)).long()
             kept = segments(memory.near, table.layout).positions[ids]
             positions = kept.cpu().numpy().reshape(rows, -1)
-            head, cell = np.nonzero(live & (positions >= first) & (positions < end))
-            token = positions[head, cell] - first
-            column, row = np.divmod(cell, each)
+            head, place = np.nonzero(live & (positions >= first) & (positions < end))
+            token = positions[head, place] - first
+            column, row = np.divmod(place, each)
             found[0, head, token] = index
             found[1, head, token] = pages[head, column]
             found[2, head, token] = row
@@ -86,7 +85,7 @@ class SlotTokenSource:
         return cls(memory, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
 
     def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
-        """Write tokens into cells of high pages; what ``TokenSource`` says."""
+        """Write tokens into slots of high pages, as ``TokenSource`` describes."""
         put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         table, page, row = (
             part_.ravel() for part_ in (self.table[:, part], self.page[:, part], self.row[:, part])
@@ -100,7 +99,7 @@ class SlotTokenSource:
                 transcode(self.memory.near, one.layout, self.plan.high, *source, *into)
         if not self.plan.policy.needs_significance:
             return None
-        # A score is the attention that a token received from all that came since, itself included;
+        # A score is the sum of the attention from the token itself and all later ones;
         # in a cached prefix it is the mean.
         kept = segments(self.memory.near, self.plan.high).scores
         scores = kept[target[0].long(), target[1].long()]
@@ -111,23 +110,23 @@ class SlotTokenSource:
 
 @dataclass(frozen=True)
 class FinishedOutput:
-    """A finished answer whose pages are still there."""
+    """A finished output whose request still has its pages."""
 
     request: Request
     output_tokens: Sequence[int]
-    """All its tokens."""
+    """All output tokens."""
     slot: int
     stored: int
-    """Tokens of prompt and answer that have keys and values: all but the last."""
+    """Tokens of prompt and output that have keys and values: all but the last."""
     token_s: float
-    """Seconds that a token of the prompt took to compute."""
+    """Prefill time per prompt token in seconds."""
 
 
 @dataclass
 class OutputCache:
-    """Gives the pool the ends of sequences that it lacks, a block at a time.
+    """Publishes finished sequences to the prefix cache, one block at a time.
 
-    So a step of decoding, which others wait for, is longer by one block at most.
+    Publishing delays a decode step by one block at most.
     """
 
     store: PrefixStore
@@ -144,10 +143,10 @@ class OutputCache:
         tables: Sequence[SectionTable],
         mode: KeepAnswers,
     ) -> "OutputCache | None":
-        """None if no answer is ever kept.
+        """None if no output is published.
 
-        A policy that judges tokens by attention that nobody has counted for answers would judge
-        them wrong in the next turn.
+        A policy that needs significance but does not score output tokens would classify them
+        wrongly in the next turn.
         """
         if store is None or mode == "never":
             return None
@@ -157,13 +156,13 @@ class OutputCache:
         return cls(store, memory, tables, mode)
 
     def should_publish(self, request: Request) -> bool:
-        """Whether the answer to a request is to be kept."""
+        """Whether the output of a request is published."""
         return self.mode == "always" or bool(request.session)
 
     def publish_next(self, finished: FinishedOutput) -> bool:
-        """Keep the next block of an answer; True if nothing is left to be done.
+        """Publish the next block of an output; True if none is left.
 
-        Until then the pages of its slot must stay as they are.
+        Until then the pages of its slot must not change.
 
         Raises: PoolUnavailable, NotRegistered
         """
@@ -176,11 +175,11 @@ class OutputCache:
         return False
 
     def forget(self, request: str) -> None:
-        """Keep no more of an answer."""
+        """Stop publishing an output."""
         self._begun.pop(request, None)
 
     def _begin(self, finished: FinishedOutput) -> PendingPublication | None:
-        """See what the pool lacks, and where the tokens of it are."""
+        """Find the blocks that the pool lacks, and the places of their tokens."""
         request = finished.request
         prefix = Prefix(
             tokens=pack_tokens(

@@ -1,4 +1,4 @@
-"""Pages for the next token of every running request, and old tokens moved out of raw pages."""
+"""Allocates pages for the next token of every running request and retires old raw pages."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -17,11 +17,11 @@ from triptych.workers.kv.device_pages import NO_PAGES
 
 Ids = NDArray[np.int32]
 Failure = tuple[RunningRequest, TriptychError]
-"""Who got no pages, and why."""
+"""A request that got no pages, and the error."""
 
 
 class PageGrowth:
-    """What a decode worker does to pages between two steps."""
+    """Page allocation and retirement between two decode steps."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class PageGrowth:
         self._raw, self._window, self._selector = checkpoint.tables[0], window, selector
 
     def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
-        """Move old tokens out of raw pages, and see that every row can take one more token.
+        """Retire full raw pages, then allocate pages so that every row can take one more token.
 
-        Yields:  who got no pages. It must be gone before the next one is asked for: its pages may
-                 be what others lack.
+        Yields:  requests that got no pages. The caller frees each before it takes the next one:
+                 the freed pages may serve the others.
         """
         retired = set[RunningRequest]()
         if self._window is not None:
@@ -61,7 +61,7 @@ class PageGrowth:
     ) -> Generator[Failure, None, set[RunningRequest]]:
         """Compress the raw page behind the sink, in each row, once it is older than the window.
 
-        Returns: those for whom that was done; their next raw page is the one that was emptied
+        Returns: the requests with a retired page; the emptied raw page is their next one
         """
         retired = set[RunningRequest]()
         groups = dict[float, list[RunningRequest]]()
@@ -75,7 +75,7 @@ class PageGrowth:
     def _retire(
         self, window: Window, full: Sequence[RunningRequest], alpha_low: float
     ) -> Generator[Failure, None, list[RunningRequest]]:
-        """The same for requests whose tokens are judged alike."""
+        """Retire a raw page of requests that share the same ``alpha_low``."""
         slots, seen = _slots(full), [one.position for one in full]
         retirement = window.prepare(slots, seen, alpha_low)
         gone = set[RunningRequest]()
@@ -99,10 +99,9 @@ class PageGrowth:
     def _grow(
         self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
     ) -> Iterator[Failure]:
-        """Give each row of some requests the pages for so many tokens of each table.
+        """Allocate pages so that each row can hold the wanted tokens of each table.
 
-        All requests at once, as that takes hardly longer than one of them; if the pool has not
-        enough, one after another.
+        All requests at once; one after another if the pool has too few pages.
         """
         try:
             self._grow_all(batch, slots, table, wanted)
@@ -117,7 +116,10 @@ class PageGrowth:
     def _grow_all(
         self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
     ) -> None:
-        """Raises: PoolExhausted, and nothing has changed"""
+        """Allocate for all requests or none.
+
+        Raises: PoolExhausted
+        """
         lacking: list[int] = table.count_lacking(slots, wanted).tolist()
         if not any(lacking):
             return
@@ -127,7 +129,7 @@ class PageGrowth:
             self._sections.moved(slot)
 
     def _take(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
-        """Pages for each request: its own spare ones first, then of this worker's stock."""
+        """Pages for each request: first its unused ones, then newly allocated ones."""
         short = [
             max(0, count - one.unused_pages.size) for one, count in zip(batch, counts, strict=True)
         ]

@@ -1,7 +1,8 @@
-"""Tokens that leave the window of a running request: planned and moved for all head rows at once.
+"""Retirement of raw pages: tokens that leave the 16-bit window move to high and low pages.
 
-A raw page leaves as a whole, once none of its tokens is in the 16-bit window. Its tokens become
-high, and less significant ones step down for them (``plan_retirement``).
+A raw page retires as a whole, once none of its tokens is in the window. Its tokens are encoded in
+the high format, and less significant high tokens are downgraded or dropped (``plan_retirement``).
+All head rows of all slots are planned and moved together.
 """
 
 from collections.abc import Sequence
@@ -23,14 +24,14 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class RetirementPlan:
-    """What becomes of one raw page of each head row of some slots."""
+    """The retirement of one raw page of each head row of some slots."""
 
     slots: Ids
     plan: Retirement[Ids]
     """Arrays begin [layers, requests, kv_heads]."""
 
     def of(self, requests: Sequence[int]) -> "RetirementPlan":
-        """The part of some of the requests."""
+        """The plan of some of the requests."""
         if len(requests) == len(self.slots):
             return self
         return RetirementPlan(self.slots[requests], Retirement(self.plan.numbers[:, requests]))
@@ -43,12 +44,12 @@ RAW, HIGH, LOW = range(3)
 
 
 class Window:
-    """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
+    """The recent window of every slot: raw pages behind those of the sink."""
 
     def __init__(
         self, memory: DevicePages, checkpoint: Checkpoint, sections: Sections | None = None
     ) -> None:
-        """``sections``: the checkpoint's tables as kernels see them; None: made when needed."""
+        """``sections``: kernel views of the checkpoint's tables; None: made when needed."""
         self.memory, self.plan, self.moving = memory, checkpoint.plan, checkpoint.retirements
         self._checkpoint, self._given = checkpoint, sections
         self.raw, self.high, *low = checkpoint.tables
@@ -57,16 +58,16 @@ class Window:
         self._full_tokens = self.plan.full_raw_tokens
         layers, slots, _ = self.raw.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
-        """What slots of a layer are called in sections of every layer."""
+        """Slot numbers of each layer in sections that span all layers."""
 
     @cached_property
     def sections(self) -> Sections:
-        """The tables as kernels see them."""
+        """Kernel views of the tables."""
         return self._given or Sections(self._checkpoint.sections, self.memory.device)
 
     @cached_property
     def _page_places(self) -> list[Tensor]:
-        """For so many requests, the places in raw of the tokens behind those of the sink."""
+        """By number of requests, the places in the raw table of the page behind the sink."""
         layers, slots, kv_heads = self.raw.tokens.shape
         first, room = self.plan.sink_tokens, self.raw.layout.tokens
         there = self.memory.device.name
@@ -74,18 +75,18 @@ class Window:
         return [page.expand(layers * requests, kv_heads, room) for requests in range(slots + 1)]
 
     def is_full(self, slot: int) -> bool:
-        """Whether a raw page of a slot is to leave: never is there more than one."""
+        """Whether a raw page of a slot must retire; at most one at a time."""
         return self.raw.length(slot) == self._full_tokens
 
     def prepare(
         self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0
     ) -> RetirementPlan:
-        """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
+        """Plan the retirement of the page behind the sink; ``seen``: tokens of each request.
 
-        ``least_alpha_low``: what the policy's ``alpha_low`` is raised to, if it is lower.
+        ``least_alpha_low``: lower bound of the policy's ``alpha_low``.
 
-        Its tokens become high. As many older ones leave the window of tokens that are high in any
-        case, and are judged: their positions are a fixed distance behind those of the page.
+        The tokens of the page become high. As many older tokens leave the high window and are
+        classified by significance: their positions are a fixed distance behind those of the page.
         """
         layers, _, kv_heads, _ = self.raw.pages.shape
         alpha_high, alpha_low = self.plan.policy.answer_alphas
@@ -107,7 +108,7 @@ class Window:
     def _retiring_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
         """Rows of all layers, tokens seen, and the oldest position that leaves the high window.
 
-        Only what is in high already can be judged, so it is one page behind at least.
+        That position is at least one page behind: only tokens in high pages can be classified.
         """
         policy, raw = self.plan.policy, self.raw
         lag = max(raw.layout.tokens, policy.high_window_tokens - policy.window_tokens)
@@ -115,12 +116,12 @@ class Window:
         return block_table_ops.leaving_rows(raw.tokens, slots, now, self.plan.sink_tokens, lag)
 
     def apply(self, retirement: RetirementPlan) -> None:
-        """Move tokens as planned, into pages that the tables have by now.
+        """Move tokens as planned, into pages that the tables have already.
 
-        The raw pages that they leave are the next ones of their rows.
+        The emptied raw pages are the next ones of their rows.
 
-        The plan is written down first, and after each part how far it has come: each part
-        reads what it does not write, so whoever takes over can do it again.
+        The checkpoint gets the plan first and the phase after each part. A part does not write
+        what it reads, so a takeover worker can repeat it.
         """
         moving, slots = self.moving, retirement.slots
         numbers = retirement.plan.numbers
@@ -130,9 +131,9 @@ class Window:
         self._run_phases(retirement, PLANNED)
 
     def resume(self, slot: int) -> Ids:
-        """Carry out what a worker had begun for a slot when it died, if it had.
+        """Complete the retirement that a dead worker had begun for a slot, if any.
 
-        Returns: the raw pages that hold nothing any more
+        Returns: the emptied raw pages
         """
         moving, at = self.moving, np.array([slot], np.int32)
         phase = int(moving.phase[slot])
@@ -142,7 +143,7 @@ class Window:
         return self._run_phases(retirement, phase)[0]
 
     def _run_phases(self, retirement: RetirementPlan, phase: int) -> Ids:
-        """Who steps down goes first, since newcomers take those places."""
+        """Downgrade first, since the tokens of the page take the places of downgraded tokens."""
         moving, slots = self.moving, retirement.slots
         if phase <= PLANNED:
             self._downgrade(retirement)
@@ -179,13 +180,13 @@ class Window:
         memory.save(table.pages_at(slots, target_places) if memory.is_copied else NO_PAGES)
 
     def _put(self, places: Ids) -> Tensor:
-        """Places by layer and request as those of the rows of sections of every layer."""
+        """Places by layer and request as rows of sections that span all layers."""
         return self.memory.device.put(places.reshape(-1, *places.shape[2:]))
 
     def _commit(self, retirement: RetirementPlan) -> Ids:
-        """Set tables and counts as they are from now on.
+        """Set tables and counts to the state after the retirement.
 
-        Returns: the raw pages that hold nothing any more, [requests, head rows]
+        Returns: the emptied raw pages, [requests, head rows]
         """
         moving, slots, raw = self.moving, retirement.slots, self.raw
         emptied = block_table_ops.turn_page(

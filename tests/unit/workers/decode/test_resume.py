@@ -166,7 +166,7 @@ class Stages:
         return join
 
     def resume(self, request: Request, previous_worker: str) -> Resume:
-        """What the router sends to the heir of a dead worker."""
+        """What the router sends to the worker that takes over from a dead one."""
         return Resume(previous_worker=previous_worker, join=self.joins[request.id])
 
     @staticmethod
@@ -332,13 +332,13 @@ def go_on(
     *,
     is_moved: bool = False,
 ) -> None:
-    """With ``is_moved`` the heir is asked for the requests as soon as it has them."""
-    heir_name, heir = stages.decoder()
+    """With ``is_moved`` the takeover worker is asked for the requests as soon as it has them."""
+    takeover_name, takeover = stages.decoder()
     for request in requests():
-        client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
+        client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
     if is_moved:
-        client.hear(heir.accept(Preempt(requests=tuple(whole))) or ())
-    run(heir, client)
+        client.hear(takeover.accept(Preempt(requests=tuple(whole))) or ())
+    run(takeover, client)
     next_name, third = stages.decoder()
     for offer in client.suspended:
         client.hear(third.accept(joining(offer)) or ())
@@ -347,7 +347,7 @@ def go_on(
     assert {name: client.answer(name) for name in whole} == whole, how
     assert client.likely.keys() == {"r0"}
     assert [*sorted(client.likely["r0"])] == [*range(1, ANSWER)], how
-    for name in (previous_worker, heir_name, next_name):
+    for name in (previous_worker, takeover_name, next_name):
         assert stages.pool.expel(name)
     assert stages.pool.check() == []
     assert stages.pool.stat().held_pages == 0
@@ -374,7 +374,7 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
 ) -> None:
     """Its scores are added and its keys are stored, perhaps in a page that has nothing else.
 
-    Nobody but the heir knows of that, so it does the step before it lets a request go.
+    Only the takeover worker knows of that, so it does the step before it lets a request go.
     """
     if not stages.plan.policy.score_every:
         return
@@ -413,7 +413,7 @@ def test_a_retirement_is_carried_out_whatever_line_it_was_at(
         die_and_go_on(stages, whole, lines, RETIREMENT)
 
 
-def test_one_heir_may_inherit_from_several_and_die_itself(
+def test_one_worker_may_take_over_from_several_and_die_itself(
     stages: Stages, whole: dict[str, list[int]]
 ) -> None:
     client, names = Client(), list[str]()
@@ -426,17 +426,17 @@ def test_one_heir_may_inherit_from_several_and_die_itself(
         with pytest.raises(Crash), crash_after(lines):
             run(engine, client)
     for _ in range(2):
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         for request, previous_worker in zip(requests(), names, strict=True):
-            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        names = [heir_name] * len(names)
-        with crash_after(lines if heir_name != "last" else 10**9), contextlib.suppress(Crash):
-            run(heir, client)
-    heir_name, heir = stages.decoder()
+            client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        names = [takeover_name] * len(names)
+        with crash_after(lines if takeover_name != "last" else 10**9), contextlib.suppress(Crash):
+            run(takeover, client)
+    takeover_name, takeover = stages.decoder()
     for request, previous_worker in zip(requests(), names, strict=True):
         if request.id not in client.finished:
-            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-    run(heir, client)
+            client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+    run(takeover, client)
     assert {name: client.answer(name) for name in whole} == whole
     for name in [f"decode-{index}" for index in range(stages.decoders + 1)]:
         stages.pool.expel(name)
@@ -534,15 +534,15 @@ def test_what_is_on_offer_outlives_the_worker_that_offered_it(
     for _ in range(11):
         client.hear(engine.step())
     client.hear(engine.accept(Preempt(requests=("r0", "r1"))) or ())
-    name, heir = stages.decoder()
+    name, takeover = stages.decoder()
     if is_heard:
         stages.pool.inherit(previous_worker)  # a fence: it is dead from here on
         for offer in client.suspended:
-            client.hear(heir.accept(joining(offer, previous_worker)) or ())
+            client.hear(takeover.accept(joining(offer, previous_worker)) or ())
     else:
         for request in requests():
-            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-    run(heir, client)
+            client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+    run(takeover, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole
     for one in (previous_worker, name):
@@ -614,21 +614,22 @@ NO_MORE = [("worker_lost", True)]
 def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
     [request, other] = requests()
     previous_worker, engine = stages.decoder()
-    heir_name, heir = stages.decoder()
+    takeover_name, takeover = stages.decoder()
     engine.accept(stages.join(request))
     never_here = replace(stages.joins[request.id], request=other)
-    assert refusals(heir.accept(stages.resume(request, "nobody"))) == NO_MORE
+    assert refusals(takeover.accept(stages.resume(request, "nobody"))) == NO_MORE
     assert (
-        refusals(heir.accept(Resume(previous_worker=previous_worker, join=never_here))) == NO_MORE
+        refusals(takeover.accept(Resume(previous_worker=previous_worker, join=never_here)))
+        == NO_MORE
     )
-    assert refusals(heir.accept(stages.resume(request, previous_worker))) == []
+    assert refusals(takeover.accept(stages.resume(request, previous_worker))) == []
     assert (
-        refusals(heir.accept(stages.resume(request, previous_worker))) == []
+        refusals(takeover.accept(stages.resume(request, previous_worker))) == []
     )  # it is here already
     _, late = stages.decoder()
     assert refusals(late.accept(stages.resume(request, previous_worker))) == NO_MORE
-    run(heir, Client())
-    for name in (previous_worker, heir_name):
+    run(takeover, Client())
+    for name in (previous_worker, takeover_name):
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
 
@@ -652,12 +653,12 @@ def test_a_checkpoint_that_makes_no_sense_is_not_believed(
     [request, _] = requests()
     previous_worker, engine = stages.decoder()
     engine.accept(stages.join(request))
-    heir_name, heir = stages.decoder()
+    takeover_name, takeover = stages.decoder()
     written = engine._checkpoint
     getattr(written, field_name)[written.find(request.id)] = value
-    assert refusals(heir.accept(stages.resume(request, previous_worker))) == NO_MORE
+    assert refusals(takeover.accept(stages.resume(request, previous_worker))) == NO_MORE
     assert stages.pool.check() == []
-    for name in (previous_worker, heir_name):
+    for name in (previous_worker, takeover_name):
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
 
@@ -668,14 +669,14 @@ def test_page_ids_and_counts_of_a_checkpoint_are_checked(stages: Stages) -> None
     for _ in range(20):
         previous_worker, engine = stages.decoder()
         engine.accept(stages.join(request))
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         table = rng.choice(engine._checkpoint.sections)
         target = table.pages if rng.random() < 0.5 else table.tokens
         target[...] = rng.integers(-(2**31), 2**31, target.shape, dtype=np.int32)
-        refused = refusals(heir.accept(stages.resume(request, previous_worker)))
+        refused = refusals(takeover.accept(stages.resume(request, previous_worker)))
         assert refused in (NO_MORE, [])  # raw counts are not believed anyway
         assert stages.pool.check() == []
-        for name in (previous_worker, heir_name):
+        for name in (previous_worker, takeover_name):
             stages.pool.expel(name)
         assert stages.pool.stat().held_pages == 0
 

@@ -243,10 +243,10 @@ def test_whoever_dies_leaves_the_same_tokens_and_no_hold(
             heard.hear(engine.accept(stages.join(request)) or ())
         with pytest.raises(Crash), crash_after(lines, DECODE):
             run(engine, heard)
-        name, heir = stages.decoder()
+        name, takeover = stages.decoder()
         for request in requests():
-            heard.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        run(heir, heard)
+            heard.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        run(takeover, heard)
         assert {name: heard.answer(name) for name in whole} == whole, f"died at line {lines}"
         for one in (previous_worker, name):
             stages.pool.expel(one)

@@ -307,13 +307,13 @@ def test_a_streak_outlives_its_worker(
             patch.setattr(Checkpoint, call, die)
             while engine.has_work():
                 client.hear(engine.step())
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         for request in asked(threshold):
             if request.id not in client.finished:
-                client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        while heir.has_work():
-            client.hear(heir.step())
-        check(client, whole, stages, [previous_worker, heir_name])
+                client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        while takeover.has_work():
+            client.hear(takeover.step())
+        check(client, whole, stages, [previous_worker, takeover_name])
 
 
 def test_a_memory_that_has_no_room_is_refused(stages: Stages) -> None:
@@ -325,7 +325,7 @@ def test_a_memory_that_has_no_room_is_refused(stages: Stages) -> None:
     assert "at most 16" in refusal.message.error.message
     assert not engine.has_work()
     stages.pool.expel(name)
-    stages.pool.withdraw([join.request.id])  # what it was offered is its giver's still
+    stages.pool.withdraw([join.request.id])  # what it was offered is its source worker's still
     assert stages.pool.stat().held_pages == 0
 
 

@@ -371,7 +371,7 @@ def _chosen(placed: Placed, switch: PluginOverride | None) -> StepPlugin | None:
 
 
 def _typed(kind: type, options: Mapping[str, float]) -> dict[str, Any]:
-    """Numbers as a dataclass has them: those of a message are all floats."""
+    """Options with the number types of their dataclass; a message has floats only."""
     whole = {field.name for field in fields(kind) if field.type in (int, "int")}
     return {name: int(value) if name in whole else value for name, value in options.items()}
 
@@ -379,9 +379,9 @@ def _typed(kind: type, options: Mapping[str, float]) -> dict[str, Any]:
 def _step(
     placed: Placed, plugin: StepPlugin, rows: Rows, facts: dict[str, Tensor], memory: Tensor
 ) -> dict[str, Tensor]:
-    """What a plug-in makes of some rows.
+    """Run a plug-in on some rows.
 
-    Raises: PluginError if that is not what it said it would
+    Raises: PluginError if its results are not the values that it provides
     """
     if "entropy" in plugin.needs:
         _add_entropy(facts, rows)
@@ -389,9 +389,9 @@ def _step(
     if plugin.memory:
         given[MEMORY] = memory[rows, placed.memory]
     made = dict(plugin.step(given))
-    said = {*plugin.provides, *([MEMORY] if plugin.memory else [])} - SETTINGS_ALONE
-    if made.keys() != said:
-        raise PluginError(placed.label, f"gave {sorted(made)}, expected {sorted(said)}")
+    expected = {*plugin.provides, *([MEMORY] if plugin.memory else [])} - SETTINGS_ALONE
+    if made.keys() != expected:
+        raise PluginError(placed.label, f"gave {sorted(made)}, expected {sorted(expected)}")
     for name, value in made.items():
         width = (plugin.memory,) if name == MEMORY else value.shape[1:]
         if value.shape != (len(rows), *width):
@@ -401,7 +401,7 @@ def _step(
 
 
 def _add_entropy(facts: dict[str, Tensor], rows: Rows) -> None:
-    """Compute what is not known of these rows yet."""
+    """Compute the entropy of these rows where it is missing."""
     logits = facts["logits"]
     known = facts.setdefault("entropy", logits.new_full((logits.shape[0],), torch.nan))
     unknown = torch.tensor(rows).to(known.device)[known[rows].isnan()]
@@ -409,7 +409,7 @@ def _add_entropy(facts: dict[str, Tensor], rows: Rows) -> None:
 
 
 def _spread(facts: dict[str, Tensor], name: str, value: Tensor, rows: Rows, count: int) -> None:
-    """Put the rows that a plug-in made among those of all requests."""
+    """Scatter the rows that a plug-in computed into those of all requests."""
     if name not in facts:
         facts[name] = value.new_zeros(count, *value.shape[1:])
     facts[name][rows] = value

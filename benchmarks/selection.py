@@ -111,8 +111,8 @@ def measure(requests: int, prompt: int, answer: int, keep: float, spread: str) -
     plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
     pages = (plan.high.pages(prompt) + plan.raw_pages(prompt) + answer) * plan.geometry.head_rows
     pool = LocalPool(requests * pages, plan.page_bytes)
-    brain = load_model(config, plan, path, ("decode",))
-    (engine,) = make_engines(config, plan, brain, pool, ("decode",))
+    model_context = load_model(config, plan, path, ("decode",))
+    (engine,) = make_engines(config, plan, model_context, pool, ("decode",))
     turns = Turns()
 
     def choose(owner: Selector, slots: Ids, positions: Ids64, dense: Mask) -> StepChoice | None:

@@ -152,7 +152,7 @@ def ask(config: AppConfig, tokens: int) -> list[tuple[Sequence[int], Sequence[fl
 def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
     """Median share of a step's time that ``entropy_stop`` takes with its neutral threshold."""
     shares, spent = list[float](), [0.0]
-    look = DecodeEngine._look  # pyright: ignore[reportPrivateUsage]
+    look = DecodeEngine._run_plugins  # pyright: ignore[reportPrivateUsage]
 
     def timed(engine: DecodeEngine, *given: object) -> object:
         begun = time.perf_counter()
@@ -170,11 +170,11 @@ def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
 
     decode = replace(config.decode, plugins=("entropy_stop",))
     with (
-        patch.object(DecodeEngine, "_look", timed),
+        patch.object(DecodeEngine, "_run_plugins", timed),
         LocalServer(replace(config, decode=decode)) as server,
     ):
         sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        with server.looked_on(around):
+        with server.instrumented(around):
             server.complete([server.request(range(5, 100), sampling) for _ in range(requests)])
     return round(median(shares[5:]), 4)
 
@@ -223,7 +223,7 @@ def forced(
             )
             for number, text in enumerate(texts)
         ]
-        with server.looked_on(around):
+        with server.instrumented(around):
             server.complete(requests)
         (engine,) = engines.values()
         # What a request that has left had in its rows is there until its slot is used again.

@@ -91,8 +91,8 @@ class Sharing(Stages):
         pool = LocalPool(pages, plan.page_bytes, prefixes=PrefixSettings.of(config.pool, plan))
         store = prefix_store(config, plan, pool, "weights")
         stages = ("prefill", "compress", "decode")
-        brain = load_model(config, plan, model, stages)
-        made = make_engines(config, plan, brain, pool, stages, prefixes=store)
+        model_context = load_model(config, plan, model, stages)
+        made = make_engines(config, plan, model_context, pool, stages, prefixes=store)
         self = cls(pool, plan, {engine.stage: engine for engine in made}, store=store)
         [first, *_] = requests()
         publisher = self.join(replace(first, id="first"))
@@ -246,10 +246,10 @@ def test_whoever_dies_leaves_the_same_tokens_and_no_hold(
             heard.hear(engine.accept(stages.join(request)) or ())
         with pytest.raises(Crash), crash_after(lines, DECODE):
             run(engine, heard)
-        name, heir = stages.decoder()
+        name, takeover = stages.decoder()
         for request in requests():
-            heard.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        run(heir, heard)
+            heard.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        run(takeover, heard)
         assert {name: heard.answer(name) for name in whole} == whole, f"died at line {lines}"
         for one in (previous_worker, name):
             stages.pool.expel(one)

@@ -156,9 +156,9 @@ class Bench:
         facts = describe(model)
         self.plan = PagePlan.of(settings, facts.geometry, is_plain=True)
         self.pool = LocalPool(pages, self.plan.page_bytes, "worker", None, None, None)
-        brain = load_model(settings, self.plan, model, ("prefill", "compress"))
+        model_context = load_model(settings, self.plan, model, ("prefill", "compress"))
         self.prefill, self.compress = make_engines(
-            settings, self.plan, brain, self.pool, ("prefill", "compress")
+            settings, self.plan, model_context, self.pool, ("prefill", "compress")
         )
         self.request = Request(
             id="r", prompt=tuple(prompt(130)), sampling=greedy(20), reply_to="client"

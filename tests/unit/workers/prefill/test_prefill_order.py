@@ -66,8 +66,8 @@ def reader(tiny_model: Path) -> Iterator[Reader]:
     )
     plan = PagePlan.of(config, describe(tiny_model).geometry)
     pool = LocalPool(2000, plan.page_bytes, "reader")
-    brain = load_model(config, plan, tiny_model, ("prefill",))
-    (engine,) = make_engines(config, plan, brain, pool, ("prefill",))
+    model_context = load_model(config, plan, tiny_model, ("prefill",))
+    (engine,) = make_engines(config, plan, model_context, pool, ("prefill",))
     yield Reader(engine, pool, plan)
     engine.abandon()
     assert pool.check() == []

@@ -46,7 +46,7 @@ from triptych.workers.prefill.prompt_batch import (
     Room,
 )
 from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
-from triptych.workers.sampling.output import Answer, OutputFactory
+from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import refuse
 
@@ -284,7 +284,7 @@ class PrefillEngine:
             return []
         answers = [self.answers.start(prompt.request) for prompt in done]
         drawn = self.draw(logits, [answer.sampler_row for answer in answers])
-        sends, going_on = list[Send](), list[tuple[Prompt, Answer]]()
+        sends, going_on = list[Send](), list[tuple[Prompt, OutputProcessor]]()
         for prompt, answer, draw in zip(done, answers, drawn, strict=True):
             answer.cached_tokens = min(prompt.cached, len(prompt.request.prompt))
             if prompt.scores is not None:
@@ -312,7 +312,7 @@ class PrefillEngine:
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
-    def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
+    def _hand_over(self, going_on: list[tuple[Prompt, OutputProcessor]]) -> list[Send]:
         handles = self._commit([prompt for prompt, _ in going_on])
         for prompt, _ in going_on:
             self._prompts.remove(prompt)
@@ -372,7 +372,7 @@ def _score(pieces: list[Piece], logits: Tensor) -> Tensor:
     return torch.cat([logits[:0], *ends])
 
 
-def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
+def _prefilled(prompt: Prompt, answer: OutputProcessor, handle: KVHandle | None) -> Send:
     message = Prefilled(
         request=prompt.request.id,
         first_token=answer.tokens[-1],

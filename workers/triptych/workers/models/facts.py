@@ -1,16 +1,14 @@
-"""The facts of a model that the engine must know, beside its weights."""
+"""Facts of a model: geometry, layers, context length, end tokens and hashes, without weights."""
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from triptych.core.layout import Geometry
 from triptych.core.schema import build
-from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.store.metadata_cache import kept
 from triptych.workers.models.store.safe_files import MANIFEST, file_hashes
+from triptych.workers.models.traits import ModelShape, ModelTraits
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 _SETTINGS = ("config.json", "generation_config.json")
@@ -18,60 +16,13 @@ _OBSERVER = str(Path(__file__).with_name("observe.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainTraits:
-    """What the fused pass must know of plain pre-norm layers, beside their weights."""
-
-    norm_epsilon: float
-    frequencies: tuple[float, ...]
-    """By which the rotation of each pair of channels grows, in radians a position."""
-    rotary_scale: float
-    """Of cosine and sine."""
-    is_tied: bool
-    """Whether the embedding is the head as well."""
-    tensors: Mapping[str, tuple[int, ...]]
-    """Name and shape of every weight, as a checkpoint has them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What the settings of a model say of it, and its layers where they run without memory."""
-
-    geometry: Geometry
-    num_heads: int
-    """Query heads of each layer."""
-    layers: tuple[LayerTraits, ...]
-    """Scale, sliding window and softcap of each layer's attention."""
-    context_tokens: int
-    """Longest sequence the model was made for."""
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    """Length of a row of logits; may exceed the tokenizer's vocabulary."""
-    plain: PlainTraits | None
-    """Of a model whose layers are the plain pre-norm block, which runs fused, and can be left
-    early; None: they are not."""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.plain is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts(Observed):
-    """What the engine must know of a model, beside its weights."""
+class ModelFacts(ModelTraits):
+    """What the engine needs to know of a model besides its weights."""
 
     revision: str
     """Changes with config, tokenizer or weights: part of the key of anything cached."""
     weights: str
     """Changes with the weights alone: what a profile belongs to."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What of a model decides how much memory it takes."""
-
-    geometry: Geometry
-    context_tokens: int
-    parameters: int
 
 
 def describe(path: Path) -> ModelFacts:
@@ -84,7 +35,7 @@ def describe(path: Path) -> ModelFacts:
     Raises: ModelError for what cannot be served, saying why
     """
     seen = kept("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
-    known = {field.name: getattr(seen, field.name) for field in fields(Observed)}
+    known = {field.name: getattr(seen, field.name) for field in fields(ModelTraits)}
     return ModelFacts(**known, revision=revision_of(path), weights=weights_of(path))
 
 
@@ -106,8 +57,8 @@ def _as_text(path: Path) -> str:
     return json.dumps(asdict(observe(path)))
 
 
-def _parse(text: str) -> Observed:
-    return build(Observed, json.loads(text))
+def _parse(text: str) -> ModelTraits:
+    return build(ModelTraits, json.loads(text))
 
 
 def revision_of(path: Path) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor
 from triptych.kernels import gate, rms_norm, rotate
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits, Leaving
-from triptych.workers.models.facts import ModelFacts, PlainTraits
-from triptych.workers.models.packed import Linear, pack
-from triptych.workers.models.weights import EMBEDDING, HEAD, Weights
+from triptych.workers.models.facts import ModelFacts
+from triptych.workers.models.traits import PlainTraits
+from triptych.workers.models.weights import EMBEDDING, HEAD, Linear, Weights, pack
 
 EXACT_LOGITS = 64
 """Logits of a row that are computed in float32 whatever the model's type."""

@@ -10,9 +10,10 @@ from torch import Tensor
 from triptych.core.config import DType
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.models.facts import ModelFacts, PlainTraits, describe
+from triptych.workers.models.facts import ModelFacts, describe
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
+from triptych.workers.models.traits import PlainTraits
 from triptych.workers.models.weights import read_plain
 
 

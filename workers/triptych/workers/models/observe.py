@@ -20,7 +20,6 @@ from transformers import (
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.facts import ModelShape, Observed, PlainTraits
 from triptych.workers.models.hf_model import ATTENTION, run_hf_model
 from triptych.workers.models.pretrained import (
     read_config,
@@ -29,13 +28,14 @@ from triptych.workers.models.pretrained import (
     shapes_of,
     without_weights,
 )
+from triptych.workers.models.traits import ModelShape, ModelTraits, PlainTraits
 
 PLAIN = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 """Of models whose layers are the plain pre-norm block."""
 _BATCH_ROPE = ("dynamic", "longrope")
 
 
-def observe(path: Path) -> Observed:
+def observe(path: Path) -> ModelTraits:
     """Run one token through a model without memory, to see what its layers give to attention.
 
     Raises: ModelError for what cannot be served, saying why
@@ -44,7 +44,7 @@ def observe(path: Path) -> Observed:
     model = without_weights(config, ATTENTION).eval()
     layers, geometry, num_heads = _observe(path, config, model)
     is_plain = type(config) in PLAIN and config.hidden_act == "silu"
-    return Observed(
+    return ModelTraits(
         geometry=geometry,
         num_heads=num_heads,
         layers=layers,

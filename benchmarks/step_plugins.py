@@ -29,7 +29,7 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import PluginOverride, Sampling, Send
 from triptych.evals.data.texts import documents
 from triptych.evals.metrics.fidelity import compare, summarize
-from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
 from triptych.loadgen.report.host import host_info
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.plugins.entropy import entropy
@@ -200,7 +200,7 @@ def forced(
     texts = documents(
         tokenizer.encode, "evaluation", context=context, continuation=answer, count=count
     )
-    teacher = Teacher([Script(text.continuation) for text in texts])
+    teacher = TeacherForcing([ForcedTokens(text.continuation) for text in texts])
     engines, steps = dict[int, DecodeEngine](), list[float]()
 
     def around(engine: Engine, work: Work) -> Iterable[Send] | None:
@@ -213,7 +213,7 @@ def forced(
 
     plugins = () if wish is None else (wish.plugin,)
     decode = replace(config.decode, plugins=plugins)
-    with LocalServer(replace(config, decode=decode), path, teacher.draw) as server:
+    with LocalServer(replace(config, decode=decode), path, teacher.sample) as server:
         requests = [
             replace(
                 server.request(

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from triptych.cli.main import app
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.evals.studies.plot import draw
+from triptych.evals.studies.plot import plot_quality
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 
 BASE = AppConfig.from_mapping(
@@ -82,11 +82,11 @@ def test_results_are_json_with_their_conditions(results: Results) -> None:
 
 
 def test_the_plot_is_written_twice(results: Results, tmp_path: Path) -> None:
-    png, svg = draw(results.rows, "all", tmp_path / "figures" / "quality")
+    png, svg = plot_quality(results.rows, "all", tmp_path / "figures" / "quality")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "uniform:k8v8" in svg.read_text(encoding="utf-8") or "<svg" in svg.read_text("utf-8")
     with pytest.raises(ConfigError, match="4096"):
-        draw(results.rows, 4096, tmp_path / "none")
+        plot_quality(results.rows, 4096, tmp_path / "none")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from triptych.core.config import AppConfig, DType
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
-    from triptych.evals.studies.ablation import Ablated, Spread
+    from triptych.evals.studies.ablation import AblationResults, SeedStats
     from triptych.evals.studies.study import Results
 
 app = typer.Typer(help="Measure what compression costs in quality.", no_args_is_help=True)
@@ -146,9 +146,9 @@ def show_results(results: "Results") -> None:
 
 
 def _draw(results: "Results", stem: Path) -> None:
-    from triptych.evals.studies.plot import draw
+    from triptych.evals.studies.plot import plot_quality
 
-    for path in draw(results.rows, results.rows[-1].context, stem):
+    for path in plot_quality(results.rows, results.rows[-1].context, stem):
         notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
@@ -204,13 +204,13 @@ def ablate_command(
         write_json({"host": host, **seconds, **found.as_json()}, json_file)
     _show_ablated(found)
     if plot:
-        from triptych.evals.studies.plot import draw_axes
+        from triptych.evals.studies.plot import plot_axes
 
-        for path in draw_axes(found.points, plot):
+        for path in plot_axes(found.points, plot):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _show_ablated(found: "Ablated") -> None:
+def _show_ablated(found: "AblationResults") -> None:
     lines = [
         (
             point.axis,
@@ -237,9 +237,9 @@ def _show_ablated(found: "Ablated") -> None:
         console.print(make_table(("method", *kinds), table, title))
 
 
-def _interval(spread: "Spread") -> str:
-    return f"{spread.ci95[0]:.3g} to {spread.ci95[1]:.3g}"
+def _interval(stats: "SeedStats") -> str:
+    return f"{stats.ci95[0]:.3g} to {stats.ci95[1]:.3g}"
 
 
-def _with_reach(spread: "Spread") -> str:
-    return f"{spread.mean:.2f} +- {spread.ci95[1] - spread.mean:.2f}"
+def _with_reach(stats: "SeedStats") -> str:
+    return f"{stats.mean:.2f} +- {stats.ci95[1] - stats.mean:.2f}"

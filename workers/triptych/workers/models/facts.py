@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from triptych.core.schema import build
-from triptych.workers.models.store.metadata_cache import kept
+from triptych.workers.models.store.metadata_cache import cached
 from triptych.workers.models.store.safe_files import MANIFEST, file_hashes
 from triptych.workers.models.traits import ModelShape, ModelTraits
 
@@ -20,27 +20,27 @@ class ModelFacts(ModelTraits):
     """What the engine needs to know of a model besides its weights."""
 
     revision: str
-    """Changes with config, tokenizer or weights: part of the key of anything cached."""
+    """Hash of config, tokenizer and weights: part of all cache keys."""
     weights: str
-    """Changes with the weights alone: what a profile belongs to."""
+    """Hash of the weights alone: a profile belongs to it."""
 
 
 def describe(path: Path) -> ModelFacts:
     """Read a model's facts without its weights.
 
-    One token is run through a model without memory, to learn what its layers really hand
-    to attention: the geometry is observed, not guessed from the config. What was observed is
-    kept, so only the first process on a machine imports transformers for it.
+    The geometry is observed, not derived from the config: one token runs through the model on
+    torch's ``meta`` device. The result is cached on disk, so only the first process on a machine
+    imports transformers for it.
 
     Raises: ModelError for what cannot be served, saying why
     """
-    seen = kept("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
-    known = {field.name: getattr(seen, field.name) for field in fields(ModelTraits)}
+    traits = cached("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
+    known = {field.name: getattr(traits, field.name) for field in fields(ModelTraits)}
     return ModelFacts(**known, revision=revision_of(path), weights=weights_of(path))
 
 
 def shape_of(path: Path) -> ModelShape:
-    """Read a model's shape from its ``config.json`` alone: its weights need not be there.
+    """Read a model's shape from its ``config.json`` alone, without weights.
 
     Raises: ModelError for what cannot be served, saying why
     """
@@ -50,7 +50,7 @@ def shape_of(path: Path) -> ModelShape:
 
 
 def _as_text(path: Path) -> str:
-    from triptych.workers.models.observe import (  # noqa: PLC0415 - it is what others avoid
+    from triptych.workers.models.observe import (  # noqa: PLC0415 - takes seconds, rarely needed
         observe,
     )
 
@@ -62,7 +62,7 @@ def _parse(text: str) -> ModelTraits:
 
 
 def revision_of(path: Path) -> str:
-    """Hash what decides the model's answers: settings, tokenizer and weights."""
+    """Hash of settings, tokenizer and weights."""
     if (path / MANIFEST).is_file():
         return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:16]
     digest = hashlib.sha256()
@@ -73,11 +73,11 @@ def revision_of(path: Path) -> str:
 
 
 def weights_of(path: Path) -> str:
-    """Hash the weights.
+    """Hash of the weights.
 
-    A converted model has a manifest with full hashes. Of any other weight file the size and 64
-    samples of 4 KiB count, header first: fine-tuned weights of the same shape differ in nearly
-    every sample.
+    A converted model has a manifest with full hashes. For other weight files the size and 64
+    samples of 4 KiB are hashed, header first: fine-tuned weights of the same shape differ in
+    nearly every sample.
     """
     digest = hashlib.sha256()
     known = file_hashes(path)

@@ -26,10 +26,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def read_plain(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Weights:
-    """All weights, mapped if type and device are those of the files.
+    """All weights, memory-mapped if type and device match the files.
 
-    Where files do not hold exactly the tensors that the layers have, as an older form would not,
-    transformers reads them: it knows more forms than this, and says what is missing.
+    If the files do not hold exactly the expected tensors, as in older formats, transformers reads
+    them: it converts more formats, and reports missing weights.
 
     Raises: ModelError for what cannot be loaded, saying why
     """
@@ -45,7 +45,7 @@ def read_plain(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Wei
 
 
 def _stored(path: Path) -> Weights:
-    """Every tensor of a model's files, mapped."""
+    """Every tensor of a model's files, memory-mapped."""
     found = dict[str, Tensor]()
     try:
         for file in sorted(path.glob("*.safetensors")):
@@ -86,7 +86,7 @@ def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> Lin
 
 
 def _bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """One for all; zeros for those that have none."""
+    """The concatenated biases; zeros where a layer has none."""
     if all(bias is None for bias in biases):
         return None
     parts = zip(weights, biases, strict=True)

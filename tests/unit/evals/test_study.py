@@ -115,3 +115,12 @@ def test_the_command_prints_a_table_and_writes_the_rows(tiny_model: Path, tmp_pa
     data = json.loads(file.read_text())
     assert [row["method"] for row in data["rows"]] == ["full", "simulated:k8v4"]
     assert data["host"]["versions"]["torch"]
+
+
+def test_the_command_prints_intervals_of_another_seed_of_cuts(tiny_model: Path) -> None:
+    options = ["--methods", "simulated:k8v4", "--contexts", "64", "--documents", "2"]
+    options += ["--steps", "4", "--tasks", "none", "--greedy-tokens", "0", "--seed", "1"]
+    command = ["eval", "quality", "--model", str(tiny_model), *options, "--intervals"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "95 % intervals, bootstrap over 2 documents" in done.output

@@ -1,9 +1,10 @@
 """``triptych eval``: what compression costs in quality."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -32,6 +33,12 @@ COLUMNS = {
     "perplexity": "perplexity",
     "ratio": "perplexity_ratio",
 }
+INTERVALS = {
+    "KL 95 %": "kl_ci95",
+    "top-1 95 %": "top1_ci95",
+    "KL - KL of first, 95 %": "kl_over_first_ci95",
+}
+"""Bootstrap intervals over documents; the last is paired with the first method besides full."""
 ANSWERS = {
     "method": "method",
     "context": "context",
@@ -83,6 +90,9 @@ def quality(
     seed: Annotated[
         int, typer.Option(min=0, help="Of the tasks; above 0, of where texts are cut, too.")
     ] = 0,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="Show 95 % intervals over documents.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One short context, texts alone.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     plot: Annotated[
@@ -123,15 +133,19 @@ def quality(
     if json_file:
         seconds = {"seconds": round(time.monotonic() - started, 1)}
         write_json({"host": host, **seconds, **results.as_json()}, json_file)
-    show_results(results)
+    show_results(results, intervals=intervals)
     if plot:
         _draw(results, plot)
 
 
-def show_results(results: "Results") -> None:
+def show_results(results: "Results", *, intervals: bool = False) -> None:
     """Print a table of the texts, and one each of tasks and answers if there are any."""
     lines = [[row.as_json()[key] for key in COLUMNS.values()] for row in results.rows]
     console.print(make_table(tuple(COLUMNS), lines))
+    if intervals and results.rows:
+        title = f"95 % intervals, bootstrap over {results.rows[0].summary.documents} documents"
+        names = ("method", "context", "KL", *INTERVALS)
+        console.print(make_table(names, [_intervals(row.as_json()) for row in results.rows], title))
     if results.tasks:
         kinds = list(dict.fromkeys(row.task for row in results.tasks))
         scores = {(row.method, row.task): row.score for row in results.tasks}
@@ -143,6 +157,23 @@ def show_results(results: "Results") -> None:
         answers = [[getattr(row, key) for key in ANSWERS.values()] for row in results.answers]
         title = f"greedy answers of {results.answers[0].tokens} tokens next to the full cache's"
         console.print(make_table(tuple(ANSWERS), answers, title))
+
+
+def _intervals(row: Mapping[str, object]) -> list[object]:
+    return [
+        row["method"],
+        row["context"],
+        row["kl"],
+        *(_range(row[key]) for key in INTERVALS.values()),
+    ]
+
+
+def _range(interval: object) -> str:
+    """An interval as text; empty for a single document."""
+    if interval is None:
+        return ""
+    low, high = cast("tuple[float, float]", interval)
+    return f"{low:.3g} to {high:.3g}"
 
 
 def _draw(results: "Results", stem: Path) -> None:
@@ -238,7 +269,7 @@ def _show_ablated(found: "AblationResults") -> None:
 
 
 def _interval(stats: "SeedStats") -> str:
-    return f"{stats.ci95[0]:.3g} to {stats.ci95[1]:.3g}"
+    return _range(stats.ci95)
 
 
 def _with_reach(stats: "SeedStats") -> str:

@@ -16,7 +16,7 @@ from triptych.evals.data.vocabulary import Vocabulary
 
 DEEPEST = 0.85
 """Facts are placed before this share of the context, outside of recent windows."""
-WORDS = ("river", "candle", "anchor", "violin", "garden", "marble", "saddle", "lantern", "pepper")
+NOUNS = ("river", "candle", "anchor", "violin", "garden", "marble", "saddle", "lantern", "pepper")
 REPETITIONS = 100
 DISTRACTORS = 4
 RARE_TOKENS = 4
@@ -102,7 +102,7 @@ def passkey(builder: TaskBuilder, rng: random.Random, number: int, depth: float)
 
 def needles(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
     """Several numbers under different names; the question names one."""
-    names = rng.sample(WORDS, DISTRACTORS + 1)
+    names = rng.sample(NOUNS, DISTRACTORS + 1)
     numbers = [rng.randrange(10_000, 100_000) for _ in names]
     places = [depth, *(rng.uniform(0, DEEPEST) for _ in names[1:])]
     facts = [
@@ -116,10 +116,10 @@ def needles(builder: TaskBuilder, rng: random.Random, number: int, depth: float)
 def repetition(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
     """The same random words 100 times; the question is their first half, the answer the rest."""
     del depth
-    words = rng.sample(WORDS, 6)
-    line = " ".join(words)
+    nouns = rng.sample(NOUNS, 6)
+    line = " ".join(nouns)
     prompt = builder.vocabulary.encode(f"{line}.\n" * REPETITIONS)
-    half = " ".join(words[:3])
+    half = " ".join(nouns[:3])
     return builder.with_prompt("repetition", number, prompt, half, line.removeprefix(half))
 
 

@@ -74,11 +74,11 @@ def test_ids_and_texts_are_those_of_transformers(both: Both, text: str, special:
         )
 
 
-@given(words=st.lists(TEXTS, min_size=1, max_size=3), ask=st.booleans())
+@given(contents=st.lists(TEXTS, min_size=1, max_size=3), ask=st.booleans())
 @settings(deadline=None)
-def test_chats_are_those_of_transformers(both: Both, words: list[str], ask: bool) -> None:
+def test_chats_are_those_of_transformers(both: Both, contents: list[str], ask: bool) -> None:
     fast, full = both
-    messages = [{"role": "user", "content": content} for content in words]
+    messages = [{"role": "user", "content": content} for content in contents]
     rendered = fast.apply_chat_template(messages, add_generation_prompt=ask)
     assert rendered == full.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
 

@@ -29,13 +29,13 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import PluginOverride, Sampling, Send
 from triptych.evals.data.texts import documents
 from triptych.evals.metrics.fidelity import compare, summarize
-from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
 from triptych.loadgen.report.host import host_info
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.local import LocalServer
 from triptych.workers.loop import Work
-from triptych.workers.models.early_exit import Leaving
+from triptych.workers.models.early_exit import ExitTracker
 from triptych.workers.models.pretrained import read_tokenizer
 from triptych.workers.models.store.model_store import resolve
 from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
@@ -200,7 +200,7 @@ def forced(
     texts = documents(
         tokenizer.encode, "evaluation", context=context, continuation=answer, count=count
     )
-    teacher = Teacher([Script(text.continuation) for text in texts])
+    teacher = TeacherForcing([ForcedTokens(text.continuation) for text in texts])
     engines, steps = dict[int, DecodeEngine](), list[float]()
 
     def around(engine: Engine, work: Work) -> Iterable[Send] | None:
@@ -213,7 +213,7 @@ def forced(
 
     plugins = () if wish is None else (wish.plugin,)
     decode = replace(config.decode, plugins=plugins)
-    with LocalServer(replace(config, decode=decode), path, teacher.draw) as server:
+    with LocalServer(replace(config, decode=decode), path, teacher.sample) as server:
         requests = [
             replace(
                 server.request(
@@ -256,19 +256,19 @@ def pruned(
 def left(config: AppConfig, count: int, context: int, answer: int) -> Iterable[Left]:
     """Each depth and threshold next to all layers."""
     plain = forced(config, None, count, context, answer)
-    look, seen = Leaving.staying, [0, 0]
+    active_tokens, seen = ExitTracker.active_tokens, [0, 0]
 
-    def counted(leaving: Leaving, layers: int, hidden: Tensor) -> Tensor | None:
-        staying = look(leaving, layers, hidden)
-        if layers == int(leaving.exits.layers[0]):
-            gone = 0 if staying is None else len(hidden) - len(staying)
+    def counted(tracker: ExitTracker, layers: int, hidden: Tensor) -> Tensor | None:
+        active = active_tokens(tracker, layers, hidden)
+        if layers == int(tracker.exits.layers[0]):
+            gone = 0 if active is None else len(hidden) - len(active)
             seen[0], seen[1] = seen[0] + gone, seen[1] + len(hidden)
-        return staying
+        return active
 
     for depth, threshold in product(DEPTHS, EXIT_THRESHOLDS):
         seen[:] = [0, 0]
         wish = PluginOverride(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
-        with patch.object(Leaving, "staying", counted):
+        with patch.object(ExitTracker, "active_tokens", counted):
             found = forced(config, wish, count, context, answer)
         share = seen[0] / max(1, seen[1])
         times = round(found.step_s / plain.step_s, 3)

@@ -219,7 +219,7 @@ def overhead_of(profiler: "Profiler") -> float | None:
         for step in profiler.steps
         if step.stage == "decode" and step.tokens
     ]
-    others = [(step.begin_s, step.took_s, False) for step in profiler.unwatched]
+    others = [(step.begin_s, step.took_s, False) for step in profiler.unprofiled]
     ratios = [
         (after / before) if is_watched else (before / after)
         for (_, before, was_watched), (_, after, is_watched) in pairwise(sorted(watched + others))

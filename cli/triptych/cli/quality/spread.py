@@ -48,7 +48,11 @@ def spread(
     decode.selection reads a share of the pages. With this profile, heads that look at little read
     less than the others, and as much in all. A model that Triptych knows brings its own along.
     """
-    from triptych.evals.studies.head_budgets import Measuring, find_spread, profile_to_extend
+    from triptych.evals.studies.head_budgets import (
+        HeadBudgetStudy,
+        find_head_budgets,
+        profile_to_extend,
+    )
     from triptych.workers.models.store.model_store import resolve
 
     path = resolve(model)
@@ -59,8 +63,8 @@ def spread(
     bars = progress_bars(24)
     with bars:
         bar = bars.add_task("texts", total=documents)
-        plan = Measuring(context=context, documents=documents, steps=steps)
-        found = find_spread(path, plan, lambda _name: bars.advance(bar))
+        plan = HeadBudgetStudy(context=context, documents=documents, steps=steps)
+        found = find_head_budgets(path, plan, lambda _name: bars.advance(bar))
     made = made.with_spread(found)
     output.parent.mkdir(parents=True, exist_ok=True)
     made.write(output)

@@ -22,7 +22,7 @@ from triptych.workers.device import CPU
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.prefill.prefix_restore import ASK_EVERY_S, PrefixRestore
+from triptych.workers.prefill.prefix_restore import POLL_EVERY_S, PrefixRestore
 
 VOCAB = 258
 FP16_BLOCK_TOKENS = 30
@@ -228,24 +228,24 @@ def test_a_cache_that_is_too_small_lives_on_on_disk(tiny_model: Path, tmp_path: 
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
     store, now = SlowDisk(), [0.0]
-    awaited = PrefixRestore(store, clock=lambda: now[0])  # type: ignore[arg-type]
+    restores = PrefixRestore(store, clock=lambda: now[0])  # type: ignore[arg-type]
     first, second = (
         Request(id=name, prompt=(1, 2), sampling=Sampling(), reply_to="") for name in ("a", "b")
     )
-    awaited.begin(first)
+    restores.start(first)
     store.left = 0.0
-    awaited.begin(second)
-    assert not awaited.settle("a")
-    assert awaited.settle("b")
-    assert awaited.wait_s == pytest.approx(ASK_EVERY_S)
+    restores.start(second)
+    assert not restores.poll("a")
+    assert restores.poll("b")
+    assert restores.wait_s == pytest.approx(POLL_EVERY_S)
     store.left = 5.0
     now[0] = 4.9
-    assert awaited.is_ready("a")
-    assert not awaited.settle("a")
-    assert not awaited.is_ready("a")
+    assert restores.is_ready("a")
+    assert not restores.poll("a")
+    assert not restores.is_ready("a")
     now[0] = 5.0
-    assert awaited.settle("a")
-    assert awaited.wait_s is None
+    assert restores.poll("a")
+    assert restores.wait_s is None
     assert store.asked == 3
 
 

@@ -151,8 +151,8 @@ def test_so_many_steps_are_kept_and_about_every_second_is_only_timed(tiny_model:
         return [step for step in steps if step.stage == "decode"]
 
     assert len(decode(profiler.steps)) == 6
-    assert 1 <= len(decode(profiler.unwatched)) <= 2 * ANSWER
-    assert all(step.took_s > 0 for step in profiler.unwatched)
+    assert 1 <= len(decode(profiler.unprofiled)) <= 2 * ANSWER
+    assert all(step.took_s > 0 for step in profiler.unprofiled)
 
 
 def test_a_step_that_fails_leaves_the_engine_as_it_was(tiny_model: Path) -> None:

@@ -11,7 +11,7 @@ from triptych.core.errors import ConfigError
 from triptych.evals.studies.study import Study, prepare, report
 
 BASE = AppConfig.from_mapping(
-    {"pool": {"capacity_bytes": 16 << 20}, "compressor": {"recent_window_tokens": 20}}
+    {"pool": {"kv_cache_memory_bytes": 16 << 20}, "compressor": {"recent_window_tokens": 20}}
 )
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import from_json, to_json
-from triptych.workers.sampling.detokenizer import TextStream
+from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
 
 WORDS = ("the", "cat", " the", " cat", " sat", "ing", ".", "é", "猫", "😀", "  ", "\n")
 

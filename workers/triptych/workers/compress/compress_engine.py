@@ -124,7 +124,7 @@ class CompressEngine:
             job.shared = None
         for group in job.groups:
             if group.encoded:
-                self.pool.give(group.pages)
+                self.pool.free(group.pages)
                 group.encoded = []
 
     def abandon(self) -> None:
@@ -144,13 +144,13 @@ class CompressEngine:
         try:
             encoded = split_by_class(ids, groups)
             self._encode(groups, encoded)
-            self.pool.release([group.claim.lease for group in groups], keep=True)
+            self.pool.release([group.lease_ref.lease for group in groups], keep=True)
         except Exception:
             self._free(ids)
             raise
         for group, own in zip(groups, encoded, strict=True):
             group.encoded = own
-        self.pool.give(np.concatenate([group.raw[:, group.leaving].ravel() for group in groups]))
+        self.pool.free(np.concatenate([group.raw[:, group.leaving].ravel() for group in groups]))
         self._early.clear()
         return [one.reply for one in early]
 
@@ -174,7 +174,7 @@ class CompressEngine:
     def _allocate(self, groups: list[LayerGroup], requests: list[str]) -> tuple[Ids, list[Send]]:
         """Allocate pages for groups; if there are too few, fail their requests."""
         try:
-            return self.pool.take(sum(group.new_pages for group in groups)), []
+            return self.pool.allocate(sum(group.new_pages for group in groups)), []
         except TriptychError as error:
             names = list(dict.fromkeys(requests))
             self.cancel(names)
@@ -262,7 +262,7 @@ class CompressEngine:
         (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
         sink = self.plan.sink_pages
         leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
-        return LayerGroup(claim, ids.reshape(rows, -1), leaving)
+        return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
 
     def _classes(self, group: LayerGroup, tokens: int, shared: range = NONE) -> list[ClassPlan]:
         """Classify the tokens of the leaving pages, without those of a shared prefix.
@@ -364,7 +364,7 @@ class CompressEngine:
         tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
         return [(self.plan.raw.format.name, tokens, job.kept), *job.runs(last)]
 
-    def _compressed(self, job: Job, runs: list[Run], claim: Claim) -> Send:
+    def _compressed(self, job: Job, runs: list[Run], lease_ref: LeaseRef) -> Send:
         shared, job.shared = job.shared, None  # its pin belongs to the request now
         report = CompressionReport(
             policy=self.plan.policy.name,

@@ -320,7 +320,7 @@ class PrefillEngine:
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
-    def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
+    def _hand_over(self, going_on: list[tuple[Prompt, OutputProcessor]]) -> list[Send]:
         handles = self._hand_off_pages([prompt for prompt, _ in going_on])
         for prompt, _ in going_on:
             self._prompts.remove(prompt)

@@ -40,7 +40,8 @@ from triptych.deployments.app import wire
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.dashboard_state import joined
 from triptych.deployments.monitoring.status import Status
-from triptych.deployments.replicas.ingress import RouterEngine
+from triptych.deployments.replicas.router_client import RouterClient
+from triptych.deployments.replicas.router_stats import RouterStats
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.router import RouterSnapshot, WorkerLoad
 
@@ -171,11 +172,11 @@ class FakeRouter:
             setattr(self, name, SimpleNamespace(remote=lambda *_, a=answer: call(a)))
 
 
-def engine(routers: Sequence[FakeRouter], *, up: str) -> RouterEngine:
-    made = RouterEngine(plans(len(routers))[0], cast("Any", routers))
+def stats(routers: Sequence[FakeRouter], *, up: str) -> RouterStats:
+    made = RouterClient(plans(len(routers))[0], cast("Any", routers))
     for cell in up:
-        made.cells.found(cell)
-    return made
+        made.shards.found(cell)
+    return made.stats
 
 
 async def test_the_ingress_asks_all_cells_and_leaves_out_who_is_dead() -> None:
@@ -184,7 +185,7 @@ async def test_the_ingress_asks_all_cells_and_leaves_out_who_is_dead() -> None:
     two = FakeRouter(
         status=status("b", "prefill"), explain=[{**life, "came_s_ago": 9.0}], decision=""
     )
-    asked = engine([one, two], up="01")
+    asked = stats([one, two], up="01")
     gauges = await asked.gauges()
     assert gauges['triptych_router_requests{state="decoding"}'] == 4
     assert (gauges["triptych_cells"], gauges["triptych_cells_up"]) == (2, 2)
@@ -195,25 +196,25 @@ async def test_the_ingress_asks_all_cells_and_leaves_out_who_is_dead() -> None:
     assert await asked.decision("r") == "cell=0; prefill=sent"
 
     dead = FakeRouter(is_dead=True, status=None, decision="")
-    asked = engine([dead, two], up="01")
+    asked = stats([dead, two], up="01")
     gauges = await asked.gauges()
     assert gauges['triptych_router_requests{state="decoding"}'] == 2
     health = await asked.health()
     assert (health.ok, health.reason) == (False, "no compress and no decode worker is running")
     with pytest.raises(Overloaded, match="the router does not answer"):
-        await engine([dead, dead], up="01").gauges()
-    assert await engine([dead, dead], up="01").decision("r") == ""
+        await stats([dead, dead], up="01").gauges()
+    assert await stats([dead, dead], up="01").decision("r") == ""
 
 
 async def test_of_several_routers_those_that_were_lost_are_not_asked() -> None:
     never = FakeRouter(status=None)
     cast("Any", never).status.remote = lambda: asyncio.sleep(3600)
-    asked = engine([FakeRouter(status=status("a", *WHOLE)), never], up="0")
+    asked = stats([FakeRouter(status=status("a", *WHOLE)), never], up="0")
     assert (await asked.gauges())["triptych_cells_up"] == 1
 
 
 async def test_a_single_router_is_asked_as_before() -> None:
-    asked = engine([FakeRouter(status=status("a", *WHOLE), explain=[], decision="x")], up="")
+    asked = stats([FakeRouter(status=status("a", *WHOLE), explain=[], decision="x")], up="")
     assert not [name for name in await asked.gauges() if "cell" in name]
     assert await asked.explain("r") == []
     assert await asked.decision("r") == "x"
@@ -251,7 +252,7 @@ class FakeCell:
 class Front:
     """An ingress and its cells."""
 
-    engine: RouterEngine
+    engine: RouterClient
     cells: list[FakeCell]
 
     def ask(
@@ -296,9 +297,9 @@ async def front(short_dir: Path) -> AsyncIterator[Front]:
     cells = [FakeCell(plan) for plan in both]
     for cell in cells:
         await cell.peer_channel.start()
-    engine = RouterEngine(both[0])
+    engine = RouterClient(both[0])
     await engine.start()
-    await until(lambda: engine.cells.up == ["0", "1"])
+    await until(lambda: engine.shards.up == ["0", "1"])
     yield Front(engine, cells)
     await engine.stop()
     for cell in cells:
@@ -317,7 +318,7 @@ async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own
     assert set(before.values()) == {0, 1}
     for name, cell in before.items():
         front.cells[cell].say(name, 7, 8, 9)
-    journeys = {one.request.id: one for one in front.engine.journeys}
+    journeys = {one.request.id: one for one in front.engine.attempts}
     await until(lambda: all(len(one.said) == 3 for one in journeys.values()))
 
     await front.cells[1].peer_channel.stop()
@@ -332,7 +333,7 @@ async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own
     for events in heard.values():
         tokens = [token for one in events if isinstance(one, Tokens) for token in one.tokens]
         assert tokens == [7, 8, 9, 5]
-    assert set(front.engine.cells.held_bytes.values()) == {0}
+    assert set(front.engine.shards.held_bytes.values()) == {0}
 
 
 async def test_the_same_conversation_comes_back_to_its_cell(front: Front) -> None:
@@ -363,7 +364,7 @@ async def test_what_one_cell_refuses_the_other_is_asked_for(front: Front) -> Non
     for name in SESSIONS[1:]:
         second.say(name, 1, finish="stop")
     await asyncio.gather(*clients[1:])
-    assert front.engine.cells.counters["refused"] >= 1
+    assert front.engine.shards.counters["refused"] >= 1
 
 
 async def test_an_answer_goes_on_in_the_next_window_and_its_client_sees_no_seam(
@@ -388,5 +389,5 @@ async def test_an_answer_goes_on_in_the_next_window_and_its_client_sees_no_seam(
     heard = [event for event in await client if isinstance(event, Tokens)]
     assert [event.tokens for event in heard] == [(7,), (8,), (9,), (6,)]
     assert [event.finish for event in heard] == [None, None, None, "stop"]
-    assert set(front.engine.cells.held_bytes.values()) == {0}
-    assert not list(front.engine.journeys)
+    assert set(front.engine.shards.held_bytes.values()) == {0}
+    assert not list(front.engine.attempts)

@@ -88,7 +88,7 @@ class Cluster:
         }
         config = AppConfig.from_mapping(settings)
         self.plan = make_plan(config)
-        self._plans = [self.plan.of_cell(config, cell) for cell in range(cells)]
+        self._plans = [self.plan.of_shard(config, cell) for cell in range(cells)]
         self._roles = [(role, cell) for cell in range(cells) for role in ROLES]
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))

@@ -77,13 +77,13 @@ def sites(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray would say: a plan's directory is named after the node."""
     directory = FakeDirectory()
 
-    def arrive(plan: AppPlan) -> NodeContext:
+    def enter(plan: AppPlan) -> NodeContext:
         network = Network(
             plan.run_dir.name, "127.0.0.1", plan.run_dir, directory, Access(plan.token)
         )
         return NodeContext(plan, RunDir.enter(plan.run_dir), network)
 
-    monkeypatch.setattr(NodeContext, "arrive", arrive)
+    monkeypatch.setattr(NodeContext, "enter", enter)
 
 
 class Worker(WorkerReplica):
@@ -156,7 +156,7 @@ async def cluster(plan: AppPlan, sites: None) -> AsyncIterator[Cluster]:
     pools = {node: await asyncio.to_thread(Pool, at) for node, at in nodes.items()}
     router = Router.__new__(Router)
     await router.__init__(nodes["front"])
-    network = NodeContext.arrive(nodes["front"]).network
+    network = NodeContext.enter(nodes["front"]).network
     assert network is not None
     engine = RouterClient(nodes["front"], routes=network)
     await engine.start()

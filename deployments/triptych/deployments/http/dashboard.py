@@ -17,7 +17,7 @@ from triptych.deployments.http.interfaces import ModelCard
 from triptych.deployments.http.json_frames import JsonResponse
 from triptych.deployments.http.metrics import IngressMetrics
 
-BoardSource = Callable[[], Awaitable[Mapping[str, object]]]
+DashboardSource = Callable[[], Awaitable[Mapping[str, object]]]
 """Fetches what router and pool know, as JSON that is bounded in size."""
 
 MAX_AGE_S = 0.5
@@ -26,7 +26,7 @@ MAX_AGE_S = 0.5
 PAGE = Path(__file__).with_name("dashboard.html")
 
 
-async def no_board() -> Mapping[str, object]:
+async def no_dashboard() -> Mapping[str, object]:
     """The default of ``create_app``: the page shows the ingress alone."""
     return {}
 
@@ -61,7 +61,7 @@ def content_policy(page: str) -> str:
 class Dashboard:
     """Serves the page, and one snapshot at a time."""
 
-    source: BoardSource
+    source: DashboardSource
     metrics: IngressMetrics
     model: ModelCard
     clock: Callable[[], float] = time.monotonic
@@ -97,12 +97,12 @@ class Dashboard:
         return JsonResponse(self._snapshot, headers={"cache-control": "no-store"})
 
     async def _take(self) -> Mapping[str, object]:
-        board = await self.source()
+        state = await self.source()
         return {
-            **board,
+            **state,
             "time": time.time(),
             "model": self.model.name,
             "context_tokens": self.model.context_tokens,
             "version": version("triptych"),
-            "ingress": {"name": self.name, **self.metrics.numbers()},
+            "ingress": {"name": self.name, **self.metrics.snapshot()},
         }

@@ -37,7 +37,7 @@ class ModelCard:
     """Where the weights came from; empty: ``name``."""
 
 
-class Reasons(Protocol):
+class DecisionSource(Protocol):
     """Knows what was decided about the latest requests."""
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
@@ -49,7 +49,7 @@ class Reasons(Protocol):
         ...
 
 
-class NoReasons:
+class NoDecisions:
     """Knows nothing: the default of ``create_app``."""
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
@@ -59,7 +59,7 @@ class NoReasons:
         return ""
 
 
-class Profiles(Protocol):
+class ProfileSource(Protocol):
     """Looks on while the stages work."""
 
     async def __call__(
@@ -69,7 +69,7 @@ class Profiles(Protocol):
         ...
 
 
-async def no_profiles(
+async def no_profile(
     _steps: int, _seconds: float, *, trace: bool
 ) -> Sequence[Mapping[str, object]]:
     """There are no stages: the default of ``create_app``."""

@@ -29,7 +29,7 @@ from triptych.core.schema import SchemaError, build
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 RETRY_AFTER_S = 1.0
 MAX_FILE_BYTES = 16 << 20
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
@@ -180,7 +180,7 @@ class KeyRing:
     def _look(self, path: Path) -> None:
         """Read the file again if it changed; a broken one changes nothing."""
         now = self.clock()
-        if now - self._looked_s < LOOK_EVERY_S:
+        if now - self._looked_s < POLL_INTERVAL_S:
             return
         self._looked_s = now
         try:

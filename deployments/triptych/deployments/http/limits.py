@@ -25,7 +25,7 @@ def request_id(scope: Scope) -> str:
     return scope["state"]["request_id"]
 
 
-class Envelope:
+class RequestIdMiddleware:
     """Names each request, and turns what nothing else caught into a 500 without details.
 
     A harmless ``X-Request-Id`` of the client, or of the proxy in front, is kept.
@@ -60,7 +60,7 @@ class Envelope:
             await response(scope, receive, send_named)
 
 
-class Limits:
+class LimitsMiddleware:
     """Refuses requests whose URL, headers or body are too large, before they fill memory.
 
     Ray Serve's proxy bounds none of these. The body is counted as it arrives, so a false

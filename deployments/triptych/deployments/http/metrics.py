@@ -12,10 +12,10 @@ from triptych.core.errors import TooManyRequests, TriptychError
 from triptych.core.messages import CompressionReport, Request, Tokens
 from triptych.deployments.http.errors import RequestFailed
 
-ENDS = ("stop", "length", "abort")
-REFUSALS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_unmeetable")
-"""Reasons that are there from the start at 0: of a series that begins with 1 Prometheus sees no
-increase, and a panel without a series says "No data"."""
+FINISH_REASONS = ("stop", "length", "abort")
+REJECTION_REASONS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_unmeetable")
+"""Reasons whose counters exist from the start: Prometheus sees no increase in a series that
+begins with 1, and a panel without a series shows "No data"."""
 
 Gauges = Callable[[], Awaitable[Mapping[str, float]]]
 """Fetches values of other parts; a key is a metric's name, with labels if it has any."""
@@ -108,12 +108,12 @@ class IngressMetrics:
         self.stored_bytes = Counter(
             "triptych_kv_stored_bytes", "Keys and values as they were stored.", registry=own
         )
-        for reason in ENDS:
+        for reason in FINISH_REASONS:
             self.success.labels(reason)
-        for reason in REFUSALS:
+        for reason in REJECTION_REASONS:
             self.rejections.labels(reason)
 
-    def numbers(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, object]:
         """All values, for the dashboard. Histograms count cumulatively, as Prometheus' do."""
         return {
             "first_token": _histogram(self.first_token),
@@ -139,9 +139,9 @@ class IngressMetrics:
         """Count a request beyond what its API key is good for."""
         self.rejections.labels(TooManyRequests.code).inc()
 
-    def watch(self, requests: Sequence[Request]) -> "Watch":
+    def track(self, requests: Sequence[Request]) -> "RequestTimer":
         """Follow the requests of one client request from now until the ``with`` block ends."""
-        return Watch(self, requests)
+        return RequestTimer(self, requests)
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """Write everything in Prometheus' text format, the given gauges last."""
@@ -157,7 +157,7 @@ class IngressMetrics:
         return generate_latest(self.registry) + text.encode()
 
 
-class Watch:
+class RequestTimer:
     """Times the choices of one client request."""
 
     def __init__(self, metrics: IngressMetrics, requests: Sequence[Request]) -> None:

@@ -18,8 +18,13 @@ from triptych.deployments.http.openai.protocol import (
     check_known,
     validate,
 )
-from triptych.deployments.http.openai.request_builder import Job, Planner
-from triptych.deployments.http.openai.responses import Answer, ChatAnswer, Choice, CompletionAnswer
+from triptych.deployments.http.openai.request_builder import Job, RequestBuilder
+from triptych.deployments.http.openai.responses import (
+    ChatResponseBuilder,
+    Choice,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+)
 from triptych.deployments.http.stream import follow
 from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.monitoring.tracing import valid_parent
@@ -47,36 +52,40 @@ class OpenAIServing:
         self.model = model
         self.config = config
         self.codec = TextCodec(tokenizer, model.context_tokens)
-        self.planner = Planner(engine=engine, codec=self.codec, model=model, config=config)
+        self.request_builder = RequestBuilder(
+            engine=engine, codec=self.codec, model=model, config=config
+        )
         self.metrics = metrics or IngressMetrics()
         path = Path(config.api_keys) if config.api_keys else None
         self.keys = KeyRing(path, refused=self.metrics.refuse)
 
     async def chat(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
-    ) -> Answer:
+    ) -> ResponseBuilder:
         """Check the body of a chat completion, and begin its answer.
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
         body = self._checked(ChatBody, given)
-        job = await self.planner.chat(body, client.tenant, client.weight)
-        return ChatAnswer(_traced(job, traceparent), self.codec)
+        job = await self.request_builder.chat(body, client.tenant, client.weight)
+        return ChatResponseBuilder(_traced(job, traceparent), self.codec)
 
     async def completion(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
-    ) -> Answer:
+    ) -> ResponseBuilder:
         """The same for a plain completion."""
         body = self._checked(CompletionBody, given)
-        job = await self.planner.completion(body, client.tenant, client.weight)
-        return CompletionAnswer(_traced(job, traceparent), self.codec)
+        job = await self.request_builder.completion(body, client.tenant, client.weight)
+        return CompletionResponseBuilder(_traced(job, traceparent), self.codec)
 
     def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
         if self.config.strict_params:
             check_known(kind, given)
         return validate(kind, given)
 
-    def run(self, client: Client, answer: Answer) -> AsyncGenerator[tuple[Choice, Tokens], None]:
+    def run(
+        self, client: Client, answer: ResponseBuilder
+    ) -> AsyncGenerator[tuple[Choice, Tokens], None]:
         """Have the engine answer. Closing the generator cancels what still runs.
 
         Raises: TooManyRequests; what the engine raises

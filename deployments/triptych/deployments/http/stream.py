@@ -18,7 +18,7 @@ from triptych.deployments.http.json_frames import DONE, KEEP_ALIVE, event
 from triptych.deployments.http.limits import request_id
 from triptych.deployments.http.metrics import IngressMetrics
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.responses import Answer, Choice
+from triptych.deployments.http.openai.responses import Choice, ResponseBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 async def follow(
-    engine: Engine, job: Job, answer: Answer, metrics: IngressMetrics
+    engine: Engine, job: Job, answer: ResponseBuilder, metrics: IngressMetrics
 ) -> AsyncGenerator[tuple[Choice, Tokens], None]:
     """Yield each batch of tokens with the choice that has just taken it.
 
@@ -38,14 +38,14 @@ async def follow(
     Raises: RequestFailed if a stage gave one of the choices up; what the engine raises
     """
     choices = dict(zip((r.id for r in job.requests), answer.choices, strict=True))
-    with metrics.watch(job.requests) as watch:
+    with metrics.track(job.requests) as timer:
         async with aclosing(engine.generate(job.requests)) as items:
             async for item in items:
                 if isinstance(item, Failed):
                     raise RequestFailed(item)
                 if job.is_prompt_alone:
                     item = _prompt_alone(item)
-                watch.add(item)
+                timer.add(item)
                 choice = choices[item.request]
                 choice.add(item)
                 yield choice, item
@@ -70,7 +70,7 @@ async def collect(items: AsyncGenerator[object, None], timeout_s: float) -> None
 
 
 async def frames(
-    items: AsyncGenerator[tuple[Choice, Tokens], None], job: Job, answer: Answer
+    items: AsyncGenerator[tuple[Choice, Tokens], None], job: Job, answer: ResponseBuilder
 ) -> AsyncGenerator[bytes, None]:
     """Turn tokens into server-sent events."""
     async with aclosing(items):

@@ -13,7 +13,7 @@ from ray import serve
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
-from triptych.deployments.replicas.gc_tuning import settle_heap
+from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
@@ -22,7 +22,7 @@ from triptych.workers.models.tokenizer import open_tokenizer
 
 @serve.ingress()
 class IngressReplica:
-    """One copy of the HTTP server's application."""
+    """The ingress replica: FastAPI app, gRPC server and the client of the routers."""
 
     async def __init__(
         self,
@@ -31,17 +31,17 @@ class IngressReplica:
         workers: Sequence[WorkerHandle],
         *_pools: object,
     ) -> None:
-        """``plan``: of the first cell; what an ingress looks at is the same in all of them."""
-        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
-        self._plan = self._site.plan
+        """``plan``: that of the first shard; the ingress uses only what all shards share."""
+        self._node = await asyncio.to_thread(NodeContext.enter, plan)
+        self._plan = self._node.plan
         tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
-        self._engine = RouterClient(self._plan, routers, workers, self._site.routes)
-        self._intake = OpenAIServing(
+        self._engine = RouterClient(self._plan, routers, workers, self._node.routes)
+        self._serving = OpenAIServing(
             engine=self._engine,
             tokenizer=tokenizer,
             model=ModelCard(
                 name=self._plan.config.model.public_name,
-                context_tokens=self._plan.longest_tokens,
+                context_tokens=self._plan.max_model_len,
                 window_tokens=self._plan.context_tokens,
                 created=int(time.time()),
                 fidelity=self._plan.fidelity,
@@ -49,23 +49,23 @@ class IngressReplica:
             ),
             config=self._plan.config.ingress,
         )
-        self._rpc = GrpcServer(self._intake)
+        self._rpc = GrpcServer(self._serving)
         await self._engine.start()
         await self._rpc.start()
-        settle_heap()
+        freeze_heap()
         self._warming = asyncio.create_task(asyncio.to_thread(tokenizer.warm_up))
 
     async def __del__(self) -> None:
         await self._rpc.stop()
         await self._engine.stop()
-        self._site.run_dir.leave()
+        self._node.run_dir.leave()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
-            self._intake,
+            self._serving,
             gauges=self._engine.stats.gauges,
-            board=self._engine.stats.board,
-            reasons=self._engine.stats,
-            profiles=self._engine.stats.profile,
+            dashboard=self._engine.stats.dashboard,
+            decisions=self._engine.stats,
+            profile=self._engine.stats.profile,
             send_request_id=False,
         )

@@ -43,7 +43,7 @@ class RouterClient:
         """``routers``: one of each shard; ``workers``: one of each deployment of workers."""
         name = new_name("ingress")
         self.address = plan.address(name)
-        names = list(names_of(plan.cells))
+        names = list(names_of(plan.shards))
         self.shards = Cells(names, plan.config.router.cell_overload, plan.readers)
         self.stats = RouterStats(self.shards, names, routers, workers)
         self.attempts = AttemptTable(plan.windows)

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from triptych.core.errors import Overloaded
 from triptych.deployments.http import Health
-from triptych.deployments.monitoring.dashboard_state import DashboardState, joined
+from triptych.deployments.monitoring.dashboard_state import DashboardState, merge_states
 from triptych.deployments.monitoring.status import Status
 from triptych.router import Cells
 
@@ -47,10 +47,12 @@ class RouterStats:
         """Metrics of routers, pools and workers, for /metrics."""
         return {**Status.of(await self._statuses()).gauges(), **self._shard_gauges()}
 
-    async def board(self) -> Mapping[str, object]:
+    async def dashboard(self) -> Mapping[str, object]:
         """State of routers, pools and workers, for the dashboard."""
-        boards = cast("dict[str, DashboardState]", await self._ask("board"))
-        return await asyncio.to_thread(lambda: joined([one.json() for one in boards.values()]))
+        states = cast("dict[str, DashboardState]", await self._ask("dashboard_state"))
+        return await asyncio.to_thread(
+            lambda: merge_states([one.json() for one in states.values()])
+        )
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
         """What the routers decided about a client's request, in the order of arrival."""

@@ -39,7 +39,7 @@ class ShardLinks:
                 on_found=partial(self._found, shard),
                 on_lost=partial(self._lost, shard),
             )
-            for shard, address in zip(names_of(plan.cells), plan.router_addresses, strict=True)
+            for shard, address in zip(names_of(plan.shards), plan.router_addresses, strict=True)
         }
 
     def start(self) -> None:

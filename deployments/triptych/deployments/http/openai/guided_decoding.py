@@ -19,7 +19,7 @@ ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class OutputConstraint:
     """One field that says what the answer is to be."""
 
     param: str
@@ -50,7 +50,7 @@ def is_structured(body: GenerationBody) -> bool:
 
     Raises: RequestError naming the field that does not say it well
     """
-    return any(True for _ in _wishes(body))
+    return any(True for _ in _constraints(body))
 
 
 def grammar_of(body: GenerationBody) -> str:
@@ -58,15 +58,15 @@ def grammar_of(body: GenerationBody) -> str:
 
     Raises: RequestError naming the field
     """
-    wishes = list(_wishes(body))
-    if not wishes:
+    constraints = list(_constraints(body))
+    if not constraints:
         return ""
-    if len(wishes) > 1:
-        names = " and ".join(wish.param for wish in wishes)
+    if len(constraints) > 1:
+        names = " and ".join(constraint.param for constraint in constraints)
         text = f"{names} all say what the answer is to be: send one"
-        raise RequestError(text, wishes[1].param.partition(".")[0])
+        raise RequestError(text, constraints[1].param.partition(".")[0])
     check_own_end(body, "a structured answer")
-    return wishes[0].grammar()
+    return constraints[0].grammar()
 
 
 def check_own_end(body: GenerationBody, what: str) -> None:
@@ -79,53 +79,53 @@ def check_own_end(body: GenerationBody, what: str) -> None:
             raise RequestError(f"{name}: {what} ends when it is complete; leave {name} out", name)
 
 
-def _wishes(body: GenerationBody) -> Iterator[Wish]:
+def _constraints(body: GenerationBody) -> Iterator[OutputConstraint]:
     if body.response_format is not None:
         yield from _of_format(body.response_format)
     if body.structured_outputs is not None:
         yield from _of_outputs(body.structured_outputs)
     if body.guided_json is not None:
-        yield Wish("guided_json", schema=body.guided_json)
+        yield OutputConstraint("guided_json", schema=body.guided_json)
     if body.guided_regex is not None:
-        yield Wish("guided_regex", regex=body.guided_regex)
+        yield OutputConstraint("guided_regex", regex=body.guided_regex)
     if body.guided_choice is not None:
-        yield Wish("guided_choice", choice=body.guided_choice)
+        yield OutputConstraint("guided_choice", choice=body.guided_choice)
     if body.guided_grammar is not None:
-        yield Wish("guided_grammar", lark=body.guided_grammar)
+        yield OutputConstraint("guided_grammar", lark=body.guided_grammar)
 
 
-def _of_format(wanted: ResponseFormat) -> Iterator[Wish]:
+def _of_format(wanted: ResponseFormat) -> Iterator[OutputConstraint]:
     param = "response_format"
     match wanted:
         case ResponseFormat(type="text"):
             return
         case ResponseFormat(type="json_object"):
-            yield Wish(param, schema=ANY_OBJECT)
+            yield OutputConstraint(param, schema=ANY_OBJECT)
         case ResponseFormat(type="json_schema", json_schema=wrapped) if wrapped is not None:
-            yield Wish(f"{param}.json_schema.schema", schema=wrapped.json_schema)
+            yield OutputConstraint(f"{param}.json_schema.schema", schema=wrapped.json_schema)
         case ResponseFormat(type="regex", pattern=str(pattern)):
-            yield Wish(f"{param}.pattern", regex=pattern)
+            yield OutputConstraint(f"{param}.pattern", regex=pattern)
         case ResponseFormat(type="grammar", grammar=str(rules)):
-            yield Wish(f"{param}.grammar", lark=rules)
+            yield OutputConstraint(f"{param}.grammar", lark=rules)
         case _:
             missing = "pattern" if wanted.type == "regex" else wanted.type
             raise RequestError(f"type {wanted.type} needs a {missing}", f"{param}.{missing}")
 
 
-def _of_outputs(wanted: StructuredOutputs) -> Iterator[Wish]:
+def _of_outputs(wanted: StructuredOutputs) -> Iterator[OutputConstraint]:
     param = "structured_outputs"
     if len(wanted.model_fields_set) != 1:
         raise RequestError("expected one of json, json_object, regex, choice, grammar", param)
     match wanted:
         case StructuredOutputs(json_schema=dict(schema)):
-            yield Wish(f"{param}.json", schema=schema)
+            yield OutputConstraint(f"{param}.json", schema=schema)
         case StructuredOutputs(regex=str(pattern)):
-            yield Wish(f"{param}.regex", regex=pattern)
+            yield OutputConstraint(f"{param}.regex", regex=pattern)
         case StructuredOutputs(choice=list(choices)):
-            yield Wish(f"{param}.choice", choice=choices)
+            yield OutputConstraint(f"{param}.choice", choice=choices)
         case StructuredOutputs(grammar=str(rules)):
-            yield Wish(f"{param}.grammar", lark=rules)
+            yield OutputConstraint(f"{param}.grammar", lark=rules)
         case StructuredOutputs(json_object=True):
-            yield Wish(param, schema=ANY_OBJECT)
+            yield OutputConstraint(param, schema=ANY_OBJECT)
         case _:
             return

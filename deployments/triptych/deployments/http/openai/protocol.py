@@ -107,7 +107,7 @@ Milliseconds = Annotated[Finite, Field(gt=0, le=MAX_SLO_MS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 PluginName = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-PluginWish = Annotated[
+PluginOverride = Annotated[
     Annotated[bool, Tag("@switch")] | Annotated[dict[PluginName, Finite], Tag("@options")],
     Discriminator(_switch_kind),
 ]
@@ -229,7 +229,7 @@ class GenerationBody(Body):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    plugins: Annotated[dict[PluginName, PluginWish], BeforeValidator(_few_plugins)] = Field(
+    plugins: Annotated[dict[PluginName, PluginOverride], BeforeValidator(_few_plugins)] = Field(
         default_factory=dict[str, bool | dict[str, float]]
     )
     """Plug-ins of the decode step of which this request wants something else than the server."""
@@ -445,7 +445,7 @@ class ProfileBody(Body):
 
 B = TypeVar("B", bound=Body)
 
-LET_BE = {
+IGNORED_FIELDS = {
     "metadata", "modalities", "prompt_cache_key", "reasoning_effort", "request_id",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
@@ -454,7 +454,7 @@ LET_BE = {
 
 def check_known(kind: type[Body], data: Mapping[str, object]) -> None:
     """Raise RequestError for a field that nobody reads, such as a misspelt one."""
-    known = {info.alias or name for name, info in kind.model_fields.items()} | LET_BE
+    known = {info.alias or name for name, info in kind.model_fields.items()} | IGNORED_FIELDS
     for name in data:
         if name not in known:
             shown = name[:MAX_REPORTED_CHARS]

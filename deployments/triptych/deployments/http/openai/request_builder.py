@@ -69,7 +69,7 @@ class Job:
     """Alternatives per token of the prompt to repeat before those of the answer; -1: none."""
 
 
-class Planner:
+class RequestBuilder:
     """Checks what a body asks for against the model, and tokenizes its prompts."""
 
     def __init__(

@@ -16,7 +16,7 @@ from triptych.core.messages import (
 )
 from triptych.core.profile import Fidelity
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.tool_parser import Call, Reader
+from triptych.deployments.http.openai.tool_parser import ParsedCall, ToolParser
 from triptych.deployments.http.tokenizer import TextCodec
 
 Json = dict[str, object]
@@ -122,7 +122,7 @@ def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:
     )
 
 
-class Answer(ABC):
+class ResponseBuilder(ABC):
     """Builds the answer to one client request. Subclasses know the shape of a choice."""
 
     object: ClassVar[str]
@@ -229,7 +229,7 @@ class Answer(ABC):
         """Build what a stream says of ``choice`` for these tokens, one entry per event."""
 
 
-class ChatAnswer(Answer):
+class ChatResponseBuilder(ResponseBuilder):
     """``chat.completion``. All choices have one prompt, so vLLM tells of it beside them."""
 
     object = "chat.completion"
@@ -237,7 +237,7 @@ class ChatAnswer(Answer):
 
     def __init__(self, job: Job, codec: TextCodec) -> None:
         super().__init__(job, codec)
-        self._readers = [Reader(job.tools) for _ in job.requests]
+        self._readers = [ToolParser(job.tools) for _ in job.requests]
         self._calls = [0 for _ in job.requests]
 
     def whole(self) -> Json:
@@ -275,7 +275,7 @@ class ChatAnswer(Answer):
         if not self.job.tools:
             return text, []
         pieces = list(self._readers[choice.index].read(text, is_last=is_last))
-        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
         self._calls[choice.index] += len(calls)
         rest = "".join(piece for piece in pieces if isinstance(piece, str))
         # Line breaks around calls are no text of the answer.
@@ -316,7 +316,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-class CompletionAnswer(Answer):
+class CompletionResponseBuilder(ResponseBuilder):
     """``text_completion``."""
 
     object = "text_completion"

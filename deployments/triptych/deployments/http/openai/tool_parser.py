@@ -38,7 +38,7 @@ Turn = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A tool that the model wants to be called."""
 
     name: str
@@ -180,14 +180,14 @@ def _made(rules: str, param: str) -> str:
 
 
 @dataclass
-class Reader:
+class ToolParser:
     """Tells calls from text while an answer comes in pieces."""
 
     names: frozenset[str]
     _held: str = ""
     """What may be a call, or the beginning of one."""
 
-    def read(self, text: str, *, is_last: bool = False) -> Iterator[str | Call]:
+    def read(self, text: str, *, is_last: bool = False) -> Iterator[str | ParsedCall]:
         """What the next piece adds: text, and calls once they are whole.
 
         What looks like a call and is none is text.
@@ -218,13 +218,13 @@ class Reader:
         if text:
             yield text
 
-    def _call(self, block: str) -> Call | None:
+    def _call(self, block: str) -> ParsedCall | None:
         try:
             said = json.loads(block[len(OPEN) : -len(CLOSE)])
         except ValueError:
             return None
         match said:
             case {"name": str(name), "arguments": dict()} if name in self.names:
-                return Call(name, json.dumps(said["arguments"], ensure_ascii=False))
+                return ParsedCall(name, json.dumps(said["arguments"], ensure_ascii=False))
             case _:
                 return None

@@ -1,4 +1,4 @@
-"""The HTTP app: OpenAI's routes, and the ones that operators look at."""
+"""The FastAPI app: OpenAI's routes, and routes for operators."""
 
 import asyncio
 import logging
@@ -46,11 +46,11 @@ from triptych.deployments.http.vllm_metrics import aliases
 logger = logging.getLogger(__name__)
 
 DECISION_TIMEOUT_S = 0.5
-"""Seconds that a finished answer waits for what its header is to say."""
+"""Seconds that a finished response waits for its decision header."""
 
 
 async def no_gauges() -> Mapping[str, float]:
-    """The default of ``create_app``: only the ingress's own metrics are shown."""
+    """The default of ``create_app``: only the ingress's own metrics."""
     return {}
 
 
@@ -66,10 +66,10 @@ def create_app(
 ) -> FastAPI:
     """Build the app in front of ``serving``.
 
-    ``gauges`` adds values of other parts to ``/metrics``, ``dashboard`` what they do to the
-    dashboard, ``decisions`` why the router decided as it did, ``profile`` where the time of steps
-    goes. Turn ``send_request_id`` off
-    where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
+    ``gauges`` adds metrics of other processes to ``/metrics``, ``dashboard`` their state to the
+    dashboard. ``decisions`` is behind ``/router/explain``, ``profile`` behind ``/profile``. Turn
+    ``send_request_id`` off where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's
+    does.
     """
     routes = RouteHandlers(
         serving,
@@ -89,7 +89,7 @@ def create_app(
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer with OpenAI's JSON."""
+    """The response to an exception, as OpenAI's JSON error."""
     return report(error, request_id(request.scope)).response()
 
 
@@ -97,7 +97,7 @@ async def _whole(answer: ResponseBuilder, more: Mapping[str, str]) -> Response:
     def response() -> Response:
         return JsonResponse(answer.whole(), headers={**answer.headers(), **more})
 
-    # Other streams go on meanwhile.
+    # In a thread, so that other streams go on meanwhile.
     return await asyncio.to_thread(response) if answer.is_long else response()
 
 
@@ -108,7 +108,7 @@ def _with_session(request: Request, body: Mapping[str, object]) -> Mapping[str, 
 
 
 class RouteHandlers:
-    """The handlers of one app."""
+    """The route handlers of one app."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class RouteHandlers:
             events = frames(items, job, answer)
             return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
         await unless_disconnected(request.receive, collect(items, timeout_s))
-        told = await self._decision(job.id) if self._config.decision_header else None
-        return await _whole(answer, {} if told is None else {"x-triptych-decision": told})
+        decision = await self._decision(job.id) if self._config.decision_header else None
+        return await _whole(answer, {} if decision is None else {"x-triptych-decision": decision})
 
     async def _decision(self, name: str) -> str:
-        """What the router decided; an answer that is there does not wait for it."""
+        """The router's decisions in one line; empty if they take longer than the timeout."""
         try:
             async with asyncio.timeout(DECISION_TIMEOUT_S):
                 return await self._decisions.decision(name)
@@ -193,7 +193,7 @@ class RouteHandlers:
         return JsonResponse(self._serving.card())
 
     async def model_ready(self, request: Request, name: str) -> Response:
-        """Whether a model has a worker for each stage, as Dynamo tells it."""
+        """Whether a model has a worker for each stage, on the route that Dynamo has for it."""
         self._client(request)
         self._request_builder.check_model(name)
         return await self.health()
@@ -230,11 +230,11 @@ class RouteHandlers:
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
 
     async def live(self) -> Response:
-        """Whether this process answers, whatever the others do."""
+        """Liveness of this process, whatever the state of others."""
         return Response()
 
     async def health(self) -> Response:
-        """Whether requests can be served: each stage has a worker."""
+        """Whether requests can be served, that is, each stage has a worker."""
         state = await self._serving.health()
         if state.ok:
             return Response()
@@ -242,7 +242,7 @@ class RouteHandlers:
         return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
 
     async def load(self) -> Response:
-        """Answers in progress, as vLLM tells it."""
+        """Responses in progress, in vLLM's format."""
         return JsonResponse({"server_load": self._serving.metrics.in_progress})
 
     async def metrics(self) -> Response:
@@ -259,7 +259,7 @@ class RouteHandlers:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def explain(self, request: Request, name: str) -> Response:
-        """Why the router decided as it did about one request: bytes, queue, alternatives."""
+        """The router's decisions about one request: bytes, queue, alternatives."""
         self._admin(request)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -275,11 +275,11 @@ class RouteHandlers:
         return JsonResponse(data, headers={"cache-control": "no-store"})
 
     async def profile(self, request: Request) -> Response:
-        """Where the time of the next steps goes."""
+        """Profile the next steps of the workers."""
         self._admin(request)
         body = validate(ProfileBody, await read_json(request))
-        told = await self._profile(body.steps, body.seconds, trace=body.trace)
-        return JsonResponse({"object": "profile", "workers": [*told]})
+        reports = await self._profile(body.steps, body.seconds, trace=body.trace)
+        return JsonResponse({"object": "profile", "workers": [*reports]})
 
     def _admin(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -295,7 +295,7 @@ class RouteHandlers:
         return self._dashboard.page()
 
     async def dashboard_state(self, request: Request) -> Response:
-        # A page that looks every second must not use up what its key may ask.
+        # The page polls every second, which must not use up the rate limit of its key.
         self._serving.keys.client(request.headers.get("authorization", ""), counts=False)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""The dashboard: one page without anything from elsewhere, and the numbers that it draws."""
+"""The dashboard: one self-contained HTML page, and the snapshots that it draws."""
 
 import asyncio
 import base64
@@ -18,21 +18,21 @@ from triptych.deployments.http.json_frames import JsonResponse
 from triptych.deployments.http.metrics import IngressMetrics
 
 DashboardSource = Callable[[], Awaitable[Mapping[str, object]]]
-"""Fetches what router and pool know, as JSON that is bounded in size."""
+"""Fetches the state of routers, pools and workers, as JSON of bounded size."""
 
 MAX_AGE_S = 0.5
-"""Age up to which an answer is given again: however many watch, the router is asked so seldom."""
+"""Age up to which a snapshot is reused: routers are asked once per interval for all viewers."""
 
 PAGE = Path(__file__).with_name("dashboard.html")
 
 
 async def no_dashboard() -> Mapping[str, object]:
-    """The default of ``create_app``: the page shows the ingress alone."""
+    """The default of ``create_app``: the page shows only the ingress."""
     return {}
 
 
 def content_policy(page: str) -> str:
-    """A Content-Security-Policy under which only what is written in the page itself runs.
+    """A Content-Security-Policy that allows only the scripts and styles of the page itself.
 
     Source: Content Security Policy Level 3 (hashes of inline scripts and styles)
     """
@@ -59,14 +59,14 @@ def content_policy(page: str) -> str:
 
 @dataclass
 class Dashboard:
-    """Serves the page, and one snapshot at a time."""
+    """Serves the page and its snapshots."""
 
     source: DashboardSource
     metrics: IngressMetrics
     model: ModelCard
     clock: Callable[[], float] = time.monotonic
     name: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Tells ingresses apart: each has counters of its own."""
+    """Identifies this ingress replica, since each has counters of its own."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _snapshot: Mapping[str, object] = field(default_factory=dict[str, object])
     _taken_s: float = float("-inf")
@@ -82,11 +82,11 @@ class Dashboard:
         }
 
     def page(self) -> Response:
-        """The page itself: it holds no data, so nobody needs a key for it."""
+        """The page itself. It holds no data, so it needs no key."""
         return Response(self._page, media_type="text/html", headers=self._headers)
 
     async def state(self) -> Response:
-        """The snapshot of now, or of a moment ago.
+        """The current snapshot, at most ``MAX_AGE_S`` old.
 
         Raises: Overloaded if the router does not answer
         """

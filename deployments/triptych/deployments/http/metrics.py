@@ -1,4 +1,4 @@
-"""The ingress's own metrics, under the names that vLLM gave them, with our prefix."""
+"""Metrics of the ingress: vLLM's metrics with the prefix ``triptych_``."""
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ REJECTION_REASONS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_un
 begins with 1, and a panel without a series shows "No data"."""
 
 Gauges = Callable[[], Awaitable[Mapping[str, float]]]
-"""Fetches values of other parts; a key is a metric's name, with labels if it has any."""
+"""Fetches metrics of other processes; a key is a metric's name, with its labels if any."""
 
 # fmt: off
 TTFT_BUCKETS = (
@@ -114,7 +114,7 @@ class IngressMetrics:
             self.rejections.labels(reason)
 
     def snapshot(self) -> dict[str, object]:
-        """All values, for the dashboard. Histograms count cumulatively, as Prometheus' do."""
+        """All values, for the dashboard. Histogram counts are cumulative, as in Prometheus."""
         return {
             "first_token": _histogram(self.first_token),
             "inter_token": _histogram(self.inter_token),
@@ -136,15 +136,15 @@ class IngressMetrics:
         return int(_value(self.running))
 
     def refuse(self) -> None:
-        """Count a request beyond what its API key is good for."""
+        """Count a request that exceeds a limit of its API key."""
         self.rejections.labels(TooManyRequests.code).inc()
 
     def track(self, requests: Sequence[Request]) -> "RequestTimer":
-        """Follow the requests of one client request from now until the ``with`` block ends."""
+        """Measure the requests of one client request until the ``with`` block ends."""
         return RequestTimer(self, requests)
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
-        """Write everything in Prometheus' text format, the given gauges last."""
+        """All metrics in Prometheus' text format, the given gauges last."""
         lines: list[str] = []
         family = ""
         for key in sorted(gauges):
@@ -158,7 +158,7 @@ class IngressMetrics:
 
 
 class RequestTimer:
-    """Times the choices of one client request."""
+    """Measures latencies of the choices of one client request."""
 
     def __init__(self, metrics: IngressMetrics, requests: Sequence[Request]) -> None:
         self._metrics = metrics
@@ -193,7 +193,7 @@ class RequestTimer:
             self._metrics.success.labels("abort").inc(len(self._running))
 
     def add(self, item: Tokens) -> None:
-        """Note tokens that arrived now."""
+        """Count tokens that arrived now."""
         now, name, count = time.monotonic(), item.request, len(item.tokens)
         if count and name not in self._first:
             self._first[name] = self._last[name] = now
@@ -237,7 +237,7 @@ def _by_label(metric: Counter) -> dict[str, float]:
 
 
 def _histogram(metric: Histogram) -> dict[str, object]:
-    """Upper bounds but for infinity, counts up to each and all, and the sum of all values."""
+    """Upper bounds without infinity, cumulative counts with the total, and the sum of values."""
     samples = list(_samples(metric))
     buckets = [one for one in samples if one.name.endswith("_bucket")]
     return {
@@ -248,7 +248,7 @@ def _histogram(metric: Histogram) -> dict[str, object]:
 
 
 def _rejection(error: BaseException | None) -> str | None:
-    """Name why a request was turned away, if it was."""
+    """The reason for which a request was rejected; None if it was not."""
     match error:
         case RequestFailed(failed=failed) if failed.status in (429, 503):
             return failed.code or "unavailable"

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the very models that check requests."""
+"""The OpenAPI document, generated from the models that validate requests."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -58,7 +58,7 @@ _ERROR: Json = {
 
 @cache
 def document() -> Json:
-    """OpenAPI 3.1: routes, what they take, and the shape of errors."""
+    """OpenAPI 3.1: routes, request bodies and errors."""
     bodies: list[tuple[type[Body], JsonSchemaMode]]
     bodies = [(body, "validation") for body, _ in POSTS.values()]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")

@@ -1,7 +1,7 @@
-"""What a client wants its answer to keep to, as a grammar.
+"""Structured outputs: the fields that constrain the output, converted to a grammar.
 
-OpenAI says it in ``response_format``, vLLM in ``structured_outputs`` and, before its release 0.12,
-in ``guided_*``: all are read, as a client that sends one of them would not expect to be ignored.
+OpenAI's field is ``response_format``, vLLM's ``structured_outputs`` and, before its release 0.12,
+``guided_*``. All of them are accepted, since ignoring a constraint would surprise its client.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """One field that says what the answer is to be."""
+    """One request field that constrains the output, with its constraint."""
 
     param: str
     schema: dict[str, object] | None = None
@@ -29,13 +29,16 @@ class OutputConstraint:
     lark: str | None = None
 
     def grammar(self) -> str:
-        """Takes milliseconds. Raises: RequestError naming the field"""
+        """Compile the constraint, which takes milliseconds.
+
+        Raises: RequestError naming the field
+        """
         try:
-            return self._made()
+            return self._compile()
         except GrammarError as error:
             raise RequestError(f"{self.param}: {error}", self.param) from error
 
-    def _made(self) -> str:
+    def _compile(self) -> str:
         if self.schema is not None:
             return grammar.of_schema(self.schema)
         if self.regex is not None:
@@ -46,15 +49,15 @@ class OutputConstraint:
 
 
 def is_structured(body: GenerationBody) -> bool:
-    """Whether a client says what its answer is to keep to.
+    """Whether a request constrains its output.
 
-    Raises: RequestError naming the field that does not say it well
+    Raises: RequestError naming a field that is invalid
     """
     return any(True for _ in _constraints(body))
 
 
 def grammar_of(body: GenerationBody) -> str:
-    """The grammar of a request; empty if its answer may be anything. Takes milliseconds.
+    """The grammar of a request; empty if its output is not constrained. Takes milliseconds.
 
     Raises: RequestError naming the field
     """
@@ -70,7 +73,7 @@ def grammar_of(body: GenerationBody) -> str:
 
 
 def check_own_end(body: GenerationBody, what: str) -> None:
-    """Refuse what would have an answer go on behind the end of its grammar.
+    """Reject fields that would continue the output after the end of its grammar.
 
     Raises: RequestError naming the field
     """

@@ -101,7 +101,7 @@ class AppPlan:
             )
         if 4 * self.bookable_bytes < capacity:
             raise ConfigError(
-                f"pool.prefix_bytes={self.pages.prefix_bytes}: with what workers keep in stock it "
+                f"pool.prefix_bytes={self.pages.prefix_bytes}: with the free lists of workers it "
                 f"leaves {self.bookable_bytes} bytes of pool.capacity_bytes={capacity}{self._each} "
                 "for requests, less than a quarter: lower it or raise the capacity"
             )

@@ -74,7 +74,7 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(
                 f"ingress.grpc_port={config.grpc_port}: cannot listen at {address}: {error}; stop "
-                "who does, or set another port or grpc_host"
+                "the process that does, or set another port or grpc_host"
             ) from error
         self._server = server
         await server.start()

@@ -268,7 +268,7 @@ class RouteHandlers:
             raise Overloaded("the router does not answer") from error
         if not found:
             raise RequestNotFound(
-                f"no request {name[:128]!r} is remembered: give the id of an answer, such as "
+                f"no request {name[:128]!r} is in the history: give the id of a response, such as "
                 "chatcmpl-..., while it is one of the latest"
             )
         data: dict[str, object] = {"id": name, "object": "router.explanation", "requests": [*found]}

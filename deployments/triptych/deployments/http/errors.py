@@ -71,8 +71,8 @@ def report(error: Exception, request_id: str) -> ApiError:
     if described.status == 500:
         logger.error("request %s failed", request_id, exc_info=error, extra=extra)
     else:
-        told = (described.status, described.code, described.param)
-        logger.info("request %s: %d %s %s", request_id, *told, extra=extra)
+        facts = (described.status, described.code, described.param)
+        logger.info("request %s: %d %s %s", request_id, *facts, extra=extra)
     return described
 
 

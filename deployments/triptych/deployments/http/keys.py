@@ -35,8 +35,8 @@ MAX_FILE_BYTES = 16 << 20
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 NO_KEY = "this server wants an API key: send it as 'Authorization: Bearer ...'"
 NO_ADMIN = (
-    "nobody may: set ingress.api_keys and mark a key 'admin: true', or set ingress.open_admin "
-    "where everybody who can connect may know"
+    "no client may: set ingress.api_keys and mark a key 'admin: true', or set ingress.open_admin "
+    "if all clients that can connect may"
 )
 WRONG_KEY = "this API key is not known here"
 

@@ -53,13 +53,13 @@ class IngressMetrics:
         )
         self.inter_token = Histogram(
             "triptych_inter_token_latency_seconds",
-            "Between two tokens of one answer.",
+            "Time between two output tokens of one choice.",
             registry=own,
             buckets=TOKEN_BUCKETS,
         )
         self.per_token = Histogram(
             "triptych_request_time_per_output_token_seconds",
-            "Mean of one answer, without its first token.",
+            "Mean time per output token of one choice, without the first.",
             registry=own,
             buckets=TOKEN_BUCKETS,
         )
@@ -70,43 +70,45 @@ class IngressMetrics:
             buckets=REQUEST_BUCKETS,
         )
         self.prompt_tokens = Counter(
-            "triptych_prompt_tokens", "Tokens of prompts that were answered.", registry=own
+            "triptych_prompt_tokens",
+            "Tokens of prompts with at least one output token.",
+            registry=own,
         )
         self.cached_tokens = Counter(
             "triptych_prompt_tokens_cached",
-            "Those of them that were not computed again.",
+            "Prompt tokens that were in the prefix cache.",
             registry=own,
         )
         self.generation_tokens = Counter(
-            "triptych_generation_tokens", "Tokens of answers.", registry=own
+            "triptych_generation_tokens", "Output tokens.", registry=own
         )
         self.success = Counter(
             "triptych_request_success",
-            "Answers that ended, by reason; abort: the client went away, or time was up.",
+            "Finished choices by reason; abort: the client disconnected, or the timeout passed.",
             ["finished_reason"],
             registry=own,
         )
         self.ended_by = Counter(
             "triptych_answers_ended_by_plugin",
-            "Those that a plug-in of the decode step ended.",
+            "Finished choices that a plug-in of the decode step ended.",
             ["plugin"],
             registry=own,
         )
         self.failed = Counter(
-            "triptych_request_failed", "Answers that ended in an error.", registry=own
+            "triptych_request_failed", "Choices that ended in an error.", registry=own
         )
         self.rejections = Counter(
             "triptych_admission_rejections",
-            "Requests of clients that were turned away.",
+            "Rejected client requests, by reason.",
             ["reason"],
             registry=own,
         )
-        self.running = Gauge("triptych_num_requests_running", "Answers in progress.", registry=own)
+        self.running = Gauge("triptych_num_requests_running", "Running choices.", registry=own)
         self.raw_bytes = Counter(
-            "triptych_kv_raw_bytes", "Keys and values before compression.", registry=own
+            "triptych_kv_raw_bytes", "Bytes of keys and values before compression.", registry=own
         )
         self.stored_bytes = Counter(
-            "triptych_kv_stored_bytes", "Keys and values as they were stored.", registry=own
+            "triptych_kv_stored_bytes", "Bytes of keys and values as stored.", registry=own
         )
         for reason in FINISH_REASONS:
             self.success.labels(reason)
@@ -132,7 +134,7 @@ class IngressMetrics:
 
     @property
     def in_progress(self) -> int:
-        """Answers in progress."""
+        """Number of running choices."""
         return int(_value(self.running))
 
     def refuse(self) -> None:

@@ -46,10 +46,8 @@ class DashboardState:
 
     def json(self) -> Json:
         """The snapshot as JSON; requests are numbered, so that no request id leaves the server."""
-        pool, numbers = (
-            self._pool_stats(),
-            {trace.request: self._number(trace) for trace in self.traces},
-        )
+        pool = self._pool_stats()
+        numbers = {trace.request: self._number(trace) for trace in self.traces}
         return {
             "pool": _pool(pool) if pool else None,
             "map": _map(self.pages, self.handles, numbers) if self.pages else None,
@@ -59,7 +57,7 @@ class DashboardState:
         }
 
     def _number(self, trace: RequestTrace) -> int:
-        """One that no request of another cell has; of one cell, the router's own."""
+        """A request number that is unique over all shards."""
         return (trace.number - 1) * self.shards + self.shard + 1
 
     def _pool_stats(self) -> PoolStats | None:

@@ -32,15 +32,13 @@ class NodeCount:
 
     def __init__(self, node_resource: str) -> None:
         self._node_resource = node_resource
-        self._count, self._looked = 0, 0.0
+        self._count, self._polled = 0, 0.0
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, object]]:
         now = time.monotonic()
-        if not self._count or now - self._looked >= POLL_INTERVAL_S:
-            self._count, self._looked = (
-                len(application_nodes(self._node_resource, alive_nodes())),
-                now,
-            )
+        if not self._count or now - self._polled >= POLL_INTERVAL_S:
+            self._count = len(application_nodes(self._node_resource, alive_nodes()))
+            self._polled = now
         return self._count or context.target_num_replicas, {}
 
 

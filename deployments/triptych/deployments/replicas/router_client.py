@@ -30,7 +30,7 @@ Event = Tokens | Failed
 class RouterClient:
     """Runs requests on the stages, and retries those whose worker or router dies.
 
-    A retry carries the tokens that the client has so far, so the stream goes on where it stopped.
+    A retry carries the tokens that the client has so far, so the stream continues where it stopped.
     """
 
     def __init__(

@@ -64,9 +64,9 @@ class WorkerReplica:
         self._loaded_model = await asyncio.to_thread(
             load_model, plan.config, plan.pages, plan.model_path, stages, self._device
         )
-        loaded_model = self._loaded_model
+        model = self._loaded_model
         self._live_profiler = LiveProfiler(
-            self._stages, loaded_model.answers.model.network.step_bytes if loaded_model else 0
+            self._stages, model.answers.model.network.step_bytes if model else 0
         )
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)

@@ -90,7 +90,7 @@ class PeerChannel:
         self._peer(to).outbox.put_nowait(message)
 
     def watch(self, address: str, found: Callable[[], None] = lambda: None) -> None:
-        """Report this peer when it is lost; ``found`` is called when it answers first."""
+        """Report this peer when it is lost; ``found`` is called when it first answers."""
         peer = self._peer(address)
         peer.tasks.append(asyncio.create_task(self._watch(address, peer, found)))
 

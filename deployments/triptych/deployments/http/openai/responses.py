@@ -106,13 +106,13 @@ def _compression(choices: Sequence[Choice]) -> Json:
     raw = sum(report.raw_bytes for report in reports)
     stored = sum(report.stored_bytes for report in reports)
     shared = sum(report.shared_bytes for report in reports)
-    told: Json = {
+    result: Json = {
         "policy": reports[0].policy,
         "ratio": round(raw / max(stored + shared, 1), 3),
         "raw_bytes": raw,
         "stored_bytes": stored,
     }
-    return told | {"shared_bytes": shared} if shared else told
+    return result | {"shared_bytes": shared} if shared else result
 
 
 def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:
@@ -149,13 +149,13 @@ class ResponseBuilder(ABC):
     def headers(self) -> dict[str, str]:
         """Response headers with the result of compression and the number of cached tokens."""
         cached = _cached_tokens(self.choices, self.job.choices_each)
-        told = {"x-triptych-cached-tokens": str(cached)}
+        headers = {"x-triptych-cached-tokens": str(cached)}
         if compression := _compression(self.choices):
-            told["x-triptych-compression-policy"] = str(compression["policy"])
-            told["x-triptych-compression-ratio"] = str(compression["ratio"])
+            headers["x-triptych-compression-policy"] = str(compression["policy"])
+            headers["x-triptych-compression-ratio"] = str(compression["ratio"])
             if self.job.fidelity:
-                told["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
-        return told
+                headers["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
+        return headers
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
         """The events for ``item``, which was added to ``choice`` already."""
@@ -183,8 +183,8 @@ class ResponseBuilder(ABC):
     def _prompt_rows(self, choice: Choice) -> list[TokenRank]:
         """Log probabilities of the prompt's tokens without the first, which has none."""
         first = self.choices[choice.index - choice.index % self.job.choices_each]
-        told = choice.prompt_logprobs or first.prompt_logprobs
-        return list(told.rows()) if told else []
+        found = choice.prompt_logprobs or first.prompt_logprobs
+        return list(found.rows()) if found else []
 
     def _prompt_logprobs(self, choice: Choice) -> Json:
         """vLLM's ``prompt_logprobs``: each prompt token and its alternatives."""
@@ -356,19 +356,19 @@ class CompletionResponseBuilder(ResponseBuilder):
         logprobs: Sequence[TokenLogprob],
         echoed: Sequence[TokenLogprob | int],
     ) -> Json:
-        told = [*echoed, *logprobs]
+        entries = [*echoed, *logprobs]
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice, told) if told else None,
+            "logprobs": self._logprobs(choice, entries) if entries else None,
             "finish_reason": choice.finish,
             **choice.ending,
         }
 
-    def _logprobs(self, choice: Choice, told: Sequence[TokenLogprob | int]) -> Json:
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | int]) -> Json:
         offsets, tokens = list[int](), list[str]()
         values, tops = list[float | None](), list[Json | None]()
-        for entry in told:
+        for entry in entries:
             token = entry if isinstance(entry, int) else entry.token
             offsets.append(choice.chars)
             choice.chars += _characters(self._codec.token_bytes(token))

@@ -1,12 +1,14 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.plugins import POLICY_NAMES
 from triptych.core.profile import Profile, Settings
+from triptych.core.registry import Registry
 
 T = TypeVar("T", str, int, float)
 
@@ -101,6 +103,17 @@ class Policy:
     def needs_significance(self) -> bool:
         """Whether tokens are told apart by the attention that they receive."""
         return self.low_format is not None and max(self.alpha_high, self.mass_high) > 0
+
+
+COMPRESSION_POLICIES: Registry[Callable[[CompressorConfig, Profile | None], Policy]] = Registry(
+    kind=POLICY_NAMES.kind,
+    builtin={
+        "uniform": "triptych.core.policy:uniform",
+        "diffkv": "triptych.core.policy:by_mean_attention",
+        "leankv": "triptych.core.policy:by_share_of_attention",
+    },
+)
+"""Functions that make a policy of the settings, with ``policy`` resolved, and of the profile."""
 
 
 def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:

@@ -10,7 +10,7 @@ from triptych.core.config import ActorConfig, AppConfig, CompressorConfig, check
 from triptych.core.errors import ConfigError
 from triptych.core.head_budgets import Spread, check_spread
 from triptych.core.layout import Geometry
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.plugins import POLICY_NAMES
 from triptych.core.schema import SchemaError, build
 
 VERSION = 1
@@ -120,7 +120,7 @@ class Profile:
     def _check_built_in(self) -> None:
         """A profile is data: it may not name code to import."""
         name = self.settings.policy
-        if name.partition(":")[0] not in COMPRESSION_POLICIES.builtin:
+        if name.partition(":")[0] not in POLICY_NAMES.builtin:
             raise ConfigError(f"policy {name!r}: expected one of Triptych's own")
 
     def _check(self, path: Path) -> None:

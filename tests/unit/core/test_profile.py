@@ -10,7 +10,8 @@ import pytest
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
-from triptych.core.policy import Basis, Policy
+from triptych.core.plugins import POLICY_NAMES
+from triptych.core.policy import COMPRESSION_POLICIES, Basis, Policy
 from triptych.core.profile import Fidelity, Profile, Settings
 
 GEOMETRY = Geometry(layers=2, kv_heads=3, head_dim=32)
@@ -154,3 +155,7 @@ def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() ->
         {"decode": {"selection": {"method": "moments"}}},
     ):
         assert PROFILE.fidelity_of(AppConfig.from_mapping(other)) == ()
+
+
+def test_settings_know_the_names_of_all_policies() -> None:
+    assert list(POLICY_NAMES.builtin) == list(COMPRESSION_POLICIES.builtin)

@@ -8,7 +8,7 @@ from typing import Self
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 from triptych.core.shards import cell_of
 from triptych.router import Windows
@@ -33,7 +33,7 @@ class AppPlan:
     """Nodes with a pool; if there are several, what passes between them goes over TCP."""
     fidelity: tuple[Fidelity, ...] = ()
     """What calibration measured with these settings, by length of context."""
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[OverridablePlugin, ...] = ()
     """What requests may change of the decode step's plug-ins."""
     token: str = field(default="", repr=False)
     """What processes of different nodes show each other if no file says it."""

@@ -57,7 +57,7 @@ def _load_brain(
 ) -> ModelContext:
     model = load(model_path, config.model.dtype, str(device))
     return ModelContext(
-        ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry, device)),
+        ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, context_tokens(config, model.context_tokens)),
     )
 

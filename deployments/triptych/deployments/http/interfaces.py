@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 
 
@@ -31,7 +31,7 @@ class ModelCard:
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()
     """What compression costs, as calibration measured it at some lengths of context."""
-    plugins: tuple[Offer, ...] = ()
+    plugins: tuple[OverridablePlugin, ...] = ()
     """What requests may change of the decode step."""
     root: str = ""
     """Where the weights came from; empty: ``name``."""

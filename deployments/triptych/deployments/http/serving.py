@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Tokens
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.metrics import IngressMetrics
@@ -108,7 +108,7 @@ class OpenAIServing:
         return told | {"plugins": plugins} if plugins else told
 
 
-def _shown(offer: Offer) -> dict[str, object]:
+def _shown(offer: OverridablePlugin) -> dict[str, object]:
     """What clients may change of a plug-in: whether they have it, and options from and to."""
     options = {
         name: {"default": bound.default, "minimum": bound.least, "maximum": bound.most}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS, Spread, encode_spread
+from triptych.core.head_budgets import BUDGET_STEPS, HeadBudgets, encode_head_budgets
 from triptych.core.profile import Profile, Settings
 from triptych.evals.data.cases import Case
 from triptych.evals.data.texts import documents
@@ -51,7 +51,7 @@ class Missed:
     """By layer, what queries miss at each share: a ``Look`` that reads everything."""
 
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """[KH, ``SPREAD_STEPS`` + 1], over texts."""
+    """[KH, ``BUDGET_STEPS`` + 1], over texts."""
 
     def __call__(self, layer: int, step: Step) -> None:
         """Sum up the squares, as a mean over queries and query heads."""
@@ -65,8 +65,8 @@ class Missed:
         got = mass.gather(3, order[:, None].expand_as(mass)).cumsum(3)
         forced = scores.isposinf().sum(2)
         missed = list[Tensor]()
-        for part in range(SPREAD_STEPS + 1):
-            count = (-(-seen * part // SPREAD_STEPS)).maximum(forced)
+        for part in range(BUDGET_STEPS + 1):
+            count = (-(-seen * part // BUDGET_STEPS)).maximum(forced)
             at = (count - 1)[:, None, :, None].expand(*mass.shape[:3], 1)
             missed.append((1 - got.gather(3, at)[..., 0]).clamp_min(0).square().mean((1, 2)))
         here = torch.stack(missed, 1)
@@ -74,11 +74,11 @@ class Missed:
 
     @property
     def curves(self) -> Tensor:
-        """[L, KH, ``SPREAD_STEPS`` + 1]"""
+        """[L, KH, ``BUDGET_STEPS`` + 1]"""
         return torch.stack([self.sums[layer] for layer in sorted(self.sums)])
 
 
-def find_spread(model: Path, plan: Measuring, done: Callable[[str], None]) -> Spread:
+def find_spread(model: Path, plan: Measuring, done: Callable[[str], None]) -> HeadBudgets:
     """Read texts with the whole cache, and spread pages by what each head would have missed.
 
     ``done`` hears of each document.
@@ -103,7 +103,7 @@ def find_spread(model: Path, plan: Measuring, done: Callable[[str], None]) -> Sp
     for text in texts:
         masked.follow(Case(name=text.name, prompt=text.context, forced=text.continuation), missed)
         done(text.name)
-    return encode_spread(spread_out(missed.curves.flatten(0, 1).tolist()))
+    return encode_head_budgets(spread_out(missed.curves.flatten(0, 1).tolist()))
 
 
 def profile_to_extend(config: AppConfig, path: Path) -> Profile:
@@ -121,7 +121,7 @@ def spread_out(curves: Sequence[Sequence[float]]) -> list[float]:
     the step that saves most per part comes next; a step may take several parts, where the first
     of them alone save little.
     """
-    rows, parts = len(curves), SPREAD_STEPS
+    rows, parts = len(curves), BUDGET_STEPS
     have = [0] * rows
     shares = [[0.0] * (parts + 1) for _ in range(rows)]
     steps = [(-gain, row, to) for row in range(rows) for gain, to in [_best_step(curves[row], 0)]]

@@ -384,7 +384,7 @@ class DecodeEngine:
 
     def _wanted(self, request: Request) -> Wanted:
         """Raises: RequestError if the request wants what is not here"""
-        switches = request.switches
+        switches = request.plugin_overrides
         plugins = self._pipeline.chosen(switches)
         set_to = self._pipeline.settings(plugins)
         return Wanted(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.config import SelectionConfig
-from triptych.core.head_budgets import SPREAD_TOP
+from triptych.core.head_budgets import BUDGET_MAX
 from triptych.core.pages import PagePlan
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
@@ -142,7 +142,7 @@ class StepChoice:
                 rule,
                 known.lists.of(due),
                 scale=scale,
-                spread=known.spread,
+                head_budgets=known.head_budgets,
             )
         return known.lists.of(self.read)
 
@@ -154,7 +154,7 @@ class LayerChoice:
     summaries: list[Summaries | None]
     """One for each table; None for that of the window."""
     lists: PageLists
-    spread: Tensor | None
+    head_budgets: Tensor | None
     """What each head row reads, int32 [kv_heads, steps]; None: all alike."""
 
 
@@ -178,9 +178,9 @@ class Selector:
         tables = sections.tables
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
-        self.dense_layers = (0 if plan.spread else DENSE_LAYERS) if dense == "auto" else dense
+        self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
         known = tables[1:] if plan.compresses else tables
-        rotated = plan.policy.basis.rotated
+        rotated = plan.policy.kv_rotation.rotated
         self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
         self._fixed = int(plan.shares)
         """How many of them are of pages that never change."""
@@ -188,14 +188,14 @@ class Selector:
         most = sum(table.width for table in tables)
         self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
         self.counts = memory.device.put(np.zeros((layers, slots, kv_heads), np.int32))
-        spread = memory.device.put(_shares(plan)) if plan.spread else None
+        head_budgets = memory.device.put(_shares(plan)) if plan.head_budgets else None
         nobody = memory.device.put(np.zeros(0, np.int32))
         self.of_layer = [
             LayerChoice(
                 summaries=[None] * (len(tables) - len(known))
                 + [part.of_layer[layer] for part in self._summaries],
                 lists=PageLists(self.ordinals[layer], self.counts[layer], nobody),
-                spread=None if spread is None else spread[layer],
+                head_budgets=None if head_budgets is None else head_budgets[layer],
             )
             for layer in range(layers)
         ]
@@ -284,9 +284,9 @@ class Selector:
 
 
 def _shares(plan: PagePlan) -> Ids:
-    """A plan's spread as ``select_pages`` takes it, [layers, kv_heads, steps]."""
-    parts = np.frombuffer(plan.spread, np.uint8).astype(np.int64) * WHOLE
-    rounded_up = -(-parts // SPREAD_TOP)
+    """Head budgets of a plan as ``select_pages`` takes them, [layers, kv_heads, steps]."""
+    parts = np.frombuffer(plan.head_budgets, np.uint8).astype(np.int64) * WHOLE
+    rounded_up = -(-parts // BUDGET_MAX)
     geometry = plan.geometry
     return rounded_up.reshape(geometry.layers, geometry.kv_heads, -1).astype(np.int32)
 

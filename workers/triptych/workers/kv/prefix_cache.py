@@ -134,7 +134,7 @@ class PrefixStore:
     """A worker's access to the prefixes that the pool keeps, for one model and one plan.
 
     Prefixes are kept in the high format, whatever the policy does with the rest: dropped and
-    low tokens fit only the request that dropped them. Keys are in the plan's basis and carry
+    low tokens fit only the request that dropped them. Keys are in the plan's coordinates and carry
     their position, so a prefix can be read wherever it is the beginning.
     """
 
@@ -391,8 +391,10 @@ def profile_of(plan: PagePlan, dtype: DType) -> str:
         plan.page_bytes,
         plan.geometry,
         plan.block_sink_pages,
-        plan.policy.basis,
+        plan.policy.kv_rotation,
         plan.policy.needs_significance,
         dtype,
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    # Files of prefixes on disk carry this digest: it keeps the class name of earlier releases.
+    text = repr(parts).replace("KVRotation(", "Basis(", 1)
+    return hashlib.sha256(text.encode()).hexdigest()

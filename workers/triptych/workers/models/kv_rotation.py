@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import Geometry
-from triptych.core.policy import Basis
+from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import Attend
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Takes what attention stores and reads into the basis of the pages, and its result back."""
+    """Rotates queries, keys and values into the coordinates of the pages, and results back."""
 
     rotation: Tensor
     """[head_dim, head_dim], its own inverse, float32."""
@@ -32,16 +32,16 @@ class Coordinates:
 
     @classmethod
     def of(
-        cls, basis: Basis, geometry: Geometry, device: torch.device | None = None
+        cls, kv_rotation: KVRotation, geometry: Geometry, device: torch.device | None = None
     ) -> "Coordinates | None":
         """Where a model's activations are; None for plain coordinates."""
-        if not basis.rotated:
+        if not kv_rotation.rotated:
             return None
         rotation = hadamard(geometry.head_dim)
         shape = geometry.layers, geometry.kv_heads, geometry.head_dim
         centre = torch.zeros(shape)
-        if basis.key_centre:
-            packed = np.frombuffer(basis.key_centre, "<f2").astype(np.float32)
+        if kv_rotation.key_centre:
+            packed = np.frombuffer(kv_rotation.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
         return cls(rotation.to(device), (centre @ rotation).to(device))
 

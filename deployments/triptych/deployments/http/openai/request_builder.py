@@ -182,7 +182,7 @@ class Planner:
             "weight": weight,
             "priority": body.priority,
             "slo": _slo(body),
-            "switches": overrides_of(body.plugins, self._model.plugins),
+            "plugin_overrides": overrides_of(body.plugins, self._model.plugins),
         }
         owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))
@@ -294,7 +294,7 @@ class Planner:
 
     def _fidelity(self, requests: Sequence[Request]) -> Fidelity | None:
         """What compression costs them; None: nobody measured that, or they switch something on."""
-        if any(switch.on for request in requests for switch in request.switches):
+        if any(switch.on for request in requests for switch in request.plugin_overrides):
             return None
         longest = max(len(request.prompt) for request in requests)
         return _nearest(self._model.fidelity, longest)

@@ -8,7 +8,7 @@ from typing import Self
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 from triptych.core.shards import shard_of
 from triptych.router import Windows

@@ -203,7 +203,7 @@ class Death:
     successor_s: dict[str, float] = field(default_factory=dict)
 
 
-async def crowd(
+async def concurrent_requests(
     server: Server, asked: argparse.Namespace, kind: str = ""
 ) -> tuple[list[Stream], Death]:
     """All streams, and if somebody is to die, that."""
@@ -287,7 +287,7 @@ def sent_again(server: Server, kind: str, streams: int, before: dict[str, float]
 def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[Stream]) -> Round:
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     before = decisions(server)
-    streams, death = asyncio.run(crowd(server, asked, kind))
+    streams, death = asyncio.run(concurrent_requests(server, asked, kind))
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
     faults = check_pool(server)
@@ -390,7 +390,7 @@ def main() -> None:
         bars,
     ):
         task = bars.add_task("rounds", total=asked.rounds * len(kinds))
-        whole, _ = asyncio.run(crowd(server, asked))
+        whole, _ = asyncio.run(concurrent_requests(server, asked))
         for number in range(asked.rounds):
             for kind in kinds:
                 one = kill_one(server, kind, asked, whole) if TITLES[kind] else leave(server, asked)

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from triptych.cli.list_options import integers, words, words_or_none
+from triptych.cli.list_options import integers, names, names_or_none
 from triptych.cli.output import write_json
 from triptych.cli.quality.evaluate import show_results
 from triptych.evals.data.exchange import read_records, write_cases
@@ -65,9 +65,9 @@ def study_of(options: argparse.Namespace) -> Study:
     return Study(
         **given
         | {
-            "methods": tuple(words(options.methods)),
+            "methods": tuple(names(options.methods)),
             "contexts": tuple(integers(options.contexts)),
-            "tasks": words_or_none(options.tasks),
+            "tasks": names_or_none(options.tasks),
         }
     )
 

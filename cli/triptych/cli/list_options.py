@@ -3,14 +3,14 @@
 from triptych.core.errors import ConfigError
 
 
-def words(text: str) -> list[str]:
+def names(text: str) -> list[str]:
     """Split ``a,b``; blanks and empty parts do not count."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def words_or_none(text: str) -> tuple[str, ...]:
+def names_or_none(text: str) -> tuple[str, ...]:
     """Split ``a,b``; ``none`` says that there is none."""
-    return () if text.strip() == "none" else tuple(words(text))
+    return () if text.strip() == "none" else tuple(names(text))
 
 
 def numbers(text: str) -> list[float]:
@@ -19,7 +19,7 @@ def numbers(text: str) -> list[float]:
     Raises: ConfigError unless each is a number above 0
     """
     try:
-        values = [float(word) for word in words(text)]
+        values = [float(name) for name in names(text)]
     except ValueError:
         raise ConfigError(f"{text!r}: expected numbers with commas between them") from None
     if any(not 0 < value < 1e9 for value in values):

@@ -32,7 +32,7 @@ def fetch(
     as_json: JsonFlag = False,
 ) -> None:
     """Get a model ready to be served; instant and offline if it already is."""
-    _tell(name, fetch_with_progress(name, verify=verify), as_json=as_json)
+    _print_path(name, fetch_with_progress(name, verify=verify), as_json=as_json)
 
 
 @app.command()
@@ -40,10 +40,10 @@ def path(name: Name = DEFAULT, as_json: JsonFlag = False) -> None:
     """Print the directory of a model that is on this machine."""
     from triptych.workers.models.store.model_store import resolve
 
-    _tell(name, resolve(name, allow_download=False), as_json=as_json)
+    _print_path(name, resolve(name, allow_download=False), as_json=as_json)
 
 
-def _tell(name: str, place: Path, *, as_json: bool) -> None:
+def _print_path(name: str, place: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"name": name, "path": str(place)}, indent=2))
     else:

@@ -54,15 +54,15 @@ class Lines(Progress):
     """Progress in a file: a line for each task when it is done."""
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        with self._told(task_id):
+        with self._report_finished(task_id):
             super().advance(task_id, advance)
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
-        with self._told(task_id):
+        with self._report_finished(task_id):
             super().update(task_id, **fields)
 
     @contextmanager
-    def _told(self, task_id: TaskID) -> Generator[None]:
+    def _report_finished(self, task_id: TaskID) -> Generator[None]:
         task = next(task for task in self.tasks if task.id == task_id)
         was_finished = task.finished
         yield

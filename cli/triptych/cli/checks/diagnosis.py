@@ -240,17 +240,17 @@ def _limits(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    asked = {
+    threads = {
         name: group.actor.threads * group.most
         for name, group in config.worker_groups().items()
         if group.actor.threads != "auto"
     }
-    if sum(asked.values()) > facts.cores:
-        told = ", ".join(f"{name} {count}" for name, count in asked.items())
+    if sum(threads.values()) > facts.cores:
+        by_stage = ", ".join(f"{name} {count}" for name, count in threads.items())
         yield Finding(
             "threads",
             "warning",
-            f"the stages have {sum(asked.values())} threads ({told}) for {facts.cores} cores",
+            f"the stages have {sum(threads.values())} threads ({by_stage}) for {facts.cores} cores",
             "lower actor.threads, or set it to auto: then stages take turns",
         )
     elif facts.load > 2 * facts.machine_cores:
@@ -401,12 +401,12 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
 )
 
 
-def processes_bytes(config: AppConfig, cells: int = 1) -> int:
+def processes_bytes(config: AppConfig, shards: int = 1) -> int:
     """The least that Ray and all workers take beside their shared memory, when there are most.
 
-    ``config`` is that of one of ``cells`` cells.
+    ``config`` is that of one of ``shards`` shards.
     """
-    workers = cells * sum(group.most for group in config.worker_groups().values())
+    workers = shards * sum(group.most for group in config.worker_groups().values())
     return RAY_BYTES + workers * STAGE_BYTES
 
 

@@ -67,18 +67,18 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
         rows = [(actor, *(each[key] for key in keys)) for actor, each in fact.actors.items()]
         title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
         console.print(make_table(columns, rows, title))
-        console.print(_in_words(fact.pages), markup=False)
+        console.print(_describe_pages(fact.pages), markup=False)
         if fact.plugins:
             console.print(f"in a decode step: {', '.join(fact.plugins)}", markup=False)
         console.print(f"between nodes: {fact.network}", markup=False)
         if fact.disk:
-            told = (
+            text = (
                 "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
             )
-            console.print(told.format_map(fact.disk), markup=False)
+            console.print(text.format_map(fact.disk), markup=False)
         if fact.arena:
-            told = "pages: {bytes:,} bytes in {path}, where {free_bytes:,} are free"
-            console.print(told.format_map(fact.arena), markup=False)
+            text = "pages: {bytes:,} bytes in {path}, where {free_bytes:,} are free"
+            console.print(text.format_map(fact.arena), markup=False)
             if fact.arena["is_read_whole"]:
                 warning = "every step reads them all: set decode.selection.method to read a part"
                 console.print(f"warning: {warning}", markup=False)
@@ -249,17 +249,17 @@ def check_steps(
     return tuple(offer.plugin for offer in offers_of(config.decode, policy, can_exit=can_exit))
 
 
-def _in_words(pages: dict[str, object] | None) -> str:
+def _describe_pages(pages: dict[str, object] | None) -> str:
     if pages is None:
         return "pages: not checked, the model is not on this machine yet"
-    told = (
+    text = (
         "pages: {pages} of {page_bytes} bytes; one holds {raw_tokens_per_page} raw or "
         "{stored_tokens_per_page} stored tokens of a KV head\n"
         "compression: {policy}, the newest {window_tokens} tokens in 16 bits"
     )
     if pages["low_format"] is not None:
-        told += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
-    return told.format_map(pages)
+        text += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
+    return text.format_map(pages)
 
 
 def check_network(config: AppConfig) -> str:

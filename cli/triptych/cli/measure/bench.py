@@ -9,10 +9,8 @@ from typing import Annotated
 
 import typer
 
-from triptych.cli.measure.bench_attention import bench_attention
-from triptych.cli.measure.bench_compare import bench_compare
-from triptych.cli.measure.bench_plot import bench_plot
-from triptych.cli.measure.bench_selection import bench_selection
+from triptych.cli.measure.bench_kernels import bench_attention, bench_selection
+from triptych.cli.measure.bench_results import bench_compare, bench_plot
 from triptych.cli.measure.load_options import LoadOptions, levels_of_options, shallow
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 from triptych.loadgen.measure import (
@@ -136,17 +134,17 @@ def bench_serve(
     )
     host = host_info()
     results = run_with_progress(benchmark)
-    server = {"url": url, **described(results.workload, trace)}
+    server = {"url": url, **workload_fields(results.workload, trace)}
     if json_file:
         rows = [row.as_json() for row in results.rows]
         write_json({"host": host, "server": server, "rows": rows}, json_file)
     if save_dir:
         save_details(save_dir, label, results.rows, {"host": host, **server})
     console.print(make_table(("load", *COLUMNS), [_line(row) for row in results.rows]))
-    _complain(results.rows)
+    _report_errors(results.rows)
 
 
-def described(workload: Workload, trace: Path | None) -> dict[str, object]:
+def workload_fields(workload: Workload, trace: Path | None) -> dict[str, object]:
     """A workload as result files have it: a trace by its name, not its content."""
     plain = shallow(workload)
     sessions = plain.pop("trace")
@@ -202,7 +200,7 @@ def _line(row: Row) -> list[object]:
     return [str(row.level), *values.values()]
 
 
-def _complain(rows: list[Row]) -> None:
+def _report_errors(rows: list[Row]) -> None:
     """Say what went wrong; exit code 1 if a level had no answer at all."""
     for row in rows:
         for error, count in row.errors.items():

@@ -83,9 +83,9 @@ def profile(
         write_json(chrome_trace(taken.events), trace)
     show(taken)
     if plot:
-        from triptych.cli.measure.profile_plot import draw
+        from triptych.cli.measure.profile_plot import plot_profile
 
-        for path in draw(taken.report, taken.limit, plot):
+        for path in plot_profile(taken.report, taken.limit, plot):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
@@ -198,14 +198,14 @@ def answer_all(server: "LocalServer", count: int, prompt: int, answer: int, seed
             bars.advance(bar, len(getattr(event, "tokens", ())))
 
 
-def seconds_by_state(lives: "Sequence[RequestTrace]") -> dict[str, float]:
+def seconds_by_state(traces: "Sequence[RequestTrace]") -> dict[str, float]:
     """Seconds that a request spent in each state, on the mean."""
     total = dict[str, float]()
-    for life in lives:
-        ends = [entered for _, entered in life.steps[1:]] + [life.ended]
-        for (state, entered), left in zip(life.steps, ends, strict=True):
+    for trace in traces:
+        ends = [entered for _, entered in trace.steps[1:]] + [trace.ended]
+        for (state, entered), left in zip(trace.steps, ends, strict=True):
             total[state] = total.get(state, 0.0) + left - entered
-    return {state: seconds / len(lives) for state, seconds in total.items()}
+    return {state: seconds / len(traces) for state, seconds in total.items()}
 
 
 def overhead_of(profiler: "Profiler") -> float | None:

@@ -9,10 +9,9 @@ from typing import Annotated, cast
 
 import typer
 
-from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.list_options import integers, names, numbers
 from triptych.cli.measure.load_options import LoadOptions
-from triptych.cli.measure.simulate_fit import simulate_fit
-from triptych.cli.measure.simulate_replay import simulate_replay
+from triptych.cli.measure.simulate_fit import simulate_fit, simulate_replay
 from triptych.cli.output import console, make_table, progress_bars, renamed_option, write_json
 from triptych.core import messages as core
 from triptych.core.config import RouterConfig, require
@@ -21,11 +20,11 @@ from triptych.loadgen.report.stats import Slo
 from triptych.loadgen.workload.load import Load
 from triptych.loadgen.workload.shapes import SHAPES
 from triptych.loadgen.workload.simulated import (
-    cell_figures,
     decision_ms,
     figures_of,
     jobs_of,
     per_job,
+    shard_figures,
 )
 from triptych.loadgen.workload.turns import requests_of
 from triptych.router import check_policies
@@ -67,7 +66,7 @@ class Case:
     rate_per_s: float | None
     concurrency: int | None
     seed: int
-    cells: int = 1
+    shards: int = 1
     roles: str = "both"
 
     def __str__(self) -> str:
@@ -80,7 +79,7 @@ class Case:
         """What was compared, without defaults."""
         is_default = self.placement == RouterConfig().placement
         placed = self.policy if is_default else f"{self.policy}+{self.placement}"
-        divided = placed if self.cells == 1 else f"{placed}+{self.cells}cells"
+        divided = placed if self.shards == 1 else f"{placed}+{self.shards}cells"
         return divided if self.roles == "both" else f"{divided}+{self.roles}"
 
 
@@ -202,14 +201,14 @@ def simulate(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
     ).resolve()
-    if "switch" in words(roles):
+    if "switch" in names(roles):
         roles = renamed_option(
             "--roles switch", roles.replace("switch", "dynamic"), "--roles dynamic", roles
         )
-    policies, placements = words(policy), words(placement)
+    policies, placements = names(policy), names(placement)
     for name, where in product(policies, placements):
         check_policies(RouterConfig(batch_policy=name, placement=where), slots)
-    for one in words(roles):
+    for one in names(roles):
         require(one in ("both", "dynamic"), "--roles", one, "both, dynamic or both,dynamic")
         require(one == "both" or bool(colocated), "--roles", one, "--colocated workers")
     for count in integers(shards):
@@ -223,13 +222,13 @@ def simulate(
             rate_per_s=one,
             concurrency=concurrency,
             seed=seed + offset,
-            cells=count,
+            shards=count,
             roles=role,
         )
         for one in rates
         for offset in range(seeds)
         for name, where, count, role in product(
-            policies, placements, integers(shards), words(roles)
+            policies, placements, integers(shards), names(roles)
         )
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
@@ -274,7 +273,7 @@ def cluster_of(
 
 def write_rows(rows: list[Row], cluster: Cluster, about: Mapping[str, object], path: Path) -> None:
     """Write the figures of all runs."""
-    head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
+    head = {"simulated": True, "host": host_info(), "cluster": cluster_fields(cluster)}
     decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
     write_json({**head, **about, "decision_ms": decisions, "rows": rows}, path)
 
@@ -336,7 +335,7 @@ def run_cases(
                 cluster.router,
                 batch_policy=case.policy,
                 placement=case.placement,
-                shards=case.cells,
+                shards=case.shards,
                 roles=case.roles,
             )
             simulation = Simulation(
@@ -372,7 +371,7 @@ def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
         "counters": trial.counters,
         "decision_ms": decision_ms(trial),
         "cpu_s": spent_s,
-        **cell_figures(case.cells, trial),
+        **shard_figures(case.shards, trial),
     }
 
 
@@ -382,7 +381,7 @@ def worst_decisions(rows: list[Row]) -> dict[str, float]:
     return {name: max(decisions[name] for decisions in each) for name in each[0]}
 
 
-def described(cluster: Cluster) -> dict[str, object]:
+def cluster_fields(cluster: Cluster) -> dict[str, object]:
     """A cluster as result files have it."""
     names = ("prefill", "compress", "decode", "colocated", "workers_per_node", "shared_cores")
     names += ("capacity_bytes", "max_batch_requests", "chunk_tokens", "high_share")

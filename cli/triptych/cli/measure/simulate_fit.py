@@ -1,18 +1,20 @@
-"""``triptych simulate fit``: costs from measured runs, and how well they foretell other ones."""
+"""``triptych simulate fit`` and ``simulate replay``: fit costs to runs, replay decisions."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 
-from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.output import JsonFlag, console, make_table, notes, show, write_json
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.loadgen.report.host import host_info
 from triptych.loadgen.report.results import Requests, Result, read_results
 from triptych.router import check_policies
+from triptych.router.replay import replay
 from triptych.simulator import Cluster, Costs, Job
 from triptych.simulator.fit import Fitted, Observation, Prediction, fit, predict, summary
 
@@ -159,3 +161,17 @@ def table(
         for one in predictions
     ]
     return columns, rows, title
+
+
+def simulate_replay(
+    file: Annotated[Path, typer.Argument(help="What a server with router.record wrote.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Let the simulator's coordinator decide again what a live one decided. Exit code 1 if not."""
+    found = replay(file)
+    outcome = found.difference or "every decision the same"
+    row = [found.starts, found.calls, found.sent, outcome]
+    table = make_table(("starts", "calls", "messages sent", "outcome"), [row])
+    show({**asdict(found), "same": not found.difference}, table, as_json=as_json)
+    if found.difference:
+        raise typer.Exit(1)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.list_options import integers, names, numbers
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import run_with_progress
 from triptych.core.config import ModelConfig
@@ -52,7 +52,7 @@ def calibrate(
         model=model,
         target=Target(kl=max_kl, top1_agreement=min_top1, perplexity_ratio=max_perplexity_ratio),
         high_format=high_format,
-        low_formats=tuple(words(low_formats)),
+        low_formats=tuple(names(low_formats)),
         alphas=tuple(numbers(alphas)),
         windows=tuple(integers(windows)),
         contexts=tuple(integers(contexts)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.list_options import integers, words, words_or_none
+from triptych.cli.list_options import integers, names, names_or_none
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import ablate_with_progress, run_with_progress
 from triptych.cli.serving.serve_file import read_serve_file
@@ -97,7 +97,7 @@ def quality(
     from triptych.evals.methods.baselines import BASELINES
     from triptych.evals.studies.study import Study
 
-    named = words(methods) or (["default"] if profile or baselines else [])
+    named = names(methods) or (["default"] if profile or baselines else [])
     named += BASELINES if baselines else ()
     study = Study(
         model=model,
@@ -109,7 +109,7 @@ def quality(
         documents=documents,
         steps=steps,
         split="calibration" if calibration else "evaluation",
-        tasks=() if quick else words_or_none(tasks),
+        tasks=() if quick else names_or_none(tasks),
         task_context=task_context,
         task_count=task_count,
         greedy_tokens=0 if quick else greedy_tokens,
@@ -186,13 +186,13 @@ def ablate_command(
 
     plan = Ablation(
         model=model,
-        axes=words_or_none(axes),
+        axes=names_or_none(axes),
         seeds=seeds,
         context=context,
         documents=documents,
         steps=steps,
-        tasks=words_or_none(tasks),
-        methods=tuple(words(methods)) or DIAGNOSED,
+        tasks=names_or_none(tasks),
+        methods=tuple(names(methods)) or DIAGNOSED,
         task_context=task_context,
         task_count=task_count,
     )

@@ -33,8 +33,8 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
         ("address", f"{url}/v1"),
         *([("gRPC", f"{config.ingress.grpc_host}:{grpc}")] if grpc else []),
         ("model", f"{config.model.public_name}, {context} tokens of context, {config.topology}"),
-        ("pages", pages_in_words(plan)),
-        ("precision", ", ".join(precision_in_words(plan))),
+        ("pages", describe_pages(plan)),
+        ("precision", ", ".join(describe_precision(plan))),
         (
             "try",
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
@@ -44,7 +44,7 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     ]
 
 
-def pages_in_words(plan: AppPlan) -> str:
+def describe_pages(plan: AppPlan) -> str:
     """The budget of pages, in tokens that fit at least."""
     pages = plan.pages
     tokens = plan.bookable_bytes // pages.page_bytes // pages.geometry.head_rows * pages.high.tokens
@@ -54,15 +54,15 @@ def pages_in_words(plan: AppPlan) -> str:
             "not one page for each of "
             f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
         )
-    told = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
+    text = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
     if plan.cells > 1:
-        told += f" in each of {plan.cells} cells"
+        text += f" in each of {plan.cells} cells"
     if pages.prefix_bytes:
-        told += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
-    return told
+        text += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
+    return text
 
 
-def precision_in_words(plan: AppPlan) -> Iterator[str]:
+def describe_precision(plan: AppPlan) -> Iterator[str]:
     """Which tokens are kept how."""
     policy = plan.pages.policy
     if not plan.pages.compresses:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from triptych.cli.output import JsonFlag, console
 from triptych.cli.serving.scrape import Metrics, read_metrics
-from triptych.cli.serving.top_view import Frame, draw, frame
+from triptych.cli.serving.top_view import TopFigures, figures_between, render
 from triptych.core.errors import BenchmarkError
 
 Url = Annotated[str, typer.Option(help="The server.")]
@@ -32,27 +32,27 @@ def top(
 
     With --json one line per look.
     """
-    frames = watch(url, interval, looks)
+    samples = watch(url, interval, looks)
     try:
         if as_json:
-            for shown in frames:
-                typer.echo(json.dumps(asdict(shown) if shown else None))
+            for figures in samples:
+                typer.echo(json.dumps(asdict(figures) if figures else None))
             return
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            for shown in frames:
+            for figures in samples:
                 lost = Text(f"{url} does not answer", style="red")
-                live.update(draw(shown, url) if shown else lost, refresh=True)
+                live.update(render(figures, url) if figures else lost, refresh=True)
     except KeyboardInterrupt:  # how one leaves
         pass
 
 
-def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[Frame | None]:
+def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[TopFigures | None]:
     """A frame per look, the first without rates; None where the server does not answer.
 
     Raises: BenchmarkError if there is no server of ours at the first look
     """
     before, then = _first_look(url), time.monotonic()
-    yield frame(before, None, 0.0)
+    yield figures_between(before, None, 0.0)
     for _ in range(looks - 1) if looks else count():
         time.sleep(interval_s)
         try:
@@ -60,7 +60,7 @@ def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[Frame | None]
         except httpx.HTTPError:
             yield None
             continue
-        yield frame(now, before, at - then)
+        yield figures_between(now, before, at - then)
         before, then = now, at
 
 

@@ -20,7 +20,7 @@ WORKING = {
 """Where a request is, by its state in the router: in front of a stage, or in it."""
 
 OWNERS = {"requests": "green", "prefixes": "cyan", "stock": "yellow", "free": "dim"}
-BAR_CELLS = 40
+BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class TopFigures:
     """Everything that is drawn at one moment. Rates are of the interval between two looks."""
 
     answers: int
@@ -65,12 +65,12 @@ class Frame:
     """Stored bytes of those in 16 bits, since the start."""
 
 
-def frame(now: Metrics, before: Metrics | None, seconds: float) -> Frame:
+def figures_between(now: Metrics, before: Metrics | None, seconds: float) -> TopFigures:
     """Figures of a moment, and of the ``seconds`` since the look ``before``."""
     change = Change(now, before or now, seconds)
     raw = now.total("triptych_kv_raw_bytes_total")
     capacity = now.total("triptych_router_capacity_bytes")
-    return Frame(
+    return TopFigures(
         answers=int(now.total("triptych_num_requests_running")),
         written_per_s=change.rate("triptych_generation_tokens_total"),
         read_per_s=change.rate("triptych_prompt_tokens_total"),
@@ -142,61 +142,62 @@ def _pages(now: Metrics) -> dict[str, int]:
     return {owner: int(now.total(name)) for owner, name in names.items()}
 
 
-# ------------------------------------------------------------------ drawing
+# ------------------------------------------------------------------ rendering
 
 
-def draw(shown: Frame, url: str) -> RenderableType:
+def render(figures: TopFigures, url: str) -> RenderableType:
     """A screen of text; wide enough for 80 columns."""
-    return Group(_headline(shown, url), Text(), _stages(shown), Text(), _memory(shown))
+    return Group(_headline(figures, url), Text(), _stages(figures), Text(), _memory(figures))
 
 
-def _headline(shown: Frame, url: str) -> Table:
+def _headline(figures: TopFigures, url: str) -> Table:
     grid = Table.grid(padding=(0, 3))
     grid.add_row(
         Text(url, style="bold"),
-        f"{shown.answers} answers in progress",
-        f"{shown.written_per_s:.1f} tokens/s written",
-        f"{shown.read_per_s:.1f} read",
+        f"{figures.answers} answers in progress",
+        f"{figures.written_per_s:.1f} tokens/s written",
+        f"{figures.read_per_s:.1f} read",
     )
     grid.add_row(
-        f"first token {_seconds(shown.first_token_s)}",
-        f"between tokens {_seconds(shown.between_tokens_s)}",
-        f"{_share(shown.cached_share)} cached",
-        _trouble(shown),
+        f"first token {_seconds(figures.first_token_s)}",
+        f"between tokens {_seconds(figures.between_tokens_s)}",
+        f"{_share(figures.cached_share)} cached",
+        _trouble(figures),
     )
     return grid
 
 
-def _trouble(shown: Frame) -> Text:
-    told = f"{shown.rejected_per_s:.1f}/s refused {shown.failed_per_s:.1f}/s failed"
-    return Text(told, style="red" if shown.rejected_per_s + shown.failed_per_s > 0 else "dim")
+def _trouble(figures: TopFigures) -> Text:
+    text = f"{figures.rejected_per_s:.1f}/s refused {figures.failed_per_s:.1f}/s failed"
+    return Text(text, style="red" if figures.rejected_per_s + figures.failed_per_s > 0 else "dim")
 
 
-def _stages(shown: Frame) -> RenderableType:
+def _stages(figures: TopFigures) -> RenderableType:
     rows = [
-        (one.name, one.workers, one.waiting, one.working, _share(one.busy)) for one in shown.stages
+        (one.name, one.workers, one.waiting, one.working, _share(one.busy))
+        for one in figures.stages
     ]
     columns = ("stage", "workers", "waiting", "working", "busy")
     return Group(
-        f"the oldest waiting request has waited {shown.oldest_waiting_s:.1f} s",
+        f"the oldest waiting request has waited {figures.oldest_waiting_s:.1f} s",
         make_table(columns, rows),
     )
 
 
-def _memory(shown: Frame) -> RenderableType:
-    if not shown.pages:
+def _memory(figures: TopFigures) -> RenderableType:
+    if not figures.pages:
         return Text("the pool does not answer", style="red")
-    total = sum(shown.pages.values())
+    total = sum(figures.pages.values())
     table = Table.grid(padding=(0, 2))
-    for owner, count in shown.pages.items():
+    for owner, count in figures.pages.items():
         bar = ProgressBar(
-            total=total or 1, completed=count, width=BAR_CELLS, complete_style=OWNERS[owner],
+            total=total or 1, completed=count, width=BAR_WIDTH, complete_style=OWNERS[owner],
             finished_style=OWNERS[owner],
         )  # fmt: skip
-        table.add_row(owner, bar, f"{count}", f"{count * shown.page_bytes / 2**20:.0f} MiB")
+        table.add_row(owner, bar, f"{count}", f"{count * figures.page_bytes / 2**20:.0f} MiB")
     return Group(
-        f"{total} pages of {shown.page_bytes} bytes; {shown.booked:.0%} of what requests may book "
-        f"is booked; stored at {_share(shown.compression)} of 16 bits",
+        f"{total} pages of {figures.page_bytes} bytes; {figures.booked:.0%} of what requests may "
+        f"book is booked; stored at {_share(figures.compression)} of 16 bits",
         table,
     )
 

@@ -26,7 +26,7 @@ STAGES = (
 Draw = Callable[["Axes", Sequence[Result]], None]
 
 
-def draw_all(results: Sequence[Result], folder: Path, name: str) -> list[Path]:
+def plot_all(results: Sequence[Result], folder: Path, name: str) -> list[Path]:
     """Write each picture that the results have data for, as PNG, and say where they are.
 
     Raises: ConfigError if matplotlib is not installed, or if there is nothing to draw
@@ -78,7 +78,7 @@ def curve(
 
 
 def _against_rate(figure: str, title: str, scale: float = 1.0, *, log: bool = False) -> Draw:
-    def draw(axes: "Axes", results: Sequence[Result]) -> None:
+    def plot_panel(axes: "Axes", results: Sequence[Result]) -> None:
         for label, (rates, middle, low, high) in curve(results, figure).items():
             axes.plot(rates, [v * scale for v in middle], marker="o", markersize=3, label=label)
             axes.fill_between(
@@ -91,11 +91,11 @@ def _against_rate(figure: str, title: str, scale: float = 1.0, *, log: bool = Fa
         if axes.lines:
             axes.legend(fontsize=7)
 
-    return draw
+    return plot_panel
 
 
 def _distribution(pick: Callable[[Result], Sequence[float]], title: str) -> Draw:
-    def draw(axes: "Axes", results: Sequence[Result]) -> None:
+    def plot_panel(axes: "Axes", results: Sequence[Result]) -> None:
         for result in results:
             values = sorted(pick(result))
             shares = [(place + 1) / len(values) for place in range(len(values))]
@@ -105,7 +105,7 @@ def _distribution(pick: Callable[[Result], Sequence[float]], title: str) -> Draw
         axes.set_xscale("log")
         axes.legend(fontsize=7)
 
-    return draw
+    return plot_panel
 
 
 def _ttfts(result: Result) -> Sequence[float]:

@@ -17,9 +17,9 @@ def arrivals_s(
 
     Source: vLLM's ``bench serve`` (the parameter); BurstGPT, section 4 (Gamma arrivals)
     """
-    draw, now = random.Random(seed), 0.0
+    rng, now = random.Random(seed), 0.0
     times = list[float]()
     for _ in range(count):
         times.append(now)
-        now += draw.gammavariate(burstiness, 1.0 / (rate_per_s * burstiness))
+        now += rng.gammavariate(burstiness, 1.0 / (rate_per_s * burstiness))
     return times

@@ -59,18 +59,18 @@ class Workload(Load):
     def _ids(self, turn: Turn) -> list[int]:
         low = min(1000, self.vocab_size // 2)  # special tokens and bytes have the lowest ids
         return [
-            draw.randrange(low, self.vocab_size)
+            rng.randrange(low, self.vocab_size)
             for segment in turn.segments
-            for draw in [self._source(segment)]
+            for rng in [self._source(segment)]
             for _ in range(segment.tokens)
         ]
 
     def _text(self, turn: Turn) -> str:
         """Words; a correction of their number is made at the end, behind what is shared."""
         words = [
-            draw.choice(WORDS)
+            rng.choice(WORDS)
             for segment in turn.segments
-            for draw in [self._source(segment)]
+            for rng in [self._source(segment)]
             for _ in range(segment.tokens)
         ]
         count = max(1, turn.prompt_tokens + self.extra_words)

@@ -122,18 +122,18 @@ def decision_ms(trial: Trial) -> dict[str, float]:
     }
 
 
-def cell_figures(cells: int, trial: Trial) -> dict[str, object]:
+def shard_figures(shards: int, trial: Trial) -> dict[str, object]:
     """What several routers cost in balance, and what the busiest of them has to do.
 
-    ``cell_balance``: work of the busiest cell's workers over the mean of all cells.
+    ``cell_balance``: work of the busiest shard's workers over the mean of all shards.
     ``router_cpu_s``: real CPU time of the busiest router, decisions and ticks.
     """
     parts = trial.cells.values()
-    mean_s = sum(part.busy_s for part in parts) / cells or 1e-9
+    mean_s = sum(part.busy_s for part in parts) / shards or 1e-9
     return {
-        "cells": cells,
+        "cells": shards,
         "cell_balance": max(part.busy_s for part in parts) / mean_s,
         "cell_requests": [part.requests for part in parts],
-        "cell_choices": trial.cell_choices if cells > 1 else {},
+        "cell_choices": trial.cell_choices if shards > 1 else {},
         "router_cpu_s": max(part.router_s for part in parts),
     }

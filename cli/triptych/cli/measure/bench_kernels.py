@@ -1,4 +1,4 @@
-"""``triptych bench selection``: attention over chosen pages beside the same pages read whole."""
+"""``triptych bench attention`` and ``bench selection``: time the attention kernels."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,12 +6,25 @@ from typing import Annotated, cast
 
 import typer
 
-from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.list_options import integers, names, numbers
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.errors import ConfigError
 from triptych.loadgen.report.host import host_info
 
-COLUMNS = {
+ATTENTION_COLUMNS = {
+    "backend": "backend",
+    "format": "format",
+    "batch": "batch",
+    "context": "context",
+    "ms": "time_ms",
+    "ms median": "median_ms",
+    "GB/s": "gb_per_s",
+    "of read": "share_of_read",
+    "SDPA ms": "sdpa_ms",
+    "speed-up": "speedup_vs_sdpa_fp32",
+}
+
+SELECTION_COLUMNS = {
     "method": "method",
     "format": "format",
     "batch": "batch",
@@ -24,6 +37,41 @@ COLUMNS = {
     "speed-up": "speedup",
     "of medians": "speedup_median",
 }
+
+
+def bench_attention(
+    backend: Annotated[str, typer.Option(help="Which versions, as in cpu,reference.")] = "cpu",
+    formats: Annotated[
+        str, typer.Option(help="Page formats; k8v4+fp16: both in one request.")
+    ] = "fp16,k8v8,k8v4,k4v4,k4v2,k8v4+k4v2+fp16",
+    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16",
+    context: Annotated[str, typer.Option(help="Tokens of each request.")] = "512,2048",
+    repeats: Annotated[int, typer.Option(min=1, help="Calls; the fastest counts.")] = 30,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> None:
+    """Time decode attention over pages, in turns with torch's SDPA on contiguous float32.
+
+    Keys and values are random, in the shape of one layer of SmolLM2-135M. A version that
+    disagrees with the reference gets no time.
+    """
+    import torch
+
+    from triptych.kernels.bench.attention_cpu import run
+
+    host = host_info()
+    if threads:
+        torch.set_num_threads(threads)
+    rows = [
+        asdict(row)
+        for row in run(
+            names(backend), names(formats), integers(batch), integers(context), repeats=repeats
+        )
+    ]
+    if json_file:
+        write_json({"host": host, "threads": torch.get_num_threads(), "rows": rows}, json_file)
+    lines = [[row[key] for key in ATTENTION_COLUMNS.values()] for row in rows]
+    console.print(make_table(tuple(ATTENTION_COLUMNS), lines))
 
 
 def bench_selection(
@@ -50,7 +98,7 @@ def bench_selection(
     from triptych.kernels.bench.selection import run_selection
     from triptych.kernels.select import KINDS, Kind
 
-    kinds = words(method)
+    kinds = names(method)
     for name in kinds:
         if name not in KINDS:
             raise ConfigError(f"--method {name!r}: expected some of {', '.join(KINDS)}")
@@ -58,9 +106,9 @@ def bench_selection(
     if threads:
         torch.set_num_threads(threads)
     found = run_selection(
-        words(backend),
+        names(backend),
         cast("list[Kind]", kinds),
-        words(formats),
+        names(formats),
         integers(batch),
         integers(context),
         numbers(keep),
@@ -70,5 +118,5 @@ def bench_selection(
     rows = [asdict(row) for row in found]
     if json_file:
         write_json({"host": host, "threads": torch.get_num_threads(), "rows": rows}, json_file)
-    lines = [[row[key] for key in COLUMNS.values()] for row in rows]
-    console.print(make_table(tuple(COLUMNS), lines))
+    lines = [[row[key] for key in SELECTION_COLUMNS.values()] for row in rows]
+    console.print(make_table(tuple(SELECTION_COLUMNS), lines))

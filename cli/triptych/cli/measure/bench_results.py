@@ -1,5 +1,6 @@
-"""``triptych bench compare``: what one server does next to another, level by level."""
+"""``triptych bench compare`` and ``bench plot``: compare and plot result files."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,7 @@ import typer
 
 from triptych.cli.output import JsonFlag, make_table, show
 from triptych.core.errors import ConfigError
+from triptych.loadgen.report.plot import plot_all
 from triptych.loadgen.report.results import Result, read_results
 
 FIGURES = {
@@ -77,3 +79,18 @@ def compare(base: Sequence[Result], other: Sequence[Result]) -> list[Row]:
 
 def _values(results: Sequence[Result], name: str) -> list[float]:
     return [result.figures[name] for result in results if name in result.figures]
+
+
+def bench_plot(
+    files: Annotated[list[Path], typer.Argument(help="Result files of bench serve or simulate.")],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path(),
+    name: Annotated[str, typer.Option(help="What their names begin with.")] = "bench",
+    as_json: JsonFlag = False,
+) -> None:
+    """Draw latency distributions, throughput and goodput against rate, time by stage and memory.
+
+    Needs matplotlib: pip install 'triptych[eval]'.
+    """
+    results = [result for path in files for result in read_results(path)]
+    pictures = [str(path) for path in plot_all(results, out, name)]
+    typer.echo(json.dumps(pictures, indent=2) if as_json else "\n".join(pictures))

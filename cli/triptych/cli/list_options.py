@@ -1,20 +1,20 @@
-"""Options that hold several values with commas between them."""
+"""Parse options with comma-separated values."""
 
 from triptych.core.errors import ConfigError
 
 
 def names(text: str) -> list[str]:
-    """Split ``a,b``; blanks and empty parts do not count."""
+    """Split ``a,b``; ignores blanks and empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def names_or_none(text: str) -> tuple[str, ...]:
-    """Split ``a,b``; ``none`` says that there is none."""
+    """Split ``a,b``; ``none`` is an empty list."""
     return () if text.strip() == "none" else tuple(names(text))
 
 
 def numbers(text: str) -> list[float]:
-    """Read ``0.5,2``.
+    """Parse ``0.5,2``.
 
     Raises: ConfigError unless each is a number above 0
     """
@@ -28,7 +28,7 @@ def numbers(text: str) -> list[float]:
 
 
 def integers(text: str) -> list[int]:
-    """Read ``1,4,16``.
+    """Parse ``1,4,16``.
 
     Raises: ConfigError unless each is a whole number above 0
     """

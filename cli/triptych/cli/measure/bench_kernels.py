@@ -40,20 +40,28 @@ SELECTION_COLUMNS = {
 
 
 def bench_attention(
-    backend: Annotated[str, typer.Option(help="Which versions, as in cpu,reference.")] = "cpu",
+    backend: Annotated[
+        str, typer.Option(help="Implementations, comma-separated: cpu, reference.")
+    ] = "cpu",
     formats: Annotated[
-        str, typer.Option(help="Page formats; k8v4+fp16: both in one request.")
+        str, typer.Option(help="Page formats, comma-separated; k8v4+fp16 mixes both in a request.")
     ] = "fp16,k8v8,k8v4,k4v4,k4v2,k8v4+k4v2+fp16",
-    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16",
-    context: Annotated[str, typer.Option(help="Tokens of each request.")] = "512,2048",
-    repeats: Annotated[int, typer.Option(min=1, help="Calls; the fastest counts.")] = 30,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4,16",
+    context: Annotated[
+        str, typer.Option(help="Context lengths in tokens, comma-separated.")
+    ] = "512,2048",
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed calls.")] = 30,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Torch threads; default: all cores.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.")
+    ] = None,
 ) -> None:
-    """Time decode attention over pages, in turns with torch's SDPA on contiguous float32.
+    """Time decode attention over pages, alternating with torch's SDPA on contiguous float32.
 
-    Keys and values are random, in the shape of one layer of SmolLM2-135M. A version that
-    disagrees with the reference gets no time.
+    Keys and values are random, in the shape of one layer of SmolLM2-135M. Results are checked
+    against the reference implementation before timing.
     """
     import torch
 
@@ -75,23 +83,35 @@ def bench_attention(
 
 
 def bench_selection(
-    backend: Annotated[str, typer.Option(help="Which versions, as in cpu,reference.")] = "cpu",
-    method: Annotated[str, typer.Option(help="How pages are ranked: moments,box.")] = "moments",
+    backend: Annotated[
+        str, typer.Option(help="Implementations, comma-separated: cpu, reference.")
+    ] = "cpu",
+    method: Annotated[
+        str, typer.Option(help="Page ranking, comma-separated: moments, box.")
+    ] = "moments",
     formats: Annotated[
-        str, typer.Option(help="Page formats; k8v4+fp16: both in one request.")
+        str, typer.Option(help="Page formats, comma-separated; k8v4+fp16 mixes both in a request.")
     ] = "k8v4,k8v4+k4v2",
-    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,4",
-    context: Annotated[str, typer.Option(help="Tokens of each request.")] = "4096,8192,16384,32768",
-    keep: Annotated[str, typer.Option(help="Shares of the pages that are read.")] = "0.3",
-    budget: Annotated[str, typer.Option(help="Tokens whose pages are read.")] = "2048",
-    repeats: Annotated[int, typer.Option(min=1, help="Calls; the fastest counts.")] = 30,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4",
+    context: Annotated[
+        str, typer.Option(help="Context lengths in tokens, comma-separated.")
+    ] = "4096,8192,16384,32768",
+    keep: Annotated[
+        str, typer.Option(help="Selected shares of the pages, comma-separated.")
+    ] = "0.3",
+    budget: Annotated[str, typer.Option(help="Selected tokens, comma-separated.")] = "2048",
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed calls.")] = 30,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Torch threads; default: all cores.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.")
+    ] = None,
 ) -> None:
-    """Time choosing pages and reading them, in turns with reading all of the same pages.
+    """Time page selection plus sparse attention, alternating with attention over all pages.
 
-    Keys and values are random, in the shape of one layer of SmolLM2-135M. A version that
-    disagrees with the reference over the chosen pages gets no time.
+    Keys and values are random, in the shape of one layer of SmolLM2-135M. Results are checked
+    against the reference implementation before timing.
     """
     import torch
 

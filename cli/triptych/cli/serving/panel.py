@@ -1,4 +1,4 @@
-"""What ``triptych serve`` says before it starts: where, what, how much, and what to try."""
+"""Start panel of ``triptych serve``: address, model, page budget, precision, example request."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from triptych.deployments.app_plan import AppPlan
 
 
 def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
-    """Lines of the panel, a title and a text each.
+    """Lines of the panel: pairs of title and text.
 
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
@@ -45,7 +45,7 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
 
 
 def describe_pages(plan: AppPlan) -> str:
-    """The budget of pages, in tokens that fit at least."""
+    """The page budget, and the number of tokens that always fit."""
     pages = plan.pages
     tokens = plan.bookable_bytes // pages.page_bytes // pages.geometry.head_rows * pages.high.tokens
     if tokens < 1:
@@ -63,7 +63,7 @@ def describe_pages(plan: AppPlan) -> str:
 
 
 def describe_precision(plan: AppPlan) -> Iterator[str]:
-    """Which tokens are kept how."""
+    """Precision of recent and of older tokens."""
     policy = plan.pages.policy
     if not plan.pages.compresses:
         yield "all tokens in 16 bits"

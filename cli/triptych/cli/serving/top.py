@@ -1,4 +1,4 @@
-"""``triptych top``: a running server, live in the terminal."""
+"""``triptych top``: live figures of a running server in the terminal."""
 
 import json
 import time
@@ -17,9 +17,9 @@ from triptych.cli.serving.scrape import Metrics, read_metrics
 from triptych.cli.serving.top_view import TopFigures, figures_between, render
 from triptych.core.errors import BenchmarkError
 
-Url = Annotated[str, typer.Option(help="The server.")]
-Interval = Annotated[float, typer.Option(min=0.2, help="Seconds from one look to the next.")]
-Looks = Annotated[int, typer.Option(min=0, help="Stop after so many; 0: when Ctrl-C is pressed.")]
+Url = Annotated[str, typer.Option(help="Server URL.")]
+Interval = Annotated[float, typer.Option(min=0.2, help="Seconds between samples of /metrics.")]
+Looks = Annotated[int, typer.Option(min=0, help="Number of samples; 0: until Ctrl-C.")]
 
 
 def top(
@@ -30,7 +30,7 @@ def top(
 ) -> None:
     """Show stages, queues, pages and tokens per second of a running server.
 
-    With --json one line per look.
+    With --json, print one line of JSON per sample.
     """
     samples = watch(url, interval, looks)
     try:
@@ -42,14 +42,14 @@ def top(
             for figures in samples:
                 lost = Text(f"{url} does not answer", style="red")
                 live.update(render(figures, url) if figures else lost, refresh=True)
-    except KeyboardInterrupt:  # how one leaves
+    except KeyboardInterrupt:  # the usual way to end the command
         pass
 
 
 def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[TopFigures | None]:
-    """A frame per look, the first without rates; None where the server does not answer.
+    """Figures of each sample, the first without rates; None if the server does not answer.
 
-    Raises: BenchmarkError if there is no server of ours at the first look
+    Raises: BenchmarkError if the first sample fails, or is not from a Triptych server
     """
     before, then = _first_look(url), time.monotonic()
     yield figures_between(before, None, 0.0)
@@ -65,7 +65,7 @@ def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[TopFigures | 
 
 
 def _first_look(url: str) -> Metrics:
-    """Raises BenchmarkError if there is no server of ours."""
+    """Raises BenchmarkError if no Triptych server answers."""
     try:
         metrics = read_metrics(url)
     except httpx.HTTPError as error:

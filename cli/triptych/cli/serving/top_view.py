@@ -1,4 +1,4 @@
-"""What ``triptych top`` shows: figures of two looks at /metrics, and how they are drawn."""
+"""View of ``triptych top``: figures from two samples of /metrics, and their rendering."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ WORKING = {
     "compress": ("compressing", "encoding"),
     "decode": ("decoding",),
 }
-"""Where a request is, by its state in the router: in front of a stage, or in it."""
+"""States of the router that count as waiting for a stage, and as running in it."""
 
 OWNERS = {"requests": "green", "prefixes": "cyan", "stock": "yellow", "free": "dim"}
 BAR_WIDTH = 40
@@ -25,48 +25,48 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage at one moment."""
+    """One stage at the time of a sample."""
 
     name: str
     workers: int
     waiting: int
-    """Requests in front of it."""
+    """Requests that wait for it."""
     working: int
     """Requests in it."""
     busy: float | None
-    """Share of the interval that its workers computed, mean; None before there are two looks."""
+    """Mean share of the interval in which its workers computed; None for the first sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopFigures:
-    """Everything that is drawn at one moment. Rates are of the interval between two looks."""
+    """All figures of one screen. Rates are of the interval between two samples."""
 
     answers: int
-    """In progress."""
+    """Running requests."""
     written_per_s: float
-    """Tokens of answers."""
+    """Output tokens."""
     read_per_s: float
-    """Tokens of prompts, those from the cache among them."""
+    """Prompt tokens, cached ones included."""
     cached_share: float | None
-    """Share of prompt tokens that were not computed again; None if none were read."""
+    """Share of prompt tokens from the prefix cache; None without prompt tokens."""
     first_token_s: float | None
-    """Mean time to the first token; None if there was none."""
+    """Mean TTFT; None without a first token."""
     between_tokens_s: float | None
     rejected_per_s: float
     failed_per_s: float
     stages: tuple[Stage, ...]
     oldest_waiting_s: float
     booked: float
-    """Share of the page memory that requests may book."""
+    """Booked share of the page memory for requests."""
     pages: Mapping[str, int]
     """By owner; empty while the pool does not answer."""
     page_bytes: int
     compression: float | None
-    """Stored bytes of those in 16 bits, since the start."""
+    """Stored bytes over the bytes in 16 bits, since the server started."""
 
 
 def figures_between(now: Metrics, before: Metrics | None, seconds: float) -> TopFigures:
-    """Figures of a moment, and of the ``seconds`` since the look ``before``."""
+    """Figures of a sample, with rates over the ``seconds`` since the sample ``before``."""
     change = Change(now, before or now, seconds)
     raw = now.total("triptych_kv_raw_bytes_total")
     capacity = now.total("triptych_router_capacity_bytes")
@@ -92,7 +92,7 @@ def figures_between(now: Metrics, before: Metrics | None, seconds: float) -> Top
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened between two looks. A counter that fell was started anew."""
+    """Change between two samples. A counter that fell was reset."""
 
     now: Metrics
     before: Metrics
@@ -146,7 +146,7 @@ def _pages(now: Metrics) -> dict[str, int]:
 
 
 def render(figures: TopFigures, url: str) -> RenderableType:
-    """A screen of text; wide enough for 80 columns."""
+    """Render the figures as text, at most 80 columns wide."""
     return Group(_headline(figures, url), Text(), _stages(figures), Text(), _memory(figures))
 
 

@@ -1,15 +1,15 @@
-"""When sessions begin: Poisson, or in bursts."""
+"""Arrival times of sessions: Poisson or bursty."""
 
 import random
 
 POISSON = 1.0
-"""Shape of the Gamma distribution that is the exponential one."""
+"""Gamma shape of a Poisson process."""
 
 
 def arrivals_s(
     count: int, rate_per_s: float, seed: int | str, burstiness: float = POISSON
 ) -> list[float]:
-    """When each of ``count`` sessions is due, in seconds; the first at 0.
+    """Arrival time of each of ``count`` sessions, in seconds; the first at 0.
 
     Gaps follow a Gamma distribution with shape ``burstiness`` and mean ``1 / rate_per_s``: 1 is
     a Poisson process, less comes in bursts (the variance of a gap over its squared mean is

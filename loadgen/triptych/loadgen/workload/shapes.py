@@ -1,4 +1,4 @@
-"""Kinds of sessions: how long prompts and answers are, what they share, and where clients pause."""
+"""Workloads: lengths of prompts and answers, shared prefixes, turns and pauses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from triptych.loadgen.workload.arrivals import POISSON
 from triptych.loadgen.workload.turns import Segment, Turn
 
 SPREAD = 0.6
-"""Standard deviation of the logarithm of a length, where lengths vary."""
+"""Standard deviation of the logarithm of a length."""
 WIDE_SPREAD = 1.2
 MEAN_TURNS = 4.0
 MOST_TURNS = 12
@@ -28,7 +28,7 @@ _ZIPF_MEAN = sum(r * r**-ZIPF_EXPONENT for r in range(1, ZIPF_LIMIT + 1)) / _ZIP
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Mean lengths and pauses; what exactly they are means of, each kind says."""
+    """Mean lengths and pauses; their exact meaning depends on the workload."""
 
     prompt_tokens: int
     output_tokens: int
@@ -42,7 +42,7 @@ beginnings are shared, and means."""
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A kind of session, with what it takes where nothing else is said."""
+    """A workload and its defaults."""
 
     make: Make
     means: Means
@@ -50,12 +50,12 @@ class Shape:
 
 
 def uniform(_rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
-    """One turn of exact length that shares nothing: what compares servers best."""
+    """One turn of exact length, without shared prefixes."""
     return (Turn((Segment(name, means.prompt_tokens),), means.output_tokens),)
 
 
 def mixed(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
-    """Lengths from very short to eight times the mean."""
+    """One turn; lengths vary from very short to eight times the mean."""
     return (_turn(rng, name, means, WIDE_SPREAD),)
 
 
@@ -75,7 +75,7 @@ def burstgpt(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, .
 
 
 def conversations(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """A person who reads and answers: each turn repeats all before it, behind one system prompt.
+    """Chat: each turn repeats the history after a shared system prompt.
 
     The means are those of one message, of one answer and of the time to think.
     """
@@ -93,12 +93,12 @@ def conversations(rng: Random, name: str, scope: str, means: Means) -> tuple[Tur
 
 
 def shared_prefix(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """One of a few beginnings, some far more popular than others, and an end of its own."""
+    """One of a few shared prefixes of different popularity, and a unique suffix."""
     return _behind_one_of(PREFIXES, rng, name, scope, means)
 
 
 def many_prefixes(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """The same with two hundred beginnings (Zipf, exponent 1): more than one cache holds."""
+    """Like ``shared_prefix`` with 200 prefixes (Zipf, exponent 1), more than one cache holds."""
     return _behind_one_of(MANY_PREFIXES, rng, name, scope, means)
 
 
@@ -113,7 +113,7 @@ def _behind_one_of(
 
 
 def agents(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """A program that calls tools: one long list of tools for all, then short answers and pauses.
+    """Agent with tool calls: one long shared tool list, then short answers and pauses.
 
     The means are those of a task or of a tool's result, of one answer, and of a tool's time.
     """
@@ -144,7 +144,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_named(name: str) -> Shape:
-    """Look a kind up.
+    """Look up a workload by name.
 
     Raises: ConfigError if there is none of that name
     """

@@ -1,11 +1,11 @@
-"""Our methods and kvpress's on the same texts and tasks, at equal bytes.
+"""Compare our methods with kvpress on the same texts and tasks, at equal bytes.
 
     python benchmarks/kvpress_compare.py --kvpress-python /path/to/kvpress-env/bin/python \
         --methods default,uniform:k8v4 --json benchmarks/results/quality.json --plot docs/quality
 
-The first method says how many bytes there are: for each group of cases every press keeps the
-share of tokens that takes as many bytes, all included, as that method took. The environment of
-kvpress is made by: python -m venv ENV && ENV/bin/pip install kvpress==0.5.5
+The first method sets the bytes: for each group of cases every press keeps the share of tokens that
+takes as many bytes, all included, as that method. Create the environment of kvpress with: python -m
+venv ENV && ENV/bin/pip install kvpress==0.5.5
 """
 
 import argparse

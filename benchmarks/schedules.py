@@ -1,11 +1,11 @@
-"""Batch policies live, in turns: one trace for all of them, from little load to twice too much.
+"""Batch policies on live servers with the same trace, from low load to twice the capacity.
 
     python benchmarks/schedules.py --json benchmarks/results/schedules.json --folder runs
 
-Each policy is a server of its own, started for its turn and stopped after it; in each round the
-first one is another. Rates are parts of what the default policy does in a closed loop. Beside the
-latencies there is what each part of the server cost: CPU time by process, the share of the time
-that workers spent in steps, and bytes of keys and values. About a quarter of an hour a round.
+Each policy gets its own server; the order rotates from round to round. Rates are multiples of the
+closed-loop throughput of the default policy. Beside latencies the result has the cost of each part:
+CPU time by process, the share of the time that workers spent in steps, and bytes of keys and
+values. About a quarter of an hour a round.
 """
 
 import argparse

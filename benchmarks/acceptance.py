@@ -71,7 +71,7 @@ def continuations(path: Path, asked: list[list[int]]) -> list[list[int]]:
 def reference_logits(
     model: PreTrainedModel, prompt: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
-    """Logits before each token of ``outputs``, [tokens, vocab], from one forward pass, full cache."""
+    """Logits before each token of ``outputs``, [tokens, vocab], from one full-cache pass."""
     tokens = torch.tensor([[*prompt, *outputs[:-1]]])
     with torch.inference_mode():
         return model(tokens, logits_to_keep=len(outputs)).logits[0]

@@ -4,8 +4,9 @@
         --methods default,uniform:k8v4 --json benchmarks/results/quality.json --plot docs/quality
 
 The first method sets the bytes: for each group of cases every press keeps the share of tokens that
-takes as many bytes, all included, as that method. Create the environment of kvpress with: python -m
-venv ENV && ENV/bin/pip install kvpress==0.5.5
+takes as many bytes, all included, as that method. Create the environment of kvpress with:
+
+    python -m venv ENV && ENV/bin/pip install kvpress==0.5.5
 """
 
 import argparse

@@ -32,7 +32,7 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Request, Sampling, Tokens
 from triptych.evals.data.texts import Document, documents
 from triptych.evals.metrics.fidelity import compare, summarize
-from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
 from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
 from triptych.workers.models.pretrained import read_tokenizer
@@ -112,8 +112,8 @@ def turns(config: AppConfig, dialogues: Sequence[Dialogue], repeats: int) -> lis
                         first = replace(request, sampling=greedy(1), cached_at_most=most)
                         taken.setdefault((turn + 1, kind), []).append(time_first(server, first))
                 known = len(prompt) // server.plan.block_tokens * server.plan.block_tokens
-                outputs = tokens_of(server.stream([asked(server, prompt, name, name)]))
-                prompt += [token for event in outputs for token in event.tokens]
+                generated = tokens_of(server.stream([asked(server, prompt, name, name)]))
+                prompt += [token for event in generated for token in event.tokens]
         settle(server)
     return [
         {
@@ -169,12 +169,12 @@ def others(config: AppConfig, dialogues: Sequence[Dialogue], rounds: int) -> lis
     ]
 
 
-def beside(server: LocalServer, dialogues: Dialogue, name: str, session: str) -> list[float]:
+def beside(server: LocalServer, dialogue: Dialogue, name: str, session: str) -> list[float]:
     """Milliseconds between tokens of a long answer from when four short ones begin to end."""
-    long = replace(server.request(dialogues.questions[0], greedy(ANSWER + 48)), cache_salt=name)
+    long = replace(server.request(dialogue.questions[0], greedy(ANSWER + 48)), cache_salt=name)
     short = [
         replace(
-            server.request(dialogues.answers[i][: 64 + i], greedy(ANSWER)),
+            server.request(dialogue.answers[i][: 64 + i], greedy(ANSWER)),
             cache_salt=f"{name} {i}",
             session=f"{session} {i}" if session else "",
         )
@@ -196,9 +196,9 @@ def second_turn(
     config: AppConfig, dialogues: Sequence[Dialogue], session: bool
 ) -> list[torch.Tensor]:
     """Logits of each dialogue's second answer, forced; the first answer is forced as well."""
-    scripts = [Script(answer) for one in dialogues for answer in one.answers[:2]]
-    teacher = Teacher(scripts)
-    with LocalServer(config, draw=teacher.draw) as server:
+    outputs = [ForcedTokens(answer) for one in dialogues for answer in one.answers[:2]]
+    teacher = TeacherForcing(outputs)
+    with LocalServer(config, draw=teacher.sample) as server:
         for number, one in enumerate(dialogues):
             prompt = list[int]()
             for turn in range(2):
@@ -218,11 +218,13 @@ def greedy_second_turn(
     config: AppConfig, dialogues: Sequence[Dialogue], session: bool
 ) -> list[list[int]]:
     """The second answer as the model gives it, behind a first one that is forced."""
-    scripts = [
-        script for one in dialogues for script in (Script(one.answers[0], keep=False), Script(()))
+    outputs = [
+        output
+        for one in dialogues
+        for output in (ForcedTokens(one.answers[0], keep_logits=False), ForcedTokens(()))
     ]
-    teacher, outputs = Teacher(scripts), list[list[int]]()
-    with LocalServer(config, draw=teacher.draw) as server:
+    teacher, generated = TeacherForcing(outputs), list[list[int]]()
+    with LocalServer(config, draw=teacher.sample) as server:
         for number, one in enumerate(dialogues):
             prompt, last = list[int](), list[int]()
             for turn in range(2):
@@ -234,8 +236,8 @@ def greedy_second_turn(
                 last = [t for e in tokens_of(server.stream([request])) for t in e.tokens]
                 settle(server)
                 prompt += one.answers[turn]
-            outputs.append(last)
-    return outputs
+            generated.append(last)
+    return generated
 
 
 def answers(settings: dict[str, object], dialogues: Sequence[Dialogue]) -> list[Row]:
@@ -260,8 +262,8 @@ def answers(settings: dict[str, object], dialogues: Sequence[Dialogue]) -> list[
             [compare(a[1:], b[1:], one.answers[1][1:])]
             for a, b, one in zip(full, logits, dialogues, strict=True)
         ]
-        outputs = greedy_second_turn(config, dialogues, session)
-        same = [_shared(a, b) for a, b in zip(plain, outputs, strict=True)]
+        generated = greedy_second_turn(config, dialogues, session)
+        same = [_shared(a, b) for a, b in zip(plain, generated, strict=True)]
         found = summarize(steps)
         first = [
             compare(a[:1], b[:1], one.answers[1][:1])

@@ -17,7 +17,7 @@ from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
@@ -65,7 +65,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     path = resolve(config.model.name)
     facts = describe(path)
     open_tokenizer(path)  # kept from now on, so that an ingress need not make it
-    profile, one = find_profile(config, facts), cell_of(config, 0)
+    profile, one = find_profile(config, facts), shard_of(config, 0)
     pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
     plan = AppPlan(
         config=one,

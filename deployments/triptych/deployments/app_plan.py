@@ -10,7 +10,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
 from triptych.core.plugin_overrides import Offer
 from triptych.core.profile import Fidelity
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.router import Windows
 
 
@@ -44,7 +44,7 @@ class AppPlan:
 
     def of_cell(self, config: AppConfig, index: int) -> Self:
         """The plan of another cell; ``config`` is the whole application's."""
-        return replace(self, config=cell_of(config, index), cell=index)
+        return replace(self, config=shard_of(config, index), cell=index)
 
     def named(self, role: str) -> str:
         """What a cell calls something that each cell has."""

@@ -270,22 +270,22 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
 
 def move_at_random() -> None:
     """Have running requests moved all the time; to be even, some would move now and then."""
-    luck, advance = random.Random(0), Scheduler._advance
+    luck, schedule = random.Random(0), Scheduler.schedule
 
-    def restless(self: Scheduler, now: float) -> list[Send]:
-        books = self._books
+    def restless(self: Scheduler, now: float, *, is_tick: bool = False) -> list[Send]:
+        cluster = self._cluster
         still = [
             entry
-            for entry in books.requests.in_state(State.DECODING)
-            if can_move(entry) and not entry.is_asked_back
+            for entry in cluster.requests.in_state(State.DECODING)
+            if can_move(entry) and not entry.is_preempt_sent
         ]
         if still and luck.random() < MOVES_A_FRAME:
             entry = luck.choice(still)
-            entry.is_asked_back = True
-            books.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
-        return advance(self, now)
+            entry.is_preempt_sent = True
+            cluster.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
+        return schedule(self, now, is_tick=is_tick)
 
-    Scheduler._advance = restless
+    Scheduler.schedule = restless
 
 
 async def be_router(plan: AppPlan, taken: Any, index: int) -> None:
@@ -302,7 +302,7 @@ class Worker(WorkerReplica):
 
     @property
     def pages_in_use(self) -> int:
-        return ABSENT if self._pool.is_lost else self._pool.taken_pages
+        return ABSENT if self._pool.is_lost else self._pool.allocated_pages
 
 
 async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:

@@ -197,8 +197,8 @@ def test_names_that_objects_call_each_other_by_exist(folder: str) -> None:
         pod = template["spec"]
         assert pod["serviceAccountName"] in names["ServiceAccount"]
         for volume in pod["volumes"]:
-            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-            assert claim is None or claim in names["PersistentVolumeClaim"]
+            lease_ref = volume.get("persistentVolumeClaim", {}).get("claimName")
+            assert lease_ref is None or lease_ref in names["PersistentVolumeClaim"]
             config = volume.get("configMap", {}).get("name")
             assert config is None or config in names["ConfigMap"]
     for route in of_kind(bodies, "HTTPRoute"):

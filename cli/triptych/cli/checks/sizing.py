@@ -10,7 +10,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Profile
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.workers.decode.checkpoint import checkpoint_bytes
@@ -122,7 +122,7 @@ def app_plan(
 
     Raises: ConfigError if the pool is too small
     """
-    one = cell_of(config, 0)
+    one = shard_of(config, 0)
     plan = AppPlan(
         config=one,
         model_path=Path(),

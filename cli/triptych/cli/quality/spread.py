@@ -50,7 +50,11 @@ def spread(
     decode.selection reads a share of the pages. With head budgets, heads with concentrated
     attention read fewer pages, at the same total. Models with a known name include a profile.
     """
-    from triptych.evals.studies.head_budgets import Measuring, find_spread, profile_to_extend
+    from triptych.evals.studies.head_budgets import (
+        HeadBudgetStudy,
+        find_head_budgets,
+        profile_to_extend,
+    )
     from triptych.workers.models.store.model_store import resolve
 
     path = resolve(model)
@@ -61,8 +65,8 @@ def spread(
     bars = progress_bars(24)
     with bars:
         bar = bars.add_task("texts", total=documents)
-        plan = Measuring(context=context, documents=documents, steps=steps)
-        found = find_spread(path, plan, lambda _name: bars.advance(bar))
+        plan = HeadBudgetStudy(context=context, documents=documents, steps=steps)
+        found = find_head_budgets(path, plan, lambda _name: bars.advance(bar))
     made = made.with_spread(found)
     output.parent.mkdir(parents=True, exist_ok=True)
     made.write(output)

@@ -165,7 +165,7 @@ def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[st
     lines = _lines_of_requests(pages)
     for request, handle in handles.items():
         mine = lines.get(request)
-        if mine is None or handle.claim.arena != pages.arena:
+        if mine is None or handle.lease_ref.arena != pages.arena:
             continue
         for run in handle.runs:
             if run.format not in kinds:

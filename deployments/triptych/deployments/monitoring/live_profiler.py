@@ -43,7 +43,7 @@ class LiveProfiler:
 
     def _look_on(self, loop: StageLoop, steps: int, seconds: float) -> Profiler:
         profiler, until = Profiler(steps), time.monotonic() + seconds
-        with loop.looked_on(profiler.around):
+        with loop.instrumented(profiler.around):
             while not all(map(profiler.is_full, self._stages)) and time.monotonic() < until:
                 time.sleep(LOOK_EVERY_S)
         return profiler

@@ -40,14 +40,14 @@ class PoolGroup:
         """Whose each page of this node's pool is; None if it does not answer."""
         return self._near.map(max_cells)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed | None:
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed | None:
         """Have so much of the memory for prefixes lent to requests, in all.
 
         None if there are several pools: nobody says yet which of them is to lend.
 
         Raises: PoolUnavailable
         """
-        return self._near.lend(nbytes) if self._network is None else None
+        return self._near.borrow_cache_memory(nbytes) if self._network is None else None
 
     def close(self) -> None:
         for watcher in (self._near, *self._far.values()):

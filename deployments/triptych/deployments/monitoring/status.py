@@ -123,7 +123,7 @@ def _gauges_of(pool: PoolStats) -> dict[str, float]:
         'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
         "triptych_prefix_blocks": float(prefix.blocks),
         "triptych_prefix_bytes": float(prefix.bytes),
-        "triptych_prefix_lent_bytes": float(prefix.lent_bytes),
+        "triptych_prefix_lent_bytes": float(prefix.borrowed_bytes),
         "triptych_prefix_evictions": float(prefix.evictions),
         "triptych_prefix_refused": float(prefix.refused),
         "triptych_sessions": float(prefix.sessions),

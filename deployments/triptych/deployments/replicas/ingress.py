@@ -36,7 +36,7 @@ from triptych.deployments.transport.addressing import LOCAL, Routes
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
-from triptych.router import AttemptTable, Cells, RequestAttempts
+from triptych.router import AttemptTable, RequestAttempts, Shards
 from triptych.router.frontend.shards import bytes_of, key_of, may_pass_on, names_of
 from triptych.workers.models.tokenizer import open_tokenizer
 
@@ -79,7 +79,7 @@ class RouterEngine:
         """Attempts that wait for a router, by the request's id."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._mailbox = PeerChannel(self.address, self._receive, self._on_lost, routes)
-        self.cells = Cells(names, plan.config.router.shard_overload, plan.readers)
+        self.cells = Shards(names, plan.config.router.shard_overload, plan.readers)
         hello = Register(name=name, address=self.address)
         self._links = {
             cell: RouterLink(

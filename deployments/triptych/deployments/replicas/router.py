@@ -27,7 +27,7 @@ from triptych.deployments.replicas.gc_tuning import settle_heap
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name
-from triptych.router import Patience
+from triptych.router import Timeouts
 from triptych.router.passes.autoscaling import wanted
 from triptych.router.replay import end_recording, open_scheduler
 
@@ -55,7 +55,7 @@ class RouterReplica:
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
-            Patience(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.cells > 1 else None),
+            Timeouts(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.cells > 1 else None),
         )
         self._pools = PoolGroup(plan.pool_address, self._site.network)
         self._names = dict[str, str]()
@@ -89,7 +89,7 @@ class RouterReplica:
         return DashboardState(
             status,
             pages,
-            router.lives(SHOWN_LIVES // plan.cells),
+            router.traces(SHOWN_LIVES // plan.cells),
             router.handles(),
             router.report_ages_s(now),
             now,
@@ -169,7 +169,7 @@ class RouterReplica:
             while True:
                 await asyncio.sleep(TRACE_S)
                 epoch_s = time.time() - time.monotonic()
-                await tracer.post(self._coordinator.lives(), epoch_s)
+                await tracer.post(self._coordinator.traces(), epoch_s)
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
@@ -189,7 +189,7 @@ class RouterReplica:
                 await asyncio.to_thread(self._pools.expel, message.worker)
                 return
             async with self._in_order:  # or an older answer may be heard last
-                lent = await asyncio.to_thread(self._pools.lend, message.bytes)
+                lent = await asyncio.to_thread(self._pools.borrow_cache_memory, message.bytes)
                 if lent is not None:
                     self._post(self._coordinator.on(lent, POOL, time.monotonic()))
         except PoolError as error:  # then nothing is left of anybody, and nothing is lent

@@ -221,7 +221,7 @@ class WorkerReplica:
     def _report(self) -> None:
         """Until the router has heard this it takes the worker for full."""
         skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
-        report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
+        report = self._loop.report(self._pool.allocated_pages, self._pool.bytes_copied, skipped)
         if self._inbound:
             report = self._inbound.completed(report)
         self._link.post(report)

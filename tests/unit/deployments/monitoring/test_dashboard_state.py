@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.messages import CompressionReport, Report
 from triptych.deployments.monitoring.dashboard_state import (
     SHOWN_PAGES,
@@ -43,7 +43,7 @@ def handle(arena: str = "here", **formats: list[int]) -> KVHandle:
         PageRun(name, b"", page_ranges.pack(np.array(ids, np.int32)))
         for name, ids in formats.items()
     )
-    return KVHandle(Claim(arena, LeaseId(1), 1), packed, 10)
+    return KVHandle(LeaseRef(arena, LeaseId(1), 1), packed, 10)
 
 
 def life(number: int, name: str = "secret-id") -> RequestTrace:
@@ -92,7 +92,7 @@ def test_pages_that_moved_on_since_the_handle_was_made_are_not_coloured_by_it() 
     [
         handle("gone", k8v4=[1]),
         handle(k8v4=[10**6]),
-        KVHandle(Claim("here", LeaseId(1), 1), (PageRun("k8v4", b"", b"odd"),), 1),
+        KVHandle(LeaseRef("here", LeaseId(1), 1), (PageRun("k8v4", b"", b"odd"),), 1),
     ],
 )
 def test_a_handle_that_does_not_fit_the_arena_colours_nothing(stale: KVHandle) -> None:
@@ -149,7 +149,7 @@ def board(
             WorkerStats(name="d", pid=1, extent_pages=4, request_pages=6, requests=1, silent_s=0),
         ),
         by_request={"secret-id": 6},
-        taken_total=9,
+        allocated_total=9,
         reclaimed_pages_total=0,
         reclaimed_workers_total=0,
     )

@@ -14,7 +14,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import GrammarError
 from triptych.core.messages import Sampling, failed
 from triptych.workers.local import LocalServer
-from triptych.workers.sampling.grammar import Constraint
+from triptych.workers.sampling.grammar import GrammarMatcher
 from triptych.workers.sampling.sampler import SamplerRow, sample
 
 PERSON = {
@@ -78,7 +78,7 @@ def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
     made = grammar.of_regex("[0-9]+")
     tokenizer = from_tokenizer(byte_tokenizer(), eos_token=1)
     digit, letter = tokenizer.tokenize_str("7x")
-    bound = [Constraint(tokenizer, made) for _ in range(2)]
+    bound = [GrammarMatcher(tokenizer, made) for _ in range(2)]
     wants = Sampling(temperature=0.0)
     rows = [SamplerRow(wants, [1], (1,), (digit,), bound[0])]
     rows += [SamplerRow(wants, [1], (1,), (letter,), bound[1]), SamplerRow(wants, [1], (1,))]

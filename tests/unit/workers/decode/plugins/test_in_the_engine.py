@@ -21,10 +21,10 @@ from triptych.core.messages import (
     Sampling,
     Tokens,
 )
-from triptych.workers.decode.checkpoint import MOST_MEMORY, Checkpoint
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.plugins.entropy import entropy
-from triptych.workers.decode.window import Leaving, Window
+from triptych.workers.decode.window import RetirementPlan, Window
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
 
@@ -275,14 +275,14 @@ def joining(offer: Preempted, threshold: float) -> Join:
     (request,) = [one for one in asked(threshold) if one.id == offer.request]
     return Join(
         request=request,
-        words=offer.words,
+        output_tokens=offer.output_tokens,
         handle=offer.handle,
         report=REPORT,
         memory=offer.memory,
     )
 
 
-@pytest.mark.parametrize("call", ["note", "say", "end", "leave"])
+@pytest.mark.parametrize("call", ["record_plugins", "append_token", "mark_finished", "leave"])
 def test_a_streak_outlives_its_worker(
     stages: Stages, threshold: float, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -290,7 +290,7 @@ def test_a_streak_outlives_its_worker(
     whole = run(stages, threshold)
     last = 2 * len(whole.answer("r0"))
     original = getattr(Checkpoint, call)
-    for dies_at in range(1, 3) if call in ("end", "leave") else range(last - 7, last + 1):
+    for dies_at in range(1, 3) if call in ("mark_finished", "leave") else range(last - 7, last + 1):
         left = [dies_at]
 
         def die(checkpoint: Checkpoint, *given: object, left: list[int] = left) -> None:
@@ -307,25 +307,25 @@ def test_a_streak_outlives_its_worker(
             patch.setattr(Checkpoint, call, die)
             while engine.has_work():
                 client.hear(engine.step())
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         for request in asked(threshold):
             if request.id not in client.finished:
-                client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        while heir.has_work():
-            client.hear(heir.step())
-        check(client, whole, stages, [previous_worker, heir_name])
+                client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        while takeover.has_work():
+            client.hear(takeover.step())
+        check(client, whole, stages, [previous_worker, takeover_name])
 
 
 def test_a_memory_that_has_no_room_is_refused(stages: Stages) -> None:
     name, engine = stages.decoder()
-    join = replace(stages.join(asked(0.0)[1]), memory=(0.0,) * (MOST_MEMORY + 1))
+    join = replace(stages.join(asked(0.0)[1]), memory=(0.0,) * (MAX_PLUGIN_MEMORY + 1))
     (refusal,) = engine.accept(join) or ()
     assert isinstance(refusal.message, Finished)
     assert refusal.message.error is not None
     assert "at most 16" in refusal.message.error.message
     assert not engine.has_work()
     stages.pool.expel(name)
-    stages.pool.withdraw([join.request.id])  # what it was offered is its giver's still
+    stages.pool.withdraw([join.request.id])  # what it was offered is its source worker's still
     assert stages.pool.stat().held_pages == 0
 
 
@@ -346,23 +346,23 @@ def stored(tiny_model: Path, threshold: float | None) -> tuple[list[int], int, i
     client, (name, engine) = Client(), stages.decoder()
     client.hear(engine.accept(stages.join(request)) or ())
     (dropped, held) = (0, 0)
-    retire = Window.move
+    retire = Window.apply
 
-    def move(window: Window, leaving: Leaving) -> None:
+    def move(window: Window, retirement: RetirementPlan) -> None:
         nonlocal dropped
-        before, low = held_tokens(engine), engine.tables[2].tokens[:, leaving.slots].copy()
-        is_replaced = (leaving.plan.mover_places >= 0) & (
-            leaving.plan.mover_places < low[..., None]
+        before, low = held_tokens(engine), engine.tables[2].tokens[:, retirement.slots].copy()
+        is_replaced = (retirement.plan.mover_places >= 0) & (
+            retirement.plan.mover_places < low[..., None]
         )
         gone = int(
-            ((leaving.plan.movers >= 0) & (leaving.plan.mover_places < 0) | is_replaced).sum()
+            ((retirement.plan.movers >= 0) & (retirement.plan.mover_places < 0) | is_replaced).sum()
         )
-        retire(window, leaving)
+        retire(window, retirement)
         assert before - held_tokens(engine) == gone
         dropped += gone
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Window, "move", move)
+        patch.setattr(Window, "apply", move)
         while engine.has_work():
             held = held_tokens(engine)
             client.hear(engine.step())

@@ -31,8 +31,8 @@ from triptych.core.errors import PoolError
 from triptych.core.messages import Failed, Preempt, Request, Send
 from triptych.deployments.app import make_plan
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.replicas.ingress import RouterEngine
 from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
 from triptych.kvpool import PoolServer, PoolStats, PrefixSettings
@@ -89,7 +89,7 @@ class Cluster:
         }
         config = AppConfig.from_mapping(settings)
         self.plan = make_plan(config)
-        self._plans = [self.plan.of_cell(config, cell) for cell in range(cells)]
+        self._plans = [self.plan.of_shard(config, cell) for cell in range(cells)]
         self._roles = [(role, cell) for cell in range(cells) for role in ROLES]
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))
@@ -98,7 +98,7 @@ class Cluster:
         self._processes = dict[int, BaseProcess]()
         self._ids = itertools.count()
         # Nobody asks for the status, so there need be no handle to ask through.
-        self.engine = RouterEngine(self.plan)
+        self.engine = RouterClient(self.plan)
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:

@@ -55,8 +55,8 @@ def describe_pages(plan: AppPlan) -> str:
             f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
         )
     text = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
-    if plan.cells > 1:
-        text += f" in each of {plan.cells} cells"
+    if plan.shards > 1:
+        text += f" in each of {plan.shards} shards"
     if pages.prefix_bytes:
         text += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
     return text

@@ -47,8 +47,8 @@ def engine(tokenizer) -> FakeEngine:
 @pytest.fixture
 async def http(engine, tokenizer):
     card = ModelCard(name="tiny", context_tokens=2048, created=0, plugins=OFFERS)
-    intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
-    transport = httpx.ASGITransport(app=create_app(intake))
+    serving = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    transport = httpx.ASGITransport(app=create_app(serving))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         yield client
 

@@ -46,7 +46,7 @@ def handle(arena: str = "here", **formats: list[int]) -> KVHandle:
     return KVHandle(LeaseRef(arena, LeaseId(1), 1), packed, 10)
 
 
-def life(number: int, name: str = "secret-id") -> RequestTrace:
+def trace(number: int, name: str = "secret-id") -> RequestTrace:
     return RequestTrace(
         request=name,
         number=number,
@@ -119,7 +119,7 @@ def test_owners_are_workers_by_place_and_requests_by_number() -> None:
 
 
 def board(
-    pages: PageMap | None, lives: tuple[RequestTrace, ...] = (), **handles: KVHandle
+    pages: PageMap | None, traces: tuple[RequestTrace, ...] = (), **handles: KVHandle
 ) -> DashboardState:
     snapshot = RouterSnapshot(
         requests={"waiting": 1},
@@ -157,7 +157,7 @@ def board(
     return DashboardState(
         Status(snapshot, (ledger if pages else None,), (report,)),
         pages,
-        lives,
+        traces,
         handles,
         {"d": 0.5},
         4.0,
@@ -166,7 +166,7 @@ def board(
 
 def test_the_snapshot_is_json_and_names_no_request_and_no_path() -> None:
     pages = page_map([0, 1], owner("request", "d", "secret-id"))
-    text = json.dumps(board(pages, (life(7),), **{"secret-id": handle(fp16=[1])}).json())
+    text = json.dumps(board(pages, (trace(7),), **{"secret-id": handle(fp16=[1])}).json())
     assert "secret" not in text
     seen = json.loads(text)
     assert base64.b64decode(seen["map"]["owner_of"]) == np.array([0, 7], "<u2").tobytes()
@@ -197,14 +197,14 @@ def test_of_several_pools_the_one_with_the_map_is_shown() -> None:
 
 
 def test_a_full_snapshot_stays_below_a_quarter_of_a_mebibyte() -> None:
-    """The most that can be: a cell each, a request for each cell, and as many lives as are kept."""
+    """The largest snapshot: each page of another request, and as many traces as are kept."""
     owners = [owner("request", "d", f"chatcmpl-{'0' * 32}-{n}") for n in range(SHOWN_PAGES)]
     pages = page_map(list(range(1, SHOWN_PAGES + 1)), *owners, stride=1000)
     steps = tuple(("compressing", 1234.567) for _ in range(8))
-    lives = tuple(
+    traces = tuple(
         RequestTrace(
             request=str(n), number=n, attempt=5, prompt_tokens=8192, max_tokens=8192, steps=steps
         )
         for n in range(10**6, 10**6 + 256)
     )
-    assert len(json.dumps(board(pages, lives).json())) < 256 << 10
+    assert len(json.dumps(board(pages, traces).json())) < 256 << 10

@@ -219,7 +219,7 @@ def forced(
                 server.request(
                     text.context, Sampling(max_tokens=answer, ignore_eos=True, seed=number)
                 ),
-                switches=() if wish is None else (wish,),
+                plugin_overrides=() if wish is None else (wish,),
             )
             for number, text in enumerate(texts)
         ]

@@ -23,7 +23,7 @@ from triptych.cli.main import app
 from triptych.core import errors
 from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.policy import COMPRESSION_POLICIES
 from triptych.deployments.grpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES

@@ -220,7 +220,7 @@ class Request:
     """The client's name for the conversation: what is kept of it is evicted last for a while."""
     cached_at_most: int | None = None
     """Most tokens that may come from a cached prefix; None: all that are known."""
-    switches: tuple[PluginOverride, ...] = ()
+    plugin_overrides: tuple[PluginOverride, ...] = ()
     """Plug-ins of which it wants something else than the server's settings."""
 
     @property

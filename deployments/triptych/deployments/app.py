@@ -59,13 +59,13 @@ def build_app(args: dict[str, object]) -> Application:
 
 def make_plan(config: AppConfig) -> AppPlan:
     """The first shard's plan: resolve the model, check pages, formats and memory against it."""
-    check_policies(config.router, config.decode.max_batch_requests)
+    check_policies(config.router, config.decode.max_num_seqs)
     if config.ingress.api_keys:
         read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)
     facts = describe(path)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
-    profile, one = find_profile(config, facts), cell_of(config, 0)
+    profile, one = find_profile(config, facts), shard_of(config, 0)
     pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
     plan = AppPlan(
         config=one,
@@ -77,7 +77,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         weights=facts.weights,
         run_dir=new_run_dir(),
         token=secrets.token_urlsafe(32),
-        shards=config.router.cells,
+        shards=config.router.shards,
     )
     plan.check()
     return plan

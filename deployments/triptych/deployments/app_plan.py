@@ -8,7 +8,7 @@ from typing import Self
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 from triptych.core.shards import shard_of
 from triptych.router import Windows
@@ -43,7 +43,7 @@ class AppPlan:
 
     def of_shard(self, config: AppConfig, index: int) -> Self:
         """The plan of another shard; ``config`` is that of the whole application."""
-        return replace(self, config=cell_of(config, index), shard=index)
+        return replace(self, config=shard_of(config, index), shard=index)
 
     def named(self, role: str) -> str:
         """The name of a deployment or socket of this shard; unchanged if there is one shard."""
@@ -52,12 +52,13 @@ class AppPlan:
     @property
     def windows(self) -> Windows | None:
         """How sequences longer than the context are read; None if they are rejected."""
-        return Windows.of(self.config.model, self.context_tokens)
+        return Windows.of(self.config, self.context_tokens)
 
     @property
     def max_model_len(self) -> int:
         """Prompt plus output tokens that a client may request."""
-        return max(self.context_tokens, self.config.model.longest_tokens)
+        asked = self.config.model.max_model_len
+        return self.context_tokens if asked == "auto" else max(self.context_tokens, asked)
 
     @property
     def pool_pages(self) -> int:
@@ -87,12 +88,12 @@ class AppPlan:
 
     def check(self) -> None:
         """Raise ConfigError if windows do not fit the context, or the pool is too small."""
-        Windows.of(self.config.model, self.context_tokens)
+        Windows.of(self.config, self.context_tokens)
         self._check_stock()
 
     def _check_stock(self) -> None:
         """Raise ConfigError if free lists and prefix cache leave too little for requests."""
-        capacity, page = self.config.pool.capacity_bytes, self.pages.page_bytes
+        capacity, page = self.config.pool.kv_cache_memory_bytes, self.pages.page_bytes
         if 2 * (self.pool_pages * page - self._stock_bytes) < capacity:
             raise ConfigError(
                 f"pool.extent_pages={self.config.pool.extent_pages}: {self.workers} workers may "
@@ -103,8 +104,8 @@ class AppPlan:
         if 4 * self.bookable_bytes < capacity:
             raise ConfigError(
                 f"pool.prefix_bytes={self.pages.prefix_bytes}: with the free lists of workers it "
-                f"leaves {self.bookable_bytes} bytes of pool.capacity_bytes={capacity}{self._each} "
-                "for requests, less than a quarter: lower it or raise the capacity"
+                f"leaves {self.bookable_bytes} bytes of pool.kv_cache_memory_bytes={capacity}"
+                f"{self._each} for requests, less than a quarter: lower it or raise the capacity"
             )
 
     @property

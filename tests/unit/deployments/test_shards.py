@@ -50,8 +50,8 @@ STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas"
 
 
 def plans(shards: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
-    model = {"longest_tokens": longest_tokens}
-    config = AppConfig.from_mapping({"router": {"cells": shards}, "model": model, **STAGES})
+    model = {"max_model_len": longest_tokens}
+    config = AppConfig.from_mapping({"router": {"shards": shards}, "model": model, **STAGES})
     first = AppPlan(
         config=config,
         model_path=Path(),

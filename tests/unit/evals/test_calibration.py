@@ -69,7 +69,7 @@ def test_the_engines_take_the_profile(
         policy = server.plan.policy
         assert policy == Policy.of(config.compressor, Profile.read(path))
         assert policy.name == "diffkv"
-        assert len(policy.basis.key_centre) == 2 * 2 * 2 * 32
+        assert len(policy.kv_rotation.key_centre) == 2 * 2 * 2 * 32
     replace(found.profile, weights="of another").write(path)
     with pytest.raises(ConfigError, match="of another"):
         LocalServer(config, tiny_model)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS, check_spread
+from triptych.core.head_budgets import BUDGET_STEPS, check_head_budgets
 from triptych.core.messages import Sampling
 from triptych.core.profile import Profile
 from triptych.evals.methods.page_retrieval import LayerQueries, page_scores
@@ -28,7 +28,7 @@ from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
 
-PARTS = SPREAD_STEPS
+PARTS = BUDGET_STEPS
 
 
 def curve(drops: list[float]) -> list[float]:
@@ -110,12 +110,12 @@ def test_a_profile_carries_it_to_the_selection(
 ) -> None:
     """One head of two is to read everything from a mean share of 1/2 on, the other nothing."""
     facts = describe(tiny_model)
-    check_spread(spread, facts.geometry)
+    check_head_budgets(spread, facts.geometry)
     settings = AppConfig(compressor=CompressorConfig(profile="none"))
     empty = profile_to_extend(settings, tiny_model)
     greedy, modest = [0] * 16 + [255] * 17, [0] * 32 + [255]
     path = tmp_path / "profile.json"
-    empty.with_spread(bytes([*greedy, *modest] * facts.geometry.layers)).write(path)
+    empty.with_head_budgets(bytes([*greedy, *modest] * facts.geometry.layers)).write(path)
     counts = set[tuple[int, ...]]()
     original = DecodeEngine._forward
 

@@ -130,7 +130,7 @@ def app_plan(
         context_tokens=context_tokens,
         weights="",
         run_dir=Path(),
-        shards=config.router.cells,
+        shards=config.router.shards,
     )
     plan.check()
     return plan

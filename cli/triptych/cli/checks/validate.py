@@ -196,8 +196,8 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
         "alpha_high": plan.policy.alpha_high,
         "alpha_low": plan.policy.alpha_low,
         "window_tokens": plan.policy.window_tokens,
-        "rotated": plan.policy.basis.rotated,
-        "centred": bool(plan.policy.basis.key_centre),
+        "rotated": plan.policy.kv_rotation.rotated,
+        "centred": bool(plan.policy.kv_rotation.key_centre),
     }
 
 

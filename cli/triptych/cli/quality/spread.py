@@ -9,7 +9,7 @@ import typer
 
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 from triptych.core.config import AppConfig, CompressorConfig, ModelConfig
-from triptych.core.head_budgets import SPREAD_STEPS, SPREAD_TOP
+from triptych.core.head_budgets import BUDGET_MAX, BUDGET_STEPS
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
@@ -79,18 +79,18 @@ def spread(
 
 
 def _rows(made: "Profile") -> list[HeadShares]:
-    codes, size, heads = made.spread_codes, SPREAD_STEPS + 1, made.geometry.kv_heads
+    codes, size, heads = made.head_budget_codes, BUDGET_STEPS + 1, made.geometry.kv_heads
     return [
         HeadShares(
             layer=row // heads,
             kv_head=row % heads,
-            shares=[round(code / SPREAD_TOP, 3) for code in codes[row * size : (row + 1) * size]],
+            shares=[round(code / BUDGET_MAX, 3) for code in codes[row * size : (row + 1) * size]],
         )
         for row in range(made.geometry.head_rows)
     ]
 
 
 def _show(rows: Sequence[HeadShares]) -> None:
-    steps = [round(mean * SPREAD_STEPS) for mean in SHOWN]
+    steps = [round(mean * BUDGET_STEPS) for mean in SHOWN]
     lines = [[row.layer, row.kv_head, *(row.shares[step] for step in steps)] for row in rows]
     console.print(make_table(("layer", "KV head", *(f"at {mean:g}" for mean in SHOWN)), lines))

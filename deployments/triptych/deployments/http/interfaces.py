@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Tokens
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.metrics import IngressMetrics

@@ -47,7 +47,7 @@ class PoolGroup:
 
         Raises: PoolUnavailable
         """
-        return self._local.lend(nbytes) if self._network is None else None
+        return self._local.borrow_cache_memory(nbytes) if self._network is None else None
 
     def close(self) -> None:
         for watcher in (self._local, *self._remote.values()):

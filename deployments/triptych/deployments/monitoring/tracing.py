@@ -148,7 +148,9 @@ class Tracer:
                 (await client.post(self.url, json=payload(spans))).raise_for_status()
         except httpx.HTTPError as error:
             if not self._is_lost:  # logged once per outage, not every second
-                logger.warning("router.trace_url=%s takes no traces: %r", self.url, error)
+                logger.warning(
+                    "router.otlp_traces_endpoint=%s takes no traces: %r", self.url, error
+                )
             self._is_lost = True
         else:
             self._is_lost = False

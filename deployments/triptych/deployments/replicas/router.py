@@ -27,9 +27,9 @@ from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name
-from triptych.router import Timeouts
 from triptych.router.passes.autoscaling import wanted
 from triptych.router.replay import end_recording, open_scheduler
+from triptych.router.scheduler import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RouterReplica:
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
-            Patience(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.shards > 1 else None),
+            Timeouts(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.shards > 1 else None),
         )
         self._pools = PoolGroup(plan.pool_address, self._node.network)
         self._names = dict[str, str]()
@@ -89,7 +89,7 @@ class RouterReplica:
         return DashboardState(
             status,
             pages,
-            router.lives(SHOWN_TRACES // plan.shards),
+            router.traces(SHOWN_TRACES // plan.shards),
             router.handles(),
             router.report_ages_s(now),
             now,
@@ -171,7 +171,7 @@ class RouterReplica:
             while True:
                 await asyncio.sleep(TRACE_S)
                 epoch_s = time.time() - time.monotonic()
-                await tracer.post(self._scheduler.lives(), epoch_s)
+                await tracer.post(self._scheduler.traces(), epoch_s)
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:

@@ -16,7 +16,7 @@ from triptych.deployments.replicas.router_stats import RouterHandle, RouterStats
 from triptych.deployments.replicas.shard_links import ShardLinks
 from triptych.deployments.transport.addressing import LOCAL, Routes
 from triptych.deployments.transport.peer_channel import PeerChannel
-from triptych.router import AttemptTable, Cells, RequestAttempts
+from triptych.router import AttemptTable, RequestAttempts, Shards
 from triptych.router.frontend.shards import may_pass_on, names_of
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class RouterClient:
         name = new_name("ingress")
         self.address = plan.address(name)
         names = list(names_of(plan.shards))
-        self.shards = Cells(names, plan.config.router.cell_overload, plan.readers)
+        self.shards = Shards(names, plan.config.router.shard_overload, plan.readers)
         self.stats = RouterStats(self.shards, names, routers, workers)
         self.attempts = AttemptTable(plan.windows)
         """The present attempt at each running request."""

@@ -13,7 +13,7 @@ from triptych.core.errors import Overloaded
 from triptych.deployments.http import Health
 from triptych.deployments.monitoring.dashboard_state import DashboardState, merge_states
 from triptych.deployments.monitoring.status import Status
-from triptych.router import Cells
+from triptych.router import Shards
 
 ROUTER_ANSWER_S = 2.0
 """How long one of several routers may take to answer; less than the ingress's own callers wait."""
@@ -27,7 +27,7 @@ class RouterStats:
 
     def __init__(
         self,
-        shards: Cells,
+        shards: Shards,
         names: Sequence[str],
         routers: Sequence[RouterHandle] = (),
         workers: Sequence[WorkerHandle] = (),

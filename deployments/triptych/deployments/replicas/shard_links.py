@@ -7,7 +7,7 @@ from triptych.core.messages import Cancel, Register, Request, Submit
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
-from triptych.router import Cells, RequestAttempts
+from triptych.router import RequestAttempts, Shards
 from triptych.router.frontend.shards import bytes_of, key_of, names_of
 
 
@@ -23,7 +23,7 @@ class ShardLinks:
         plan: AppPlan,
         channel: PeerChannel,
         register: Register,
-        shards: Cells,
+        shards: Shards,
         *,
         on_found: Callable[[], None],
         on_lost: Callable[[str], None],

@@ -42,7 +42,7 @@ cores that the pool needs to start. This limit is for a worker that alone cannot
 
 def _checkpoint_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
     """Bytes for the decode checkpoint; 0 for workers without the decode stage."""
-    slots = plan.config.decode.max_batch_requests
+    slots = plan.config.decode.max_num_seqs
     return checkpoint_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
 
 

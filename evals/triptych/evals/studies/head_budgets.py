@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS, Spread, encode_spread
+from triptych.core.head_budgets import BUDGET_STEPS, HeadBudgets, encode_head_budgets
 from triptych.core.profile import Profile, Settings
 from triptych.evals.data.cases import Case
 from triptych.evals.data.texts import documents
@@ -74,7 +74,7 @@ class MissedAttention:
 
     @property
     def curves(self) -> Tensor:
-        """[L, KH, ``SPREAD_STEPS`` + 1]"""
+        """[L, KH, ``BUDGET_STEPS`` + 1]"""
         return torch.stack([self.sums[layer] for layer in sorted(self.sums)])
 
 
@@ -120,7 +120,7 @@ def allocate_budgets(curves: Sequence[Sequence[float]]) -> list[float]:
     is greedy: the next step is the one that saves most per part. A step may be several parts, if
     the first of them alone save little.
     """
-    rows, parts = len(curves), SPREAD_STEPS
+    rows, parts = len(curves), BUDGET_STEPS
     have = [0] * rows
     shares = [[0.0] * (parts + 1) for _ in range(rows)]
     steps = [(-gain, row, to) for row in range(rows) for gain, to in [_best_step(curves[row], 0)]]

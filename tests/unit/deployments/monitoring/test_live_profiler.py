@@ -15,7 +15,10 @@ def ignore(_sends: Sequence[Send]) -> None:
 
 
 async def test_one_profile_is_taken_at_a_time(tmp_path: Path) -> None:
-    loop, live_profiler = StageLoop("w", [], ignore, Turns(tmp_path)), LiveProfiler(("decode",), 7)
+    loop, live_profiler = (
+        StageLoop("w", [], ignore, SharedCores(tmp_path)),
+        LiveProfiler(("decode",), 7),
+    )
     told = await asyncio.gather(
         *(live_profiler.profile("w", loop, 5, 0.2, trace=True) for _ in range(2))
     )

@@ -16,7 +16,7 @@ import pytest
 from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.errors import StaleHandle
-from triptych.core.grammar import of_regex
+from triptych.core.grammar import from_regex
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -268,7 +268,7 @@ def requests(count: int = 2) -> list[Request]:
                 seed=index,
                 ignore_eos=True,
                 stop=("~~",),
-                grammar=of_regex(r"[ -~\n]*") if index else "",
+                grammar=from_regex(r"[ -~\n]*") if index else "",
                 logprobs=-1 if index else 2,
             ),
             reply_to="client",

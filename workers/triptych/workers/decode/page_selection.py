@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.config import SelectionConfig
-from triptych.core.head_budgets import SPREAD_TOP
+from triptych.core.head_budgets import BUDGET_MAX
 from triptych.core.pages import PagePlan
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
@@ -178,9 +178,9 @@ class Selector:
         tables = sections.tables
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
-        self.dense_layers = (0 if plan.spread else DENSE_LAYERS) if dense == "auto" else dense
+        self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
         known = tables[1:] if plan.compresses else tables
-        rotated = plan.policy.basis.rotated
+        rotated = plan.policy.kv_rotation.rotated
         self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
         self._fixed = int(plan.shares)
         """Number of summaries of read-only pages."""

@@ -391,8 +391,10 @@ def profile_of(plan: PagePlan, dtype: DType) -> str:
         plan.page_bytes,
         plan.geometry,
         plan.block_sink_pages,
-        plan.policy.basis,
+        plan.policy.kv_rotation,
         plan.policy.needs_significance,
         dtype,
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    # Files of prefixes on disk carry this digest: it keeps the class name of earlier releases.
+    text = repr(parts).replace("KVRotation(", "Basis(", 1)
+    return hashlib.sha256(text.encode()).hexdigest()

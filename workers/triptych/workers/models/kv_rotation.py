@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import Geometry
-from triptych.core.policy import Basis
+from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import Attend
 
@@ -32,7 +32,7 @@ class Coordinates:
 
     @classmethod
     def of(
-        cls, basis: Basis, geometry: Geometry, device: torch.device | None = None
+        cls, kv_rotation: KVRotation, geometry: Geometry, device: torch.device | None = None
     ) -> "Coordinates | None":
         """The rotation on ``device``; None if keys and values are not rotated."""
         if not basis.rotated:
@@ -40,8 +40,8 @@ class Coordinates:
         rotation = hadamard(geometry.head_dim)
         shape = geometry.layers, geometry.kv_heads, geometry.head_dim
         centre = torch.zeros(shape)
-        if basis.key_centre:
-            packed = np.frombuffer(basis.key_centre, "<f2").astype(np.float32)
+        if kv_rotation.key_centre:
+            packed = np.frombuffer(kv_rotation.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
         return cls(rotation.to(device), (centre @ rotation).to(device))
 

@@ -40,12 +40,12 @@ class OutputConstraint:
 
     def _compile(self) -> str:
         if self.schema is not None:
-            return grammar.of_schema(self.schema)
+            return grammar.from_json_schema(self.schema)
         if self.regex is not None:
-            return grammar.of_regex(self.regex)
+            return grammar.from_regex(self.regex)
         if self.choice is not None:
-            return grammar.of_choice(self.choice)
-        return grammar.of_lark(self.lark or "")
+            return grammar.from_choices(self.choice)
+        return grammar.from_lark(self.lark or "")
 
 
 def is_structured(body: GenerationBody) -> bool:

@@ -181,7 +181,7 @@ class RequestBuilder:
             "weight": weight,
             "priority": body.priority,
             "slo": _slo(body),
-            "switches": overrides_of(body.plugins, self._model.plugins),
+            "plugin_overrides": overrides_of(body.plugins, self._model.plugins),
         }
         owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))

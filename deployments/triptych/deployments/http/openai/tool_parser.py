@@ -162,7 +162,7 @@ def _body(tool: Tool, param: str) -> str:
     function = tool.function
     schema = function.parameters or ANY_ARGUMENTS
     try:
-        grammar.of_schema(schema)
+        grammar.from_json_schema(schema)
     except GrammarError as error:
         if function.strict:
             raise RequestError(f"{error}", f"{param}.function.parameters") from error
@@ -173,7 +173,7 @@ def _body(tool: Tool, param: str) -> str:
 
 def _compile(rules: str, param: str) -> str:
     try:
-        return grammar.of_lark(rules)
+        return grammar.from_lark(rules)
     except GrammarError as error:
         raise RequestError(f"{error}", param) from error
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from triptych.core.config import AppConfig, DecodeConfig, StepPluginConfig
 from triptych.core.errors import ConfigError, PluginError, RequestError
 from triptych.core.messages import PluginOverride
-from triptych.core.plugin_overrides import Bound, Offer
+from triptych.core.plugin_overrides import OptionRange, OverridablePlugin
 from triptych.core.policy import Policy
 from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY
 from triptych.workers.decode.plugins import Facts, Pipeline, StepPlugin, offers_of
@@ -203,16 +203,16 @@ def test_what_is_offered_to_requests() -> None:
         selection={"method": "moments", "request_bounds": {"keep_fraction": [0.1, 1.0]}},
     )
     assert offers_of(config) == (
-        Offer(
+        OverridablePlugin(
             plugin="selection",
             on=True,
-            bounds={"keep_fraction": Bound(default=0.3, least=0.1, most=1.0, is_whole=False)},
+            bounds={"keep_fraction": OptionRange(default=0.3, least=0.1, most=1.0, is_whole=False)},
         ),
-        Offer(plugin="average", on=True),
-        Offer(
+        OverridablePlugin(plugin="average", on=True),
+        OverridablePlugin(
             plugin="CalmStop",
             on=False,
-            bounds={"words": Bound(default=3, least=1, most=9, is_whole=True)},
+            bounds={"words": OptionRange(default=3, least=1, most=9, is_whole=True)},
             needs=("average",),
         ),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from triptych.core.config import DecodeConfig, SelectionConfig, StepPluginConfig
 from triptych.core.errors import ConfigError, PluginError, RequestError
 from triptych.core.messages import PluginOverride
-from triptych.core.plugin_overrides import Bound, Offer
+from triptych.core.plugin_overrides import OptionRange, OverridablePlugin
 from triptych.core.policy import Policy
 from triptych.core.schema import SchemaError, build
 from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY
@@ -186,13 +186,14 @@ def offers_of(
     """
     places = ordered(config.steps, policy, can_exit=can_exit)
     offers = [
-        Offer(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after) for one in places
+        OverridablePlugin(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after)
+        for one in places
     ]
     chosen = config.selection
     if chosen.method == "none":
         return tuple(offers)
     bounds = _bounds("decode.selection", chosen, chosen.request_bounds)
-    return (Offer(plugin=SELECTION, on=True, bounds=bounds), *offers)
+    return (OverridablePlugin(plugin=SELECTION, on=True, bounds=bounds), *offers)
 
 
 def ordered(
@@ -327,9 +328,9 @@ def _check_switched_on(places: Sequence[Placed]) -> None:
 
 def _bounds(
     where: str, plugin: object, given: Mapping[str, tuple[float, float]]
-) -> dict[str, Bound]:
+) -> dict[str, OptionRange]:
     """Bounds of options, each of which the plug-in takes at both its ends."""
-    bounds = dict[str, Bound]()
+    bounds = dict[str, OptionRange]()
     for name, (least, most) in given.items():
         now = getattr(plugin, name, None)
         if type(now) not in (int, float):
@@ -346,7 +347,7 @@ def _bounds(
                 replace(cast("Any", plugin), **{name: type(value)(end)})
             except ConfigError as error:
                 raise ConfigError(f"{where}.request_bounds.{name}: {error}") from error
-        bounds[name] = Bound(default=value, least=least, most=most, is_whole=whole)
+        bounds[name] = OptionRange(default=value, least=least, most=most, is_whole=whole)
     return bounds
 
 

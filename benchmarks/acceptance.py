@@ -1,13 +1,13 @@
-"""What a served model must hold: the tokens of ``transformers``, and near-lossless compression.
+"""Acceptance test of a served model: tokens equal to ``transformers``, quality of compression.
 
     python benchmarks/acceptance.py tokens --url http://127.0.0.1:8000 [--json FILE]
     python benchmarks/acceptance.py quality [--policy uniform:k8v4] [--json FILE]
 
 ``tokens`` sends 32 prompts of 1 to 3,000 tokens at once, greedy, 64 tokens each, to a server that
-computes in float32 with ``uniform:fp16`` pages. Every token that it answers must be the one that
-``transformers`` finds most likely after the same tokens; where not, the two top logits must be
-closer than 1e-3, and the case is listed. ``quality`` runs the same prompts teacher-forced through
-the three engines in this process and compares each step's distribution with the full cache's.
+computes in float32 with ``uniform:fp16`` pages. Each output token must be the most likely one of
+``transformers`` after the same tokens. Otherwise the two top logits must differ by less than 1e-3,
+and the case is listed. ``quality`` runs the same prompts teacher-forced through the three engines
+in this process and compares each step's distribution with the full cache's.
 """
 
 import argparse
@@ -59,20 +59,22 @@ def continuations(path: Path, asked: list[list[int]]) -> list[list[int]]:
     """What the source texts say after each prompt."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     sources = [tokenizer.encode(text) for text in texts()]
-    said = list[list[int]]()
+    outputs = list[list[int]]()
     for i, prompt in enumerate(asked):
         source = next(
             s for s in sources[i % len(sources) :] + sources if len(s) >= len(prompt) + ANSWER + i
         )
-        said.append(source[i + len(prompt) : i + len(prompt) + ANSWER])
-    return said
+        outputs.append(source[i + len(prompt) : i + len(prompt) + ANSWER])
+    return outputs
 
 
-def reference_logits(model: PreTrainedModel, prompt: Sequence[int], said: Sequence[int]) -> Tensor:
-    """Logits before each token of ``said``, [tokens, vocab], from one forward pass, full cache."""
-    tokens = torch.tensor([[*prompt, *said[:-1]]])
+def reference_logits(
+    model: PreTrainedModel, prompt: Sequence[int], outputs: Sequence[int]
+) -> Tensor:
+    """Logits before each token of ``outputs``, [tokens, vocab], from one full-cache pass."""
+    tokens = torch.tensor([[*prompt, *outputs[:-1]]])
     with torch.inference_mode():
-        return model(tokens, logits_to_keep=len(said)).logits[0]
+        return model(tokens, logits_to_keep=len(outputs)).logits[0]
 
 
 # ------------------------------------------------------------------ tokens
@@ -106,7 +108,7 @@ def compare_tokens(url: str) -> dict[str, object]:
     served_s = time.monotonic() - started
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     near_ties, wrong, alike = list[dict[str, object]](), list[dict[str, object]](), 0
-    for number, (prompt, said) in enumerate(zip(asked, answers, strict=True)):
+    for number, (prompt, outputs) in enumerate(zip(asked, answers, strict=True)):
         with torch.inference_mode():
             alone = model.generate(
                 torch.tensor([prompt]),
@@ -114,22 +116,22 @@ def compare_tokens(url: str) -> dict[str, object]:
                 min_new_tokens=ANSWER,
                 do_sample=False,
             )[0, len(prompt) :].tolist()
-        alike += alone == said
-        logits = reference_logits(model, prompt, said)
-        for at in (logits.argmax(-1) != torch.tensor(said)).nonzero().ravel().tolist():
+        alike += alone == outputs
+        logits = reference_logits(model, prompt, outputs)
+        for at in (logits.argmax(-1) != torch.tensor(outputs)).nonzero().ravel().tolist():
             top = logits[at].topk(2)
-            gap = float(top.values[0] - logits[at, said[at]])
+            gap = float(top.values[0] - logits[at, outputs[at]])
             case = {
                 "prompt": number,
                 "prompt_tokens": len(prompt),
                 "at": at,
-                "served": said[at],
+                "served": outputs[at],
                 "transformers": int(top.indices[0]),
                 "gap": gap,
             }
             (near_ties if gap < NEAR_TIE else wrong).append(case)
         print(
-            f"prompt {number:2d}: {len(prompt):4d} tokens, same as generate: {alone == said}",
+            f"prompt {number:2d}: {len(prompt):4d} tokens, same as generate: {alone == outputs}",
             flush=True,
         )
     return {
@@ -148,14 +150,14 @@ def compare_tokens(url: str) -> dict[str, object]:
 def compare_quality(policy: str, dtype: str) -> dict[str, object]:
     path = resolve(MODEL)
     asked = prompts(path)
-    said = continuations(path, asked)
+    outputs = continuations(path, asked)
     config = AppConfig.from_mapping(
         {"model": {"name": str(path), "dtype": dtype}, "compressor": {"policy": policy}}
     )
-    ours = teacher_forced_logits(config, path, asked, said)
+    ours = teacher_forced_logits(config, path, asked, outputs)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     rows = list[dict[str, float]]()
-    for prompt, tokens, steps in zip(asked, said, ours, strict=True):
+    for prompt, tokens, steps in zip(asked, outputs, ours, strict=True):
         full = reference_logits(model, prompt, tokens).log_softmax(-1)
         compressed = torch.stack(steps).log_softmax(-1)
         kl = (full.exp() * (full - compressed)).sum(-1)

@@ -1,10 +1,10 @@
-"""Decoding a context four times as large as the memory that its pages may take.
+"""Decode a context that is four times as large as the memory for its pages.
 
     python benchmarks/beyond_memory.py --json benchmarks/results/beyond_memory.json
 
-The pages lie on a disk (``pool.arena_path``). Each run is a process in a memory cgroup of its own,
-which the kernel keeps to a limit from the first step of decoding on: what the process takes beside
-pages, plus a share of what the pages of the context take. Needs the right to make cgroups.
+The pages are on disk (``pool.arena_path``). Each run is a process in its own memory cgroup. From
+the first decode step on its limit is the memory of the process without pages, plus a share of the
+bytes of the pages. Needs permission to create cgroups.
 """
 
 import argparse
@@ -229,10 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asked.folder = folder
         rows = list(run_all(asked))
     first = rows[0].tokens
-    told = [asdict(row) | {"tokens": sum(map(int.__eq__, row.tokens, first))} for row in rows]
-    console.print(make_table(list(told[0]), [list(row.values()) for row in told]))
+    fields = [asdict(row) | {"tokens": sum(map(int.__eq__, row.tokens, first))} for row in rows]
+    console.print(make_table(list(fields[0]), [list(row.values()) for row in fields]))
     if asked.json:
-        write_json({"host": host, "asked": options, "rows": told}, asked.json)
+        write_json({"host": host, "asked": options, "rows": fields}, asked.json)
 
 
 if __name__ == "__main__":

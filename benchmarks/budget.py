@@ -1,11 +1,11 @@
-"""How many requests one budget of page memory decodes at once, and how fast, by policy.
+"""Batch size and throughput of decode with a fixed page memory, by compression policy.
 
     python benchmarks/budget.py --json benchmarks/results/budget.json
 
 More requests wait than fit; their prompts are different pieces of text. The batch is counted at
-every decode step from the end of the first answer, when memory has long been full, until nobody
-waits any more, so it is the batch that the memory sustains; prefill takes its raw pages from the
-same budget. It must be memory that limits the batch, not prefill: answers must be long enough.
+each decode step from the end of the first answer until no request waits, so it is the batch that
+the memory sustains. Prefill takes its raw pages from the same budget. Answers must be long enough
+that memory, not prefill, limits the batch.
 """
 
 import argparse
@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table(columns, [list(asdict(row).values()) for row in rows]))
     if options.json:
         asked = ("budget_mib", "requests", "prompt", "answer")
-        told = {key: getattr(options, key) for key in asked}
-        write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields = {key: getattr(options, key) for key in asked}
+        write_json({"host": host, **fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/decisions.py --json benchmarks/results/decisions.json
 
-The real coordinator in virtual time, with more requests at once than the cluster holds. Counted are
-all messages after the last of them has arrived. No model, no server.
+The server's scheduler runs in virtual time with more requests than the cluster holds. All messages
+after the last arrival are timed. Needs no model and no server.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""What a prefix on disk saves, and what bringing it back costs those who decode.
+"""TTFT with a prefix on disk, and the slow-down of decode steps while prefixes are restored.
 
     python benchmarks/disk_prefix.py --json benchmarks/results/disk_prefix.json
 
 The three engines and the pool run in this process, with the settings of the server but for a memory
-that keeps the prefix of one prompt. In turns: a prompt that nobody asked before (A), and one that
-shares all but its last tokens with an earlier prompt whose prefix was evicted since and is on disk
-alone (B); the files are put out of the page cache before (``posix_fadvise`` with DONTNEED). Times
-run from the submission to the first token.
+that keeps the prefix of one prompt. A new prompt (A) alternates with one that shares all but its
+last tokens with an earlier prompt whose prefix was evicted and is only on disk (B); its files are
+first dropped from the page cache (``posix_fadvise`` with DONTNEED). Times run from the submission
+to the first token.
 
-Then a request decodes, and stretches of its steps take turns: with nothing beside them, and with
-prefixes of as many tokens being brought back from disk, ``--per-second`` of them. As in the server,
-the pool that does so is a process of its own.
+Then a request decodes. Stretches of steps without other work alternate with stretches during which
+``--per-second`` prefixes of as many tokens are restored from disk. As in the server, the pool is
+its own process.
 """
 
 import argparse
@@ -241,9 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table(list(asdict(new)), [list(asdict(row).values()) for row in rows]))
     console.print(f"{ratios}; {restored} prefixes came from disk beside the steps; {disk}")
     if options.json:
-        told = {"threads": torch.get_num_threads(), "ratios": ratios}
-        told |= {"restored": restored, "per_second": options.per_second, "disk": asdict(disk)}
-        write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields = {"threads": torch.get_num_threads(), "ratios": ratios}
+        fields |= {"restored": restored, "per_second": options.per_second, "disk": asdict(disk)}
+        write_json({"host": host, **fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How fast the disk tier stores and restores, next to plain reads and writes of as many bytes.
+"""Throughput of the disk tier, compared with plain reads and writes of as many bytes.
 
     python benchmarks/disk_tier.py --json benchmarks/results/disk_tier.json
 
-One object of 64 MiB. Restoring it into consecutive pages, into pages all over an arena, and reading
-its file plainly take turns, A B C A B C; before each of them the file leaves the page cache
-(``posix_fadvise`` with DONTNEED). Then storing takes turns with a plain write and fsync. The plain
+One object of 64 MiB. Restoring it into consecutive pages, into scattered pages, and reading its
+file plainly alternate, A B C A B C; before each of them the file is dropped from the page cache
+(``posix_fadvise`` with DONTNEED). Then storing alternates with a plain write and fsync. The plain
 read and write check nothing. Figures are medians, with the quartiles as the spread.
 """
 
@@ -146,13 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench.tier.close()
     console.print(make_table(list(asdict(rows[0])), [list(asdict(row).values()) for row in rows]))
     if options.json:
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "mib": options.mib,
             "turns": options.turns,
             "page_bytes": PAGE_BYTES,
         }
-        told["reads"] = reads
-        write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields["reads"] = reads
+        write_json({"host": host, **fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

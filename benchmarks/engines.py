@@ -1,9 +1,9 @@
-"""Whole steps of the three engines in this process, on a CPU or a GPU, next to ``transformers``.
+"""Time whole steps of the three engines on a CPU or GPU, compared with ``transformers``.
 
     python benchmarks/engines.py --gpu --batch 1,8,32 --prompt 2048 --json FILE
 
-The model is Llama-shaped with random weights, so nothing has to be fetched: times do not depend on
-what it says. Prompts are random tokens, all of a batch are read before decoding is timed.
+The model has the shape of Llama and random weights, so nothing is downloaded. Prompts are random
+tokens. All prompts of a batch are prefilled before decode is timed.
 """
 
 import argparse

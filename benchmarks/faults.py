@@ -1,15 +1,15 @@
-"""Kill processes of a server at work, and see what its clients notice.
+"""Kill processes of a running server under load, and compare the answers of its clients.
 
     python benchmarks/faults.py --rounds 10
 
-Each round starts 16 streams, kills one process (``kill -9``) at a random moment, and compares
-what every client gets with what it gets when nobody dies. With ``decode+logprobs`` all clients ask
-for log probabilities as well. ``clients`` kills nobody: of 200 clients at once half go away at
-random. Prints a row for each kind of process and writes ``benchmarks/results/faults.json``.
+Each round starts 16 streams, kills one process (``kill -9``) at a random moment, and compares every
+answer with that of a run without a kill. With ``decode+logprobs`` all clients request log
+probabilities. ``clients`` kills no process: of 200 concurrent clients half disconnect at random.
+Prints a row for each kind of process and writes ``benchmarks/results/faults.json``.
 
-A round also says what became of the streams (taken over with their pages, or sent again), how long
-a newcomer waited who came right after the death, and when the successor's process was there, when
-its constructor began, and when that was done.
+A round also reports how streams continued (taken over with their pages, or computed again), the
+wait of a new request sent right after the death, and when the replacement process existed, when its
+constructor began, and when it was ready.
 """
 
 import argparse
@@ -196,17 +196,17 @@ async def successor(server: Server, kind: str, before: set[psutil.Process]) -> d
 
 @dataclass
 class Death:
-    """When somebody died, how long a newcomer waited, and when the successor was there."""
+    """Time of a kill, wait of a new request, and times of the replacement process."""
 
     at: float = 0.0
     new_request_s: float = 0.0
     successor_s: dict[str, float] = field(default_factory=dict)
 
 
-async def crowd(
+async def concurrent_requests(
     server: Server, asked: argparse.Namespace, kind: str = ""
 ) -> tuple[list[Stream], Death]:
-    """All streams, and if somebody is to die, that."""
+    """Run all streams at once, and kill a process if a kind is given."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(
         base_url=server.url, timeout=120, limits=limits, trust_env=False
@@ -287,7 +287,7 @@ def sent_again(server: Server, kind: str, streams: int, before: dict[str, float]
 def kill_one(server: Server, kind: str, asked: argparse.Namespace, whole: list[Stream]) -> Round:
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     before = decisions(server)
-    streams, death = asyncio.run(crowd(server, asked, kind))
+    streams, death = asyncio.run(concurrent_requests(server, asked, kind))
     until(lambda: is_whole(server, asked.decode_replicas), "every worker is back")
     ledger_s = until(lambda: pages_held(server) == 0, "all pages are free")
     faults = check_pool(server)
@@ -390,7 +390,7 @@ def main() -> None:
         bars,
     ):
         task = bars.add_task("rounds", total=asked.rounds * len(kinds))
-        whole, _ = asyncio.run(crowd(server, asked))
+        whole, _ = asyncio.run(concurrent_requests(server, asked))
         for number in range(asked.rounds):
             for kind in kinds:
                 one = kill_one(server, kind, asked, whole) if TITLES[kind] else leave(server, asked)

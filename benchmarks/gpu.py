@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py --json FILE
 
-Needs a CUDA device and what Triptych needs, without Ray; pytest and hypothesis. First the tests of
-kernels and engines run on the device; if one fails, nothing is timed. Where Triptych is not
+Needs a CUDA device, pytest, hypothesis and the dependencies of Triptych except Ray. First the tests
+of kernels and engines run on the device; if one fails, nothing is timed. Where Triptych is not
 installed, set PYTHONPATH=.:core:kernels:kvpool:router:workers:cli. Whole steps of the engines are
 timed by ``benchmarks/engines.py --gpu``.
 """

@@ -1,11 +1,12 @@
-"""Our methods and kvpress's on the same texts and tasks, at equal bytes.
+"""Compare our methods with kvpress on the same texts and tasks, at equal bytes.
 
     python benchmarks/kvpress_compare.py --kvpress-python /path/to/kvpress-env/bin/python \
         --methods default,uniform:k8v4 --json benchmarks/results/quality.json --plot docs/quality
 
-The first method says how many bytes there are: for each group of cases every press keeps the
-share of tokens that takes as many bytes, all included, as that method took. The environment of
-kvpress is made by: python -m venv ENV && ENV/bin/pip install kvpress==0.5.5
+The first method sets the bytes: for each group of cases every press keeps the share of tokens that
+takes as many bytes, all included, as that method. Create the environment of kvpress with:
+
+    python -m venv ENV && ENV/bin/pip install kvpress==0.5.5
 """
 
 import argparse
@@ -18,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from kvpress_exchange import read_records, write_cases  # beside this file
 
-from triptych.cli.list_options import integers, words, words_or_none
+from triptych.cli.list_options import integers, names, names_or_none
 from triptych.cli.output import write_json
 from triptych.cli.quality.evaluate import show_results
 from triptych.evals.data.tasks import TASKS
@@ -66,9 +67,9 @@ def study_of(options: argparse.Namespace) -> Study:
     return Study(
         **given
         | {
-            "methods": tuple(words(options.methods)),
+            "methods": tuple(names(options.methods)),
             "contexts": tuple(integers(options.contexts)),
-            "tasks": words_or_none(options.tasks),
+            "tasks": names_or_none(options.tasks),
         }
     )
 

@@ -1,4 +1,4 @@
-"""How fast a request's pages come from the pool of another node, next to a plain socket copy.
+"""Throughput of fetching pages from the pool of another node, compared with a socket copy.
 
     python benchmarks/network.py --json benchmarks/results/network.json
 
@@ -180,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = measure(Path(folder), options.mib, options.turns)
     console.print(make_table(list(asdict(rows[0])), [list(asdict(row).values()) for row in rows]))
     if options.json:
-        told = {"mib": options.mib, "turns": options.turns, "page_bytes": PAGE_BYTES}
-        write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields = {"mib": options.mib, "turns": options.turns, "page_bytes": PAGE_BYTES}
+        write_json({"host": host, **fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

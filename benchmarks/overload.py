@@ -1,13 +1,13 @@
-"""Three times as many requests as a server can take, and how soon it is itself again.
+"""Goodput at three times the capacity of a server, and its recovery time afterwards.
 
     python benchmarks/overload.py --json benchmarks/results/overload_simulated.json
     python benchmarks/overload.py --live --json benchmarks/results/overload_live.json
 
-A quiet minute at 0.6 of saturation, two minutes at 3 times, a quiet minute. Without ``--live`` the
-real router in virtual time; with it a server that is started for this (eight minutes).
-Goodput counts answers inside both limits, by the second in which they ended. Its peak is the best
-of steady runs; the server is back when of the requests that come within ``WINDOW_S`` as many are
-good as before (less 5 %).
+One minute at 0.6 of saturation, two minutes at 3 times saturation, one minute at 0.6. Without
+``--live`` the scheduler runs in virtual time; with it a server is started (eight minutes). Goodput
+counts answers inside both limits, by the second in which they ended. Its peak is the best of steady
+runs; the server is back when of the requests that come within ``WINDOW_S`` as many are good as
+before (less 5 %).
 """
 
 import argparse
@@ -56,7 +56,7 @@ CLUSTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one request's client saw."""
+    """Result of one request at its client."""
 
     due_s: float
     end_s: float
@@ -66,7 +66,7 @@ class Seen:
 
     @property
     def fate(self) -> str:
-        """What became of it: an error, the limit that was missed, or ``good``."""
+        """Outcome of a request: an error, the missed limit, or ``good``."""
         if self.error:
             return self.error
         if self.ttft_s > SLO.ttft_s:
@@ -178,10 +178,10 @@ def simulated_rows(policies: Sequence[str], seed: int) -> list[dict[str, object]
                 )
                 phases = rates_s(saturation)
                 seen, booked, p99 = simulate(here, due_times(phases, seed), asked, seed)
-                told = {"cluster": name, "policy": policy, "requests_say_slo": asked is SLO}
+                fields = {"cluster": name, "policy": policy, "requests_say_slo": asked is SLO}
                 figures = judge(seen, phases, peak)
                 memory = {"peak_booked": booked / room, "decision_p99_ms": p99}
-                rows.append({**told, **figures, **memory, "saturation_per_s": saturation})
+                rows.append({**fields, **figures, **memory, "saturation_per_s": saturation})
     return rows
 
 
@@ -201,7 +201,7 @@ def body(draw: Random, *, asks: bool) -> dict[str, object]:
 
 
 async def closed(url: str, seconds: float, draw: Random) -> list[Sample]:
-    """So many clients, each with its next request at once: what the server can do."""
+    """Closed loop of this many clients without pauses: the capacity of the server."""
     samples, until = list[Sample](), perf_counter() + seconds
 
     async def client_loop() -> None:

@@ -1,11 +1,11 @@
-"""Time to the first token of a short prompt that comes while a long one is being read.
+"""TTFT of a short prompt that arrives during the prefill of a long one.
 
     python benchmarks/overtaking.py --json benchmarks/results/overtaking.json
 
-The three engines run in this process with the settings of the server. In turns: prompts are read as
-they came (A: the order of the chunks is replaced by that of arrival), and as the server does it (B:
-whoever is due first). The short prompt is sent once the long one's first step has begun. Both times
-run from the submission to the first token; the long one's tells what being overtaken costs it.
+The three engines run in this process with the settings of the server. Two chunk orders alternate:
+arrival order (A), and that of the server, by due time (B). The short prompt is sent once the long
+one's first step has begun. Both times are TTFT; that of the long prompt shows the cost of being
+overtaken.
 """
 
 import argparse

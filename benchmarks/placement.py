@@ -1,10 +1,10 @@
-"""Who reads a prompt, live: two nodes of a Ray cluster, each with a cache of its own.
+"""Prefill placement on two live nodes of a Ray cluster, each with its own prefix cache.
 
     python benchmarks/placement.py --json benchmarks/results/placement_live.json
 
-Each policy gets a server of its own and the same requests: prompts behind a few beginnings, some
-far more popular than others, four clients in a closed loop. What counts is the share of prompt
-tokens that was not computed: times are those of eight processes on the cores of one machine.
+Each policy gets its own server and the same requests: prompts with a few shared prefixes of
+different popularity, four clients in a closed loop. The result is the share of cached prompt
+tokens; times are not representative, since eight processes share the cores of one machine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What asking the pool costs: a handoff over its socket, and pages through the free list.
+"""Latency of a handoff over the pool's socket, and throughput of its free list.
 
     python benchmarks/pool.py
 

@@ -1,12 +1,12 @@
-"""What a known prefix saves: time to the first token of prompts that begin alike.
+"""TTFT of prompts with a cached prefix, compared with new prompts.
 
     python benchmarks/prefix.py --json benchmarks/results/prefix.json
 
-The three engines run in this process with the settings of the server. In turns: a prompt that
-nobody asked before (A), and one that shares all but its last tokens with an earlier prompt (B),
-both of the same length, both random token ids. Before each B another request with its beginning
-is answered, untimed. So A and B differ in nothing but what the pool knows. Times run from the
-submission to the first token; the answers go on for a few tokens, so that prefixes are published.
+The three engines run in this process with the settings of the server. A new prompt (A) alternates
+with one that shares all but its last tokens with an earlier prompt (B); both have the same length
+and are random token ids. Before each B another request with its prefix is answered, untimed. So A
+and B differ only in the prefix cache. Times run from the submission to the first token; the answers
+go on for a few tokens, so that prefixes are published.
 """
 
 import argparse
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table(columns, lines, f"first token after {rows[0].prompt_tokens} tokens"))
     console.print(f"times faster: {ratios}")
     if options.json:
-        told = {"host": host, "threads": torch.get_num_threads(), "times_faster": ratios}
-        write_json({**told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields = {"host": host, "threads": torch.get_num_threads(), "times_faster": ratios}
+        write_json({**fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

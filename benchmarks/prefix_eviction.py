@@ -1,11 +1,11 @@
-"""What the order of eviction is worth: hits and seconds saved on a synthetic Zipf workload.
+"""Eviction policies of the prefix cache: hits and saved seconds on a synthetic Zipf workload.
 
     python benchmarks/prefix_eviction.py --json benchmarks/results/prefix_eviction.json
 
 Requests ask for one of many documents, with a popularity of rank ** -1.1 that drifts: every
 thousand requests a tenth of the documents change places. A document has 1 to 64 blocks behind one
-of eight shared system prompts. Its bytes depend on its compression, and the seconds of a block
-grow with the tokens before it, as those of attention do. What is missing is published after each
+of eight shared system prompts. Its bytes depend on its compression, and the seconds of a block grow
+with the tokens before it, as those of attention do. What is missing is published after each
 request. Nothing is timed: seconds are the model's, and the same seed gives the same figures.
 """
 

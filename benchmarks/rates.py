@@ -1,4 +1,4 @@
-"""Ways to move the same bytes, measured in turns, next to the plain way."""
+"""Alternating measurement of several ways to move the same bytes, relative to a plain copy."""
 
 import statistics
 import time
@@ -28,7 +28,7 @@ def timed(way: Callable[[], object]) -> float:
 
 
 def rates(took_s: dict[str, list[float]], nbytes: int) -> list[Rate]:
-    """What the seconds of each turn come to; the last way is the plain one."""
+    """Rates from the seconds of each round; the last way is the plain copy."""
     *_, plain = took_s.values()
     rows = list[Rate]()
     for name, times in took_s.items():

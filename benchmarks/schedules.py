@@ -1,11 +1,11 @@
-"""Batch policies live, in turns: one trace for all of them, from little load to twice too much.
+"""Batch policies on live servers with the same trace, from low load to twice the capacity.
 
     python benchmarks/schedules.py --json benchmarks/results/schedules.json --folder runs
 
-Each policy is a server of its own, started for its turn and stopped after it; in each round the
-first one is another. Rates are parts of what the default policy does in a closed loop. Beside the
-latencies there is what each part of the server cost: CPU time by process, the share of the time
-that workers spent in steps, and bytes of keys and values. About a quarter of an hour a round.
+Each policy gets its own server; the order rotates from round to round. Rates are multiples of the
+closed-loop throughput of the default policy. Beside latencies the result has the cost of each part:
+CPU time by process, the share of the time that workers spent in steps, and bytes of keys and
+values. About a quarter of an hour a round.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from server import serving  # beside this file
 
-from triptych.cli.list_options import numbers, words
-from triptych.cli.measure.bench import described, save_details
+from triptych.cli.list_options import names, numbers
+from triptych.cli.measure.bench import save_details, workload_fields
 from triptych.cli.measure.load_options import LoadOptions, shallow
 from triptych.cli.output import console, make_table, write_json
 from triptych.loadgen.measure import Level, Results, ServeBenchmark, measure
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8141)
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args()
-    policies, factors = words(asked.policies), numbers(asked.load_factor)
+    policies, factors = names(asked.policies), numbers(asked.load_factor)
     host, rows, saturation = host_info(), list[Row](), asked.saturation
     if saturation is None:
         closed = press(DEFAULT_POLICY, (CLOSED,), 0, asked.port)
@@ -180,7 +180,7 @@ def main() -> None:
                 for factor, row in zip(factors, results.rows, strict=True)
             ]
             if asked.folder:
-                about = {"host": host, **described(results.workload, None)}
+                about = {"host": host, **workload_fields(results.workload, None)}
                 save_details(asked.folder, policy.replace(":", "-"), results.rows, about)
             write_json(
                 {
@@ -193,8 +193,8 @@ def main() -> None:
                 },
                 asked.json,
             )
-    names = ("label", "load_factor", *SHOWN)
-    console.print(make_table(names, [[row[name] for name in names] for row in middle(rows)]))
+    columns = ("label", "load_factor", *SHOWN)
+    console.print(make_table(columns, [[row[name] for name in columns] for row in middle(rows)]))
     costs = overhead(rows)
     console.print(make_table(tuple(costs[0]), [list(row.values()) for row in costs]))
 

@@ -1,12 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # Tensor.tolist has no element type.
-"""Time of a decode step that reads chosen pages, in turns with one that reads all of them.
+"""Time of a decode step with page selection, compared with one that reads all pages.
 
     python benchmarks/selection.py --threads 1 --json benchmarks/results/selection_decode.json
 
-The engine that serves, with the real weights; what is in the pages is random, in K8V4 with sink and
-window in FP16, as time does not depend on it. A coin decides step by step whether all pages are
-read, so both meet the same noise.
+Uses the decode engine of the server with real weights. Pages have random content in K8V4, sink and
+window in FP16. A random choice per step decides whether all pages are read, so both kinds of steps
+see the same machine noise.
 """
 
 import argparse
@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table(columns, [list(asdict(row).values()) for row in rows]))
     if options.json:
         asked = ("prompt", "answer", "keep", "spread", "threads")
-        told = {key: getattr(options, key) for key in asked}
-        write_json({"host": host, **told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields = {key: getattr(options, key) for key in asked}
+        write_json({"host": host, **fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Our server and ``transformers`` generate, in turns A B C A B C, on the same weights.
+"""Compare our server with ``transformers`` generate on the same weights, alternating A B C.
 
     python benchmarks/serve.py --rounds 2
 
-Writes ``benchmarks/results/serve.json`` and prints the best round of each. Turns, and the
-best of them, because the machine's neighbours change from minute to minute: every row says
-how many cores they took (``other_cores``).
+Writes ``benchmarks/results/serve.json`` and prints the best round of each. Rounds alternate because
+the load of other processes changes; each row has their cores (``other_cores``).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Starts our own server for a benchmark, and stops everything that it started."""
+"""Start a Triptych server for a benchmark, and stop all its processes afterwards."""
 
 import signal
 import subprocess

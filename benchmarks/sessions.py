@@ -1,4 +1,4 @@
-"""What a kept conversation saves, what keeping it costs others, and what it does to the answers.
+"""Sessions: saved TTFT, cost for other requests, and effect on the quality of answers.
 
     python benchmarks/sessions.py --json benchmarks/results/sessions.json
 
@@ -6,9 +6,9 @@ The three engines run in this process with the settings of the server and the de
 
 *Turns.* A conversation of five turns over text with a session: a first question, then shorter ones;
 answers have a fixed length. Before a turn is answered, its first token alone is asked for, A B A B:
-A may read from the cache what there would be without a session (whole blocks of the prompt
-before), B all there is. A single token ends the request in the prefill, so asking changes nothing
-that is kept.
+A may read from the cache what there would be without a session (whole blocks of the prompt before),
+B all there is. A single token ends the request in the prefill, so asking changes nothing that is
+kept.
 
 *Others.* One long answer runs while short ones end beside it, A without a session and B with one:
 the gaps between the tokens of the long one.
@@ -97,11 +97,11 @@ def tokens_of(events: Iterable[Tokens | Failed]) -> Iterable[Tokens]:
 # ------------------------------------------------------------------ turns
 
 
-def turns(config: AppConfig, told: Sequence[Dialogue], repeats: int) -> list[Row]:
+def turns(config: AppConfig, dialogues: Sequence[Dialogue], repeats: int) -> list[Row]:
     """Conversations with a session; before each turn is answered, its first token A B A B ..."""
     taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
     with LocalServer(config) as server:
-        for number, dialogue in enumerate(told):
+        for number, dialogue in enumerate(dialogues):
             name, prompt, known = f"conversation {number}", list[int](), 0
             for turn, question in enumerate(dialogue.questions):
                 prompt += question
@@ -112,8 +112,8 @@ def turns(config: AppConfig, told: Sequence[Dialogue], repeats: int) -> list[Row
                         first = replace(request, sampling=greedy(1), cached_at_most=most)
                         taken.setdefault((turn + 1, kind), []).append(time_first(server, first))
                 known = len(prompt) // server.plan.block_tokens * server.plan.block_tokens
-                said = tokens_of(server.stream([asked(server, prompt, name, name)]))
-                prompt += [token for event in said for token in event.tokens]
+                generated = tokens_of(server.stream([asked(server, prompt, name, name)]))
+                prompt += [token for event in generated for token in event.tokens]
         settle(server)
     return [
         {
@@ -146,7 +146,7 @@ def spread(values: Sequence[object], name: str) -> Row:
 # ------------------------------------------------------------------ others
 
 
-def others(config: AppConfig, told: Sequence[Dialogue], rounds: int) -> list[Row]:
+def others(config: AppConfig, dialogues: Sequence[Dialogue], rounds: int) -> list[Row]:
     """Gaps of a long answer while short ones end beside it."""
     gaps: dict[str, list[float]] = {"without": [], "with": []}
     with LocalServer(config) as server:
@@ -154,7 +154,7 @@ def others(config: AppConfig, told: Sequence[Dialogue], rounds: int) -> list[Row
             for kind, found in gaps.items():
                 name = f"{kind} {number}"
                 session = name if kind == "with" else ""
-                taken = beside(server, told[number % len(told)], name, session)
+                taken = beside(server, dialogues[number % len(dialogues)], name, session)
                 if number:
                     found += taken
     return [
@@ -169,12 +169,12 @@ def others(config: AppConfig, told: Sequence[Dialogue], rounds: int) -> list[Row
     ]
 
 
-def beside(server: LocalServer, told: Dialogue, name: str, session: str) -> list[float]:
+def beside(server: LocalServer, dialogue: Dialogue, name: str, session: str) -> list[float]:
     """Milliseconds between tokens of a long answer from when four short ones begin to end."""
-    long = replace(server.request(told.questions[0], greedy(ANSWER + 48)), cache_salt=name)
+    long = replace(server.request(dialogue.questions[0], greedy(ANSWER + 48)), cache_salt=name)
     short = [
         replace(
-            server.request(told.answers[i][: 64 + i], greedy(ANSWER)),
+            server.request(dialogue.answers[i][: 64 + i], greedy(ANSWER)),
             cache_salt=f"{name} {i}",
             session=f"{session} {i}" if session else "",
         )
@@ -192,12 +192,14 @@ def beside(server: LocalServer, told: Dialogue, name: str, session: str) -> list
 # ------------------------------------------------------------------ answers
 
 
-def second_turn(config: AppConfig, told: Sequence[Dialogue], session: bool) -> list[torch.Tensor]:
-    """Logits of each dialogue's second answer, forced; what was said first is forced as well."""
-    outputs = [ForcedTokens(answer) for one in told for answer in one.answers[:2]]
+def second_turn(
+    config: AppConfig, dialogues: Sequence[Dialogue], session: bool
+) -> list[torch.Tensor]:
+    """Logits of each dialogue's second answer, forced; the first answer is forced as well."""
+    outputs = [ForcedTokens(answer) for one in dialogues for answer in one.answers[:2]]
     teacher = TeacherForcing(outputs)
     with LocalServer(config, draw=teacher.sample) as server:
-        for number, one in enumerate(told):
+        for number, one in enumerate(dialogues):
             prompt = list[int]()
             for turn in range(2):
                 prompt += one.questions[turn]
@@ -209,21 +211,21 @@ def second_turn(config: AppConfig, told: Sequence[Dialogue], session: bool) -> l
                     pass
                 settle(server)
                 prompt += one.answers[turn]
-    return [torch.stack(teacher.logits[2 * number + 1]) for number in range(len(told))]
+    return [torch.stack(teacher.logits[2 * number + 1]) for number in range(len(dialogues))]
 
 
 def greedy_second_turn(
-    config: AppConfig, told: Sequence[Dialogue], session: bool
+    config: AppConfig, dialogues: Sequence[Dialogue], session: bool
 ) -> list[list[int]]:
     """The second answer as the model gives it, behind a first one that is forced."""
     outputs = [
         output
-        for one in told
+        for one in dialogues
         for output in (ForcedTokens(one.answers[0], keep_logits=False), ForcedTokens(()))
     ]
-    teacher, said = TeacherForcing(outputs), list[list[int]]()
+    teacher, generated = TeacherForcing(outputs), list[list[int]]()
     with LocalServer(config, draw=teacher.sample) as server:
-        for number, one in enumerate(told):
+        for number, one in enumerate(dialogues):
             prompt, last = list[int](), list[int]()
             for turn in range(2):
                 prompt += one.questions[turn]
@@ -234,36 +236,38 @@ def greedy_second_turn(
                 last = [t for e in tokens_of(server.stream([request])) for t in e.tokens]
                 settle(server)
                 prompt += one.answers[turn]
-            said.append(last)
-    return said
+            generated.append(last)
+    return generated
 
 
-def answers(settings: dict[str, object], told: Sequence[Dialogue]) -> list[Row]:
+def answers(settings: dict[str, object], dialogues: Sequence[Dialogue]) -> list[Row]:
     """Each way to a second turn against the full cache."""
 
     def made(**more: object) -> AppConfig:
         return AppConfig.from_mapping({**settings, **more})
 
     none = {"pool": {"prefix_bytes": 0}}
-    full = second_turn(made(compressor={"policy": "uniform:fp16"}, **none), told, session=False)
-    plain = greedy_second_turn(made(**none), told, session=False)
+    full = second_turn(
+        made(compressor={"policy": "uniform:fp16"}, **none), dialogues, session=False
+    )
+    plain = greedy_second_turn(made(**none), dialogues, session=False)
     rows = list[Row]()
     for name, config, session in (
         ("no cache", made(**none), False),
         ("cached prompts", made(), False),
         ("session", made(), True),
     ):
-        logits = second_turn(config, told, session)
+        logits = second_turn(config, dialogues, session)
         steps = [
             [compare(a[1:], b[1:], one.answers[1][1:])]
-            for a, b, one in zip(full, logits, told, strict=True)
+            for a, b, one in zip(full, logits, dialogues, strict=True)
         ]
-        said = greedy_second_turn(config, told, session)
-        same = [_shared(a, b) for a, b in zip(plain, said, strict=True)]
+        generated = greedy_second_turn(config, dialogues, session)
+        same = [_shared(a, b) for a, b in zip(plain, generated, strict=True)]
         found = summarize(steps)
         first = [
             compare(a[:1], b[:1], one.answers[1][:1])
-            for a, b, one in zip(full, logits, told, strict=True)
+            for a, b, one in zip(full, logits, dialogues, strict=True)
         ]
         rows.append(
             {
@@ -309,14 +313,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = FIRST + (TURNS - 1) * NEXT + TURNS * ANSWER
     count = max(options.conversations, options.texts)
     cut = documents(encode, "evaluation", context=size, continuation=1, count=count)
-    told = [Dialogue.of(document) for document in cut]
+    dialogues = [Dialogue.of(document) for document in cut]
     result = dict[str, list[Row]]()
     if "turns" in parts:
-        result["turns"] = turns(config, told[: options.conversations], options.repeats)
+        result["turns"] = turns(config, dialogues[: options.conversations], options.repeats)
     if "others" in parts:
-        result["others"] = others(config, told, options.rounds)
+        result["others"] = others(config, dialogues, options.rounds)
     if "answers" in parts:
-        result["answers"] = answers(settings, told[: options.texts])
+        result["answers"] = answers(settings, dialogues[: options.texts])
     for name in parts:
         rows = result[name]
         console.print(make_table(tuple(rows[0]), [list(row.values()) for row in rows], name))

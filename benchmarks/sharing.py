@@ -1,12 +1,12 @@
-"""What it saves, and costs, that requests with the same beginning read the same pages of it.
+"""Memory and time of requests with a common prefix, with shared and with copied pages.
 
     python benchmarks/sharing.py --json benchmarks/results/sharing.json
 
 Two servers in this process with the settings of the real one, with ``pool.share_pages`` (shared)
-and without (copied). In turns: some requests that begin alike, as an earlier prompt did, are
-answered together. While all of them decode, the pool's books say what they hold and the router's
-what they have booked. Steps of decoding count while all run. Times are the processor's, of the one
-thread that works, so that what else the machine does counts for as little as it can.
+and without (copied). Alternating: several requests with the prefix of an earlier prompt run
+together. While all of them decode, held bytes come from the pool and booked bytes from the router.
+Decode steps count while all requests run. Times are CPU times of the single worker thread, to
+reduce the effect of other processes.
 """
 
 import argparse
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table((*columns, *times), lines, title))
     console.print(f"shared to copied: {ratios}")
     if options.json:
-        told = {"host": host, "threads": 1, "shared_to_copied": ratios}
-        write_json({**told, "rows": [asdict(row) for row in rows]}, options.json)
+        fields = {"host": host, "threads": 1, "shared_to_copied": ratios}
+        write_json({**fields, "rows": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # transformers' tokenizers have no types.
-"""What the built-in plug-ins of a decode step save, cost and change.
+"""Savings, cost and quality of the built-in plug-ins of the decode step.
 
     python benchmarks/step_plugins.py --json benchmarks/results/step_plugins.json
 
@@ -70,7 +70,7 @@ class Stopped:
     tokens_saved: float
     """Share of all tokens."""
     of_them_repeats: float
-    """Share of those whose last 8 tokens the answer had said before."""
+    """Share of those whose last 8 tokens occurred in the answer before."""
 
 
 @dataclass(frozen=True)
@@ -238,8 +238,8 @@ def apart(plain: Forced, found: Forced) -> tuple[float, float]:
         compare(one[1:], other[1:], one[1:].argmax(dim=1).tolist())
         for one, other in zip(plain.logits, found.logits, strict=True)
     ]
-    told = summarize([[step] for step in steps])
-    return round(told.kl, 5), round(told.top1_agreement, 4)
+    results = summarize([[step] for step in steps])
+    return round(results.kl, 5), round(results.top1_agreement, 4)
 
 
 def pruned(
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prune", default="0,0.05,0.2,0.5,1")
     parser.add_argument("--json", type=Path, help="what it has of other parts stays")
     options = parser.parse_args(arguments)
-    told = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    results = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     config = AppConfig.from_mapping(
         {"pool": {"kv_cache_memory_bytes": 512 << 20, "prefix_bytes": 0}}
     )
@@ -306,9 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = pruned(config, thresholds, *sizes) if is_pruned else left(config, *sizes)
             rows = [asdict(row) for row in found]
         console.print(make_table(list(rows[0]), [list(row.values()) for row in rows], part))
-        told[part] = setting | {"rows": rows}
+        results[part] = setting | {"rows": rows}
     if options.json:
-        write_json(told, options.json)
+        write_json(results, options.json)
 
 
 if __name__ == "__main__":

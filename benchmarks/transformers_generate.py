@@ -2,8 +2,8 @@
 
     python benchmarks/transformers_generate.py --batch 1,4,16 --json FILE
 
-A static batch is what a script without a server does: so many prompts of one length go in
-together and come out together. Figures have the names of ``triptych bench serve``.
+In a static batch, all prompts have one length, start together and end together. Figures have the
+names of ``triptych bench serve``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a page format costs: its KL divergence from the full cache, and the bytes that it takes."""
+"""Measure a page format: KL divergence from the full cache, and bytes."""
 
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 

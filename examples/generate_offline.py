@@ -1,4 +1,4 @@
-"""An answer without Ray and without HTTP: the three stages in this process."""
+"""Generate text with the three stages in one process, without Ray and HTTP."""
 
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
@@ -8,7 +8,7 @@ from triptych.workers.models.store.model_store import resolve
 
 
 def main(model: str = "smollm2-135m-instruct", profile: str = "auto") -> str:
-    """``profile``: what calibration found for the model, as ``compressor.profile`` takes it."""
+    """``profile``: a calibrated profile, as in ``compressor.profile``."""
     pages = {"kv_cache_memory_bytes": 64 << 20}
     config = AppConfig.from_mapping(
         {"model": {"name": model}, "pool": pages, "compressor": {"profile": profile}}

@@ -1,4 +1,4 @@
-"""A plug-in of the decode step in one file: an answer ends when it says one token over and over.
+"""A plug-in of the decode step: end an answer that repeats one token.
 
 In config.yaml, with this file on PYTHONPATH:
 
@@ -25,11 +25,11 @@ from triptych.workers.local import LocalServer
 
 @dataclass(frozen=True)
 class LoopStop(StepPlugin):
-    """Ends an answer with the last of so many equal tokens in a row."""
+    """Ends an answer after a number of equal tokens in a row."""
 
     needs: ClassVar = ("token",)
     provides: ClassVar = ("end",)
-    memory: ClassVar = 2  # the token before, and how often it came in a row
+    memory: ClassVar = 2  # previous token, and the length of its run
 
     times: int = 8
 
@@ -37,14 +37,14 @@ class LoopStop(StepPlugin):
         require(self.times >= 2, "times", self.times, "2 or more")
 
     def step(self, facts: Facts) -> Facts:
-        """All requests at once, a row each: the engine knows who has which options."""
+        """Process all requests of a step, one row each."""
         token, (before, count) = facts["token"], facts["memory"].unbind(dim=1)
         count = torch.where(token == before, count + 1, 1)
         return {"end": count >= self.times, "memory": torch.stack([token.double(), count], dim=1)}
 
 
 def main(model: str = "smollm2-135m-instruct", times: int = 2) -> tuple[list[int], list[int]]:
-    """An answer without the plug-in, and with it."""
+    """Print an answer without the plug-in, and one with it."""
     answers = list[list[int]]()
     for plugins in ([], [{"name": "loop_stop:LoopStop", "options": {"times": times}}]):
         config = {

@@ -1,4 +1,4 @@
-"""A batching policy of one's own, in one file: the newest requests start first.
+"""A custom batch policy: the newest requests start first.
 
 ``router.batch_policy: newest_first:policy`` in config.yaml, with this file on PYTHONPATH; or try it
 on a cluster that is not there: ``triptych simulate --policy newest_first:policy,fcfs``.
@@ -8,7 +8,7 @@ from triptych.router import Budget, ListedQueue, QueueView, Waiting
 
 
 def policy(queue: QueueView, budget: Budget) -> list[Waiting]:
-    """The newest that fit; but overdue requests go before them."""
+    """The newest requests that fit; overdue requests go first."""
     waiting = list(queue.in_order())
     late = [one for one in waiting if one.slack_s < 0]
     newest = sorted((one for one in waiting if one.slack_s >= 0), key=lambda one: one.waited_s)
@@ -22,7 +22,7 @@ def policy(queue: QueueView, budget: Budget) -> list[Waiting]:
 
 
 def main() -> list[str]:
-    """Decide once, without a router: a decision is a function of what it is shown."""
+    """Make one decision without a router: a policy is a pure function."""
     waited_s = {"a": 9.0, "b": 3.0, "c": 2.0, "d": 1.0}
     queue = ListedQueue([Waiting(name, 100, s, slack_s=5.0 - s) for name, s in waited_s.items()])
     chosen = policy(queue, Budget(free_bytes=250, max_requests=8))

@@ -1,4 +1,4 @@
-"""A compression policy of one's own, in one file: many bits for what much attention rests on.
+"""A custom compression policy: more bits for tokens with high attention.
 
 ``compressor.policy: rare_is_precious:policy`` in config.yaml, with this file on PYTHONPATH.
 """
@@ -11,7 +11,7 @@ from triptych.workers.local import LocalServer
 
 
 def policy(config: CompressorConfig, profile: Profile | None) -> Policy:
-    """Few tokens in K8V8, the rest in K4V2, and those that hardly any other looks at nowhere."""
+    """Few tokens in K8V8, the others in K4V2; tokens with almost no attention are dropped."""
     return Policy(
         name=config.policy,
         high_format="k8v8",
@@ -26,7 +26,7 @@ def policy(config: CompressorConfig, profile: Profile | None) -> Policy:
 
 
 def main(model: str = "smollm2-135m-instruct") -> dict[str, CompressionReport | None]:
-    """Compress one prompt with this policy, and with one that keeps all tokens in K8V8."""
+    """Compress one prompt with this policy, and with K8V8 for all tokens."""
     reports = dict[str, CompressionReport | None]()
     for name in ("uniform:k8v8", "rare_is_precious:policy"):
         pages, compressor = {"kv_cache_memory_bytes": 64 << 20}, {"policy": name, "profile": "none"}

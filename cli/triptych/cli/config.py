@@ -1,4 +1,4 @@
-"""``triptych config``: what can be set under ``args:`` of the Serve config file."""
+"""``triptych config``: list the settings under ``args:`` of the Serve config file."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ from triptych.cli.output import JsonFlag, console
 from triptych.core import config as settings
 from triptych.core.config import StepPluginConfig
 
-app = typer.Typer(help="Explain the configuration.", no_args_is_help=True)
+app = typer.Typer(help="Describe the settings of the config file.", no_args_is_help=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Setting:
 
 @app.callback()
 def group() -> None:
-    """Explain the configuration."""
+    """Describe the settings of the config file."""
 
 
 @app.command()
 def explain(as_json: JsonFlag = False) -> None:
-    """List every setting with its default, its type and what it means."""
+    """List every setting of the config file with its default, type, unit and description."""
     found = list(all_settings(settings.AppConfig))
     if as_json:
         typer.echo(json.dumps([asdict(setting) for setting in found], indent=2))

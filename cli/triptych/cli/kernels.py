@@ -1,4 +1,4 @@
-"""``triptych kernels``: what compilers make of the GPU kernels, on any machine."""
+"""``triptych kernels``: compile the GPU kernels ahead of time, on a machine without a GPU."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from triptych.cli.output import console, make_table, notes, progress_bars, write
 if TYPE_CHECKING:
     from triptych.kernels.codegen.aot import Compiled, Task
 
-app = typer.Typer(help="Look at the GPU kernels.", no_args_is_help=True)
+app = typer.Typer(help="Check the GPU kernels.", no_args_is_help=True)
 
 COLUMNS = {
     "kernel": "kernel",
@@ -30,7 +30,7 @@ COLUMNS = {
 
 @app.callback()
 def group() -> None:
-    """Look at the GPU kernels."""
+    """Check the GPU kernels."""
 
 
 @app.command("check")
@@ -39,15 +39,19 @@ def check(
         list[str] | None, typer.Option(help="As sm_90 or gfx942; may be repeated. Default: all.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Each kernel in its most usual variants only.")
+        bool, typer.Option("--quick", help="Compile only the most common variants of each kernel.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of compiler processes; default: one per core.")
+    ] = os.cpu_count() or 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.")
+    ] = None,
 ) -> None:
-    """Compile all Triton kernels for several GPUs, and show what they take of a processor.
+    """Compile all Triton kernels for several GPUs, and show registers, spills and shared memory.
 
-    Needs no GPU. Compiled kernels stay in Triton's cache, so a second time is fast. The exit
-    code is 1 if a kernel spills registers to memory.
+    Needs no GPU. Triton caches the compiled kernels, so a second run is fast. Exit code 1 if a
+    kernel spills registers to memory.
     """
     from triptych.kernels.codegen.aot import TARGETS, tasks
 

@@ -1,4 +1,4 @@
-"""``triptych key``: make API keys for clients."""
+"""``triptych key``: create API keys for clients."""
 
 import hashlib
 import json
@@ -10,34 +10,37 @@ import typer
 from triptych.cli.output import JsonFlag, notes
 
 PREFIX = "sk-"
-"""What clients and secret scanners know an API key by."""
+"""Prefix by which clients and secret scanners recognize an API key."""
 
-app = typer.Typer(help="Make API keys for clients.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Create API keys for clients.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def keys() -> None:
-    """Make API keys for clients."""
+    """Create API keys for clients."""
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Who will have the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the client that uses the key.")],
     concurrent: Annotated[
-        int, typer.Option(min=0, help="Requests at a time; 0: as many as the server takes.")
+        int, typer.Option(min=0, help="Maximum concurrent requests; 0: no limit for this key.")
     ] = 0,
-    per_minute: Annotated[int, typer.Option(min=0, help="Requests a minute; 0: no limit.")] = 0,
+    per_minute: Annotated[
+        int, typer.Option(min=0, help="Maximum requests per minute; 0: no limit.")
+    ] = 0,
     weight: Annotated[
-        float, typer.Option(min=0.001, max=1000, help="Share of the server next to other keys.")
+        float,
+        typer.Option(min=0.001, max=1000, help="Weight of this key in fair queueing between keys."),
     ] = 1.0,
     admin: Annotated[
-        bool, typer.Option("--admin", help="May read decisions and profiles, too.")
+        bool, typer.Option("--admin", help="Allow the key to read router decisions and profiles.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key, and print its entry for the file that ``ingress.api_keys`` names.
+    """Create an API key, and print its entry for the file named by ``ingress.api_keys``.
 
-    The entry has a digest only: the key is shown this once.
+    The entry holds only the SHA-256 digest. The key itself is printed once, to standard error.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     entry = {

@@ -1,25 +1,25 @@
-"""Options that hold several values with commas between them."""
+"""Parse options with comma-separated values."""
 
 from triptych.core.errors import ConfigError
 
 
-def words(text: str) -> list[str]:
-    """Split ``a,b``; blanks and empty parts do not count."""
+def names(text: str) -> list[str]:
+    """Split ``a,b``; ignores blanks and empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def words_or_none(text: str) -> tuple[str, ...]:
-    """Split ``a,b``; ``none`` says that there is none."""
-    return () if text.strip() == "none" else tuple(words(text))
+def names_or_none(text: str) -> tuple[str, ...]:
+    """Split ``a,b``; ``none`` is an empty list."""
+    return () if text.strip() == "none" else tuple(names(text))
 
 
 def numbers(text: str) -> list[float]:
-    """Read ``0.5,2``.
+    """Parse ``0.5,2``.
 
     Raises: ConfigError unless each is a number above 0
     """
     try:
-        values = [float(word) for word in words(text)]
+        values = [float(name) for name in names(text)]
     except ValueError:
         raise ConfigError(f"{text!r}: expected numbers with commas between them") from None
     if any(not 0 < value < 1e9 for value in values):
@@ -28,7 +28,7 @@ def numbers(text: str) -> list[float]:
 
 
 def integers(text: str) -> list[int]:
-    """Read ``1,4,16``.
+    """Parse ``1,4,16``.
 
     Raises: ConfigError unless each is a whole number above 0
     """

@@ -1,4 +1,4 @@
-"""The ``triptych`` command: puts the groups together, and turns errors into exit codes."""
+"""The ``triptych`` command: registers the subcommands, and maps errors to exit codes."""
 
 import sys
 from importlib.metadata import version
@@ -56,14 +56,16 @@ def _show_version(wanted: bool) -> None:
 def options(
     _version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Serve large language models in three stages: prefill, compress, decode."""
 
 
 def main() -> None:
-    """Run the command: exit code 0 is success, 1 a failure, 2 a wrong argument or setting."""
+    """Run the command. Exit code: 0 success, 1 failure, 2 wrong argument or setting."""
     try:
         app()
     except TriptychError as error:

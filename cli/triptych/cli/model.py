@@ -1,4 +1,4 @@
-"""``triptych model``: get models, and see which are here."""
+"""``triptych model``: download models and list those on this machine."""
 
 import json
 from pathlib import Path
@@ -17,10 +17,10 @@ from rich.progress import (
 from triptych.cli.output import JsonFlag, console, make_table, notes, show
 from triptych.core.config import ModelConfig
 
-app = typer.Typer(help="Fetch and list models.", no_args_is_help=True)
+app = typer.Typer(help="Download and list models.", no_args_is_help=True)
 
 Name = Annotated[
-    str, typer.Argument(help="A known name, a directory, a .gguf file, or a hub name.")
+    str, typer.Argument(help="Known model name, directory, .gguf file or Hugging Face name.")
 ]
 DEFAULT = ModelConfig().name
 
@@ -28,11 +28,13 @@ DEFAULT = ModelConfig().name
 @app.command()
 def fetch(
     name: Name = DEFAULT,
-    verify: Annotated[bool, typer.Option(help="Check hashes of a model that is here.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Check the file hashes of a model that is already on this machine.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Get a model ready to be served; instant and offline if it already is."""
-    _tell(name, fetch_with_progress(name, verify=verify), as_json=as_json)
+    """Download a model and prepare it for serving; offline if it is on this machine."""
+    _print_path(name, fetch_with_progress(name, verify=verify), as_json=as_json)
 
 
 @app.command()
@@ -40,10 +42,10 @@ def path(name: Name = DEFAULT, as_json: JsonFlag = False) -> None:
     """Print the directory of a model that is on this machine."""
     from triptych.workers.models.store.model_store import resolve
 
-    _tell(name, resolve(name, allow_download=False), as_json=as_json)
+    _print_path(name, resolve(name, allow_download=False), as_json=as_json)
 
 
-def _tell(name: str, place: Path, *, as_json: bool) -> None:
+def _print_path(name: str, place: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"name": name, "path": str(place)}, indent=2))
     else:
@@ -52,7 +54,7 @@ def _tell(name: str, place: Path, *, as_json: bool) -> None:
 
 @app.command("list")
 def list_models(as_json: JsonFlag = False) -> None:
-    """List the models known by name."""
+    """List the models that have a known name, with download size and local path."""
     from triptych.core.errors import ModelError
     from triptych.workers.models.store.catalogue import KNOWN_MODELS
     from triptych.workers.models.store.model_store import resolve
@@ -70,7 +72,7 @@ def list_models(as_json: JsonFlag = False) -> None:
 
 
 def fetch_with_progress(name: str, *, verify: bool = False) -> Path:
-    """Fetch a model, with a bar per stage of the work on a terminal."""
+    """Fetch a model, with one progress bar per stage."""
     from triptych.workers.models.store.model_store import fetch as fetch_model
 
     bars = Progress(

@@ -1,4 +1,4 @@
-"""How every command shows its result: a table for people, JSON for programs."""
+"""Output of all commands: tables, JSON, progress bars and result files."""
 
 import json
 import sys
@@ -22,10 +22,10 @@ from rich.table import Table
 PIPE_WIDTH = 160
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-"""Standard output; rich leaves colours out when it is no terminal."""
+"""Standard output; without colours if it is not a terminal."""
 
 notes = Console(stderr=True, highlight=False)
-"""Standard error: progress, hints and errors, so that output stays clean for a pipe."""
+"""Standard error: progress, hints and errors."""
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -39,7 +39,7 @@ def show(data: object, table: Table, *, as_json: bool) -> None:
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
-    """A plain table; columns after the first are right-aligned if they hold numbers."""
+    """A table without borders; numeric columns after the first are right-aligned."""
     table = Table(title=title or None, box=None, title_justify="left", header_style="bold")
     content = [list(row) for row in rows]
     for at, name in enumerate(columns):
@@ -51,18 +51,18 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: 
 
 
 class Lines(Progress):
-    """Progress in a file: a line for each task when it is done."""
+    """Progress without a terminal: one line for each finished task."""
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        with self._told(task_id):
+        with self._report_finished(task_id):
             super().advance(task_id, advance)
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
-        with self._told(task_id):
+        with self._report_finished(task_id):
             super().update(task_id, **fields)
 
     @contextmanager
-    def _told(self, task_id: TaskID) -> Generator[None]:
+    def _report_finished(self, task_id: TaskID) -> Generator[None]:
         task = next(task for task in self.tasks if task.id == task_id)
         was_finished = task.finished
         yield
@@ -72,7 +72,7 @@ class Lines(Progress):
 
 
 def progress_bars(name_width: int) -> Progress:
-    """Bars that count to a total, with the time since each began; lines off a terminal."""
+    """Progress bars with count and elapsed time; one line per task without a terminal."""
     columns = (
         TextColumn(f"{{task.description:>{name_width}}}"),
         BarColumn(),
@@ -85,7 +85,7 @@ def progress_bars(name_width: int) -> Progress:
 
 
 def write_json(data: object, path: Path) -> None:
-    """Write a result file whole, or not at all."""
+    """Write a result file atomically."""
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 def renamed_option(old: str, given: T | None, new: str, value: T) -> T:
-    """The value of an option that also has an old name; a note on stderr if that was used."""
+    """The value of a renamed option; prints a note on stderr if the old name was used."""
     if given is None:
         return value
     notes.print(f"{old} is now {new}; the old name goes with the next release", style="yellow")

@@ -1,4 +1,4 @@
-"""``triptych pool``: look into the page pool of a running server."""
+"""``triptych pool``: inspect the page pool of a running server."""
 
 import socket
 from collections.abc import Generator, Iterator
@@ -19,7 +19,7 @@ from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
 from triptych.kvpool.rpc.stub import PoolStub
 
-app = typer.Typer(help="Look into the page pool of a running server.", no_args_is_help=True)
+app = typer.Typer(help="Inspect the page pool of a running server.", no_args_is_help=True)
 
 TIMEOUT_S = 5.0
 MOST_ROWS = 20
@@ -27,25 +27,27 @@ MOST_ROWS = 20
 
 @app.callback()
 def group() -> None:
-    """Look into the page pool of a running server."""
+    """Inspect the page pool of a running server."""
 
 
 Address = Annotated[
     str | None,
     typer.Option(
-        help="unix:/path/of.sock, or host:port of another node; without it, the one pool that "
-        "this user runs."
+        help="unix:/path/of.sock, or host:port of another node; default: the only pool of this "
+        "user on this machine."
     ),
 ]
 TokenFile = Annotated[
     str,
-    typer.Option(help="File with the token that nodes show each other, for host:port."),
+    typer.Option(
+        help="File with the access token between nodes (network.token_file), for host:port."
+    ),
 ]
 
 
 @app.command()
 def stat(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag = False) -> None:
-    """Show who holds how many pages. Exit code 1 if the sums do not add up."""
+    """Show pages by worker, format, tenant and request. Exit code 1 if the sums do not match."""
     with pool_at(address or find_pool(), token_file) as pool:
         ledger = pool.stat()
     show(_as_data(ledger), _as_table(ledger), as_json=as_json)
@@ -60,9 +62,9 @@ def stat(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag 
 
 @app.command()
 def check(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag = False) -> None:
-    """Compare every page's owner, lease and place in the free list, and all sums of them.
+    """Check owner, lease and free-list entry of every page against the totals.
 
-    Exit code 1 for a fault.
+    Exit code 1 if a check fails.
     """
     with pool_at(address or find_pool(), token_file) as pool:
         faults, ledger = pool.check(), pool.stat()
@@ -75,9 +77,9 @@ def check(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag
 
 @contextmanager
 def pool_at(address: str, token_file: str = "") -> Generator[PoolStub, None, None]:
-    """A pool to ask; asking raises PoolUnavailable if it does not answer.
+    """A client of a pool; its calls raise PoolUnavailable if the pool does not answer.
 
-    ``token_file`` holds what pools of other nodes want to be shown.
+    ``token_file`` holds the access token for pools of other nodes.
 
     Raises: ConfigError if the file does not hold a token
     """
@@ -102,7 +104,7 @@ def find_pool() -> str:
 
 
 def _listens(path: Path) -> bool:
-    """False for what a killed server left behind."""
+    """Whether a pool listens at a socket; False for the socket of a killed server."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
@@ -130,7 +132,7 @@ def _as_table(ledger: PoolStats) -> Table:
 
 
 def _parts(ledger: PoolStats) -> Iterator[Table]:
-    """What requests and prefixes hold, by each of the questions that one may ask."""
+    """Pages of requests and prefixes, by format, by tenant and by request."""
     stock = {"(workers' stock)": ledger.extent_pages} if ledger.extent_pages else {}
     named = {f"{name[:12]}…" if len(name) > 12 else name: n for name, n in ledger.by_tenant.items()}
     for title, pages in (
@@ -153,7 +155,7 @@ def _parts(ledger: PoolStats) -> Iterator[Table]:
 
 
 def _kept(ledger: PoolStats) -> Iterator[str]:
-    """What is kept of prompts, in words."""
+    """Lines about the prefix cache: memory, sharing, sessions and disk."""
     prefix, disk = ledger.prefix, ledger.disk
     if prefix.blocks or prefix.asked_tokens:
         yield (

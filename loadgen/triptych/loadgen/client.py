@@ -1,4 +1,4 @@
-"""A streaming client that only counts: small enough not to be what is measured."""
+"""A streaming client with little CPU cost of its own: it only times and counts chunks."""
 
 import json
 from time import perf_counter
@@ -34,8 +34,8 @@ async def send(
 ) -> Sample:
     """Send one request and read its stream to the end.
 
-    Failures of the request are part of the result, so that one of them ends no run.
-    ``due_s`` is when an open loop wanted to send it: waiting for a connection counts.
+    Errors of the request are part of the result and do not end the run.
+    ``due_s``: when the request was due in an open loop; waiting for a connection counts.
     """
     answer = Answer(perf_counter() if due_s is None else due_s)
     try:
@@ -66,7 +66,7 @@ class Answer:
         self._done = False
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Read one event.
+        """Process one event.
 
         Raises: ValueError if it is not JSON
         """
@@ -84,7 +84,7 @@ class Answer:
             self._take_choice(event["choices"][0], usage, now_s)
 
     def sample(self) -> Sample:
-        """The result, once the stream has ended."""
+        """The result, after the end of the stream."""
         if self._error:
             return self.failed(self._error)
         if not self._chunks:
@@ -94,7 +94,7 @@ class Answer:
         return self._result(None)
 
     def failed(self, reason: str) -> Sample:
-        """The result of a request that went wrong; what it had received is kept."""
+        """The result of a failed request, with the chunks received so far."""
         return self._result(reason)
 
     def _result(self, error: str | None) -> Sample:
@@ -111,7 +111,7 @@ class Answer:
     def _take_choice(
         self, choice: dict[str, Any], usage: dict[str, Any] | None, now_s: float
     ) -> None:
-        """Count a chunk if it brings tokens: not a chat's preamble, not a bare finish reason."""
+        """Count a chunk if it has tokens, unlike a chat preamble or a bare finish reason."""
         delta: dict[str, Any] = choice.get("delta") or {}
         text: str = choice.get("text") or delta.get("content") or ""
         is_preamble = "role" in delta and not text

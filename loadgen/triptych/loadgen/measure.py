@@ -1,4 +1,4 @@
-"""One benchmark of one server: warm up, then a row of figures for every level of load."""
+"""Benchmark a server: warm-up, then one row of figures per level of load."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -28,13 +28,13 @@ OPEN_LOOP_CONNECTIONS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """How hard to press: a number of requests under way, or an arrival rate."""
+    """One level of load: a concurrency or an arrival rate."""
 
     requests: int
     concurrency: int | None = None
     rate_per_s: float | None = None
 
-    """Requests per second; without either, sessions begin when a trace says."""
+    """Requests per second; without rate and concurrency, arrival times come from a trace."""
 
     @property
     def connections(self) -> int:
@@ -48,7 +48,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBenchmark:
-    """What to send to which server."""
+    """Settings of a benchmark: server, workload and levels."""
 
     url: str
     workload: Workload
@@ -56,7 +56,7 @@ class ServeBenchmark:
     warmup_requests: int = 2
     slo: Slo = field(default_factory=Slo)
     server: FindProcesses | None = None
-    """Finds the server's processes, to report what they cost."""
+    """Finds the server's processes, to report their memory and CPU time."""
 
     timeout_s: float = 600.0
     api_key: str | None = None
@@ -67,19 +67,19 @@ class ServeBenchmark:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one level gave."""
+    """Results of one level."""
 
     level: Level
     figures: Figures
     errors: dict[str, int]
     run: Run
     series: Series | None = None
-    """What the server said of itself meanwhile, if it did."""
+    """Metrics of the server during the run, if it has them."""
     cpu_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    """CPU time of the server's processes, by what they are."""
+    """CPU time of the server's processes, by kind."""
 
     def as_json(self) -> dict[str, object]:
-        """One flat mapping, in the names of vLLM's result files."""
+        """A flat mapping with the names of vLLM's result files."""
         return {
             "max_concurrency": self.level.concurrency,
             "request_rate": self.level.rate_per_s,
@@ -92,9 +92,9 @@ class Row:
         }
 
     def detailed_json(self) -> dict[str, object]:
-        """The same with every request and the server's series: a whole result file of vLLM's.
+        """A full result file in vLLM's format, with every request and the server's metrics.
 
-        A closed loop has no rate there, which its tools read as infinite.
+        The rate of a closed loop is ``inf``, as in vLLM's files.
         """
         rate = "inf" if self.level.rate_per_s is None else self.level.rate_per_s
         series = self.series.as_json() if self.series else {}
@@ -104,18 +104,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The prompts as they were sent, and a row per level."""
+    """The calibrated workload, and a row per level."""
 
     workload: Workload
     rows: list[Row]
 
 
 OnLevel = Callable[[Level], Callable[[Sample], None]]
-"""Told of every level as it starts; gives what is told of every request as it ends."""
+"""Called at the start of a level; returns a callback for each finished request."""
 
 
 async def measure(benchmark: ServeBenchmark, on_level: OnLevel) -> Results:
-    """Run every level in turn. No prompt is sent twice.
+    """Run all levels one after the other. No prompt is sent twice.
 
     Raises: BenchmarkError if the server cannot be reached or does not answer
     """

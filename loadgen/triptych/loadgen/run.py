@@ -1,4 +1,4 @@
-"""Runs a workload: in a closed loop, where so many are always under way, or as it arrives."""
+"""Run a workload in a closed loop (fixed concurrency) or an open loop (arrival times)."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ async def closed_loop(
     concurrency: int,
     on_done: OnDone,
 ) -> Run:
-    """Keep ``concurrency`` sessions under way until all are done; pauses are kept."""
+    """Run sessions with a fixed concurrency until all are done; pauses are included."""
     samples = list[Sample]()
 
     def note(sample: Sample) -> None:
@@ -52,10 +52,10 @@ async def closed_loop(
 async def open_loop(
     client: httpx.AsyncClient, workload: Workload, sessions: Sequence[Session], on_done: OnDone
 ) -> Run:
-    """Begin each session when it is due, however slow the answers are.
+    """Start each session at its arrival time, independent of the server's speed.
 
-    Latency counts from the moment a request was due, so a client that fell behind does not
-    flatter the server. Later turns of a session are due a pause after the end of the one before.
+    Latency counts from the due time, so a slow client does not hide delays. A later turn is due
+    one pause after the end of the turn before.
     """
     samples = list[Sample]()
 
@@ -63,7 +63,9 @@ async def open_loop(
         samples.append(sample)
         on_done(sample)
 
-    bodies = [workload.body(session.turns[0]) for session in sessions]  # takes time: not then
+    bodies = [
+        workload.body(session.turns[0]) for session in sessions
+    ]  # built before the clock starts
     start = perf_counter()
     await asyncio.gather(
         *(
@@ -82,9 +84,9 @@ async def _take_turns(
     first: dict[str, object] | None = None,
     due_s: float | None = None,
 ) -> None:
-    """Send the turns of one session, none after one that failed.
+    """Send the turns of one session; stop after a failed turn.
 
-    ``first``: the body of the first turn; ``due_s``: when that is due, None: now.
+    ``first``: the body of the first turn; ``due_s``: its due time, None: now.
     """
     for turn in session.turns:
         body, first = first or workload.body(turn), None
@@ -99,13 +101,13 @@ async def _take_turns(
 
 
 async def calibrate(client: httpx.AsyncClient, workload: Workload) -> Workload:
-    """Find prompts of the wanted length that this server takes.
+    """Find a prompt form that gives prompts of the wanted length on this server.
 
-    Token ids are tried first: a server that counts as many as were sent takes them. Else
-    words are sent, and their number is corrected until the server's own count is right, or
-    as near as it comes.
+    Token ids are tried first; they are used if the server counts as many tokens as were sent.
+    Otherwise text is sent, and the number of words is corrected until the server's token count
+    is right, or as close as possible.
 
-    Raises: BenchmarkError if the server refuses both
+    Raises: BenchmarkError if the server rejects both
     """
     turn = replace(workload.turn(-1), output_tokens=1)
     wanted = turn.prompt_tokens

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI-compatible servers write them: bytes in, ``data`` fields out."""
+"""Parse server-sent events of OpenAI-compatible servers: bytes in, ``data`` fields out."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ DONE = b"[DONE]"
 
 
 class EventSplitter:
-    """Cuts a byte stream, in whatever pieces it arrives, into the ``data`` of its events.
+    """Splits a byte stream into the ``data`` of its events.
 
     Comments and other fields are skipped. OpenAI-compatible servers write one ``data``
     line per event, so a line is an event here.
@@ -16,7 +16,7 @@ class EventSplitter:
         self._tail = b""
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Take the next bytes; yield the data of every event that they complete."""
+        """Add bytes; yield the data of each completed event."""
         *lines, self._tail = (self._tail + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

@@ -1,10 +1,11 @@
 """Let processes die at every named point, with many seeds.
 
-    python -m tests.integration.faults --seeds 20
+    python -m tests.integration.faults --seeds 20 --json benchmarks/results/fail_points.json
     python -m tests.integration.faults --seeds 20 --parts
 
-Writes ``benchmarks/results/fail_points.json``, or ``fail_points_parts.json`` for prompts that are
-encoded layer by layer as they are read, and ends with 1 if anything was lost.
+``--parts`` tests the points of layer-wise prefill. Prints a summary; writes a result file only with
+``--json``. The exit code is 1 if an answer or a page was lost, if an answer changed after the death
+of a prefill, compress or decode worker, or if no process died at a point.
 """
 
 import argparse
@@ -17,15 +18,13 @@ from rich.progress import track
 
 from tests.integration.faults.cluster import Cluster
 from tests.integration.faults.points import PART_POINTS, PLACES, WHOLE_POINTS
-from tests.integration.faults.trial import Trial, Trials
+from tests.integration.faults.trial import CLIENTS, Trial, Trials
 from tests.tiny import save_tiny_model
 from triptych.cli.output import console, make_table, write_json
 from triptych.loadgen.report.host import host_info
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
-
-async def run(seeds: int, roles: set[str], out: Path, *, in_parts: bool) -> int:
+async def run(seeds: int, roles: set[str], out: Path | None, *, in_parts: bool) -> int:
     points = [p for p in (PART_POINTS if in_parts else WHOLE_POINTS) if p.role in roles]
     trials = list[Trial]()
     bad = list[Trial]()
@@ -40,7 +39,8 @@ async def run(seeds: int, roles: set[str], out: Path, *, in_parts: bool) -> int:
                     if not trial.is_good(point):
                         bad.append(trial)
                         console.print(trial, soft_wrap=True)
-                write_json(report(seeds, trials, bad, dict(cluster.deaths)), out)
+                if out:
+                    write_json(report(seeds, trials, bad, dict(cluster.deaths)), out)
     show(trials)
     return 1 if bad else 0
 
@@ -52,38 +52,53 @@ def report(
         "host": host_info(),
         "asked": {"seeds": seeds},
         "deaths": deaths,
-        "points": [row(name, trials) for name in dict.fromkeys(one.point for one in trials)],
+        "roles": by_role(trials),
+        "points": by_point(trials),
         "bad": [vars(one) for one in bad],
     }
 
 
-def row(name: str, trials: list[Trial]) -> dict[str, object]:
-    mine = [one for one in trials if one.point == name]
+def by_role(trials: list[Trial]) -> list[dict[str, object]]:
+    """Totals for each kind of process that died."""
+    roles = dict.fromkeys(role_of(one) for one in trials)
+    return [{"role": r, **totals([one for one in trials if role_of(one) == r])} for r in roles]
+
+
+def by_point(trials: list[Trial]) -> list[dict[str, object]]:
+    names = dict.fromkeys(one.point for one in trials)
+    return [{"point": n, **totals([one for one in trials if one.point == n])} for n in names]
+
+
+def role_of(trial: Trial) -> str:
+    return trial.point.partition(":")[0]
+
+
+def totals(trials: list[Trial]) -> dict[str, object]:
     return {
-        "point": name,
-        "trials": len(mine),
-        "died": sum(one.died for one in mine),
-        "lost": sum(len(one.lost) for one in mine),
-        "wrong": sum(one.wrong for one in mine),
-        "faults": sum(len(one.faults) for one in mine),
+        "trials": len(trials),
+        "died": sum(one.died for one in trials),
+        "answers": CLIENTS * len(trials),
+        "lost": sum(len(one.lost) for one in trials),
+        "changed": sum(one.wrong for one in trials),
+        "faults": sum(len(one.faults) for one in trials),
     }
 
 
 def show(trials: list[Trial]) -> None:
-    rows = [row(name, trials) for name in dict.fromkeys(one.point for one in trials)]
-    console.print(make_table(tuple(rows[0]), [list(one.values()) for one in rows]))
+    """Print the totals of each point, then those of each kind of process."""
+    for rows in (by_point(trials), by_role(trials)):
+        console.print(make_table(tuple(rows[0]), [list(one.values()) for one in rows]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--roles", default=",".join(PLACES))
-    parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=int, default=20, help="trials of each point; default 20")
+    parser.add_argument("--roles", default=",".join(PLACES), help="kinds of process; default all")
+    parser.add_argument("--parts", action="store_true", help="points of layer-wise prefill")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args()
-    out = asked.json or RESULTS / f"fail_points{'_parts' if asked.parts else ''}.json"
     roles = set(asked.roles.split(","))
-    sys.exit(asyncio.run(run(asked.seeds, roles, out, in_parts=asked.parts)))
+    sys.exit(asyncio.run(run(asked.seeds, roles, asked.json, in_parts=asked.parts)))
 
 
 if __name__ == "__main__":

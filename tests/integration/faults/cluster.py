@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from tests.integration.faults.points import EXIT_CODE, POINTS, Board, watch_points
+from tests.integration.faults.points import EXIT_CODE, POINTS, TAKEOVER, Board, watch_points
 from tests.tiny import DIFFKV
 from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
@@ -41,7 +41,7 @@ from triptych.router.passes.migration import can_move
 from triptych.router.state.request_table import State
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
-WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", "heir")}
+WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", TAKEOVER)}
 ABSENT = -1
 LOOK_EVERY_S = 0.02
 PATIENCE_S = 60.0

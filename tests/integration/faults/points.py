@@ -20,6 +20,7 @@ from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 EXIT_CODE = 66
+TAKEOVER = "takeover worker"
 
 PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     "prefill": {
@@ -64,7 +65,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "leave the checkpoint": (Checkpoint, "leave"),
         "tell": (WorkerReplica, "_deliver"),
     },
-    "heir": {
+    TAKEOVER: {
         "fence": (PoolStub, "inherit"),
         "find": (Checkpoint, "find"),
         "adopt": (PoolStub, "adopt"),
@@ -88,8 +89,8 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "keep the session": (LockedPool, "keep_session"),
     },
 }
-"""By role: what is done, and the function that does it. An heir is a decode worker that takes over
-from one that died."""
+"""By role: what is done, and the function that does it. A takeover worker is the decode worker that
+continues the requests of one that died."""
 
 
 PARTS: dict[str, dict[str, tuple[Any, str]]] = {
@@ -131,7 +132,7 @@ def points_of(places: dict[str, dict[str, tuple[Any, str]]]) -> list[Point]:
 WHOLE_POINTS, PART_POINTS = points_of(PLACES), points_of(PARTS)
 POINTS = [*WHOLE_POINTS, *PART_POINTS]
 FIRST_DEATH = Point("decode", "before", "compute")
-"""Where the worker dies whom an heir follows."""
+"""Where the decode worker dies whose requests a takeover worker continues."""
 
 Counters = MutableSequence[int]
 """One number for each of ``POINTS``, shared by all processes."""

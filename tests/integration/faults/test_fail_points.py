@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.faults.cluster import Cluster
-from tests.integration.faults.points import PART_POINTS, WHOLE_POINTS, Point
+from tests.integration.faults.points import PART_POINTS, TAKEOVER, WHOLE_POINTS, Point
 from tests.integration.faults.trial import Trial, Trials
 from tests.tiny import save_tiny_model
 
@@ -16,7 +16,7 @@ CHOSEN = [point for index, point in enumerate(WHOLE_POINTS) if index % 7 == 3]
 async def test_no_death_loses_a_request_or_a_page(tmp_path: Path) -> None:
     async with Cluster(save_tiny_model(tmp_path)) as cluster:
         assert await die_at(cluster, CHOSEN) == []
-        assert set(cluster.deaths) >= {point.role for point in CHOSEN} - {"heir"}
+        assert set(cluster.deaths) >= {point.role for point in CHOSEN} - {TAKEOVER}
 
 
 @pytest.mark.timeout(240)

@@ -1,4 +1,4 @@
-"""One trial: clients ask, a process dies at a point, and then everything is counted."""
+"""One trial: send requests, let a process die at a point, then check answers and pages."""
 
 import asyncio
 import itertools
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from tests.integration.faults.cluster import Answer, Cluster
-from tests.integration.faults.points import FIRST_DEATH, POINTS, Point
+from tests.integration.faults.points import FIRST_DEATH, POINTS, TAKEOVER, Point
 from triptych.core.messages import Request, Sampling
 
 CLIENTS, ANSWER_TOKENS = 6, 32
@@ -14,11 +14,11 @@ BEGINNING = tuple(random.Random("beginning").choices(range(2, 250), k=128))
 """Two blocks with which the prompts of every second client begin; of these they read the second
 where the cache has it."""
 TRIES = 8
-"""How often a trial may be begun: requests move at random, so a place may not be passed at all."""
+"""Attempts of a trial: requests migrate at random, so one attempt may not pass the point."""
 SAME_TOKENS = ("prefill", "compress", "decode")
-"""Roles whose death changes no token. Without the router, the pool, or both of two decode workers,
-an answer is computed again from what was said, which differs a little from keys and values that
-were compressed as they came."""
+"""Roles whose death must not change a token. After the death of the router, the pool or both decode
+workers, an answer is computed again from its output tokens. Their keys and values are then
+compressed in other steps, so later tokens can differ."""
 
 
 def requests() -> list[Request]:
@@ -68,7 +68,7 @@ def fate(client: int, answer: Answer) -> str:
 
 async def prepare(cluster: Cluster) -> str:
     """Have the beginning cached that clients share, for clients with this salt."""
-    salt = f"crowd {next(CROWDS)}"
+    salt = f"salt {next(SALTS)}"
     sampling = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
     first = Request(id="", prompt=(*BEGINNING, 2, 3), sampling=sampling, reply_to="")
     await cluster.answer(first, salt)
@@ -76,11 +76,11 @@ async def prepare(cluster: Cluster) -> str:
     return salt
 
 
-CROWDS = itertools.count()
+SALTS = itertools.count()
 
 
-async def crowd(cluster: Cluster, salt: str, seed: int = 0) -> list[Answer]:
-    """The answers to all requests, which come one after the other within moments."""
+async def concurrent_answers(cluster: Cluster, salt: str, seed: int = 0) -> list[Answer]:
+    """Send all requests within 50 ms; return their answers in the order of the requests."""
     luck = random.Random(seed)
 
     async def ask(client: int, request: Request) -> Answer:
@@ -92,16 +92,16 @@ async def crowd(cluster: Cluster, salt: str, seed: int = 0) -> list[Answer]:
 
 @dataclass
 class Trial:
-    """What came of a death."""
+    """Result of one death."""
 
     point: str
     seed: int
     pass_number: int
     died: bool
     lost: list[str]
-    """How answers ended that did not come to their end."""
+    """How the answers ended that were not completed."""
     wrong: int
-    """Answers with other tokens than nobody's death gives."""
+    """Answers whose tokens differ from those of a run without a death."""
     faults: list[str] = field(default_factory=list[str])
 
     def is_good(self, point: Point) -> bool:
@@ -111,7 +111,7 @@ class Trial:
 
 @dataclass
 class Trials:
-    """What a run without a death gives: the answers, and how often each point is passed."""
+    """The reference run without a death: its answers, and how often each point is passed."""
 
     cluster: Cluster
     whole: list[Answer]
@@ -119,11 +119,11 @@ class Trials:
 
     @classmethod
     async def of(cls, cluster: Cluster) -> "Trials":
-        await crowd(cluster, await prepare(cluster))
+        await concurrent_answers(cluster, await prepare(cluster))
         await cluster.settled()
         salt = await prepare(cluster)
         before = {point: cluster.board.passes(point) for point in POINTS}
-        whole = await crowd(cluster, salt)
+        whole = await concurrent_answers(cluster, salt)
         await cluster.settled()
         passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
         assert [fate(client, answer) for client, answer in enumerate(whole)] == [""] * CLIENTS
@@ -134,7 +134,7 @@ class Trials:
         return cls(cluster, whole, passes)
 
     async def run(self, point: Point, seed: int) -> Trial:
-        """Let a process die at a point, at a pass that the seed chooses."""
+        """Let a process die at a point, on the pass that the seed selects."""
         for _ in range(TRIES - 1):
             trial = await self._try(point, seed)
             if trial.died or trial.lost or trial.faults:
@@ -146,9 +146,9 @@ class Trials:
         salt = await prepare(self.cluster)
         number = luck.randint(1, max(1, self._usual_passes(point) // 2))
         board.arm(point, number)
-        if point.role == "heir":
+        if point.role == TAKEOVER:
             board.arm(FIRST_DEATH, luck.randint(2, ANSWER_TOKENS))
-        answers, faults = await crowd(self.cluster, salt, seed), list[str]()
+        answers, faults = await concurrent_answers(self.cluster, salt, seed), list[str]()
         try:  # what is done for a request goes on when its client has everything
             await self.cluster.settled()
         except TimeoutError as error:
@@ -167,5 +167,5 @@ class Trials:
         )
 
     def _usual_passes(self, point: Point) -> int:
-        """An heir takes over a request or two; how often it passes is not known before."""
-        return 2 if point.role == "heir" else self.passes[point]
+        """Expected passes of a point; a takeover worker continues one or two requests."""
+        return 2 if point.role == TAKEOVER else self.passes[point]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
-from triptych.cli.measure.bench import described, save_details
-from triptych.cli.measure.bench_compare import compare
+from triptych.cli.measure.bench import save_details, workload_fields
+from triptych.cli.measure.bench_results import compare
 from triptych.core.errors import ConfigError
 from triptych.loadgen.measure import Level, ServeBenchmark, measure
 from triptych.loadgen.report.gauges import Series, read_gauges
-from triptych.loadgen.report.plot import curve, draw_all
+from triptych.loadgen.report.plot import curve, plot_all
 from triptych.loadgen.report.results import read_results
 from triptych.loadgen.report.sample import Chunk, Sample
 from triptych.loadgen.report.stats import Slo, goodput_per_gb, most_at_once
@@ -42,7 +42,7 @@ def measured(tmp_path: Path) -> list[Path]:
                 url=url, workload=WORKLOAD, levels=levels, slo=Slo(ttft_ms=1e5)
             )
             results = await measure(benchmark, lambda _: lambda _: None)
-        about = described(results.workload, None)
+        about = workload_fields(results.workload, None)
         return save_details(tmp_path, "ours", results.rows, about)
 
     return asyncio.run(run())
@@ -136,7 +136,7 @@ def test_the_busiest_moment_counts_who_was_under_way() -> None:
 
 def test_pictures_are_drawn_of_what_the_results_have(tmp_path: Path) -> None:
     results = [result for path in measured(tmp_path) for result in read_results(path)]
-    paths = draw_all(results, tmp_path / "out", "b")
+    paths = plot_all(results, tmp_path / "out", "b")
     kinds = {path.name: path.read_bytes()[:4] for path in paths}
     assert {"b-latency.png", "b-rates.png", "b-memory.png"} <= kinds.keys()
     assert set(kinds.values()) == {b"\x89PNG"}

@@ -377,7 +377,7 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
         "mount an emptyDir of medium Memory",
     ),
     "a pool larger than /dev/shm": (
-        args(lambda s: app_args(s)["pool"].update(capacity_bytes=8 * GIB)),
+        args(lambda s: app_args(s)["pool"].update(kv_cache_memory_bytes=8 * GIB)),
         "raise sizeLimit",
     ),
     "/dev/shm larger than memory": (

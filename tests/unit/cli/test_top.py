@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tests.unit.cli.conftest import Run, Serve
 from triptych.cli.serving.scrape import parse_metrics
-from triptych.cli.serving.top_view import WAITING, WORKING, draw, frame
+from triptych.cli.serving.top_view import WAITING, WORKING, figures_between, render
 from triptych.router.state.request_table import State
 
 BEFORE = """\
@@ -51,7 +51,7 @@ AFTER = (
 
 
 def test_rates_are_those_between_two_looks() -> None:
-    shown = frame(parse_metrics(AFTER), parse_metrics(BEFORE), seconds=2.0)
+    shown = figures_between(parse_metrics(AFTER), parse_metrics(BEFORE), seconds=2.0)
     assert (shown.written_per_s, shown.read_per_s) == (25, 100)
     assert shown.cached_share == 0.25
     assert shown.first_token_s == 0.5
@@ -61,7 +61,7 @@ def test_rates_are_those_between_two_looks() -> None:
 
 
 def test_stages_tell_who_waits_and_who_works() -> None:
-    shown = frame(parse_metrics(AFTER), parse_metrics(BEFORE), seconds=2.0)
+    shown = figures_between(parse_metrics(AFTER), parse_metrics(BEFORE), seconds=2.0)
     told = {one.name: (one.workers, one.waiting, one.working, one.busy) for one in shown.stages}
     assert told == {
         "prefill": (1, 3, 1, 0.5),
@@ -78,16 +78,16 @@ def test_every_state_of_a_living_request_is_counted_once() -> None:
 
 
 def test_a_server_that_started_anew_has_no_negative_rates() -> None:
-    shown = frame(parse_metrics(BEFORE), parse_metrics(AFTER), seconds=1.0)
+    shown = figures_between(parse_metrics(BEFORE), parse_metrics(AFTER), seconds=1.0)
     assert shown.written_per_s == shown.read_per_s == 0
     assert all(one.busy in (None, 0) for one in shown.stages)
 
 
 def test_a_frame_fits_into_a_terminal() -> None:
-    shown = frame(parse_metrics(AFTER), parse_metrics(BEFORE), seconds=2.0)
+    shown = figures_between(parse_metrics(AFTER), parse_metrics(BEFORE), seconds=2.0)
     console = Console(width=100, record=True, force_terminal=False)
     with console.capture() as captured:
-        console.print(draw(shown, "http://127.0.0.1:8000"))
+        console.print(render(shown, "http://127.0.0.1:8000"))
     text = captured.get()
     assert "25.0 tokens/s written" in text
     assert "first token 500 ms" in text
@@ -96,11 +96,11 @@ def test_a_frame_fits_into_a_terminal() -> None:
 
 
 def test_a_pool_that_is_gone_is_said() -> None:
-    shown = frame(parse_metrics(AFTER.replace("pool_up 1.0", "pool_up 0.0")), None, 0.0)
+    shown = figures_between(parse_metrics(AFTER.replace("pool_up 1.0", "pool_up 0.0")), None, 0.0)
     assert shown.pages == {}
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(draw(shown, "url"))
+        console.print(render(shown, "url"))
     assert "the pool does not answer" in captured.get()
 
 

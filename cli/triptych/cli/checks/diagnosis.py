@@ -1,6 +1,6 @@
-"""What of a machine would keep a configuration from being served, and what to do about it.
+"""Checks of ``triptych doctor``: what prevents a machine from serving a configuration.
 
-``triptych doctor`` collects the facts; here they are judged, without looking at anything.
+The checks are pure functions of ``Facts``, which ``doctor.py`` collects.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +15,21 @@ from triptych.core.config import GIB, MIB, AppConfig
 Status = Literal["ok", "warning", "fault"]
 
 LEAST_OPEN_FILES = 4096
-"""Every worker, connection and log of Ray is an open file."""
+"""Workers, connections and Ray's logs need open files."""
 RAY_BYTES = 3 * GIB // 2
-"""Ray's own processes."""
+"""Memory of Ray's own processes."""
 STAGE_BYTES = GIB
-"""An actor with a model as small as the default one, and torch."""
+"""Memory of an actor with torch and a small model."""
 LEAST_DISK_BYTES = 2 * GIB
 RAY_DISK_SHARE = 0.05
-"""Ray stops to work where less than this share of a disk is free."""
+"""Ray stops if less than this share of a disk is free."""
 LONGEST_SOCKET_PATH = 107
 LONGEST_SOCKET_NAME = len("/app-00000000/prefill-compress-decode-00000000.sock")
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The disk below a folder."""
+    """The disk of a folder."""
 
     path: str
     free_bytes: int
@@ -45,27 +45,27 @@ class Facts:
     packages: Mapping[str, str]
     """Installed versions, by name."""
     needed: Sequence[str]
-    """What Triptych asks of them, such as ``ray[serve]>=2.60``."""
+    """Requirements of Triptych, such as ``ray[serve]>=2.60``."""
     host: str
     port: int
     port_holder: str
-    """Who listens there already; empty: nobody."""
+    """Process that listens there already; empty: none."""
     grpc_port_fault: str
-    """Why nobody can listen at ``ingress.grpc_port``; empty: one can, or need not."""
+    """Why ``ingress.grpc_port`` cannot be used; empty: it can, or it is off."""
     shared_memory: Disk
     cache: Disk
     temporary: Disk
     base_dir: str
-    """Where the sockets of applications lie."""
+    """Directory of the applications' sockets."""
     base_dir_fault: str
-    """Why applications cannot have directories there; empty: they can."""
+    """Why that directory cannot be used; empty: it can."""
     memory_bytes: int
     """Available to this process, in its container."""
     cores: int
-    """That may be used."""
+    """Usable by this process."""
     machine_cores: int
     load: float
-    """Processes that want to run, mean of a minute."""
+    """Load average of one minute."""
     open_files: int
     gpus: Sequence[str]
     """Names of the GPUs that the driver shows."""
@@ -74,17 +74,17 @@ class Facts:
     ray_processes: Sequence[str]
     """Command lines of Ray's own processes of this user."""
     ray_address_file: str
-    """Where Ray notes the cluster that it would join; empty: there is none."""
+    """File with the address of the cluster that Ray would join; empty: there is none."""
     orphans: Sequence[str]
-    """What applications that died left behind."""
+    """Files of applications that died."""
     orphan_bytes: int
     model_path: str
-    """Where the model of the configuration is; empty: not on this machine."""
+    """Directory of the configured model; empty: not on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer to one question."""
+    """Result of one check."""
 
     check: str
     status: Status
@@ -93,7 +93,7 @@ class Finding:
 
 
 def diagnose(facts: Facts, config: AppConfig) -> list[Finding]:
-    """Judge all facts, in the order in which one would mend them."""
+    """Run all checks, in the order in which faults should be fixed."""
     return [finding for check in CHECKS for finding in check(facts, config)]
 
 
@@ -240,17 +240,17 @@ def _limits(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    asked = {
+    threads = {
         name: group.actor.threads * group.most
         for name, group in config.worker_groups().items()
         if group.actor.threads != "auto"
     }
-    if sum(asked.values()) > facts.cores:
-        told = ", ".join(f"{name} {count}" for name, count in asked.items())
+    if sum(threads.values()) > facts.cores:
+        by_stage = ", ".join(f"{name} {count}" for name, count in threads.items())
         yield Finding(
             "threads",
             "warning",
-            f"the stages have {sum(asked.values())} threads ({told}) for {facts.cores} cores",
+            f"the stages have {sum(threads.values())} threads ({by_stage}) for {facts.cores} cores",
             "lower actor.threads, or set it to auto: then stages take turns",
         )
     elif facts.load > 2 * facts.machine_cores:
@@ -265,7 +265,7 @@ def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _cpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    """What Ray sets aside; by default nothing."""
+    """CPUs that Ray reserves for the stages; 0 by default."""
     groups = config.worker_groups().values()
     first = sum(group.actor.num_cpus * group.actor.num_replicas for group in groups)
     most = sum(group.most_cpus for group in groups)
@@ -401,17 +401,17 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
 )
 
 
-def processes_bytes(config: AppConfig, cells: int = 1) -> int:
-    """The least that Ray and all workers take beside their shared memory, when there are most.
+def processes_bytes(config: AppConfig, shards: int = 1) -> int:
+    """Lower bound of the memory of Ray and the maximum number of workers, without shared memory.
 
-    ``config`` is that of one of ``cells`` cells.
+    ``config`` is that of one of ``shards`` shards.
     """
-    workers = cells * sum(group.most for group in config.worker_groups().values())
+    workers = shards * sum(group.most for group in config.worker_groups().values())
     return RAY_BYTES + workers * STAGE_BYTES
 
 
 def workers_at_most(config: AppConfig) -> str:
-    """How many workers there may be, in words."""
+    """The maximum number of workers, as text."""
     groups = config.worker_groups().values()
     most = sum(group.most for group in groups)
     may_grow = most > sum(group.actor.num_replicas for group in groups)

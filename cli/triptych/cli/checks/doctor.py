@@ -1,4 +1,4 @@
-"""``triptych doctor``: what is wrong with this machine, and what to do about it."""
+"""``triptych doctor``: check whether this machine can run a configuration."""
 
 import os
 import platform
@@ -29,13 +29,15 @@ from triptych.kvpool.pool.arena import find_orphans, shared_memory_dir
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Argument(help="A Ray Serve config file; without one, config.yaml, or the defaults."),
+    typer.Argument(
+        help="Ray Serve config file; default: config.yaml if it exists, else the default settings."
+    ),
 ]
 MARKS = {"ok": "ok", "warning": "! ", "fault": "X "}
 
 
 def doctor(config: ConfigFile = None, as_json: JsonFlag = False) -> None:
-    """Look for what would keep a configuration from being served here. Exit code 1 for a fault."""
+    """Check whether this machine can serve a configuration. Exit code 1 if it cannot."""
     path = config or (Path("config.yaml") if Path("config.yaml").exists() else None)
     settings, http = AppConfig(), HttpOptions()
     if path is not None:
@@ -50,7 +52,7 @@ def doctor(config: ConfigFile = None, as_json: JsonFlag = False) -> None:
 
 
 def look_around(config: AppConfig, http: HttpOptions) -> Facts:
-    """Collect what there is to judge. At most an empty directory for sockets is made."""
+    """Collect the facts about this machine. Creates at most an empty socket directory."""
     from triptych.workers.core_scheduler import usable_cores
 
     needed = [text for text in requires("triptych") or [] if "extra ==" not in text]
@@ -98,14 +100,14 @@ def _installed(needed: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _disk(path: Path) -> Disk:
-    """The disk that holds a folder, or would if the folder were made."""
+    """The disk of a folder; the folder need not exist."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     usage = shutil.disk_usage(there)
     return Disk(str(path), usage.free, usage.total, os.access(there, os.W_OK))
 
 
 def container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a container may still take, by cgroup v2; without a limit, more than there is."""
+    """Memory left below the cgroup v2 limit; without a limit, a very large number."""
     try:
         limit, used = ((cgroup / name).read_text() for name in ("memory.max", "memory.current"))
     except OSError:
@@ -114,13 +116,13 @@ def container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _port_holder(http: HttpOptions) -> str:
-    """Who answers at the server's address; empty if one can listen there."""
+    """Name of the process at the server's address; empty if the port is free."""
     fault = _bind_fault(http.host, http.port)
     return fault and (_who_answers(http) or f"another program ({fault})")
 
 
 def _bind_fault(host: str, port: int) -> str:
-    """Why one cannot listen there; empty: one can, or port 0 asks for nothing."""
+    """Why the gRPC port cannot be used; empty if it can, or if it is 0."""
     if not port:
         return ""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -150,7 +152,7 @@ def _base_dir_fault() -> str:
 
 
 def _gpus() -> list[str]:
-    """What the driver shows; empty without one."""
+    """Names of the GPUs that the driver lists; empty without a driver."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []

@@ -1,4 +1,4 @@
-"""What is wrong with Kubernetes manifests of Triptych, beyond what a schema can say.
+"""Checks of Kubernetes manifests of Triptych beyond their schema.
 
 A manifest can be valid and serve nobody: pages that do not fit into /dev/shm, a resource that no
 pod has, a grace period that cuts streams. Each rule here is one such mistake and its remedy.
@@ -21,10 +21,10 @@ from triptych.core.errors import ConfigError
 Body = dict[str, Any]
 
 OBJECT_STORE_BYTES = 256 * MIB
-"""What is set aside for Ray's own store in /dev/shm where a manifest does not limit it."""
+"""Size of Ray's object store in /dev/shm if a manifest does not limit it."""
 DEFAULT_GRACE_S = 30
 DRAIN_MARGIN_S = 30
-"""Ray and the stages leave in this time once nobody waits for an answer."""
+"""Time in which Ray and the stages stop once no request runs."""
 
 _DECIMAL = {"m": 1e-3, "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SUFFIXES = {**_DECIMAL, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -32,10 +32,10 @@ _SUFFIXES = {**_DECIMAL, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake."""
+    """One error."""
 
     where: str
-    """Kind, name and the part of it."""
+    """Kind and name of the object, and the field."""
     what: str
     remedy: str
 
@@ -59,7 +59,7 @@ def read_manifests(text: str, source: str) -> list[Body]:
 
 
 def find_problems(bodies: Sequence[Body]) -> list[Problem]:
-    """Everything that is wrong with these manifests, in their order."""
+    """All errors of these manifests, in their order."""
     around = Surroundings(
         {_name(body): body for body in bodies if body["kind"] == "ConfigMap"},
         [body for body in bodies if body["kind"] == "NetworkPolicy"],
@@ -81,13 +81,13 @@ def find_problems(bodies: Sequence[Body]) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What objects that serve depend on."""
+    """Other objects that the serving pods depend on."""
 
     config_maps: Mapping[str, Body]
     policies: Sequence[Body]
 
     def closed_ports(self, template: Body, ports: Sequence[int]) -> list[int]:
-        """Which of these ports of a pod the policies keep from everybody but its own kind."""
+        """The ports of a pod that network policies open only to pods with its own labels."""
         labels: Body = template.get("metadata", {}).get("labels", {})
         mine: list[Body] = [
             policy["spec"]
@@ -109,7 +109,7 @@ class Surroundings:
 
 
 def _is_among(peers: Sequence[Body], labels: Body) -> bool:
-    """Whether a rule speaks of pods with these labels alone; without peers it speaks of all."""
+    """Whether a rule applies only to pods with these labels; without peers it applies to all."""
     return bool(peers) and all(
         not peer.keys() - {"podSelector"}
         and peer["podSelector"].get("matchLabels", {}).items() <= labels.items()
@@ -205,7 +205,7 @@ def _in_groups(
 
 
 def _ray_resources(group: Body) -> Mapping[str, float]:
-    """Custom resources of a group: its own field, or what ``ray start`` is told."""
+    """Custom resources of a group: its own field, or the parameter of ``ray start``."""
     given = dict(group.get("resources", {}))
     text = str(group.get("rayStartParams", {}).get("resources", ""))
     try:  # one level of quotes is for the shell of the pod
@@ -263,7 +263,7 @@ def _object_store_bytes(container: Body) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """A Ray Serve configuration, and what in it is ours."""
+    """A Ray Serve configuration and its Triptych applications."""
 
     body: Body
     apps: list[ServedApp]
@@ -349,7 +349,7 @@ def _in_policies(
 
 
 def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Iterator[Problem]:
-    """The root is read-only, and scratch space is shared with others."""
+    """Check directories: the root is read-only, and scratch space is shared."""
     pool = config.pool
     for path, name, size, wanted in (
         (pool.disk_path, "disk_path", "disk_bytes", pool.disk_bytes),
@@ -362,7 +362,7 @@ def _in_disk(where: str, pod: Body, container: Body, config: AppConfig) -> Itera
 def _on_volume(
     where: str, pod: Body, container: Body, path: str, setting: str, size: str, wanted: int
 ) -> Iterator[Problem]:
-    """A directory on a volume that can be written, and has the room."""
+    """Check that a directory is on a writable volume with enough space."""
     mounts: list[Body] = [
         mount
         for mount in container.get("volumeMounts", [])
@@ -405,7 +405,7 @@ def _in_keys(where: str, pod: Body, container: Body, path: str) -> Iterator[Prob
 def _in_memory(
     where: str, pod: Body, container: Body, config: AppConfig, store_bytes: int
 ) -> Iterator[Problem]:
-    """The pool's pages and Ray's store lie in /dev/shm; the processes take as much as they do."""
+    """Check the memory limit against /dev/shm (pages, Ray's store) and the processes."""
     shared_bytes = config.pool.shared_bytes + store_bytes
     mounts = {item["mountPath"]: item["name"] for item in container.get("volumeMounts", [])}
     volumes: dict[str, Body] = {item["name"]: item for item in pod.get("volumes", [])}
@@ -437,7 +437,7 @@ def _in_memory(
 
 
 def _in_processors(where: str, container: Body, config: AppConfig) -> Iterator[Problem]:
-    """A copy for which none is left waits for ever, also one that autoscaling adds."""
+    """Check that CPUs and GPUs suffice for all replicas, those of autoscaling included."""
     groups = config.worker_groups().values()
     limits: Body = container.get("resources", {}).get("limits", {})
     gpus = sum(quantity(count) for name, count in limits.items() if name.endswith("/gpu"))
@@ -486,7 +486,7 @@ def _in_pods(body: Body) -> Iterator[Problem]:
 
 
 def _in_posture(where: str, pod: Body) -> Iterator[Problem]:
-    """Kubernetes' restricted standard, and limits."""
+    """Check the restricted pod security standard, and that limits are set."""
     if not pod.get("securityContext", {}).get("runAsNonRoot"):
         yield Problem(where, "it may run as root", "set securityContext.runAsNonRoot: true")
     shared = [key for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
@@ -521,7 +521,7 @@ def _in_container(where: str, container: Body) -> Iterator[Problem]:
 
 
 def _pods(body: Body) -> Iterable[tuple[str, Body]]:
-    """Every pod spec of an object, and where it is."""
+    """Every pod spec of an object, with its path."""
     where, spec = _title(body), cast("Body", body.get("spec") or {})
     if body["kind"] == "RayService":
         cluster: Body = spec.get("rayClusterConfig", {})

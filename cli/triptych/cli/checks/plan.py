@@ -1,4 +1,4 @@
-"""``triptych plan``: how many tokens and requests a pool holds, before anything is bought."""
+"""``triptych plan``: compute how many tokens and requests a pool holds."""
 
 import re
 from dataclasses import asdict, replace
@@ -23,19 +23,26 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Model = Annotated[
     str | None,
-    typer.Option(help="A known name, a directory (its config.json is enough), or a hub name."),
+    typer.Option(help="Known model name, directory (config.json is enough) or Hugging Face name."),
 ]
-ConfigFile = Annotated[Path | None, typer.Option(help="A Serve file whose settings hold.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="Ray Serve config file; default: the default settings.")
+]
 Memory = Annotated[
-    str | None, typer.Option(help="Page memory of the pool, such as 4GiB; overrides the file.")
+    str | None,
+    typer.Option(
+        help="Memory of the page pool, such as 4GiB; default: pool.kv_cache_memory_bytes."
+    ),
 ]
 Gpus = Annotated[
     int,
-    typer.Option(min=0, help="GPUs, each with copies of a pool's pages beside the weights."),
+    typer.Option(
+        min=0, help="Number of GPUs; each holds weights and copies of the pages of one shard."
+    ),
 ]
-GpuMemory = Annotated[str, typer.Option(help="Memory of each GPU.")]
-Prompt = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
-Answer = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+GpuMemory = Annotated[str, typer.Option(help="Memory of each GPU, such as 80GiB.")]
+Prompt = Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")]
+Answer = Annotated[int, typer.Option(min=1, help="Output length in tokens.")]
 
 
 def plan(
@@ -48,10 +55,10 @@ def plan(
     answer_tokens: Answer = 256,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show how many pages, tokens and requests fit, by policy and format.
+    """Show how many pages, tokens and requests fit into memory, by policy and format.
 
-    With --gpus there is one shard for each GPU (router.shards), with as many pages as the GPU has
-    room to copy; the memory of the machine holds all of them.
+    With --gpus there is one shard (router.shards) per GPU. Its pool has as many pages as fit into
+    the GPU beside the weights; host memory holds the pools of all shards.
     """
     from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
 
@@ -107,7 +114,7 @@ def plan(
 
 
 def byte_count(text: str) -> int:
-    """Bytes of a size such as ``4GiB``, ``512M`` or ``1e9``.
+    """Parse a size such as ``4GiB``, ``512M`` or ``1e9``.
 
     Raises: ConfigError if it is none
 
@@ -126,8 +133,8 @@ def _settings(path: Path | None, model: str | None) -> AppConfig:
 
 
 def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None, bool]":
-    """With whether its layers are plain; from config.json alone where that is all there is: then
-    nobody knows that, or a profile."""
+    """Shape, profile and whether the layers are plain. With config.json alone there is no profile,
+    and layers do not count as plain."""
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe, shape_of
     from triptych.workers.models.store.model_store import resolve

@@ -1,4 +1,4 @@
-"""How much fits into a pool: pages, tokens and requests, by policy, from the real page layouts."""
+"""Capacity of a pool in pages, tokens and requests, by policy, from the page layouts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ OBJECT_STORE_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request is like."""
+    """Lengths of a typical request."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -29,7 +29,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What one pool holds under one policy. Tokens are of a whole request, all its head rows."""
+    """Capacity of one pool under one policy. A token counts with all its layers and KV heads."""
 
     policy: str
     formats: str
@@ -44,20 +44,20 @@ class Fit:
     bookable_bytes: int
     """What requests may book: the pool less what workers keep in stock and prefixes."""
     tokens: int
-    """That fit into it at least: whatever is told apart, all tokens may be significant ones."""
+    """Lower bound of tokens that fit: all of them significant."""
     expected_tokens: int | None
-    """What fits at the ratio that calibration measured; None where nobody measured one."""
+    """Tokens that fit at the calibrated compression ratio; None without a calibration."""
     peak_bytes: int
-    """The most that a request of the load ever holds: its raw pages, and what is made of them."""
+    """Peak bytes of a request: raw pages and their compressed copies."""
     decoding_bytes: int
-    """The most that it holds once it is compressed, up to its last token."""
+    """Peak bytes of a request during decode."""
     requests: int
-    """That are answered at once at least: one is being read, the others decode."""
+    """Lower bound of concurrent requests: one in prefill, the others in decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What a pod or machine needs for one pool."""
+    """Memory that a pod or machine needs."""
 
     capacity_bytes: int
     prefix_bytes: int
@@ -65,16 +65,16 @@ class Sizes:
     checkpoint_bytes: int
     """Of all decode workers, beside the pages."""
     shared_memory_bytes: int
-    """Pages and checkpoints of all cells, and Ray's own store: the size of /dev/shm."""
+    """Size of /dev/shm: pages and checkpoints of all shards, and Ray's object store."""
     workers: int
-    """Processes that compute, when there are most."""
+    """Maximum number of worker processes."""
     memory_bytes: int
     """The memory limit of a pod: /dev/shm, Ray, and the workers; all but compressors have the
     weights."""
 
 
 def policies(config: AppConfig, profile: Profile | None) -> Iterator[AppConfig]:
-    """What is configured, then every format for all tokens."""
+    """The configured policy, then every format for all tokens."""
     yield config
     names = [f"uniform:{name}" for name in FORMATS]
     if profile is None:
@@ -118,7 +118,7 @@ def app_plan(
     *,
     is_plain: bool = False,
 ) -> AppPlan:
-    """The plan that the builder would make of the first cell, less what belongs to a start.
+    """The application plan of the first shard, without addresses.
 
     Raises: ConfigError if the pool is too small
     """

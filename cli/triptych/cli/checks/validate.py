@@ -1,4 +1,4 @@
-"""``triptych validate``: find what is wrong with a file before anything starts."""
+"""``triptych validate``: check a config file or Kubernetes manifests."""
 
 import json
 import shutil
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 ConfigPath = Annotated[
     Path,
     typer.Argument(
-        help="A Ray Serve config file, Kubernetes manifests, a folder of either, or - for stdin."
+        help="Ray Serve config file, Kubernetes manifests, a folder of either, or - for stdin."
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one application of a config file would start."""
+    """Actors, pages and disks of one application of a config file."""
 
     name: str
     route_prefix: str
@@ -40,19 +40,19 @@ class Facts:
     topology: str
     actors: dict[str, dict[str, object]]
     pages: dict[str, object] | None
-    """Pages, and the policy that ``auto`` comes to; None while the model is not on this machine."""
+    """Pages and the resolved policy; None if the model is not on this machine."""
     disk: dict[str, object] | None
-    """What the disk tier may take, and where; None without one."""
+    """Directory and size of the disk tier; None without one."""
     arena: dict[str, object] | None
-    """Where pages lie on a disk; None: in memory."""
+    """Directory and size of a page arena on disk; None: in memory."""
     plugins: tuple[str, ...]
-    """Plug-ins of the decode step in their order, by the names that requests have for them."""
+    """Plug-ins of the decode step, in their order."""
     network: str
-    """How processes of different nodes believe each other."""
+    """Authentication between processes of different nodes."""
 
 
 def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
-    """Check a file and print what it would start. Exit code 2 if it is wrong."""
+    """Check a config file or manifests, and print what they start. Exit code 2 for an error."""
     text = _read(config)
     if _has_manifests(text):
         _validate_manifests(text, str(config), as_json=as_json)
@@ -67,18 +67,18 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
         rows = [(actor, *(each[key] for key in keys)) for actor, each in fact.actors.items()]
         title = f"{fact.name} at {fact.route_prefix}: {fact.model}, {fact.topology}"
         console.print(make_table(columns, rows, title))
-        console.print(_in_words(fact.pages), markup=False)
+        console.print(_describe_pages(fact.pages), markup=False)
         if fact.plugins:
             console.print(f"in a decode step: {', '.join(fact.plugins)}", markup=False)
         console.print(f"between nodes: {fact.network}", markup=False)
         if fact.disk:
-            told = (
+            text = (
                 "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
             )
-            console.print(told.format_map(fact.disk), markup=False)
+            console.print(text.format_map(fact.disk), markup=False)
         if fact.arena:
-            told = "pages: {bytes:,} bytes in {path}, where {free_bytes:,} are free"
-            console.print(told.format_map(fact.arena), markup=False)
+            text = "pages: {bytes:,} bytes in {path}, where {free_bytes:,} are free"
+            console.print(text.format_map(fact.arena), markup=False)
             if fact.arena["is_read_whole"]:
                 warning = "every step reads them all: set decode.selection.method to read a part"
                 console.print(f"warning: {warning}", markup=False)
@@ -121,7 +121,7 @@ def _render(folder: Path) -> str:
 
 
 def _has_manifests(text: str) -> bool:
-    """Every Kubernetes object says its kind in the first column; a Serve file has no such key."""
+    """Whether a text is Kubernetes manifests: a Serve file has no top-level ``kind``."""
     return any(line.startswith("kind:") for line in text.splitlines())
 
 
@@ -139,7 +139,7 @@ def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
 
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
-    """The actors that this configuration starts, and what each copy is given."""
+    """The actors of a configuration, with the resources of each replica."""
     groups, cells = config.worker_groups(), config.router.shards
     if config.topology == "colocated":
         groups = {"worker (all stages)": groups["decode"]}
@@ -161,7 +161,7 @@ def check_keys(config: AppConfig) -> None:
 
 
 def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, None]":
-    """The model that is served, and pages for it; none if it is not on this machine.
+    """Facts of the model and its page plan; none if it is not on this machine.
 
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
@@ -181,7 +181,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, No
 
 
 def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object] | None:
-    """Shape of the pages, if they are known."""
+    """Sizes of the pages and the policy; None without a page plan."""
     if plan is None:
         return None
     cell = shard_of(config, 0)
@@ -202,7 +202,7 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
 
 
 def check_disk(config: AppConfig) -> dict[str, object] | None:
-    """Where prefixes are to be kept on disk; None if nowhere.
+    """Directory and size of the disk tier; None without one.
 
     Raises: ConfigError if the directory cannot be used, or the disk is too small
     """
@@ -217,7 +217,7 @@ def check_disk(config: AppConfig) -> dict[str, object] | None:
 
 
 def check_arena(config: AppConfig) -> dict[str, object] | None:
-    """Where pages are to lie on a disk; None: in memory.
+    """Directory and size of a page arena on disk; None: in memory.
 
     Raises: ConfigError if the directory cannot be used, or the disk is too small
     """
@@ -242,28 +242,28 @@ def check_steps(
     Raises: ConfigError if one cannot be loaded, or they do not fit together
     """
     if not config.decode.plugins and not config.decode.selection.request_bounds:
-        return ()  # without torch, which takes seconds
+        return ()  # avoids the import of torch
     from triptych.workers.decode.plugins import offers_of
 
     policy, can_exit = plan.policy if plan else None, facts is None or facts.is_plain
     return tuple(offer.plugin for offer in offers_of(config.decode, policy, can_exit=can_exit))
 
 
-def _in_words(pages: dict[str, object] | None) -> str:
+def _describe_pages(pages: dict[str, object] | None) -> str:
     if pages is None:
         return "pages: not checked, the model is not on this machine yet"
-    told = (
+    text = (
         "pages: {pages} of {page_bytes} bytes; one holds {raw_tokens_per_page} raw or "
         "{stored_tokens_per_page} stored tokens of a KV head\n"
         "compression: {policy}, the newest {window_tokens} tokens in 16 bits"
     )
     if pages["low_format"] is not None:
-        told += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
-    return told.format_map(pages)
+        text += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
+    return text.format_map(pages)
 
 
 def check_network(config: AppConfig) -> str:
-    """How processes of different nodes would prove who they are, in words.
+    """Authentication between processes of different nodes, as text.
 
     Raises: ConfigError naming a file that is missing, cannot be read, or is not what it should be
     """

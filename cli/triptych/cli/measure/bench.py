@@ -1,4 +1,4 @@
-"""``triptych bench``: measure a server or the attention kernels."""
+"""``triptych bench``: benchmark a server or the attention kernels."""
 
 import asyncio
 import random
@@ -9,10 +9,8 @@ from typing import Annotated
 
 import typer
 
-from triptych.cli.measure.bench_attention import bench_attention
-from triptych.cli.measure.bench_compare import bench_compare
-from triptych.cli.measure.bench_plot import bench_plot
-from triptych.cli.measure.bench_selection import bench_selection
+from triptych.cli.measure.bench_kernels import bench_attention, bench_selection
+from triptych.cli.measure.bench_results import bench_compare, bench_plot
 from triptych.cli.measure.load_options import LoadOptions, levels_of_options, shallow
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 from triptych.loadgen.measure import (
@@ -30,7 +28,7 @@ from triptych.loadgen.report.stats import Slo
 from triptych.loadgen.workload.openai_requests import Endpoint, PromptForm, Workload
 from triptych.loadgen.workload.shapes import SHAPES
 
-app = typer.Typer(help="Measure a server or the attention kernels.", no_args_is_help=True)
+app = typer.Typer(help="Benchmark a server or the attention kernels.", no_args_is_help=True)
 
 app.command("attention")(bench_attention)
 app.command("compare")(bench_compare)
@@ -57,52 +55,66 @@ COLUMNS = {
 @app.command("serve")
 def bench_serve(
     url: Annotated[
-        str, typer.Option(help="An OpenAI-compatible server.")
+        str, typer.Option(help="URL of an OpenAI-compatible server.")
     ] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Default: the first that it lists.")] = None,
-    concurrency: Annotated[str, typer.Option(help="Closed loop: so many at once, as in 1,4.")] = "",
-    rate: Annotated[str, typer.Option(help="Open loop: requests per second, as in 0.5,1.")] = "",
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests of each level.")] = None,
-    workload: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "uniform",
-    trace: Annotated[
-        Path | None, typer.Option(help="Recorded traffic: BurstGPT's .csv, Mooncake's .jsonl.")
+    model: Annotated[
+        str | None, typer.Option(help="Model name; default: the first of /v1/models.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Send a trace so many times as fast.")] = 1.0,
+    concurrency: Annotated[
+        str, typer.Option(help="Closed loop: concurrent requests, comma-separated.")
+    ] = "",
+    rate: Annotated[
+        str, typer.Option(help="Open loop: requests per second, comma-separated.")
+    ] = "",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Number of requests per level.")
+    ] = None,
+    workload: Annotated[str, typer.Option(help=f"Workload: {', '.join(SHAPES)}.")] = "uniform",
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace file: BurstGPT (.csv) or Mooncake (.jsonl).")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Factor by which a trace is sped up.")] = 1.0,
     burstiness: Annotated[
-        float | None, typer.Option(help="Gamma shape of gaps: 1 Poisson, less in bursts.")
+        float | None, typer.Option(help="Gamma shape of arrival gaps; 1: Poisson, below 1: bursts.")
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean; default: the workload's.")
+        int | None, typer.Option(min=1, help="Mean length in tokens; default: the workload's.")
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean; default: the workload's.")
+        int | None, typer.Option(min=1, help="Mean length in tokens; default: the workload's.")
     ] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer ones.")] = None,
-    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer ones.")] = None,
-    endpoint: Annotated[Endpoint, typer.Option(help="Which of the two APIs.")] = "completions",
-    prompts: Annotated[PromptForm, typer.Option(help="Ids are exact, where taken.")] = "tokens",
-    vocab_size: Annotated[int, typer.Option(min=2, help="Ids are drawn below this.")] = 32_000,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before the first level.")] = 2,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TTFT.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TPOT.")] = None,
-    pid: Annotated[int | None, typer.Option(help="Server process: it and its children.")] = None,
-    process_name: Annotated[str, typer.Option(help="Server: commands that contain this.")] = "",
-    seed: Annotated[int | None, typer.Option(help="Same seed, same prompts.")] = None,
-    timeout_s: Annotated[float, typer.Option(help="Of one request, between events.")] = 600.0,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Truncate to this length.")
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Truncate to this length.")
+    ] = None,
+    endpoint: Annotated[Endpoint, typer.Option(help="OpenAI endpoint.")] = "completions",
+    prompts: Annotated[PromptForm, typer.Option(help="Send token ids (exact) or text.")] = "tokens",
+    vocab_size: Annotated[int, typer.Option(min=2, help="Token ids are below this.")] = 32_000,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Warm-up requests.")] = 2,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="TTFT limit for goodput, ms.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="TPOT limit for goodput, ms.")] = None,
+    pid: Annotated[
+        int | None, typer.Option(help="Server process to monitor, with its children.")
+    ] = None,
+    process_name: Annotated[str, typer.Option(help="Monitor commands with this text.")] = "",
+    seed: Annotated[int | None, typer.Option(help="Workload seed; default: random.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds between events of a stream.")] = 600.0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=False)] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures here.")
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
     save_dir: Annotated[
-        Path | None, typer.Option(help="Write a result file like vLLM's for each level here.")
+        Path | None, typer.Option(help="Folder for one result file per level, in vLLM's format.")
     ] = None,
-    label: Annotated[str, typer.Option(help="What result files are called.")] = "triptych",
+    label: Annotated[str, typer.Option(help="Prefix of result file names.")] = "triptych",
 ) -> None:
     """Measure TTFT, ITL, TPOT, throughput and memory of any OpenAI-compatible server.
 
-    A workload says what prompts share, how long they are and where clients pause; uniform ones
-    are unique and of one length. Token counts come from the server's usage.
+    A workload defines shared prefixes, lengths and pauses; prompts of the uniform workload are
+    unique and have one length. Token counts come from the server's usage.
     """
     load = LoadOptions(
         shape=workload,
@@ -136,18 +148,18 @@ def bench_serve(
     )
     host = host_info()
     results = run_with_progress(benchmark)
-    server = {"url": url, **described(results.workload, trace)}
+    server = {"url": url, **workload_fields(results.workload, trace)}
     if json_file:
         rows = [row.as_json() for row in results.rows]
         write_json({"host": host, "server": server, "rows": rows}, json_file)
     if save_dir:
         save_details(save_dir, label, results.rows, {"host": host, **server})
     console.print(make_table(("load", *COLUMNS), [_line(row) for row in results.rows]))
-    _complain(results.rows)
+    _report_errors(results.rows)
 
 
-def described(workload: Workload, trace: Path | None) -> dict[str, object]:
-    """A workload as result files have it: a trace by its name, not its content."""
+def workload_fields(workload: Workload, trace: Path | None) -> dict[str, object]:
+    """Fields of a workload for result files: a trace by its name, not its content."""
     plain = shallow(workload)
     sessions = plain.pop("trace")
     return {**plain, "trace": str(trace) if trace else None, "trace_requests": len(sessions)}
@@ -156,7 +168,7 @@ def described(workload: Workload, trace: Path | None) -> dict[str, object]:
 def save_details(
     folder: Path, label: str, rows: Sequence[Row], about: Mapping[str, object]
 ) -> list[Path]:
-    """One file for each level, named and filled as vLLM's ``bench serve`` does."""
+    """Write one result file per level, with the names and fields of vLLM's ``bench serve``."""
     date, paths = time.strftime("%Y%m%d-%H%M%S"), list[Path]()
     for number, row in enumerate(rows):
         level = str(row.level).replace("/s", "qps").replace("c=", "concurrency")
@@ -178,7 +190,7 @@ def save_details(
 
 
 def run_with_progress(benchmark: ServeBenchmark) -> Results:
-    """Measure, with a bar for every level on a terminal."""
+    """Measure, with one progress bar per level."""
     bars = progress_bars(10)
 
     def on_level(level: Level) -> Callable[[Sample], None]:
@@ -202,8 +214,8 @@ def _line(row: Row) -> list[object]:
     return [str(row.level), *values.values()]
 
 
-def _complain(rows: list[Row]) -> None:
-    """Say what went wrong; exit code 1 if a level had no answer at all."""
+def _report_errors(rows: list[Row]) -> None:
+    """Print the errors; exit code 1 if no request of a level was completed."""
     for row in rows:
         for error, count in row.errors.items():
             notes.print(f"{row.level}: {count} x {error}", style="red", markup=False)

@@ -1,4 +1,4 @@
-"""What the commands that need a load have in common: options to a load, and its levels."""
+"""Workload options of ``bench serve`` and ``simulate``, and the levels of load."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from triptych.loadgen.workload.traces import read_trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options as a user gave them; None: the default of the kind of workload."""
+    """Options of the command line; None: the default of the workload."""
 
     shape: str = "uniform"
     trace: Path | None = None
@@ -30,7 +30,7 @@ class LoadOptions:
     def resolve(self) -> Load:
         """The load.
 
-        Raises: ConfigError naming the option, or the line of the trace, that makes no sense
+        Raises: ConfigError that names the wrong option, or the wrong line of the trace
         """
         require(0 < self.speed < 1e6, "--speed", self.speed, "a number above 0")
         burstiness = self.burstiness
@@ -57,9 +57,9 @@ class LoadOptions:
 def levels_of_options(
     load: Load, concurrency: str, rate: str, requests: int | None
 ) -> tuple[Level, ...]:
-    """How hard to press; a trace keeps its own times unless told otherwise.
+    """The levels of load; a trace keeps its arrival times unless a rate or concurrency is given.
 
-    Raises: ConfigError if the options are no numbers
+    Raises: ConfigError if an option is not a list of numbers
     """
     concurrencies, rates = integers(concurrency), numbers(rate)
     if load.trace:
@@ -71,5 +71,5 @@ def levels_of_options(
 
 
 def shallow(load: Load) -> dict[str, Any]:
-    """Fields by name; what is nested stays as it is."""
+    """Fields by name, without converting nested values."""
     return {one.name: getattr(load, one.name) for one in fields(load)}

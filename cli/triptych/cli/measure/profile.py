@@ -1,4 +1,4 @@
-"""``triptych profile``: where the time and the bytes of each step go."""
+"""``triptych profile``: time and bytes of each step, by part and by layer."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -32,43 +32,47 @@ ANSWER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a server answers."""
+    """Response of ``/profile``."""
 
     workers: list[dict[str, object]]
 
 
 def profile(
     config: Annotated[
-        Path | None, typer.Option(help="A Serve file; default: the settings of the server.")
+        Path | None, typer.Option(help="Ray Serve config file; default: the default settings.")
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Look on at a server that runs, at work that others give it.")
+        str | None, typer.Option(help="Profile a running server under its current load.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=False)] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=60.0, help="The most to look on, with --url.")
+        float, typer.Option(min=0.1, max=60.0, help="Maximum duration in seconds, with --url.")
     ] = 10.0,
-    requests: Annotated[int, typer.Option(min=1, help="At once.")] = 4,
-    prompt: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 1024,
-    answer: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Of each stage at most.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 4,
+    prompt: Annotated[int, typer.Option(min=2, help="Prompt length in tokens.")] = 1024,
+    answer: Annotated[int, typer.Option(min=2, help="Output length in tokens.")] = 128,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Maximum number of profiled steps per stage.")
+    ] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     overhead: Annotated[
         bool,
-        typer.Option("--overhead", help="Look at one of two decode steps: what does looking cost?"),
+        typer.Option(
+            "--overhead", help="Profile every second decode step, and report the overhead."
+        ),
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures here.")
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")
+        Path | None, typer.Option(help="Write a trace file for Perfetto or chrome://tracing.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw PATH.png and PATH.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot to PATH.png and PATH.svg.")] = None,
 ) -> None:
-    """Run random prompts through the three stages in this process, and look on; or at a server.
+    """Profile the three stages with random prompts in this process, or a running server.
 
-    Every moment of a step belongs to one part: an operation, or what lies between. With --url one
-    worker of each stage is looked at, for so many steps or so long; nothing is asked of it.
+    Each part is an operation, or the time between operations. With --url, one worker of each stage
+    is profiled until --steps or --seconds is reached; the command sends no requests.
     """
     from triptych.workers.profiling.report import chrome_trace
 
@@ -83,9 +87,9 @@ def profile(
         write_json(chrome_trace(taken.events), trace)
     show(taken)
     if plot:
-        from triptych.cli.measure.profile_plot import draw
+        from triptych.cli.measure.profile_plot import plot_profile
 
-        for path in draw(taken.report, taken.limit, plot):
+        for path in plot_profile(taken.report, taken.limit, plot):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
@@ -95,15 +99,15 @@ class Taken:
 
     report: "ProfileReport"
     events: "Sequence[Event]"
-    """Of its trace."""
+    """Trace events."""
     facts: Mapping[str, object]
-    """What else there is to tell of it."""
+    """Further fields of the result file."""
     limit: float | None = None
-    """Gigabytes that memory gives in a second; None: it was not measured where the worker is."""
+    """Memory bandwidth in GB/s; None: not measured."""
     queues: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds that a request spent in each state, on the mean; empty: not known."""
+    """Mean seconds of a request in each state; empty: not known."""
     cost: float | None = None
-    """What looking costs, as a share of a step; None: nobody asked."""
+    """Overhead of profiling, as a share of a step; None: not measured."""
 
 
 def run(
@@ -116,7 +120,7 @@ def run(
     *,
     overhead: bool,
 ) -> Taken:
-    """Look on in this process."""
+    """Profile the engines in this process."""
     from triptych.kernels.bench.attention_cpu import READ_BYTES, read_seconds
     from triptych.workers.local import LocalServer
     from triptych.workers.profiling.profiler import Profiler
@@ -138,9 +142,9 @@ def run(
 
 
 def ask(url: str, api_key: str | None, steps: int, seconds: float, *, trace: bool) -> Taken:
-    """Have the workers of a server that runs look on at themselves.
+    """Profile the workers of a running server through its HTTP API.
 
-    Raises: BenchmarkError if there is none, it refuses, or answers something else
+    Raises: BenchmarkError if it does not answer, refuses, or sends no profile
     """
     from triptych.workers.profiling.report import ProfileReport
 
@@ -170,7 +174,7 @@ def ask(url: str, api_key: str | None, steps: int, seconds: float, *, trace: boo
 
 
 def joined(workers: "Sequence[Mapping[str, object]]") -> "list[Event]":
-    """The events of several workers' traces, in time; it begins with the first."""
+    """Trace events of several workers, sorted by time; the first is at 0."""
     events = [event for one in workers for event in cast("list[Event]", one["trace"])]
     events.sort(key=_begins)
     return [event | {"ts": _begins(event) - _begins(events[0])} for event in events]
@@ -188,7 +192,7 @@ def _message(answer: httpx.Response) -> str:
 
 
 def answer_all(server: "LocalServer", count: int, prompt: int, answer: int, seed: int) -> None:
-    """Have requests with random prompts answered together."""
+    """Run concurrent requests with random prompts."""
     chance = random.Random(seed)
     sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
     prompts = [[chance.randrange(server.vocab_size) for _ in range(prompt)] for _ in range(count)]
@@ -198,21 +202,21 @@ def answer_all(server: "LocalServer", count: int, prompt: int, answer: int, seed
             bars.advance(bar, len(getattr(event, "tokens", ())))
 
 
-def seconds_by_state(lives: "Sequence[RequestTrace]") -> dict[str, float]:
-    """Seconds that a request spent in each state, on the mean."""
+def seconds_by_state(traces: "Sequence[RequestTrace]") -> dict[str, float]:
+    """Mean seconds of a request in each state."""
     total = dict[str, float]()
-    for life in lives:
-        ends = [entered for _, entered in life.steps[1:]] + [life.ended]
-        for (state, entered), left in zip(life.steps, ends, strict=True):
+    for trace in traces:
+        ends = [entered for _, entered in trace.steps[1:]] + [trace.ended]
+        for (state, entered), left in zip(trace.steps, ends, strict=True):
             total[state] = total.get(state, 0.0) + left - entered
-    return {state: seconds / len(lives) for state, seconds in total.items()}
+    return {state: seconds / len(traces) for state, seconds in total.items()}
 
 
 def overhead_of(profiler: "Profiler") -> float | None:
-    """How much longer a decode step takes that is looked at; None if there is nothing to compare.
+    """Relative overhead of profiling a decode step; None if there is nothing to compare.
 
-    The median over steps that come one after the other, one of them looked at, so that neither
-    the growth of the answers nor a slow minute of the machine counts.
+    The median ratio of consecutive steps of which one is profiled, so that growing contexts and
+    slow phases of the machine cancel out.
     """
     watched = [
         (step.begin_s, step.took_s, True)
@@ -229,7 +233,7 @@ def overhead_of(profiler: "Profiler") -> float | None:
 
 
 def show(taken: Taken) -> None:
-    """Tables: parts, layers, and what the decode steps read."""
+    """Print tables of parts and layers, and what the decode steps read."""
     report = taken.report
     parts = [
         [row.stage, row.part, row.calls, MS * row.seconds, 100 * row.share, row.nbytes / MB or None]

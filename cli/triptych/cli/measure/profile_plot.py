@@ -19,7 +19,7 @@ SMALL = 0.01
 """Parts with less than this share of a stage are drawn as one."""
 
 
-def draw(report: ProfileReport, limit: float | None, stem: Path) -> list[Path]:
+def plot_profile(report: ProfileReport, limit: float | None, stem: Path) -> list[Path]:
     """Write ``stem.png`` and ``stem.svg``, and say where they are.
 
     Raises: ConfigError if matplotlib is not installed

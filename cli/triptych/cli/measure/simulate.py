@@ -1,4 +1,4 @@
-"""``triptych simulate``: the real router among pretended workers, in virtual time."""
+"""``triptych simulate``: run the real scheduler with simulated workers in virtual time."""
 
 import time
 from collections.abc import Mapping
@@ -9,10 +9,9 @@ from typing import Annotated, cast
 
 import typer
 
-from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.list_options import integers, names, numbers
 from triptych.cli.measure.load_options import LoadOptions
-from triptych.cli.measure.simulate_fit import simulate_fit
-from triptych.cli.measure.simulate_replay import simulate_replay
+from triptych.cli.measure.simulate_fit import simulate_fit, simulate_replay
 from triptych.cli.output import console, make_table, progress_bars, renamed_option, write_json
 from triptych.core import messages as core
 from triptych.core.config import RouterConfig, require
@@ -21,11 +20,11 @@ from triptych.loadgen.report.stats import Slo
 from triptych.loadgen.workload.load import Load
 from triptych.loadgen.workload.shapes import SHAPES
 from triptych.loadgen.workload.simulated import (
-    cell_figures,
     decision_ms,
     figures_of,
     jobs_of,
     per_job,
+    shard_figures,
 )
 from triptych.loadgen.workload.turns import requests_of
 from triptych.router import check_policies
@@ -33,13 +32,13 @@ from triptych.simulator import Cluster, Costs, Simulation, Trial
 from triptych.simulator.capacity import saturation_rate
 from triptych.simulator.setup import split_of
 
-app = typer.Typer(help="Simulate a cluster with the real router.", invoke_without_command=True)
+app = typer.Typer(help="Simulate a cluster with the real scheduler.", invoke_without_command=True)
 app.command("fit")(simulate_fit)
 app.command("replay")(simulate_replay)
 
 NEAR_SATURATION = 0.8
 NODE_WORKERS = 10
-"""Workers of a machine in a cluster that is given by their number."""
+"""Workers per node with ``--replicas``."""
 UNLIMITED_QUEUE = 1 << 40
 
 COLUMNS = {
@@ -67,7 +66,7 @@ class Case:
     rate_per_s: float | None
     concurrency: int | None
     seed: int
-    cells: int = 1
+    shards: int = 1
     roles: str = "both"
 
     def __str__(self) -> str:
@@ -77,10 +76,10 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What was compared, without defaults."""
+        """Name of the case, without defaults."""
         is_default = self.placement == RouterConfig().placement
         placed = self.policy if is_default else f"{self.policy}+{self.placement}"
-        divided = placed if self.cells == 1 else f"{placed}+{self.cells}cells"
+        divided = placed if self.shards == 1 else f"{placed}+{self.shards}cells"
         return divided if self.roles == "both" else f"{divided}+{self.roles}"
 
 
@@ -88,41 +87,52 @@ class Case:
 def simulate(
     context: typer.Context,
     replicas: Annotated[
-        int | None, typer.Option(help="Workers in all: 3 in 10 prefill, 1 compresses, 6 decode.")
+        int | None, typer.Option(help="Total workers: of 10, 3 prefill, 1 compress, 6 decode.")
     ] = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
-    compress: Annotated[int, typer.Option(min=1, help="Compressors.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
+    compress: Annotated[int, typer.Option(min=1, help="Number of compress workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     colocated: Annotated[
-        int, typer.Option(min=0, help="Workers of all stages instead of those.")
+        int,
+        typer.Option(min=0, help="Number of colocated workers (all stages); 0: separate stages."),
     ] = 0,
     roles: Annotated[
         str,
-        typer.Option(help="router.roles of colocated workers: one or more, as in both,dynamic."),
+        typer.Option(help="router.roles of colocated workers, comma-separated to compare."),
     ] = "both",
     workers_per_node: Annotated[
-        int | None, typer.Option(min=0, help="0: all on one machine; with --replicas 10.")
+        int | None,
+        typer.Option(
+            min=0, help="Workers per node; 0: one node; default: 10 with --replicas, else 0."
+        ),
     ] = None,
     own_cores: Annotated[
         bool | None,
-        typer.Option(help="Workers compute at once, as with --replicas; else in turns."),
+        typer.Option(
+            help="Each worker has its own cores (default with --replicas), or all share them."
+        ),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Requests of a decode worker.")] = 32,
-    capacity_mib: Annotated[int, typer.Option(min=1, help="Bookable pages of a machine.")] = 600,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Requests per decode worker (decode.max_num_seqs).")
+    ] = 32,
+    capacity_mib: Annotated[
+        int, typer.Option(min=1, help="Page memory per node for requests, MiB.")
+    ] = 600,
     max_queued: Annotated[
-        int | None, typer.Option(min=1, help="More are refused; default: never.")
+        int | None, typer.Option(min=1, help="router.max_queued_requests; default: no limit.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="One or more, as in dynamic,fcfs,static:p2c2d8.")
+        str, typer.Option(help="router.batch_policy, comma-separated to compare.")
     ] = "greedy_by_memory",
     placement: Annotated[
-        str, typer.Option(help="Who reads a prompt: one or more, as in least_bytes,dualmap.")
+        str, typer.Option(help="router.placement, comma-separated to compare.")
     ] = "least_bytes",
     affinity_ttft_s: Annotated[
-        float, typer.Option(help="router.affinity_ttft_s: from when on dualmap switches.")
+        float,
+        typer.Option(help="router.affinity_ttft_s, s: expected TTFT above which dualmap switches."),
     ] = RouterConfig().affinity_ttft_s,
     shards: Annotated[
-        str, typer.Option(help="Routers that share the workers: one or more numbers, as in 1,2,4.")
+        str, typer.Option(help="Number of router shards, comma-separated to compare.")
     ] = "1",
     shard_overload: Annotated[
         float, typer.Option(help="router.shard_overload: load limit of a shard, times the mean.")
@@ -130,46 +140,54 @@ def simulate(
     cells: Annotated[str | None, typer.Option(hidden=True)] = None,
     cell_overload: Annotated[float | None, typer.Option(hidden=True)] = None,
     prefill_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens sent to a prefill worker at once.")
+        int, typer.Option(min=1, help="router.prefill_batch_tokens.")
     ] = RouterConfig().prefill_batch_tokens,
     prefix_mib: Annotated[
-        int, typer.Option(min=0, help="Prefixes kept on each machine; 0: none.")
+        int, typer.Option(min=0, help="Prefix cache per node, MiB; 0: none.")
     ] = 0,
-    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 1000,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per run.")] = 1000,
     rate: Annotated[
-        str, typer.Option(help="Requests per second; default: 0.8 of saturation.")
+        str, typer.Option(help="Requests per second, comma-separated; default: 0.8 of saturation.")
     ] = "",
     load_factor: Annotated[
-        str, typer.Option(help="Rates as parts of saturation, as in 0.5,1,2.")
+        str, typer.Option(help="Rates as multiples of the saturation rate, comma-separated.")
     ] = "",
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop instead.")] = None,
-    workload: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "mixed",
-    trace: Annotated[Path | None, typer.Option(help="Recorded traffic, .csv or .jsonl.")] = None,
-    speed: Annotated[float, typer.Option(help="Send a trace so many times as fast.")] = 1.0,
-    burstiness: Annotated[float | None, typer.Option(help="Gamma shape of gaps.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    max_output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: concurrent requests.")
+    ] = None,
+    workload: Annotated[str, typer.Option(help=f"Workload: {', '.join(SHAPES)}.")] = "mixed",
+    trace: Annotated[Path | None, typer.Option(help="Trace file, .csv or .jsonl.")] = None,
+    speed: Annotated[float, typer.Option(help="Factor by which a trace is sped up.")] = 1.0,
+    burstiness: Annotated[float | None, typer.Option(help="Gamma shape of arrival gaps.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Mean prompt tokens.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Mean output tokens.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Truncate prompts.")] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Truncate outputs.")] = None,
     costs_file: Annotated[
-        Path | None, typer.Option("--costs", help="What simulate fit wrote.")
+        Path | None,
+        typer.Option("--costs", help="Cost file of simulate fit; default: built-in costs."),
     ] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TTFT.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit on TPOT.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="TTFT limit for goodput, ms.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="TPOT limit for goodput, ms.")] = None,
     send_slo: Annotated[
-        bool, typer.Option(help="Requests say these limits; the router refuses what misses them.")
+        bool,
+        typer.Option(
+            help="Send the limits as SLO; the router rejects requests that would miss it."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the first run of each case.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the first run of each case.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs of each case, with successive seeds.")
+    ] = 1,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures here.")
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
-    detailed: Annotated[bool, typer.Option(help="With every request in the JSON.")] = False,
+    detailed: Annotated[bool, typer.Option(help="Add every request to the JSON.")] = False,
 ) -> None:
-    """Let the real coordinator route simulated requests to simulated workers.
+    """Run the server's scheduler with simulated requests and workers, in virtual time.
 
-    Same policies, same books, same decisions as in the server; only computing takes virtual
-    time, by costs that were fitted to measured runs.
+    Policies, state and decisions are those of the server. The duration of each step comes from
+    costs that are fitted to measured runs.
     """
     if context.invoked_subcommand is not None:
         return
@@ -202,18 +220,20 @@ def simulate(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
     ).resolve()
-    if "switch" in words(roles):
+    if "switch" in names(roles):
         roles = renamed_option(
             "--roles switch", roles.replace("switch", "dynamic"), "--roles dynamic", roles
         )
-    policies, placements = words(policy), words(placement)
+    policies, placements = names(policy), names(placement)
     for name, where in product(policies, placements):
         check_policies(RouterConfig(batch_policy=name, placement=where), slots)
-    for one in words(roles):
+    for one in names(roles):
         require(one in ("both", "dynamic"), "--roles", one, "both, dynamic or both,dynamic")
         require(one == "both" or bool(colocated), "--roles", one, "--colocated workers")
     for count in integers(shards):
-        replace(cluster, router=replace(router, shards=count))  # says what cannot be divided
+        replace(
+            cluster, router=replace(router, shards=count)
+        )  # raises ConfigError if the shards do not divide the cluster
     saturation = saturation_of(cluster, costs, load)
     rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
     cases = [
@@ -223,13 +243,13 @@ def simulate(
             rate_per_s=one,
             concurrency=concurrency,
             seed=seed + offset,
-            cells=count,
+            shards=count,
             roles=role,
         )
         for one in rates
         for offset in range(seeds)
         for name, where, count, role in product(
-            policies, placements, integers(shards), words(roles)
+            policies, placements, integers(shards), names(roles)
         )
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
@@ -250,7 +270,7 @@ def cluster_of(
     workers_per_node: int | None,
     own_cores: bool | None,
 ) -> Cluster:
-    """Workers of each stage, or so many in all: then on machines that each have cores for theirs.
+    """Workers of each stage, or a total number on nodes that have cores for their workers.
 
     Raises: ConfigError if both are given
     """
@@ -273,14 +293,14 @@ def cluster_of(
 
 
 def write_rows(rows: list[Row], cluster: Cluster, about: Mapping[str, object], path: Path) -> None:
-    """Write the figures of all runs."""
-    head = {"simulated": True, "host": host_info(), "cluster": described(cluster)}
+    """Write the result file of all runs."""
+    head = {"simulated": True, "host": host_info(), "cluster": cluster_fields(cluster)}
     decisions = rows[0]["decision_ms"] if len(rows) == 1 else worst_decisions(rows)
     write_json({**head, **about, "decision_ms": decisions, "rows": rows}, path)
 
 
 def show(rows: list[Row]) -> None:
-    """Print a line for each run."""
+    """Print a table with a line per run."""
     table = [
         [row["label"], row["level"], *(row.get(key) for key in COLUMNS.values())] for row in rows
     ]
@@ -290,9 +310,9 @@ def show(rows: list[Row]) -> None:
 def rates_of(
     rate: str, load_factor: str, concurrency: int | None, saturation: float, *, has_trace: bool
 ) -> list[float | None]:
-    """Rates in requests per second; None where a trace or a closed loop sets the pace.
+    """Rates in requests per second; None for a trace or a closed loop.
 
-    Raises: ConfigError if two of them do
+    Raises: ConfigError if more than one is given
     """
     given = [name for name in (rate, load_factor, concurrency) if name]
     require(len(given) <= 1, "--rate, --load-factor, --concurrency", given, "one of them")
@@ -304,7 +324,7 @@ def rates_of(
 
 
 def saturation_of(cluster: Cluster, costs: Costs, load: Load) -> float:
-    """The rate that the cluster could serve at most, for requests as they are in this load."""
+    """Estimated maximum request rate of the cluster for this load."""
     sample = load.sessions(min(500, len(load.trace) or 500))
     turns = [turn for session in sample for turn in session.turns]
     prompt = sum(turn.prompt_tokens for turn in turns) / len(turns)
@@ -323,7 +343,7 @@ def run_cases(
     detailed: bool = False,
     send_slo: bool = False,
 ) -> list[Row]:
-    """Simulate each case, with a bar on a terminal."""
+    """Simulate each case, with a progress bar."""
     bars = progress_bars(24)
     rows, asked = list[Row](), core.NO_SLO
     if send_slo:
@@ -336,7 +356,7 @@ def run_cases(
                 cluster.router,
                 batch_policy=case.policy,
                 placement=case.placement,
-                shards=case.cells,
+                shards=case.shards,
                 roles=case.roles,
             )
             simulation = Simulation(
@@ -354,7 +374,7 @@ def run_cases(
 
 
 def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
-    """One run in the names of a measured one."""
+    """The figures of one run, with the names of measured runs."""
     done = sum(one.is_done for one in trial.outcomes) or 1
     figures = figures_of(trial, slo)
     return {
@@ -372,18 +392,18 @@ def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
         "counters": trial.counters,
         "decision_ms": decision_ms(trial),
         "cpu_s": spent_s,
-        **cell_figures(case.cells, trial),
+        **shard_figures(case.shards, trial),
     }
 
 
 def worst_decisions(rows: list[Row]) -> dict[str, float]:
-    """The largest of each over all runs."""
+    """The maximum of each figure over all runs."""
     each = [cast("dict[str, float]", row["decision_ms"]) for row in rows]
     return {name: max(decisions[name] for decisions in each) for name in each[0]}
 
 
-def described(cluster: Cluster) -> dict[str, object]:
-    """A cluster as result files have it."""
+def cluster_fields(cluster: Cluster) -> dict[str, object]:
+    """Fields of a cluster for result files."""
     names = ("prefill", "compress", "decode", "colocated", "workers_per_node", "shared_cores")
     names += ("capacity_bytes", "max_batch_requests", "chunk_tokens", "high_share")
     return {

@@ -1,18 +1,20 @@
-"""``triptych simulate fit``: costs from measured runs, and how well they foretell other ones."""
+"""``triptych simulate fit`` and ``simulate replay``: fit costs to runs, replay decisions."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 
-from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.output import JsonFlag, console, make_table, notes, show, write_json
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.loadgen.report.host import host_info
 from triptych.loadgen.report.results import Requests, Result, read_results
 from triptych.router import check_policies
+from triptych.router.replay import replay
 from triptych.simulator import Cluster, Costs, Job
 from triptych.simulator.fit import Fitted, Observation, Prediction, fit, predict, summary
 
@@ -24,30 +26,37 @@ SHOWN = ("mean_ttft_s", "mean_tpot_s", "request_throughput")
 def simulate_fit(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Result files of bench serve --save-dir; none: --costs as they are."),
+        typer.Argument(
+            help="Result files of bench serve --save-dir; none: only predict, with --costs."
+        ),
     ] = None,
     held_out: Annotated[
-        list[Path] | None, typer.Option(help="Files to foretell and not to fit to; repeatable.")
+        list[Path] | None,
+        typer.Option(help="Result files to predict, not used for the fit; repeatable."),
     ] = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers of the server.")] = 1,
-    compress: Annotated[int, typer.Option(min=1, help="Compressors of the server.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers of the server.")] = 1,
+    prefill: Annotated[
+        int, typer.Option(min=1, help="Number of prefill workers of the server.")
+    ] = 1,
+    compress: Annotated[
+        int, typer.Option(min=1, help="Number of compress workers of the server.")
+    ] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Number of decode workers of the server.")] = 1,
     policy: Annotated[
-        str, typer.Option(help="The server's router.batch_policy.")
+        str, typer.Option(help="router.batch_policy of the server.")
     ] = RouterConfig().batch_policy,
     own_cores: Annotated[
-        bool, typer.Option(help="Its workers computed at once; else they took turns.")
+        bool, typer.Option(help="Each worker had its own cores; default: they shared them.")
     ] = False,
     costs_file: Annotated[
-        Path | None, typer.Option("--costs", help="Begin with these, of an earlier fit.")
+        Path | None, typer.Option("--costs", help="Cost file to start from.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write costs and predictions here.")
+        Path | None, typer.Option("--json", help="Write costs and predictions to this file.")
     ] = None,
 ) -> None:
-    """Fit what each piece of work takes, so that simulated runs give what the measured ones gave.
+    """Fit the simulator's costs to measured runs.
 
-    With --held-out it says how far predictions for runs that were not fitted to are off.
+    With --held-out it also prints the prediction error for runs that are not used for the fit.
     """
     check_policies(RouterConfig(batch_policy=policy), Cluster().max_batch_requests)
     cluster = Cluster(
@@ -94,9 +103,9 @@ def simulate_fit(
 
 
 def observations_of(path: Path) -> list[Observation]:
-    """The runs of a file that lists every request.
+    """The runs of a result file.
 
-    Raises: ConfigError if it does not
+    Raises: ConfigError if the file does not list every request
     """
     return [_observation(result) for result in read_results(path)]
 
@@ -123,12 +132,12 @@ def _observation(result: Result) -> Observation:
 
 
 def tpots_s(requests: Requests) -> list[float]:
-    """Mean time per token after the first, of each answer that has more than one."""
+    """TPOT of each answer with more than one token."""
     return [sum(gaps) / len(gaps) for gaps in requests.gaps_s if gaps]
 
 
 def errors(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Mean absolute error of each figure, as a share of what was measured."""
+    """Mean absolute error of each figure, relative to the measured value."""
     if not predictions:
         return {}
     return {
@@ -159,3 +168,17 @@ def table(
         for one in predictions
     ]
     return columns, rows, title
+
+
+def simulate_replay(
+    file: Annotated[Path, typer.Argument(help="Recording that a server with router.record wrote.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Replay a recording, and compare the decisions. Exit code 1 if a decision differs."""
+    found = replay(file)
+    outcome = found.difference or "every decision the same"
+    row = [found.starts, found.calls, found.sent, outcome]
+    table = make_table(("starts", "calls", "messages sent", "outcome"), [row])
+    show({**asdict(found), "same": not found.difference}, table, as_json=as_json)
+    if found.difference:
+        raise typer.Exit(1)

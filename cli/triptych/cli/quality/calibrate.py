@@ -1,11 +1,11 @@
-"""``triptych calibrate``: find how far a model's cache can be compressed, and write it down."""
+"""``triptych calibrate``: find the compression point of a model, and write its profile."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.list_options import integers, numbers, words
+from triptych.cli.list_options import integers, names, numbers
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import run_with_progress
 from triptych.core.config import ModelConfig
@@ -25,26 +25,28 @@ COLUMNS = {
 
 def calibrate(
     model: Annotated[
-        str, typer.Argument(help="A known name, a directory, a .gguf file, a hub name.")
+        str, typer.Argument(help="Known model name, directory, .gguf file or Hugging Face name.")
     ] = ModelConfig().name,
-    output: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path(
-        "profile.json"
-    ),
-    max_kl: Annotated[float, typer.Option(help="Divergence from the full cache, nats.")] = 0.01,
-    min_top1: Annotated[float, typer.Option(help="Agreement on the most likely token.")] = 0.96,
-    max_perplexity_ratio: Annotated[float, typer.Option(help="Next to the full cache.")] = 1.01,
-    high_format: Annotated[str, typer.Option(help="Of significant tokens.")] = "k8v4",
-    low_formats: Annotated[str, typer.Option(help="Candidates for the others.")] = "k4v2,k4v4",
+    output: Annotated[Path, typer.Option(help="Profile file to write.")] = Path("profile.json"),
+    max_kl: Annotated[float, typer.Option(help="Maximum KL to the full cache, nats.")] = 0.01,
+    min_top1: Annotated[float, typer.Option(help="Minimum top-1 agreement.")] = 0.96,
+    max_perplexity_ratio: Annotated[float, typer.Option(help="Maximum ratio.")] = 1.01,
+    high_format: Annotated[str, typer.Option(help="Format of significant tokens.")] = "k8v4",
+    low_formats: Annotated[
+        str, typer.Option(help="Candidate formats of the others.")
+    ] = "k4v2,k4v4",
     alphas: Annotated[str, typer.Option(help="Candidates for alpha_high.")] = "2,3,4,5,6,8",
     windows: Annotated[str, typer.Option(help="Candidates for recent_window_tokens.")] = "16,32",
-    contexts: Annotated[str, typer.Option(help="Tokens that are compressed.")] = "1024",
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1024",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each context.")] = 128,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all rows to this file.")
+    ] = None,
 ) -> None:
-    """Find the smallest cache that stays this near to the full one, and write a profile of it.
+    """Find the smallest compressed cache within the quality limits, and write a profile.
 
-    Point compressor.profile at the file; a model that Triptych knows brings its profile along.
+    Set compressor.profile to the file. Models with a known name include a profile.
     """
     from triptych.evals.studies.calibration import Calibration, Target, calibrate
 
@@ -52,7 +54,7 @@ def calibrate(
         model=model,
         target=Target(kl=max_kl, top1_agreement=min_top1, perplexity_ratio=max_perplexity_ratio),
         high_format=high_format,
-        low_formats=tuple(words(low_formats)),
+        low_formats=tuple(names(low_formats)),
         alphas=tuple(numbers(alphas)),
         windows=tuple(integers(windows)),
         contexts=tuple(integers(contexts)),

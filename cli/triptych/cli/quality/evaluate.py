@@ -1,4 +1,4 @@
-"""``triptych eval``: what compression costs in quality."""
+"""``triptych eval``: measure the quality of compressed caches."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from triptych.cli.list_options import integers, words, words_or_none
+from triptych.cli.list_options import integers, names, names_or_none
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import ablate_with_progress, run_with_progress
 from triptych.cli.serving.serve_file import read_serve_file
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from triptych.evals.studies.ablation import AblationResults, SeedStats
     from triptych.evals.studies.study import Results
 
-app = typer.Typer(help="Measure what compression costs in quality.", no_args_is_help=True)
+app = typer.Typer(help="Measure the quality of compressed caches.", no_args_is_help=True)
 
 COLUMNS = {
     "method": "method",
@@ -53,13 +53,16 @@ POINTS = ("axis", "setting", "read", "hit", "KL", "+-", "95 %", "top-1", "+-", "
 
 @app.callback()
 def options() -> None:
-    """Measure what compression costs in quality."""
+    """Measure the quality of compressed caches."""
 
 
 @app.command("quality")
 def quality(
     methods: Annotated[
-        str, typer.Option(help="As in default,uniform:k8v4,simulated:k4v8; all baselines if empty.")
+        str,
+        typer.Option(
+            help="Methods, comma-separated, such as default,uniform:k8v4; default: standard set."
+        ),
     ] = "",
     baselines: Annotated[
         bool,
@@ -69,45 +72,60 @@ def quality(
         ),
     ] = False,
     profile: Annotated[
-        str, typer.Option(help="Evaluate only these settings: 'default', or a Serve file.")
+        str,
+        typer.Option(help="Evaluate only these settings: 'default', or a Ray Serve config file."),
     ] = "",
-    model: Annotated[str, typer.Option(help="Name or path; that of the profile if empty.")] = "",
-    contexts: Annotated[str, typer.Option(help="Tokens that are compressed.")] = "1024,2048,4096",
+    model: Annotated[
+        str, typer.Option(help="Model name or path; default: that of the settings.")
+    ] = "",
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths in tokens, comma-separated.")
+    ] = "1024,2048,4096",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each context.")] = 128,
     calibration: Annotated[
-        bool, typer.Option("--calibration", help="Use the texts that settings are tuned on.")
+        bool, typer.Option("--calibration", help="Use the calibration split of the texts.")
     ] = False,
-    dtype: Annotated[DType, typer.Option(help="In which our engines compute.")] = "float32",
+    dtype: Annotated[DType, typer.Option(help="Data type of the engines.")] = "float32",
     tasks: Annotated[
-        str, typer.Option(help="Generated tasks, as in passkey,needles; 'none' for none.")
+        str, typer.Option(help="Synthetic tasks, comma-separated; 'none': no tasks.")
     ] = "passkey,needles,repetition,rare,aliasing",
-    task_context: Annotated[int, typer.Option(min=1, help="Tokens of a task's prompt.")] = 1024,
-    task_count: Annotated[int, typer.Option(min=1, help="Tasks of each kind.")] = 8,
+    task_context: Annotated[
+        int, typer.Option(min=1, help="Prompt length of a task in tokens.")
+    ] = 1024,
+    task_count: Annotated[int, typer.Option(min=1, help="Number of tasks per kind.")] = 8,
     greedy_tokens: Annotated[
-        int, typer.Option(min=0, help="Of greedy answers at the shortest context; 0 for none.")
+        int,
+        typer.Option(
+            min=0, help="Tokens of greedy answers at the shortest context; 0: no answers."
+        ),
     ] = 256,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the tasks; above 0, of where texts are cut, too.")
+        int, typer.Option(min=0, help="Seed of the tasks; above 0 also of the text offsets.")
     ] = 0,
     intervals: Annotated[
         bool, typer.Option("--intervals", help="Show 95 % intervals over documents.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="One short context, texts alone.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Only a context of 1,024 tokens, without tasks and answers."),
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw KL against bytes: PATH.png and PATH.svg.")
+        Path | None, typer.Option(help="Plot KL against bytes to PATH.png and PATH.svg.")
     ] = None,
 ) -> None:
-    """Compare compressed caches with the full one: KL, agreement, perplexity, bytes.
+    """Compare compressed caches with the full cache: KL, top-1 agreement, perplexity, bytes.
 
-    A context is read and compressed, then the text goes on token by token through the
-    engines that serve; transformers in float32 with its full cache says what is right.
+    A context is prefilled and compressed; the engines of the server then decode the rest of the
+    text, teacher-forced. The reference is transformers in float32 with its full cache.
     """
     from triptych.evals.methods.baselines import BASELINES
     from triptych.evals.studies.study import Study
 
-    named = words(methods) or (["default"] if profile or baselines else [])
+    named = names(methods) or (["default"] if profile or baselines else [])
     named += BASELINES if baselines else ()
     study = Study(
         model=model,
@@ -119,7 +137,7 @@ def quality(
         documents=documents,
         steps=steps,
         split="calibration" if calibration else "evaluation",
-        tasks=() if quick else words_or_none(tasks),
+        tasks=() if quick else names_or_none(tasks),
         task_context=task_context,
         task_count=task_count,
         greedy_tokens=0 if quick else greedy_tokens,
@@ -139,7 +157,7 @@ def quality(
 
 
 def show_results(results: "Results", *, intervals: bool = False) -> None:
-    """Print a table of the texts, and one each of tasks and answers if there are any."""
+    """Print tables of texts, tasks and greedy answers."""
     lines = [[row.as_json()[key] for key in COLUMNS.values()] for row in results.rows]
     console.print(make_table(tuple(COLUMNS), lines))
     if intervals and results.rows:
@@ -186,44 +204,46 @@ def _draw(results: "Results", stem: Path) -> None:
 @app.command("ablate")
 def ablate_command(
     axes: Annotated[
-        str, typer.Option(help="What is changed, one at a time; 'none' for the tasks alone.")
+        str, typer.Option(help="Settings to change, one at a time; 'none': only the tasks.")
     ] = "page,keep,rank,dense,reading,compressor",
-    model: Annotated[str, typer.Option(help="Name or path.")] = "",
-    seeds: Annotated[int, typer.Option(help="Draws of texts and tasks.")] = 5,
-    context: Annotated[int, typer.Option(min=2, help="Tokens that are compressed.")] = 1024,
-    documents: Annotated[int, typer.Option(min=1, help="Texts of each draw.")] = 2,
+    model: Annotated[str, typer.Option(help="Model name or path.")] = "",
+    seeds: Annotated[int, typer.Option(help="Number of seeds for texts and tasks.")] = 5,
+    context: Annotated[int, typer.Option(min=2, help="Context length in tokens.")] = 1024,
+    documents: Annotated[int, typer.Option(min=1, help="Texts per seed.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each text.")] = 64,
     tasks: Annotated[
-        str, typer.Option(help="Generated tasks; 'none' for none.")
+        str, typer.Option(help="Synthetic tasks, comma-separated; 'none': no tasks.")
     ] = "passkey,repetition,rare,aliasing",
     methods: Annotated[
         str,
-        typer.Option(help="Methods that get the tasks; the default and all baselines if empty."),
+        typer.Option(help="Methods for the tasks; default: our default and all baselines."),
     ] = "",
-    task_context: Annotated[int, typer.Option(min=1, help="Tokens of a task's prompt.")] = 1024,
-    task_count: Annotated[int, typer.Option(min=1, help="Tasks of each kind and draw.")] = 2,
+    task_context: Annotated[
+        int, typer.Option(min=1, help="Prompt length of a task in tokens.")
+    ] = 1024,
+    task_count: Annotated[int, typer.Option(min=1, help="Tasks per kind and seed.")] = 2,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures here.")
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw KL along each axis: PATH.png and PATH.svg.")
+        Path | None, typer.Option(help="Plot KL along each axis to PATH.png and PATH.svg.")
     ] = None,
 ) -> None:
-    """Change one setting at a time: page size, share that is read, ranking, and parts on or off.
+    """Ablation: change one setting at a time, such as page size, selected share or ranking.
 
-    Means, deviations and 95 % intervals are over the draws, which differ in texts and tasks.
+    Means, deviations and 95 % intervals are over the seeds, which differ in texts and tasks.
     """
     from triptych.evals.studies.ablation import DIAGNOSED, Ablation
 
     plan = Ablation(
         model=model,
-        axes=words_or_none(axes),
+        axes=names_or_none(axes),
         seeds=seeds,
         context=context,
         documents=documents,
         steps=steps,
-        tasks=words_or_none(tasks),
-        methods=tuple(words(methods)) or DIAGNOSED,
+        tasks=names_or_none(tasks),
+        methods=tuple(names(methods)) or DIAGNOSED,
         task_context=task_context,
         task_count=task_count,
     )

@@ -1,4 +1,4 @@
-"""``triptych spread``: find how pages are best spread over heads, and write it into a profile."""
+"""``triptych spread``: measure the head budgets of a model, and write them into a profile."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from triptych.core.profile import Profile
 
 SHOWN = (0.125, 0.25, 0.5, 0.75)
-"""Mean shares of the table."""
+"""Mean shares that the table shows."""
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """What one head row reads of its pages, for each step of the mean share."""
+    """Share of its pages that one head row reads, for each step of the mean share."""
 
     layer: int
     kv_head: int
@@ -30,23 +30,25 @@ class HeadShares:
 
 def spread(
     model: Annotated[
-        str, typer.Argument(help="A known name, a directory, a .gguf file, a hub name.")
+        str, typer.Argument(help="Known model name, directory, .gguf file or Hugging Face name.")
     ] = ModelConfig().name,
-    output: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path(
-        "profile.json"
-    ),
+    output: Annotated[Path, typer.Option(help="Profile file to write.")] = Path("profile.json"),
     profile: Annotated[
-        str, typer.Option(help="The profile that it is added to: auto, none, or a file.")
+        str, typer.Option(help="Profile to extend: auto, none, or a file.")
     ] = "auto",
-    context: Annotated[int, typer.Option(min=256, help="Tokens of each text.")] = 4096,
-    documents: Annotated[int, typer.Option(min=1, help="Texts.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens after each text that look back.")] = 128,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all shares here.")] = None,
+    context: Annotated[int, typer.Option(min=256, help="Tokens per text.")] = 4096,
+    documents: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Tokens after each text whose attention is measured.")
+    ] = 128,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all shares to this file.")
+    ] = None,
 ) -> None:
-    """Find how many of its pages each head has to read, and write it into a profile.
+    """Measure how many pages each head needs, and write head budgets into a profile.
 
-    decode.selection reads a share of the pages. With this profile, heads that look at little read
-    less than the others, and as much in all. A model that Triptych knows brings its own along.
+    decode.selection reads a share of the pages. With head budgets, heads with concentrated
+    attention read fewer pages, at the same total. Models with a known name include a profile.
     """
     from triptych.evals.studies.head_budgets import (
         HeadBudgetStudy,

@@ -1,4 +1,4 @@
-"""Runs a study of quality with a bar for every method."""
+"""Run quality studies with progress bars."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run_with_progress(study: "Study") -> "Results":
-    """Run, with a bar for every method on a terminal."""
+    """Run a study, with a progress bar per method."""
     from triptych.evals.studies.study import measure, prepare, report
 
     bars = progress_bars(24)
@@ -28,7 +28,7 @@ def run_with_progress(study: "Study") -> "Results":
 
 
 def ablate_with_progress(plan: "Ablation") -> "AblationResults":
-    """Run, with a bar for the texts and one for the tasks of every draw on a terminal."""
+    """Run an ablation, with progress bars for the texts and tasks of each seed."""
     from triptych.evals.studies.ablation import ablate
 
     bars = progress_bars(24)

@@ -1,4 +1,4 @@
-"""Run a program that ends in good order when it is interrupted, however it is told to end."""
+"""Run a child process, and pass SIGINT and SIGTERM on to it as SIGINT."""
 
 import ctypes
 import signal
@@ -12,16 +12,15 @@ PR_SET_PDEATHSIG = 1
 def run_interruptible(command: Sequence[str]) -> int:
     """Run ``command`` to its end and return its exit status; 128 + n if signal n killed it.
 
-    SIGINT and SIGTERM both reach it as SIGINT, once each: it has a session of its own, so that
-    ctrl-c in a terminal does not reach it a second time. If this process is killed, the
-    program is interrupted too (Linux).
+    SIGINT and SIGTERM are passed on as SIGINT. The child runs in its own session, so Ctrl-C in a
+    terminal does not reach it twice. If this process is killed, the child gets SIGINT (Linux).
     """
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_begin)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         child.send_signal(signal.SIGINT)
 
-    # What comes before ends this process, and the child with it.
+    # A signal before this point ends this process and the child.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     status = child.wait()
@@ -29,7 +28,7 @@ def run_interruptible(command: Sequence[str]) -> int:
 
 
 def _begin() -> None:
-    """Heed interrupts, which a shell's background jobs ignore, and get one when the parent dies."""
+    """In the child: restore SIGINT, and have it sent when the parent dies (Linux)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

@@ -1,4 +1,4 @@
-"""``triptych drain``: wait until a server answers nobody any more."""
+"""``triptych drain``: wait until a server has no running requests."""
 
 import json
 import time
@@ -13,18 +13,19 @@ from triptych.cli.serving.scrape import read_metrics
 RUNNING = "triptych_num_requests_running"
 LOOK_EVERY_S = 1.0
 QUIET_LOOKS = 3
-"""A client that asked just before its way here was closed is still to be seen."""
+"""Consecutive checks without a running request: late requests may still arrive."""
 
-Url = Annotated[str, typer.Option(help="The server.")]
-Timeout = Annotated[float, typer.Option(min=0, help="Seconds after which to give up.")]
+Url = Annotated[str, typer.Option(help="Server URL.")]
+Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")]
 
 
 def drain(
     url: Url = "http://127.0.0.1:8000", timeout: Timeout = 600.0, as_json: JsonFlag = False
 ) -> None:
-    """Wait until no answer is in progress. Exit code 1 if some still are after the time.
+    """Wait until the server has no running requests. Exit code 1 if some remain after the timeout.
 
-    It stops no new requests: whoever routes them does, as Kubernetes does for a pod that it ends.
+    The command does not stop new requests; the load balancer must, as Kubernetes does for a pod
+    that terminates.
     """
     began, running = time.monotonic(), _wait(url, timeout)
     if as_json:
@@ -37,7 +38,7 @@ def drain(
 
 
 def _wait(url: str, timeout_s: float) -> int:
-    """Answers that are still in progress after the time; 0 as soon as none are."""
+    """Requests that still run after the timeout; 0 as soon as none does."""
     deadline, quiet = time.monotonic() + timeout_s, 0
     while quiet < QUIET_LOOKS:
         running = _running(url)
@@ -49,7 +50,7 @@ def _wait(url: str, timeout_s: float) -> int:
 
 
 def _running(url: str) -> float:
-    """Answers in progress; none where there is no server."""
+    """Number of running requests; 0 if the server does not answer."""
     try:
         return read_metrics(url).total(RUNNING)
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""What ``triptych serve`` says before it starts: where, what, how much, and what to try."""
+"""Start panel of ``triptych serve``: address, model, page budget, precision, example request."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from triptych.deployments.app_plan import AppPlan
 
 
 def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
-    """Lines of the panel, a title and a text each.
+    """Lines of the panel: pairs of title and text.
 
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
@@ -33,8 +33,8 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
         ("address", f"{url}/v1"),
         *([("gRPC", f"{config.ingress.grpc_host}:{grpc}")] if grpc else []),
         ("model", f"{config.model.public_name}, {context} tokens of context, {config.topology}"),
-        ("pages", pages_in_words(plan)),
-        ("precision", ", ".join(precision_in_words(plan))),
+        ("pages", describe_pages(plan)),
+        ("precision", ", ".join(describe_precision(plan))),
         (
             "try",
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
@@ -44,8 +44,8 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     ]
 
 
-def pages_in_words(plan: AppPlan) -> str:
-    """The budget of pages, in tokens that fit at least."""
+def describe_pages(plan: AppPlan) -> str:
+    """The page budget, and the number of tokens that always fit."""
     pages = plan.pages
     tokens = plan.bookable_bytes // pages.page_bytes // pages.geometry.head_rows * pages.high.tokens
     if tokens < 1:
@@ -54,16 +54,16 @@ def pages_in_words(plan: AppPlan) -> str:
             "not one page for each of "
             f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
         )
-    told = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
+    text = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
     if plan.shards > 1:
-        told += f" in each of {plan.shards} cells"
+        text += f" in each of {plan.shards} shards"
     if pages.prefix_bytes:
-        told += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
-    return told
+        text += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
+    return text
 
 
-def precision_in_words(plan: AppPlan) -> Iterator[str]:
-    """Which tokens are kept how."""
+def describe_precision(plan: AppPlan) -> Iterator[str]:
+    """Precision of recent and of older tokens."""
     policy = plan.pages.policy
     if not plan.pages.compresses:
         yield "all tokens in 16 bits"

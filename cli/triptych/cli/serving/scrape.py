@@ -1,4 +1,4 @@
-"""Reading the ``/metrics`` of a server."""
+"""Read the ``/metrics`` of a server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Metrics:
 
 
 def read_metrics(url: str) -> Metrics:
-    """Ask a server for its metrics.
+    """Get the metrics of a server.
 
     Raises: httpx.HTTPError if it does not answer, or with an error
     """
@@ -45,7 +45,7 @@ def read_metrics(url: str) -> Metrics:
 
 
 def parse_metrics(text: str) -> Metrics:
-    """Read Prometheus' text format."""
+    """Parse Prometheus' text format."""
     samples = dict[str, dict[Labels, float]]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""``triptych serve``: fetch what is missing, then run ``serve run`` to its end."""
+"""``triptych serve``: download the model if needed, then run ``serve run``."""
 
 import sys
 from pathlib import Path
@@ -14,17 +14,17 @@ from triptych.cli.serving.serve_file import default_serve_file, read_http, read_
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Argument(help="A Ray Serve config file; without one, the defaults on 127.0.0.1:8000."),
+    typer.Argument(help="Ray Serve config file; default: the default settings, at 127.0.0.1:8000."),
 ]
 
 
 def serve(config: ConfigFile = None) -> None:
-    """Serve a config file: check it, fetch its model, and hand over to Ray Serve."""
+    """Check a config file, download its model if needed, and start the server with Ray Serve."""
     path = config or default_serve_file()
     apps, http = read_serve_file(path), read_http(path)
     for app in apps:
         fetch_with_progress(app.config.model.name)
-        for title, text in start_panel(app, http):  # unbroken lines: one of them is to be copied
+        for title, text in start_panel(app, http):  # no line breaks: the curl command is copied
             notes.print(f"{title:>10}  {text}", markup=False, soft_wrap=True)
     notes.print(f"==> serve run {path}", soft_wrap=True)
     command = str(Path(sys.executable).with_name("serve"))

@@ -1,4 +1,4 @@
-"""Reading a Ray Serve config file for what in it is ours."""
+"""Read the Triptych applications of a Ray Serve config file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ DEFAULT: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class ServedApp:
-    """One application of the file that Triptych builds."""
+    """One Triptych application of the file."""
 
     name: str
     route_prefix: str
@@ -29,14 +29,14 @@ class ServedApp:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Where a Serve file has the server listen."""
+    """Host and port at which the server listens."""
 
     host: str = "127.0.0.1"
     port: int = 8000
 
     @property
     def url(self) -> str:
-        """For a client on the same machine."""
+        """URL for a client on the same machine."""
         host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
         return f"http://{host}:{self.port}"
 
@@ -60,7 +60,7 @@ def read_http(path: Path) -> HttpOptions:
 
 
 def read_serve_file(path: Path) -> list[ServedApp]:
-    """Parse the file and check the ``args`` of every application of ours.
+    """Parse the file, and check the ``args`` of every Triptych application.
 
     Raises: ConfigError naming the file, the key, the value and what was expected
     """
@@ -79,7 +79,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_serve_config(text: str, path: str) -> list[ServedApp]:
-    """What ``read_serve_file`` does, for a text that came from ``path``."""
+    """Like ``read_serve_file``, for the text of the file ``path``."""
     try:
         body: object = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -96,7 +96,7 @@ def parse_serve_config(text: str, path: str) -> list[ServedApp]:
 
 
 def default_serve_file() -> Path:
-    """Write a config file with every default, for a user who has none."""
+    """Write a config file with all defaults."""
     path = cache_dir() / "serve.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(DEFAULT, sort_keys=False), encoding="utf-8")

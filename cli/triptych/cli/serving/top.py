@@ -1,4 +1,4 @@
-"""``triptych top``: a running server, live in the terminal."""
+"""``triptych top``: live figures of a running server in the terminal."""
 
 import json
 import time
@@ -14,12 +14,12 @@ from rich.text import Text
 
 from triptych.cli.output import JsonFlag, console
 from triptych.cli.serving.scrape import Metrics, read_metrics
-from triptych.cli.serving.top_view import Frame, draw, frame
+from triptych.cli.serving.top_view import TopFigures, figures_between, render
 from triptych.core.errors import BenchmarkError
 
-Url = Annotated[str, typer.Option(help="The server.")]
-Interval = Annotated[float, typer.Option(min=0.2, help="Seconds from one look to the next.")]
-Looks = Annotated[int, typer.Option(min=0, help="Stop after so many; 0: when Ctrl-C is pressed.")]
+Url = Annotated[str, typer.Option(help="Server URL.")]
+Interval = Annotated[float, typer.Option(min=0.2, help="Seconds between samples of /metrics.")]
+Looks = Annotated[int, typer.Option(min=0, help="Number of samples; 0: until Ctrl-C.")]
 
 
 def top(
@@ -30,29 +30,29 @@ def top(
 ) -> None:
     """Show stages, queues, pages and tokens per second of a running server.
 
-    With --json one line per look.
+    With --json, print one line of JSON per sample.
     """
-    frames = watch(url, interval, looks)
+    samples = watch(url, interval, looks)
     try:
         if as_json:
-            for shown in frames:
-                typer.echo(json.dumps(asdict(shown) if shown else None))
+            for figures in samples:
+                typer.echo(json.dumps(asdict(figures) if figures else None))
             return
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            for shown in frames:
+            for figures in samples:
                 lost = Text(f"{url} does not answer", style="red")
-                live.update(draw(shown, url) if shown else lost, refresh=True)
-    except KeyboardInterrupt:  # how one leaves
+                live.update(render(figures, url) if figures else lost, refresh=True)
+    except KeyboardInterrupt:  # the usual way to end the command
         pass
 
 
-def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[Frame | None]:
-    """A frame per look, the first without rates; None where the server does not answer.
+def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[TopFigures | None]:
+    """Figures of each sample, the first without rates; None if the server does not answer.
 
-    Raises: BenchmarkError if there is no server of ours at the first look
+    Raises: BenchmarkError if the first sample fails, or is not from a Triptych server
     """
     before, then = _first_look(url), time.monotonic()
-    yield frame(before, None, 0.0)
+    yield figures_between(before, None, 0.0)
     for _ in range(looks - 1) if looks else count():
         time.sleep(interval_s)
         try:
@@ -60,12 +60,12 @@ def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[Frame | None]
         except httpx.HTTPError:
             yield None
             continue
-        yield frame(now, before, at - then)
+        yield figures_between(now, before, at - then)
         before, then = now, at
 
 
 def _first_look(url: str) -> Metrics:
-    """Raises BenchmarkError if there is no server of ours."""
+    """Raises BenchmarkError if no Triptych server answers."""
     try:
         metrics = read_metrics(url)
     except httpx.HTTPError as error:

@@ -1,4 +1,4 @@
-"""What ``triptych top`` shows: figures of two looks at /metrics, and how they are drawn."""
+"""View of ``triptych top``: figures from two samples of /metrics, and their rendering."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,60 +17,60 @@ WORKING = {
     "compress": ("compressing", "encoding"),
     "decode": ("decoding",),
 }
-"""Where a request is, by its state in the router: in front of a stage, or in it."""
+"""States of the router that count as waiting for a stage, and as running in it."""
 
 OWNERS = {"requests": "green", "prefixes": "cyan", "stock": "yellow", "free": "dim"}
-BAR_CELLS = 40
+BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage at one moment."""
+    """One stage at the time of a sample."""
 
     name: str
     workers: int
     waiting: int
-    """Requests in front of it."""
+    """Requests that wait for it."""
     working: int
     """Requests in it."""
     busy: float | None
-    """Share of the interval that its workers computed, mean; None before there are two looks."""
+    """Mean share of the interval in which its workers computed; None for the first sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """Everything that is drawn at one moment. Rates are of the interval between two looks."""
+class TopFigures:
+    """All figures of one screen. Rates are of the interval between two samples."""
 
     answers: int
-    """In progress."""
+    """Running requests."""
     written_per_s: float
-    """Tokens of answers."""
+    """Output tokens."""
     read_per_s: float
-    """Tokens of prompts, those from the cache among them."""
+    """Prompt tokens, cached ones included."""
     cached_share: float | None
-    """Share of prompt tokens that were not computed again; None if none were read."""
+    """Share of prompt tokens from the prefix cache; None without prompt tokens."""
     first_token_s: float | None
-    """Mean time to the first token; None if there was none."""
+    """Mean TTFT; None without a first token."""
     between_tokens_s: float | None
     rejected_per_s: float
     failed_per_s: float
     stages: tuple[Stage, ...]
     oldest_waiting_s: float
     booked: float
-    """Share of the page memory that requests may book."""
+    """Booked share of the page memory for requests."""
     pages: Mapping[str, int]
     """By owner; empty while the pool does not answer."""
     page_bytes: int
     compression: float | None
-    """Stored bytes of those in 16 bits, since the start."""
+    """Stored bytes over the bytes in 16 bits, since the server started."""
 
 
-def frame(now: Metrics, before: Metrics | None, seconds: float) -> Frame:
-    """Figures of a moment, and of the ``seconds`` since the look ``before``."""
+def figures_between(now: Metrics, before: Metrics | None, seconds: float) -> TopFigures:
+    """Figures of a sample, with rates over the ``seconds`` since the sample ``before``."""
     change = Change(now, before or now, seconds)
     raw = now.total("triptych_kv_raw_bytes_total")
     capacity = now.total("triptych_router_capacity_bytes")
-    return Frame(
+    return TopFigures(
         answers=int(now.total("triptych_num_requests_running")),
         written_per_s=change.rate("triptych_generation_tokens_total"),
         read_per_s=change.rate("triptych_prompt_tokens_total"),
@@ -92,7 +92,7 @@ def frame(now: Metrics, before: Metrics | None, seconds: float) -> Frame:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened between two looks. A counter that fell was started anew."""
+    """Change between two samples. A counter that fell was reset."""
 
     now: Metrics
     before: Metrics
@@ -142,61 +142,62 @@ def _pages(now: Metrics) -> dict[str, int]:
     return {owner: int(now.total(name)) for owner, name in names.items()}
 
 
-# ------------------------------------------------------------------ drawing
+# ------------------------------------------------------------------ rendering
 
 
-def draw(shown: Frame, url: str) -> RenderableType:
-    """A screen of text; wide enough for 80 columns."""
-    return Group(_headline(shown, url), Text(), _stages(shown), Text(), _memory(shown))
+def render(figures: TopFigures, url: str) -> RenderableType:
+    """Render the figures as text, at most 80 columns wide."""
+    return Group(_headline(figures, url), Text(), _stages(figures), Text(), _memory(figures))
 
 
-def _headline(shown: Frame, url: str) -> Table:
+def _headline(figures: TopFigures, url: str) -> Table:
     grid = Table.grid(padding=(0, 3))
     grid.add_row(
         Text(url, style="bold"),
-        f"{shown.answers} answers in progress",
-        f"{shown.written_per_s:.1f} tokens/s written",
-        f"{shown.read_per_s:.1f} read",
+        f"{figures.answers} answers in progress",
+        f"{figures.written_per_s:.1f} tokens/s written",
+        f"{figures.read_per_s:.1f} read",
     )
     grid.add_row(
-        f"first token {_seconds(shown.first_token_s)}",
-        f"between tokens {_seconds(shown.between_tokens_s)}",
-        f"{_share(shown.cached_share)} cached",
-        _trouble(shown),
+        f"first token {_seconds(figures.first_token_s)}",
+        f"between tokens {_seconds(figures.between_tokens_s)}",
+        f"{_share(figures.cached_share)} cached",
+        _trouble(figures),
     )
     return grid
 
 
-def _trouble(shown: Frame) -> Text:
-    told = f"{shown.rejected_per_s:.1f}/s refused {shown.failed_per_s:.1f}/s failed"
-    return Text(told, style="red" if shown.rejected_per_s + shown.failed_per_s > 0 else "dim")
+def _trouble(figures: TopFigures) -> Text:
+    text = f"{figures.rejected_per_s:.1f}/s refused {figures.failed_per_s:.1f}/s failed"
+    return Text(text, style="red" if figures.rejected_per_s + figures.failed_per_s > 0 else "dim")
 
 
-def _stages(shown: Frame) -> RenderableType:
+def _stages(figures: TopFigures) -> RenderableType:
     rows = [
-        (one.name, one.workers, one.waiting, one.working, _share(one.busy)) for one in shown.stages
+        (one.name, one.workers, one.waiting, one.working, _share(one.busy))
+        for one in figures.stages
     ]
     columns = ("stage", "workers", "waiting", "working", "busy")
     return Group(
-        f"the oldest waiting request has waited {shown.oldest_waiting_s:.1f} s",
+        f"the oldest waiting request has waited {figures.oldest_waiting_s:.1f} s",
         make_table(columns, rows),
     )
 
 
-def _memory(shown: Frame) -> RenderableType:
-    if not shown.pages:
+def _memory(figures: TopFigures) -> RenderableType:
+    if not figures.pages:
         return Text("the pool does not answer", style="red")
-    total = sum(shown.pages.values())
+    total = sum(figures.pages.values())
     table = Table.grid(padding=(0, 2))
-    for owner, count in shown.pages.items():
+    for owner, count in figures.pages.items():
         bar = ProgressBar(
-            total=total or 1, completed=count, width=BAR_CELLS, complete_style=OWNERS[owner],
+            total=total or 1, completed=count, width=BAR_WIDTH, complete_style=OWNERS[owner],
             finished_style=OWNERS[owner],
         )  # fmt: skip
-        table.add_row(owner, bar, f"{count}", f"{count * shown.page_bytes / 2**20:.0f} MiB")
+        table.add_row(owner, bar, f"{count}", f"{count * figures.page_bytes / 2**20:.0f} MiB")
     return Group(
-        f"{total} pages of {shown.page_bytes} bytes; {shown.booked:.0%} of what requests may book "
-        f"is booked; stored at {_share(shown.compression)} of 16 bits",
+        f"{total} pages of {figures.page_bytes} bytes; {figures.booked:.0%} of what requests may "
+        f"book is booked; stored at {_share(figures.compression)} of 16 bits",
         table,
     )
 

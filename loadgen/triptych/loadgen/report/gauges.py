@@ -1,4 +1,4 @@
-"""What a Triptych server says of itself while it is measured: pages held, requests by stage."""
+"""Metrics of a Triptych server during a run: pages in use, requests by state, busy time."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -18,26 +18,26 @@ from triptych.loadgen.run import Run
 EVERY_S = 0.5
 
 GaugeValues = Mapping[tuple[str, str], float]
-"""Values by name and by the one label that the server's gauges have, if they have one."""
+"""Values by name and by the label of the gauge, if it has one."""
 
 
 @dataclass
 class Series:
-    """One value of each quantity for each look, oldest first."""
+    """Time series of each metric, oldest sample first."""
 
     at_s: list[float] = field(default_factory=list[float])
-    """Seconds from the first look."""
+    """Seconds since the first sample."""
     kv_bytes: list[float] = field(default_factory=list[float])
     """Pages that requests hold."""
     booked_bytes: list[float] = field(default_factory=list[float])
-    """What the router has promised them."""
+    """Bytes that the router has booked for requests."""
     requests: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Requests in each state of the router."""
     busy_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """Seconds that each worker has spent in steps since it began."""
+    """Seconds that each worker spent in steps since its start."""
 
     def add(self, at_s: float, gauges: GaugeValues) -> None:
-        """Take one look."""
+        """Add one sample."""
         pages = gauges.get(("triptych_pool_pages_in_requests", ""), 0.0)
         page_bytes = gauges.get(("triptych_pool_page_bytes", ""), 0.0)
         self.kv_bytes.append(pages * page_bytes)
@@ -50,7 +50,7 @@ class Series:
         self.at_s.append(at_s)
 
     def figures(self) -> Figures:
-        """Mean over time and peak; nothing if the server said nothing."""
+        """Time-weighted mean and peak; empty without samples."""
         if not self.at_s:
             return {}
         return {
@@ -61,7 +61,7 @@ class Series:
         }
 
     def mean(self, values: list[float]) -> float:
-        """Mean over time: a look counts for as long as it was the latest."""
+        """Time-weighted mean: a sample counts until the next one."""
         span = self.at_s[-1] - self.at_s[0]
         if not span:
             return values[-1]
@@ -69,7 +69,7 @@ class Series:
         return sum((end - start) * value for (start, end), value in steps) / span
 
     def seconds_per_request(self, run: Run) -> dict[str, float]:
-        """Mean time that a request spent in each state: Little's law, over the whole run."""
+        """Mean time of a request in each state, by Little's law over the whole run."""
         ended = sum(sample.error is None for sample in run.samples)
         if not self.at_s or not ended:
             return {}
@@ -80,7 +80,7 @@ class Series:
         }
 
     def busy_share(self) -> dict[str, float]:
-        """Share of the time that workers spent in steps: mean over those of a kind."""
+        """Mean share of the time in steps, by kind of worker."""
         span = self.at_s[-1] - self.at_s[0] if self.at_s else 0.0
         if not span:
             return {}
@@ -100,7 +100,7 @@ class Series:
 
 
 def read_gauges(text: str) -> GaugeValues:
-    """The samples of a Prometheus page that are ours, by name and the value of their label.
+    """The Triptych samples of a Prometheus page, by name and label value.
 
     Raises: ValueError if the text is no such page
     """
@@ -115,7 +115,7 @@ def read_gauges(text: str) -> GaugeValues:
 
 @asynccontextmanager
 async def watch_gauges(url: str, api_key: str | None) -> AsyncGenerator[Series]:
-    """Look at ``/metrics`` for as long as the block runs; empty if it is not one of ours."""
+    """Sample ``/metrics`` while the block runs; empty for other servers."""
     series, start = Series(), perf_counter()
     async with open_client(url, 1, 5.0, api_key) as client:
         task = None
@@ -137,7 +137,7 @@ async def _keep_looking(client: httpx.AsyncClient, series: Series, start: float)
 
 
 async def _look(client: httpx.AsyncClient, series: Series, start: float) -> bool:
-    """Take one sample; False if the server has none of our gauges, or does not answer."""
+    """Take one sample; False if the server has no Triptych metrics, or does not answer."""
     try:
         answer = await client.get("/metrics")
         gauges = read_gauges(answer.text)

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured: no figure without it."""
+"""Conditions of a measurement, which every result file contains."""
 
 import platform
 import subprocess
@@ -13,7 +13,7 @@ HostInfo = dict[str, object]
 
 
 def host_info() -> HostInfo:
-    """The machine, the versions, the commit and the load, as they are now."""
+    """Machine, versions, commit and load average at this moment."""
     return {
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(),
@@ -41,7 +41,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this code runs from; ``-dirty`` with local changes."""
+    """Commit of this checkout; ``-dirty`` with local changes."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingImports=false
 
-"""Pictures of result files: latency, rates, time by stage, memory, and goodput for its bytes."""
+"""Plots of result files: latency, rates, time by stage, memory, goodput per byte."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 QUEUES = ("waiting", "prefilled", "planned", "compressed")
-"""States of a request in which it waits for the router; in the others a worker has it."""
+"""States in which a request waits for the router; in the others a worker has it."""
 STAGES = (
     *("waiting", "prefilling", "prefilled", "compressing"),
     *("planned", "encoding", "compressed", "decoding"),
@@ -26,8 +26,8 @@ STAGES = (
 Draw = Callable[["Axes", Sequence[Result]], None]
 
 
-def draw_all(results: Sequence[Result], folder: Path, name: str) -> list[Path]:
-    """Write each picture that the results have data for, as PNG, and say where they are.
+def plot_all(results: Sequence[Result], folder: Path, name: str) -> list[Path]:
+    """Write each plot for which the results have data as PNG; return the paths.
 
     Raises: ConfigError if matplotlib is not installed, or if there is nothing to draw
     """
@@ -60,7 +60,7 @@ def draw_all(results: Sequence[Result], folder: Path, name: str) -> list[Path]:
 def curve(
     results: Sequence[Result], figure: str
 ) -> dict[str, tuple[list[float], list[float], list[float], list[float]]]:
-    """By label: rates, medians over runs of the same rate, and the lowest and highest of them."""
+    """By label: rates, and median, minimum and maximum over runs of the same rate."""
     found = dict[str, dict[float, list[float]]]()
     for result in results:
         if result.rate_per_s is not None and figure in result.figures:
@@ -78,7 +78,7 @@ def curve(
 
 
 def _against_rate(figure: str, title: str, scale: float = 1.0, *, log: bool = False) -> Draw:
-    def draw(axes: "Axes", results: Sequence[Result]) -> None:
+    def plot_panel(axes: "Axes", results: Sequence[Result]) -> None:
         for label, (rates, middle, low, high) in curve(results, figure).items():
             axes.plot(rates, [v * scale for v in middle], marker="o", markersize=3, label=label)
             axes.fill_between(
@@ -91,11 +91,11 @@ def _against_rate(figure: str, title: str, scale: float = 1.0, *, log: bool = Fa
         if axes.lines:
             axes.legend(fontsize=7)
 
-    return draw
+    return plot_panel
 
 
 def _distribution(pick: Callable[[Result], Sequence[float]], title: str) -> Draw:
-    def draw(axes: "Axes", results: Sequence[Result]) -> None:
+    def plot_panel(axes: "Axes", results: Sequence[Result]) -> None:
         for result in results:
             values = sorted(pick(result))
             shares = [(place + 1) / len(values) for place in range(len(values))]
@@ -105,7 +105,7 @@ def _distribution(pick: Callable[[Result], Sequence[float]], title: str) -> Draw
         axes.set_xscale("log")
         axes.legend(fontsize=7)
 
-    return draw
+    return plot_panel
 
 
 def _ttfts(result: Result) -> Sequence[float]:
@@ -118,7 +118,7 @@ def _tpots(result: Result) -> Sequence[float]:
 
 
 def _stages(axes: "Axes", results: Sequence[Result]) -> None:
-    """Stacked bars, medians over runs of one name: hatched where a request waits for the router."""
+    """Stacked bars of medians over runs of one name; hatched: waits for the router."""
     names = list(dict.fromkeys(result.name for result in results))
     bottom = [0.0] * len(names)
     for index, stage in enumerate(STAGES):
@@ -168,4 +168,4 @@ PICTURES: dict[str, tuple[tuple[Draw, ...], Callable[[Result], bool]]] = {
     "stages": ((_stages,), lambda result: bool(result.stage_seconds)),
     "memory": ((_memory,), lambda result: bool(result.series.get("at_s"))),
 }
-"""Panels of each picture, and which results have what it needs."""
+"""Panels of each plot, and the results that have data for it."""

@@ -1,4 +1,4 @@
-"""What the processes of a server cost while a run goes on: memory, CPU time, and the neighbours."""
+"""Memory and CPU time of a server's processes during a run, and the load of other processes."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ FindProcesses = Callable[[], list[psutil.Process]]
 
 
 def tree_of(pid: int) -> FindProcesses:
-    """The process and all its descendants, looked up anew each time."""
+    """The process and all its descendants, looked up at each call."""
 
     def find() -> list[psutil.Process]:
         root = psutil.Process(pid)
@@ -48,19 +48,19 @@ class Usage:
     """Peaks and sums over a server's processes during one run."""
 
     peak_rss_bytes: int = 0
-    """Sum of resident sizes: memory that processes share counts once for each."""
+    """Sum of RSS: shared memory counts once per process."""
 
     peak_pss_bytes: int = 0
-    """Sum of proportional sizes: shared memory counts once in all. Read less often."""
+    """Sum of PSS: shared memory counts once. Sampled less often."""
 
     cpu_s: float = 0.0
-    """CPU time of all processes, those that came and went included."""
+    """CPU time of all processes, including those that ended during the run."""
 
     other_cores: float = 0.0
-    """Cores that were busy with neither server nor client: what disturbed the run."""
+    """Cores used by processes that are neither server nor client."""
 
     kinds: dict[tuple[int, float], str] = field(default_factory=dict[tuple[int, float], str])
-    """What each process is: of a Ray actor its class, of a Serve replica its deployment."""
+    """Kind of each process: class of a Ray actor, deployment of a Serve replica."""
 
     _first: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float])
     _last: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float])
@@ -74,7 +74,7 @@ class Usage:
         }
 
     def cpu_s_by_kind(self) -> dict[str, float]:
-        """CPU time of all processes of a kind; nothing of those that had next to none."""
+        """CPU time by kind of process, without kinds that used almost none."""
         spent = dict[str, float]()
         for key, last in self._last.items():
             kind = self.kinds[key]
@@ -109,7 +109,7 @@ class Usage:
 
 @asynccontextmanager
 async def watch(find: FindProcesses) -> AsyncGenerator[Usage]:
-    """Sample the processes for as long as the block runs; complete when it is left."""
+    """Sample the processes while the block runs; complete at its end."""
     usage = Usage()
     client = psutil.Process()
     start, busy, own = perf_counter(), _machine_busy_s(), _cpu_seconds(client)
@@ -146,7 +146,7 @@ def _machine_busy_s() -> float:
 
 
 def kind_of(command: str) -> str:
-    """What a process is, from its title.
+    """Kind of a process, from its title.
 
     >>> kind_of("ray::ServeReplica:triptych:Router.handle"), kind_of("ray::ProxyActor")
     ('Router', 'ProxyActor')

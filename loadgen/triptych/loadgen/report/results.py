@@ -1,4 +1,4 @@
-"""Result files read back: ours, with a row per level, and vLLM's, with one level each."""
+"""Read result files: ours with a row per level, and vLLM's with one level."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ LISTS = ("input_lens", "output_lens", "ttfts", "itls", "start_times")
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Every request of a run, in the order in which they were due; times in seconds."""
+    """All requests of a run, in order of their due times; times in seconds."""
 
     prompt_tokens: Sequence[int]
     output_tokens: Sequence[int]
@@ -27,22 +27,22 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one level of one file gave."""
+    """Results of one level of one file."""
 
     path: Path
     label: str
-    """What was measured: its name in the file, else the file's."""
+    """Label in the file, else the file name."""
     level: str
-    """How hard it was pressed: ``c=4``, ``0.5/s`` or ``trace``."""
+    """Level of load: ``c=4``, ``0.5/s`` or ``trace``."""
     rate_per_s: float | None
     figures: Mapping[str, float]
-    """Whatever is a number."""
+    """All numeric fields."""
     requests: Requests | None = None
     stage_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     series: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     simulated: bool = False
     cores: int = 1
-    """Of the machine that it was measured on."""
+    """Cores of the machine of the measurement."""
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ def _result(path: Path, data: Plain, row: Plain) -> Result:
 
 
 def _requests(path: Path, row: Plain) -> Requests | None:
-    """The lists of every request; those without an answer are left out."""
+    """The lists of all requests, without those that have no answer."""
     if not all(isinstance(row.get(name), list) for name in LISTS):
         return None
     columns = [cast("list[object]", row[name]) for name in LISTS]
@@ -116,7 +116,7 @@ def _requests(path: Path, row: Plain) -> Requests | None:
 
 
 def _cores(data: Plain) -> int:
-    """What the file says of the machine, at its top or under ``about``."""
+    """Number of cores in the file, at its top or under ``about``."""
     for place in (data, _inner(data, "about")):
         found = _inner(place, "host").get("cores")
         if isinstance(found, int) and found > 0:

@@ -1,4 +1,4 @@
-"""What one request did: the moments at which its tokens came, and how many there were."""
+"""Timing of one request: when its chunks arrived, and the number of tokens."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,28 +7,28 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a stream that carried part of the answer."""
+    """One stream event with part of the answer."""
 
     at_s: float
-    """When it was read, on the client's monotonic clock."""
+    """Arrival time on the client's monotonic clock."""
 
     tokens: int | None = None
-    """Tokens of the answer so far, where the server says so in every chunk."""
+    """Output tokens so far, if the server reports usage in each chunk."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One request from the moment it was due until its stream ended."""
+    """One request from its due time to the end of its stream."""
 
     started_s: float
-    """When it was sent; in an open loop, when it was due."""
+    """Send time; in an open loop the due time."""
 
     ended_s: float
     chunks: tuple[Chunk, ...] = ()
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    """What went wrong; such a request counts as failed and in no latency."""
+    """Error text; the request counts as failed and in no latency."""
 
     text: str = field(default="", repr=False)
 
@@ -39,25 +39,25 @@ class Sample:
 
     @property
     def e2e_s(self) -> float:
-        """Until the last part of the answer."""
+        """End-to-end latency: until the last chunk."""
         return self.chunks[-1].at_s - self.started_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; none for an answer of one token."""
+        """Time per output token after the first; None for an answer of one token."""
         if self.output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def chunk_gaps_s(self) -> list[float]:
-        """Time between one chunk and the next: what the reader of the stream sees."""
+        """Times between successive chunks."""
         times = [chunk.at_s for chunk in self.chunks]
         return [later - earlier for earlier, later in pairwise(times)]
 
     @cached_property
     def token_gaps_s(self) -> list[float]:
-        """Inter-token latency: each gap shared among the tokens that its chunk brought.
+        """Inter-token latencies: each gap is divided by the tokens of its chunk.
 
         A server that sends several tokens in a chunk is credited with all of them. Where the
         chunks do not say how many they carry, each is taken to carry the same number.

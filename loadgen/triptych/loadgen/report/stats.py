@@ -1,4 +1,4 @@
-"""From samples to the figures that are reported, under the names that vLLM's benchmark uses."""
+"""Statistics of samples, with the names of vLLM's benchmark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Figures = dict[str, int | float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Limits inside which a request counts as good; none: no limit."""
+    """Latency limits of goodput; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -34,7 +34,7 @@ class Slo:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, between neighbours linearly.
+    """Percentile with linear interpolation.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 50)
     2.5
@@ -47,7 +47,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(run: Run, slo: Slo) -> Figures:
-    """Throughput and latency of one run; failed requests count as failed and nowhere else.
+    """Throughput and latency of one run; failed requests count only as failed.
 
     Units: milliseconds, and counts per second of the whole run
     """
@@ -76,19 +76,19 @@ def summarize(run: Run, slo: Slo) -> Figures:
 
 
 def goodput_per_gb(figures: Figures) -> Figures:
-    """Requests per second inside all limits for each 10^9 bytes of keys and values held."""
+    """Goodput per 10^9 bytes of held keys and values."""
     goodput, held = figures.get("request_goodput"), figures.get("mean_kv_bytes")
     return {"goodput_per_gb_kv": goodput / (held / 1e9) if goodput is not None and held else None}
 
 
 def most_at_once(samples: Sequence[Sample]) -> int:
-    """Requests under way at the busiest moment."""
+    """Maximum number of concurrent requests."""
     edges = sorted((at, step) for s in samples for at, step in ((s.started_s, 1), (s.ended_s, -1)))
     return max(accumulate(step for _, step in edges), default=0)
 
 
 def per_request(run: Run) -> dict[str, object]:
-    """One list per quantity with a value for each request, in seconds, as vLLM's files have it."""
+    """Lists with a value per request, in seconds, as in vLLM's files."""
     samples = sorted(run.samples, key=lambda sample: sample.started_s)
     first = samples[0].started_s if samples else 0.0
     return {
@@ -118,6 +118,6 @@ def distribution(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def error_counts(samples: Sequence[Sample]) -> dict[str, int]:
-    """How often each error occurred, the most frequent first."""
+    """Number of occurrences of each error, most frequent first."""
     errors = [sample.error for sample in samples if sample.error is not None]
     return dict(sorted(((e, errors.count(e)) for e in set(errors)), key=lambda pair: -pair[1]))

@@ -1,4 +1,4 @@
-"""What is asked of a server, and when: sessions of one kind, or a recorded trace."""
+"""A load: generated sessions of one workload, or a recorded trace."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,30 +12,30 @@ from triptych.loadgen.workload.turns import Segment, Session, Turn, requests_of
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One kind of sessions. The same seed gives the same sessions at the same times."""
+    """Parameters of a load. The same seed gives the same sessions at the same times."""
 
     shape: str = "uniform"
-    """A name in ``SHAPES``; ``trace``: the sessions of ``trace``, as they came."""
+    """A name in ``SHAPES``, or ``trace`` for the sessions of ``trace``."""
     prompt_tokens: int = 512
     output_tokens: int = 64
     pause_s: float = 0.0
     burstiness: float = 1.0
-    """Shape of the Gamma distribution of gaps between sessions; 1 is a Poisson process."""
+    """Gamma shape of the gaps between sessions; 1: Poisson process."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are cut; None: never."""
+    """Maximum prompt length; longer prompts are truncated. None: no limit."""
     max_output_tokens: int | None = None
     seed: int = 0
     trace: tuple[Session, ...] = ()
 
     @classmethod
     def means_of(cls, shape: str) -> Means:
-        """Means of a kind where nothing else is said."""
+        """Default means of a workload."""
         return shape_named(shape).means
 
     def sessions(
         self, requests: int, *, rate_per_s: float | None = None, scope: int = 0
     ) -> list[Session]:
-        """Sessions that make ``requests`` requests in all; the last one may be cut short.
+        """Sessions with ``requests`` requests in total; the last session may be shortened.
 
         ``rate_per_s``: requests per second of the whole; None: all are due at once, or, in a
         trace, when they came. ``scope`` keeps the prompts of one call apart from another's.
@@ -57,7 +57,7 @@ class Load:
         return [replace(one, start_s=at) for one, at in zip(found, times, strict=True)]
 
     def turn(self, index: int) -> Turn:
-        """A single request of the mean length: what warms up and calibrates."""
+        """A single request of mean length, for warm-up and calibration."""
         prompt = min(self.prompt_tokens, self.max_prompt_tokens or self.prompt_tokens)
         output = min(self.output_tokens, self.max_output_tokens or self.output_tokens)
         return Turn((Segment(f"single{index}", prompt),), output)
@@ -76,7 +76,7 @@ class Load:
 
 
 def _within(scope: int, session: Session) -> Session:
-    """A session of a trace whose prompts nobody else has: a second round finds nothing cached."""
+    """A trace session with prompts of its own scope, so that a second round has no cache hits."""
     turns = tuple(
         replace(
             turn,

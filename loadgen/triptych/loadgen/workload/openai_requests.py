@@ -1,4 +1,4 @@
-"""A load in the form that an OpenAI-compatible server reads: prompts of an exact length."""
+"""Request bodies for OpenAI-compatible servers, with prompts of exact length."""
 
 import random
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ guy moment air teacher force education
 """
 
 WORDS = tuple(_TEXT.split())
-"""Common English words: most vocabularies have each of them, with its space, as one token."""
+"""Common English words; in most vocabularies each is one token with its space."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Load):
-    """What is asked, when, and how it is written."""
+    """A load, and the form of its requests."""
 
     model: str
     endpoint: Endpoint = "completions"
@@ -34,15 +34,15 @@ class Workload(Load):
     """``tokens``: prompts are token ids (exact); ``text``: words (exact after calibration)."""
 
     vocab_size: int = 32_000
-    """Ids are drawn below this; lower it for a model with a smaller vocabulary."""
+    """Token ids are below this; lower it for a model with a smaller vocabulary."""
 
     extra_words: int = 0
-    """Words more than tokens that a text prompt takes; below 0 where a template adds tokens."""
+    """Words minus tokens of a text prompt; negative if a template adds tokens."""
 
     temperature: float = 0.0
 
     def body(self, turn: Turn) -> dict[str, object]:
-        """The JSON body of one request: the same for the same seed."""
+        """The JSON body of one request; deterministic for a seed."""
         shared: dict[str, object] = {
             "model": self.model,
             "max_tokens": turn.output_tokens,
@@ -59,18 +59,18 @@ class Workload(Load):
     def _ids(self, turn: Turn) -> list[int]:
         low = min(1000, self.vocab_size // 2)  # special tokens and bytes have the lowest ids
         return [
-            draw.randrange(low, self.vocab_size)
+            rng.randrange(low, self.vocab_size)
             for segment in turn.segments
-            for draw in [self._source(segment)]
+            for rng in [self._source(segment)]
             for _ in range(segment.tokens)
         ]
 
     def _text(self, turn: Turn) -> str:
-        """Words; a correction of their number is made at the end, behind what is shared."""
+        """Text of a prompt; the length is corrected at the end, after the shared prefix."""
         words = [
-            draw.choice(WORDS)
+            rng.choice(WORDS)
             for segment in turn.segments
-            for draw in [self._source(segment)]
+            for rng in [self._source(segment)]
             for _ in range(segment.tokens)
         ]
         count = max(1, turn.prompt_tokens + self.extra_words)

@@ -1,4 +1,4 @@
-"""Kinds of sessions: how long prompts and answers are, what they share, and where clients pause."""
+"""Workloads: lengths of prompts and answers, shared prefixes, turns and pauses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from triptych.loadgen.workload.arrivals import POISSON
 from triptych.loadgen.workload.turns import Segment, Turn
 
 SPREAD = 0.6
-"""Standard deviation of the logarithm of a length, where lengths vary."""
+"""Standard deviation of the logarithm of a length."""
 WIDE_SPREAD = 1.2
 MEAN_TURNS = 4.0
 MOST_TURNS = 12
@@ -28,7 +28,7 @@ _ZIPF_MEAN = sum(r * r**-ZIPF_EXPONENT for r in range(1, ZIPF_LIMIT + 1)) / _ZIP
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Mean lengths and pauses; what exactly they are means of, each kind says."""
+    """Mean lengths and pauses; their exact meaning depends on the workload."""
 
     prompt_tokens: int
     output_tokens: int
@@ -42,90 +42,90 @@ beginnings are shared, and means."""
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A kind of session, with what it takes where nothing else is said."""
+    """A workload and its defaults."""
 
     make: Make
     means: Means
     burstiness: float = POISSON
 
 
-def uniform(_draw: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
-    """One turn of exact length that shares nothing: what compares servers best."""
+def uniform(_rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+    """One turn of exact length, without shared prefixes."""
     return (Turn((Segment(name, means.prompt_tokens),), means.output_tokens),)
 
 
-def mixed(draw: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
-    """Lengths from very short to eight times the mean."""
-    return (_turn(draw, name, means, WIDE_SPREAD),)
+def mixed(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+    """One turn; lengths vary from very short to eight times the mean."""
+    return (_turn(rng, name, means, WIDE_SPREAD),)
 
 
-def similar(draw: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+def similar(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
     """Lengths around the means: long documents with short answers, or the other way round."""
-    return (_turn(draw, name, means, SPREAD),)
+    return (_turn(rng, name, means, SPREAD),)
 
 
-def burstgpt(draw: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+def burstgpt(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
     """Many short and a few very long prompts and answers: Zipf, scaled to the means.
 
     Source: BurstGPT (arXiv 2401.17644) and the generator in its repository: exponent 1.1 up to
     1,024, and Gamma arrivals of shape 0.5
     """
-    prompt, output = _zipf(draw, means.prompt_tokens), _zipf(draw, means.output_tokens)
+    prompt, output = _zipf(rng, means.prompt_tokens), _zipf(rng, means.output_tokens)
     return (Turn((Segment(name, prompt),), output),)
 
 
-def conversations(draw: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """A person who reads and answers: each turn repeats all before it, behind one system prompt.
+def conversations(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
+    """Chat: each turn repeats the history after a shared system prompt.
 
     The means are those of one message, of one answer and of the time to think.
     """
     history = [Segment(f"{scope}/system", means.prompt_tokens)]
     turns = list[Turn]()
-    count = min(MOST_TURNS, 1 + int(draw.expovariate(1.0 / (MEAN_TURNS - 1.0)) + 0.5))
+    count = min(MOST_TURNS, 1 + int(rng.expovariate(1.0 / (MEAN_TURNS - 1.0)) + 0.5))
     for number in range(count):
-        history.append(Segment(f"{name}/said{number}", _length(draw, means.prompt_tokens, SPREAD)))
-        pause_s = draw.expovariate(1.0 / means.pause_s) if number and means.pause_s else 0.0
-        turn = Turn(tuple(history), _length(draw, means.output_tokens, SPREAD), pause_s)
+        history.append(Segment(f"{name}/said{number}", _length(rng, means.prompt_tokens, SPREAD)))
+        pause_s = rng.expovariate(1.0 / means.pause_s) if number and means.pause_s else 0.0
+        turn = Turn(tuple(history), _length(rng, means.output_tokens, SPREAD), pause_s)
         turns.append(turn)
         # What the server will say is not known here; other text of its length stands for it.
         history.append(Segment(f"{name}/heard{number}", turn.output_tokens))
     return tuple(turns)
 
 
-def shared_prefix(draw: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """One of a few beginnings, some far more popular than others, and an end of its own."""
-    return _behind_one_of(PREFIXES, draw, name, scope, means)
+def shared_prefix(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
+    """One of a few shared prefixes of different popularity, and a unique suffix."""
+    return _behind_one_of(PREFIXES, rng, name, scope, means)
 
 
-def many_prefixes(draw: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """The same with two hundred beginnings (Zipf, exponent 1): more than one cache holds."""
-    return _behind_one_of(MANY_PREFIXES, draw, name, scope, means)
+def many_prefixes(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
+    """Like ``shared_prefix`` with 200 prefixes (Zipf, exponent 1), more than one cache holds."""
+    return _behind_one_of(MANY_PREFIXES, rng, name, scope, means)
 
 
 def _behind_one_of(
-    count: int, draw: Random, name: str, scope: str, means: Means
+    count: int, rng: Random, name: str, scope: str, means: Means
 ) -> tuple[Turn, ...]:
-    chosen = draw.choices(range(count), [1.0 / (rank + 1) for rank in range(count)])[0]
+    chosen = rng.choices(range(count), [1.0 / (rank + 1) for rank in range(count)])[0]
     common = max(1, int(means.prompt_tokens * PREFIX_SHARE))
-    own = _length(draw, max(1, means.prompt_tokens - common), SPREAD)
+    own = _length(rng, max(1, means.prompt_tokens - common), SPREAD)
     segments = (Segment(f"{scope}/prefix{chosen}", common), Segment(name, own))
-    return (Turn(segments, _length(draw, means.output_tokens, SPREAD)),)
+    return (Turn(segments, _length(rng, means.output_tokens, SPREAD)),)
 
 
-def agents(draw: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
-    """A program that calls tools: one long list of tools for all, then short answers and pauses.
+def agents(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]:
+    """Agent with tool calls: one long shared tool list, then short answers and pauses.
 
     The means are those of a task or of a tool's result, of one answer, and of a tool's time.
     """
     history = [Segment(f"{scope}/tools", 2 * means.prompt_tokens)]
-    history.append(Segment(f"{name}/task", _length(draw, means.prompt_tokens, SPREAD)))
+    history.append(Segment(f"{name}/task", _length(rng, means.prompt_tokens, SPREAD)))
     turns = list[Turn]()
-    for step in range(draw.randint(*AGENT_STEPS)):
-        pause_s = _spread(draw, means.pause_s, WIDE_SPREAD) if step and means.pause_s else 0.0
-        turn = Turn(tuple(history), _length(draw, means.output_tokens, SPREAD), pause_s)
+    for step in range(rng.randint(*AGENT_STEPS)):
+        pause_s = _spread(rng, means.pause_s, WIDE_SPREAD) if step and means.pause_s else 0.0
+        turn = Turn(tuple(history), _length(rng, means.output_tokens, SPREAD), pause_s)
         turns.append(turn)
         history.append(Segment(f"{name}/call{step}", turn.output_tokens))
-        result = _length(draw, max(1, means.prompt_tokens // 2), WIDE_SPREAD)
+        result = _length(rng, max(1, means.prompt_tokens // 2), WIDE_SPREAD)
         history.append(Segment(f"{name}/result{step}", result))
     return tuple(turns)
 
@@ -144,7 +144,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_named(name: str) -> Shape:
-    """Look a kind up.
+    """Look up a workload by name.
 
     Raises: ConfigError if there is none of that name
     """
@@ -153,20 +153,20 @@ def shape_named(name: str) -> Shape:
     return SHAPES[name]
 
 
-def _turn(draw: Random, name: str, means: Means, spread: float) -> Turn:
-    prompt = _length(draw, means.prompt_tokens, spread)
-    return Turn((Segment(name, prompt),), _length(draw, means.output_tokens, spread))
+def _turn(rng: Random, name: str, means: Means, spread: float) -> Turn:
+    prompt = _length(rng, means.prompt_tokens, spread)
+    return Turn((Segment(name, prompt),), _length(rng, means.output_tokens, spread))
 
 
-def _length(draw: Random, mean: int, spread: float) -> int:
-    return max(1, min(8 * mean, round(_spread(draw, mean, spread))))
+def _length(rng: Random, mean: int, spread: float) -> int:
+    return max(1, min(8 * mean, round(_spread(rng, mean, spread))))
 
 
-def _spread(draw: Random, mean: float, spread: float) -> float:
+def _spread(rng: Random, mean: float, spread: float) -> float:
     """Log-normal with this mean."""
-    return draw.lognormvariate(log(mean) - spread**2 / 2, spread)
+    return rng.lognormvariate(log(mean) - spread**2 / 2, spread)
 
 
-def _zipf(draw: Random, mean: int) -> int:
-    rank = draw.choices(range(1, ZIPF_LIMIT + 1), cum_weights=_ZIPF)[0]
+def _zipf(rng: Random, mean: int) -> int:
+    rank = rng.choices(range(1, ZIPF_LIMIT + 1), cum_weights=_ZIPF)[0]
     return max(1, round(rank * mean / _ZIPF_MEAN))

@@ -1,4 +1,4 @@
-"""A simulated run in the words of a measured one: the same loads in, the same figures out."""
+"""Loads and figures of simulated runs, in the same form as measured runs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -11,7 +11,7 @@ from triptych.simulator import Job, Outcome, Trial
 def jobs_of(
     sessions: Iterable[Session], asked: core.Slo = core.NO_SLO
 ) -> Iterator[tuple[Job, ...]]:
-    """Sessions as the simulator takes them; ``asked``: what each request asks of the router."""
+    """Sessions in the simulator's form; ``asked``: the SLO of each request."""
     for number, session in enumerate(sessions):
         yield tuple(
             Job(
@@ -27,7 +27,7 @@ def jobs_of(
 
 
 def figures_of(trial: Trial, slo: Slo) -> Figures:
-    """What ``summarize`` gives of a measured run.
+    """Figures of a simulated run, like ``summarize`` of a measured one.
 
     Inter-token latencies are those of decode steps; the bytes of keys and values are what the
     router has booked, which is more than what is held.
@@ -63,13 +63,13 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """Time per output token after the first; none for an answer of one token."""
+    """Time per output token after the first; None for an answer of one token."""
     count = outcome.job.max_tokens
     return (outcome.last_s - outcome.first_s) / (count - 1) if count > 1 else None
 
 
 def is_inside(outcome: Outcome, slo: Slo) -> bool:
-    """Whether a request kept all limits."""
+    """Whether a request met all limits."""
     ttft_s = outcome.first_s - outcome.due_s
     return (slo.ttft_ms is None or ttft_s * 1e3 <= slo.ttft_ms) and (
         slo.tpot_ms is None or (tpot_s(outcome) or 0.0) * 1e3 <= slo.tpot_ms
@@ -80,7 +80,7 @@ MOST_VALUES = 200_000
 
 
 def weighted(gaps: Mapping[float, int]) -> list[float]:
-    """Gaps with how often each occurred, as a list; thinned out evenly where it would be long."""
+    """Expand gaps and their counts to a list; long lists are thinned out evenly."""
     total = sum(gaps.values())
     every = max(1, total // MOST_VALUES)
     values, seen = list[float](), 0
@@ -91,7 +91,7 @@ def weighted(gaps: Mapping[float, int]) -> list[float]:
 
 
 def per_job(trial: Trial) -> dict[str, object]:
-    """One list per quantity with a value for each request, in seconds, as in a measured file."""
+    """Lists with a value per request, in seconds, as in the file of a measured run."""
     outcomes = sorted(trial.outcomes, key=lambda one: one.due_s)
     return {
         "input_lens": [one.job.prompt_tokens for one in outcomes],
@@ -105,7 +105,7 @@ def per_job(trial: Trial) -> dict[str, object]:
 
 
 def _gaps(outcome: Outcome) -> list[float]:
-    """The mean gap for each token: single ones are not kept."""
+    """The mean gap for each token; the simulator keeps no single gaps."""
     gap = tpot_s(outcome)
     return [] if gap is None else [gap] * (outcome.job.max_tokens - 1)
 
@@ -122,18 +122,18 @@ def decision_ms(trial: Trial) -> dict[str, float]:
     }
 
 
-def cell_figures(cells: int, trial: Trial) -> dict[str, object]:
-    """What several routers cost in balance, and what the busiest of them has to do.
+def shard_figures(shards: int, trial: Trial) -> dict[str, object]:
+    """Balance of several router shards, and the load of the busiest one.
 
-    ``cell_balance``: work of the busiest cell's workers over the mean of all cells.
+    ``cell_balance``: work of the busiest shard's workers over the mean of all shards.
     ``router_cpu_s``: real CPU time of the busiest router, decisions and ticks.
     """
     parts = trial.shards.values()
-    mean_s = sum(part.busy_s for part in parts) / cells or 1e-9
+    mean_s = sum(part.busy_s for part in parts) / shards or 1e-9
     return {
-        "cells": cells,
+        "cells": shards,
         "cell_balance": max(part.busy_s for part in parts) / mean_s,
         "cell_requests": [part.requests for part in parts],
-        "cell_choices": trial.shard_choices if cells > 1 else {},
+        "cell_choices": trial.shard_choices if shards > 1 else {},
         "router_cpu_s": max(part.router_s for part in parts),
     }

@@ -1,4 +1,4 @@
-"""Recorded traffic: BurstGPT's CSV and Mooncake's JSON lines, read into sessions."""
+"""Read recorded traces (BurstGPT CSV, Mooncake JSON lines) as sessions."""
 
 import csv
 import json
@@ -10,13 +10,13 @@ from triptych.core.errors import ConfigError
 from triptych.loadgen.workload.turns import Segment, Session, Turn
 
 BLOCK_TOKENS = 512
-"""Tokens that one hash of a Mooncake trace stands for."""
+"""Tokens per hash of a Mooncake trace."""
 
 CSV_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> tuple[Session, ...]:
-    """Read a trace by its ending, ``.csv`` or ``.jsonl``; its first request is due at 0.
+    """Read a ``.csv`` or ``.jsonl`` trace; its first request is due at 0.
 
     ``speed`` of 2 sends twice as fast as recorded. ``limit`` stops after so many requests.
     Requests without an answer, which BurstGPT keeps as failures, are left out.
@@ -104,7 +104,7 @@ def _session(name: str, at_s: float, prompt: float, output: float, *, where: str
 
 
 def _with_blocks(session: Session, hashes: object, where: str) -> Session:
-    """The same session, its prompt made of blocks: equal hashes are equal tokens."""
+    """The session with a prompt of blocks; equal hashes give equal tokens."""
     items = cast("list[object]", hashes) if isinstance(hashes, list) else [None]
     if not all(isinstance(item, int | str) for item in items):
         raise ConfigError(f"{where}: hash_ids: expected a list of numbers")

@@ -1,4 +1,4 @@
-"""What clients want, before it has any form on the wire: prompts of segments, turns, sessions."""
+"""Sessions, turns and prompt segments, independent of the request format."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of prompt tokens. Equal keys have equal tokens: so prompts share a beginning."""
+    """A segment of prompt tokens. Equal keys give equal tokens, for shared prefixes."""
 
     key: str
     tokens: int
@@ -14,19 +14,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what it reads, and how long its answer is to be."""
+    """One request: prompt segments and output length."""
 
     segments: tuple[Segment, ...]
     output_tokens: int
     pause_s: float = 0.0
-    """Time between the end of the turn before it and this one: a person thinks, a tool runs."""
+    """Pause after the end of the previous turn, such as think time or a tool call."""
 
     @property
     def prompt_tokens(self) -> int:
         return sum(segment.tokens for segment in self.segments)
 
     def limited(self, prompt_tokens: int | None, output_tokens: int | None) -> "Turn":
-        """The same turn with a prompt and an answer that are no longer than so."""
+        """The turn with prompt and output truncated to these lengths."""
         left = self.prompt_tokens if prompt_tokens is None else prompt_tokens
         kept = list[Segment]()
         for segment in self.segments:
@@ -39,13 +39,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one client, each sent when the one before it has ended."""
+    """Turns of one client, sent one after the other."""
 
     turns: tuple[Turn, ...]
     start_s: float = 0.0
-    """When the first turn is due, from the start of the run; a closed loop does not ask."""
+    """Due time of the first turn from the start of the run; a closed loop ignores it."""
 
 
 def requests_of(sessions: Iterable[Session]) -> int:
-    """How many requests the sessions make."""
+    """Number of requests of the sessions."""
     return sum(len(session.turns) for session in sessions)

@@ -1,5 +1,6 @@
-"""``triptych bench compare``: what one server does next to another, level by level."""
+"""``triptych bench compare`` and ``bench plot``: compare and plot result files."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,7 @@ import typer
 
 from triptych.cli.output import JsonFlag, make_table, show
 from triptych.core.errors import ConfigError
+from triptych.loadgen.report.plot import plot_all
 from triptych.loadgen.report.results import Result, read_results
 
 FIGURES = {
@@ -28,14 +30,14 @@ Row = dict[str, object]
 
 
 def bench_compare(
-    base: Annotated[Path, typer.Argument(help="The result file that others are compared with.")],
+    base: Annotated[Path, typer.Argument(help="Result file that is the baseline.")],
     others: Annotated[list[Path], typer.Argument(help="Result files of bench serve or simulate.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show figures next to those of a base, as ratios, for each level that both have.
+    """Compare result files with a baseline: ratios of each figure, for each common level.
 
-    A level that a file has several times counts with the median of its rounds; the spread is
-    that of the ratios of all pairs of rounds.
+    If a file has several rounds of a level, the ratio is that of the medians; lowest and highest
+    are over all pairs of rounds.
     """
     first = read_results(base)
     rows = [row for path in others for row in compare(first, read_results(path))]
@@ -50,7 +52,7 @@ def bench_compare(
 
 
 def compare(base: Sequence[Result], other: Sequence[Result]) -> list[Row]:
-    """A row for each level and figure that both sides have, in the order of the base."""
+    """A row for each level and figure that both sides have, in the order of the baseline."""
     rows = list[Row]()
     for level in dict.fromkeys(result.level for result in base):
         ours = [result for result in base if result.level == level]
@@ -77,3 +79,18 @@ def compare(base: Sequence[Result], other: Sequence[Result]) -> list[Row]:
 
 def _values(results: Sequence[Result], name: str) -> list[float]:
     return [result.figures[name] for result in results if name in result.figures]
+
+
+def bench_plot(
+    files: Annotated[list[Path], typer.Argument(help="Result files of bench serve or simulate.")],
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path(),
+    name: Annotated[str, typer.Option(help="Prefix of their file names.")] = "bench",
+    as_json: JsonFlag = False,
+) -> None:
+    """Plot latency distributions, throughput and goodput against rate, time by stage and memory.
+
+    Needs matplotlib: pip install 'triptych[eval]'.
+    """
+    results = [result for path in files for result in read_results(path)]
+    pictures = [str(path) for path in plot_all(results, out, name)]
+    typer.echo(json.dumps(pictures, indent=2) if as_json else "\n".join(pictures))

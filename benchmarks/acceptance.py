@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from triptych.core.config import AppConfig
-from triptych.evals.metrics.teacher_forcing import forced_logits
+from triptych.evals.metrics.teacher_forcing import teacher_forced_logits
 from triptych.workers.models.store.model_store import resolve
 
 MODEL = "smollm2-135m-instruct"
@@ -152,7 +152,7 @@ def compare_quality(policy: str, dtype: str) -> dict[str, object]:
     config = AppConfig.from_mapping(
         {"model": {"name": str(path), "dtype": dtype}, "compressor": {"policy": policy}}
     )
-    ours = forced_logits(config, path, asked, said)
+    ours = teacher_forced_logits(config, path, asked, said)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     rows = list[dict[str, float]]()
     for prompt, tokens, steps in zip(asked, said, ours, strict=True):

@@ -177,7 +177,7 @@ def be_a_pool(blocks: int, block_pages: int, page_bytes: int, per_second: float)
         )
         with LocalPool(2 * count, page_bytes, "w", limits, disk) as pool:
             for tokens in chains:
-                ids = pool.take(count)
+                ids = pool.allocate(count)
                 pool.arena.data[ids] = 7
                 new = Publication(
                     namespace=space,

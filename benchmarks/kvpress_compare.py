@@ -16,13 +16,14 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from kvpress_exchange import read_records, write_cases  # beside this file
+
 from triptych.cli.list_options import integers, words, words_or_none
 from triptych.cli.output import write_json
 from triptych.cli.quality.evaluate import show_results
-from triptych.evals.data.exchange import read_records, write_cases
 from triptych.evals.data.tasks import TASKS
 from triptych.evals.methods.method_names import COMPARED
-from triptych.evals.studies.plot import draw
+from triptych.evals.studies.plot import plot_quality
 from triptych.evals.studies.runner import Records
 from triptych.evals.studies.study import Prepared, Study, measure, prepare, report
 from triptych.loadgen.report.host import host_info
@@ -53,7 +54,7 @@ def press(
         command = [python, str(script), str(folder / "job"), "--presses", presses]
         subprocess.run(
             [*command, "--keep", str(folder / "keep.json")],
-            env=os.environ | {"PYTHONPATH": str(ROOT / "workers")},
+            env=os.environ | {"PYTHONPATH": str(ROOT / "evals")},
             check=True,
         )
         return read_records(folder / "job", revision, groups)
@@ -99,7 +100,7 @@ def main() -> None:
         body = {"host": host, "kept_by_kvpress": keep, **results.as_json()}
         write_json(body, options.json)
     if options.plot:
-        draw(results.rows, results.rows[-1].context, options.plot)
+        plot_quality(results.rows, results.rows[-1].context, options.plot)
 
 
 if __name__ == "__main__":

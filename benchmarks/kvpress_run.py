@@ -1,9 +1,9 @@
 """Runs the cases of a study through kvpress, in kvpress's own environment.
 
-    PYTHONPATH=workers /path/to/kvpress-env/bin/python benchmarks/kvpress_run.py FOLDER \
+    PYTHONPATH=evals /path/to/kvpress-env/bin/python benchmarks/kvpress_run.py FOLDER \
         --presses knorm,snapkv --keep 0.3
 
-FOLDER holds ``cases.json`` as ``triptych.evals.data.exchange`` writes it; each press adds
+FOLDER holds ``cases.json`` as ``kvpress_exchange.py`` writes it; each press adds
 one file of records. kvpress 0.5.5 wants transformers below 5.3, so it cannot share ours. The
 prompt is compressed, then forced tokens follow, as in kvpress's pipeline; each press is compared
 with the full cache of the very model and environment that it runs in. ``--keep`` is the share of

@@ -91,13 +91,13 @@ class Bench:
     def fetch(self, *, apart: bool) -> float:
         """Seconds that the pages of one request take to come over."""
         producer, worker = self.far.worker, self.near.worker
-        stock = np.sort(producer.take(2 * self.pages))
+        stock = np.sort(producer.allocate(2 * self.pages))
         ids: PageIds = stock[self._apart] if apart else stock[: self.pages]
-        producer.give(np.setdiff1d(stock, ids))
+        producer.free(np.setdiff1d(stock, ids))
         producer.arena.data[ids] = np.random.default_rng(0).integers(0, 256, PAGE_BYTES, np.uint8)
-        (claim,) = producer.handoff([("r", ids)])
+        (lease_ref,) = producer.handoff([("r", ids)])
         begun = time.perf_counter()
-        made, mine = self._fetcher.fetch("r", claim, ids)
+        made, mine = self._fetcher.fetch("r", lease_ref, ids)
         took_s = time.perf_counter() - begun
         if not np.array_equal(worker.arena.data[mine], producer.arena.data[ids]):
             raise SystemExit("other pages came over")

@@ -46,13 +46,13 @@ def handoffs(tokens: int, repeats: int) -> list[Row]:
 def handoff(sender: PoolClient, receiver: PoolClient, pages: int) -> list[float]:
     """Milliseconds of each part."""
     marks = [time.perf_counter()]
-    ids = sender.take(pages)
+    ids = sender.allocate(pages)
     marks.append(time.perf_counter())
-    [claim] = sender.handoff([("r", ids)])
+    [lease_ref] = sender.handoff([("r", ids)])
     marks.append(time.perf_counter())
-    [claim] = receiver.attach([(claim, ids)])
+    [lease_ref] = receiver.attach([(lease_ref, ids)])
     marks.append(time.perf_counter())
-    receiver.release([claim.lease])
+    receiver.release([lease_ref.lease])
     marks.append(time.perf_counter())
     return [1e3 * (end - start) for start, end in pairwise(marks)]
 
@@ -67,7 +67,7 @@ def free_list(batch: int, seconds: float) -> Row:
     pages, done, start = FreeList(1 << 18), 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         for _ in range(100):
-            pages.give(pages.take(batch))
+            pages.free(pages.allocate(batch))
         done += 100 * batch
     return {"batch": batch, "pages_per_s": done / (time.perf_counter() - start)}
 

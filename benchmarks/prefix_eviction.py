@@ -99,18 +99,18 @@ def measure(name: str, policy: EvictionPolicy, share: float, asked: argparse.Nam
     saved = spent = 0.0
     for document in requests(asked.requests, known, asked.drift, chance):
         tokens = document.tokens
-        hold = index.acquire(HERE, tokens)
-        found = len(hold.blocks) if hold else 0
+        pin = index.acquire(HERE, tokens)
+        found = len(pin.blocks) if pin else 0
         costs = [block_seconds(at) for at in range(len(document.blocks))]
         saved, spent = saved + sum(costs[:found]), spent + sum(costs)
         hit_bytes += found * document.block_bytes
         all_bytes += len(costs) * document.block_bytes
         if found < len(costs):
             done = index.publish(HERE, tokens[:-1], document.payloads(found), tenant="")
-            if done.hold:
-                index.release(done.hold.id)
-        if hold:
-            index.release(hold.id)
+            if done.pin:
+                index.release(done.pin.id)
+        if pin:
+            index.release(pin.id)
     stat = index.stat()
     return Row(
         name, share, round(hit_bytes / all_bytes, 4), round(saved / spent, 4), stat.evictions

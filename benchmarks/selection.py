@@ -111,8 +111,8 @@ def measure(requests: int, prompt: int, answer: int, keep: float, spread: str) -
     plan = PagePlan.of(config, facts.geometry, find_profile(config, facts))
     pages = (plan.high.pages(prompt) + plan.raw_pages(prompt) + answer) * plan.geometry.head_rows
     pool = LocalPool(requests * pages, plan.page_bytes)
-    brain = load_model(config, plan, path, ("decode",))
-    (engine,) = make_engines(config, plan, brain, pool, ("decode",))
+    model_context = load_model(config, plan, path, ("decode",))
+    (engine,) = make_engines(config, plan, model_context, pool, ("decode",))
     turns = Turns()
 
     def choose(owner: Selector, slots: Ids, positions: Ids64, dense: Mask) -> StepChoice | None:
@@ -149,7 +149,7 @@ def join(plan: PagePlan, pool: LocalPool, name: str, prompt: int, answer: int) -
     parts = (plan.high, torch.arange(sink, last)), (plan.raw, positions)
     for layout, where in parts:
         count = len(where)
-        ids = pool.take(rows * layout.pages(count)).reshape(rows, -1)
+        ids = pool.allocate(rows * layout.pages(count)).reshape(rows, -1)
         token = torch.arange(count)
         cells = torch.from_numpy(ids)[:, token // layout.tokens].T.contiguous()
         inside = (token % layout.tokens).int()[:, None].repeat(1, rows)
@@ -157,14 +157,14 @@ def join(plan: PagePlan, pool: LocalPool, name: str, prompt: int, answer: int) -
         store_tokens(arena, layout, key, value, cells, inside, where.int())
         runs.append((layout.format.name, np.full(rows, count, np.int32), ids.ravel()))
     assert recent == len(positions)
-    (claim,) = pool.handoff([(name, np.concatenate([ids for _, _, ids in runs]))])
+    (lease_ref,) = pool.handoff([(name, np.concatenate([ids for _, _, ids in runs]))])
     sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
     request = Request(id=name, prompt=(5,) * prompt, sampling=sampling, reply_to="client")
     return Join(
         request=request,
-        handle=make_handle(claim, runs, tokens=prompt),
+        handle=make_handle(lease_ref, runs, tokens=prompt),
         report=CompressionReport(policy="uniform:k8v4", raw_bytes=1, stored_bytes=1),
-        words=(5,),
+        output_tokens=(5,),
     )
 
 

@@ -32,7 +32,7 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Request, Sampling, Tokens
 from triptych.evals.data.texts import Document, documents
 from triptych.evals.metrics.fidelity import compare, summarize
-from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
 from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
 from triptych.workers.models.pretrained import read_tokenizer
@@ -194,9 +194,9 @@ def beside(server: LocalServer, told: Dialogue, name: str, session: str) -> list
 
 def second_turn(config: AppConfig, told: Sequence[Dialogue], session: bool) -> list[torch.Tensor]:
     """Logits of each dialogue's second answer, forced; what was said first is forced as well."""
-    scripts = [Script(answer) for one in told for answer in one.answers[:2]]
-    teacher = Teacher(scripts)
-    with LocalServer(config, draw=teacher.draw) as server:
+    outputs = [ForcedTokens(answer) for one in told for answer in one.answers[:2]]
+    teacher = TeacherForcing(outputs)
+    with LocalServer(config, draw=teacher.sample) as server:
         for number, one in enumerate(told):
             prompt = list[int]()
             for turn in range(2):
@@ -216,11 +216,13 @@ def greedy_second_turn(
     config: AppConfig, told: Sequence[Dialogue], session: bool
 ) -> list[list[int]]:
     """The second answer as the model gives it, behind a first one that is forced."""
-    scripts = [
-        script for one in told for script in (Script(one.answers[0], keep=False), Script(()))
+    outputs = [
+        output
+        for one in told
+        for output in (ForcedTokens(one.answers[0], keep_logits=False), ForcedTokens(()))
     ]
-    teacher, said = Teacher(scripts), list[list[int]]()
-    with LocalServer(config, draw=teacher.draw) as server:
+    teacher, said = TeacherForcing(outputs), list[list[int]]()
+    with LocalServer(config, draw=teacher.sample) as server:
         for number, one in enumerate(told):
             prompt, last = list[int](), list[int]()
             for turn in range(2):

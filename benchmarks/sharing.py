@@ -125,7 +125,7 @@ def measure(policy: str, rounds: int, count: int, shared: int, own: int, answers
         prompts = [beginning + tokens(chance, own) for _ in range(count)]
         for kind, server in servers.items():
             watches[kind].append(Watch(count, server))
-            with server.looked_on(watches[kind][-1].around):
+            with server.instrumented(watches[kind][-1].around):
                 cached = answer(server, prompts, answers)
     name = servers["shared"].plan.policy.name
     for server in servers.values():

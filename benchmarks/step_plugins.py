@@ -29,13 +29,13 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import PluginOverride, Sampling, Send
 from triptych.evals.data.texts import documents
 from triptych.evals.metrics.fidelity import compare, summarize
-from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
 from triptych.loadgen.report.host import host_info
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.local import LocalServer
 from triptych.workers.loop import Work
-from triptych.workers.models.early_exit import Leaving
+from triptych.workers.models.early_exit import ExitTracker
 from triptych.workers.models.pretrained import read_tokenizer
 from triptych.workers.models.store.model_store import resolve
 from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
@@ -152,7 +152,7 @@ def ask(config: AppConfig, tokens: int) -> list[tuple[Sequence[int], Sequence[fl
 def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
     """Median share of a step's time that ``entropy_stop`` takes with its neutral threshold."""
     shares, spent = list[float](), [0.0]
-    look = DecodeEngine._look  # pyright: ignore[reportPrivateUsage]
+    look = DecodeEngine._run_plugins  # pyright: ignore[reportPrivateUsage]
 
     def timed(engine: DecodeEngine, *given: object) -> object:
         begun = time.perf_counter()
@@ -170,11 +170,11 @@ def share_of_step(config: AppConfig, requests: int, tokens: int) -> float:
 
     decode = replace(config.decode, plugins=("entropy_stop",))
     with (
-        patch.object(DecodeEngine, "_look", timed),
+        patch.object(DecodeEngine, "_run_plugins", timed),
         LocalServer(replace(config, decode=decode)) as server,
     ):
         sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        with server.looked_on(around):
+        with server.instrumented(around):
             server.complete([server.request(range(5, 100), sampling) for _ in range(requests)])
     return round(median(shares[5:]), 4)
 
@@ -200,7 +200,7 @@ def forced(
     texts = documents(
         tokenizer.encode, "evaluation", context=context, continuation=answer, count=count
     )
-    teacher = Teacher([Script(text.continuation) for text in texts])
+    teacher = TeacherForcing([ForcedTokens(text.continuation) for text in texts])
     engines, steps = dict[int, DecodeEngine](), list[float]()
 
     def around(engine: Engine, work: Work) -> Iterable[Send] | None:
@@ -213,17 +213,17 @@ def forced(
 
     plugins = () if wish is None else (wish.plugin,)
     decode = replace(config.decode, plugins=plugins)
-    with LocalServer(replace(config, decode=decode), path, teacher.draw) as server:
+    with LocalServer(replace(config, decode=decode), path, teacher.sample) as server:
         requests = [
             replace(
                 server.request(
                     text.context, Sampling(max_tokens=answer, ignore_eos=True, seed=number)
                 ),
-                switches=() if wish is None else (wish,),
+                plugin_overrides=() if wish is None else (wish,),
             )
             for number, text in enumerate(texts)
         ]
-        with server.looked_on(around):
+        with server.instrumented(around):
             server.complete(requests)
         (engine,) = engines.values()
         # What a request that has left had in its rows is there until its slot is used again.
@@ -256,19 +256,19 @@ def pruned(
 def left(config: AppConfig, count: int, context: int, answer: int) -> Iterable[Left]:
     """Each depth and threshold next to all layers."""
     plain = forced(config, None, count, context, answer)
-    look, seen = Leaving.staying, [0, 0]
+    active_tokens, seen = ExitTracker.active_tokens, [0, 0]
 
-    def counted(leaving: Leaving, layers: int, hidden: Tensor) -> Tensor | None:
-        staying = look(leaving, layers, hidden)
-        if layers == int(leaving.exits.layers[0]):
-            gone = 0 if staying is None else len(hidden) - len(staying)
+    def counted(tracker: ExitTracker, layers: int, hidden: Tensor) -> Tensor | None:
+        active = active_tokens(tracker, layers, hidden)
+        if layers == int(tracker.exits.layers[0]):
+            gone = 0 if active is None else len(hidden) - len(active)
             seen[0], seen[1] = seen[0] + gone, seen[1] + len(hidden)
-        return staying
+        return active
 
     for depth, threshold in product(DEPTHS, EXIT_THRESHOLDS):
         seen[:] = [0, 0]
         wish = PluginOverride(plugin="layer_exit", options={"threshold": threshold, "depth": depth})
-        with patch.object(Leaving, "staying", counted):
+        with patch.object(ExitTracker, "active_tokens", counted):
             found = forced(config, wish, count, context, answer)
         share = seen[0] / max(1, seen[1])
         times = round(found.step_s / plain.step_s, 3)

@@ -5,7 +5,7 @@
 
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.messages import CompressionReport, Sampling
-from triptych.core.policy import Policy, basis_of
+from triptych.core.policy import Policy, kv_rotation_of
 from triptych.core.profile import Profile
 from triptych.workers.local import LocalServer
 
@@ -21,7 +21,7 @@ def policy(config: CompressorConfig, profile: Profile | None) -> Policy:
         window_tokens=16,
         high_window_tokens=16,
         score_every=config.score_every_tokens,
-        basis=basis_of(config, "k8v8", profile),
+        kv_rotation=kv_rotation_of(config, "k8v8", profile),
     )
 
 

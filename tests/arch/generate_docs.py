@@ -7,7 +7,7 @@ part; the text between them is replaced. Words after the name are arguments, as 
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import getdoc, isclass, isfunction
@@ -23,7 +23,7 @@ from triptych.cli.main import app
 from triptych.core import errors
 from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.policy import COMPRESSION_POLICIES
 from triptych.deployments.grpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
@@ -130,11 +130,17 @@ def policies() -> str:
         ("eviction of prefixes", "pool.prefix_eviction", EVICTION_POLICIES),
     )
     rows = [
-        (kind, f"`{setting}: {name}`", first_sentence(_told(target)))
+        (kind, f"`{setting}: {name}`", _what_it_does(name, registry.builtin))
         for kind, setting, registry in kinds
-        for name, target in registry.builtin.items()
+        for name in registry.builtin
     ]
     return table(("kind", "setting", "what it does"), rows)
+
+
+def _what_it_does(name: str, table: Mapping[str, str]) -> str:
+    """First sentence of a plug-in's docstring, or, of a second name, the first one."""
+    first = next(other for other, target in table.items() if target == table[name])
+    return first_sentence(_told(table[name])) if first == name else f"An alias of `{first}`"
 
 
 def _told(target: str) -> str:

@@ -22,16 +22,18 @@ CONFIG_CLASSES = [
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 ]
 LAYER = {part: at for at, part in enumerate(PARTS)}
+TABLE_FILES = ("plugins", "policy")
+"""Modules of a part that may hold a plug-in table."""
 
 
 def plugin_tables() -> list[tuple[str, Registry[Any]]]:
-    """Every ``Registry`` of a module whose name ends in ``plugins``, or of a package."""
+    """Every ``Registry`` of a module of ``TABLE_FILES``, or of a package."""
     found = dict[int, tuple[str, Registry[Any]]]()
     for part in PARTS:
         package = importlib.import_module(f"triptych.{part}")
         names = [info.name for info in pkgutil.iter_modules(package.__path__)]
         modules = [package.__name__]
-        modules += [f"triptych.{part}.{name}" for name in names if name == "plugins"]
+        modules += [f"triptych.{part}.{name}" for name in names if name in TABLE_FILES]
         for module in modules:
             for value in vars(importlib.import_module(module)).values():
                 if isinstance(value, Registry):

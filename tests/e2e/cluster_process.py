@@ -3,7 +3,7 @@
 The head has no CPUs. Two nodes join while the application waits for them: one has the resource
 ``front``, one ``back``, both have ``triptych``. Says ``ready`` when it serves. At the word ``join``
 another node comes that has ``back``, at ``die`` the first that had it goes; ``taken`` asks how
-many actors have a sliver of ``triptych``. Ends when its input does.
+many actors have a share of ``triptych``. Ends when its input does.
 """
 
 import json
@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.serve.deployment import Application
 
 from triptych.deployments.app import build_app
-from triptych.deployments.placement.nodes import SLIVER
+from triptych.deployments.placement.nodes import AFFINITY_AMOUNT
 
 HEAD, FRONT, BACK, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
 """Loopback, like 127.0.0.1, which Ray would replace by an address that others reach."""
@@ -45,7 +45,7 @@ def main(port: str, args: str) -> None:
                 cluster.remove_node(back, allow_graceful=False)
             case "taken":
                 taken = ray.cluster_resources()["triptych"] - ray.available_resources()["triptych"]
-                say(str(round(taken / SLIVER)))
+                say(str(round(taken / AFFINITY_AMOUNT)))
             case word:
                 raise ValueError(word)
         say("done")

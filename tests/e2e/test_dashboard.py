@@ -89,12 +89,12 @@ def test_the_chat_box_answers_and_says_what_compression_did(
       document.getElementById("maxtokens").value = 24;
       document.getElementById("ask").requestSubmit();
     })()""")
-    note = page.wait_for("document.querySelector('.said:last-child small').textContent", 150)
+    note = page.wait_for("document.querySelector('.message:last-child small').textContent", 150)
     assert "first token" in note
     assert "tokens/s" in note
     assert "compression" in note
     assert "x (diffkv" in note
-    assert page.run("document.querySelector('.said:last-child span').textContent.length") > 3
+    assert page.run("document.querySelector('.message:last-child span').textContent.length") > 3
     assert page.run("document.querySelectorAll('#log b').length") == 0
     assert page.complaints == []
 

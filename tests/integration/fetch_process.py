@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from triptych.core.handles import Claim
+from triptych.core.handles import LeaseRef
 from triptych.kvpool import Access, Fetcher, PoolAddress, PoolClient
 
 
@@ -18,10 +18,10 @@ def main(
     near: str, directory: str, arena: str, host: str, calls: str, pages: str, token: str
 ) -> None:
     far = {arena: PoolAddress(host, int(calls), int(pages))}
-    claim, ids = json.loads(sys.stdin.readline())
+    lease_ref, ids = json.loads(sys.stdin.readline())
     with PoolClient(near, "decode", directory=Path(directory)) as worker:
         fetcher = Fetcher(worker, far.get, Access(token))
-        _, mine = fetcher.fetch("r", Claim(*claim), np.array(ids, np.int32))
+        _, mine = fetcher.fetch("r", LeaseRef(*lease_ref), np.array(ids, np.int32))
         sys.stdout.write(hashlib.sha256(worker.arena.data[mine].tobytes()).hexdigest() + "\n")
         fetcher.close()
 

@@ -67,13 +67,15 @@ def test_pages_come_from_a_node_with_another_address(namespaces: None, tmp_path:
         far_address, (arena, calls, pages) = said(far), said(far).split()
         near_address = said(near)
         with PoolClient(far_address, "compress", directory=tmp_path / "far") as producer:
-            ids = producer.take(PAGES)
+            ids = producer.allocate(PAGES)
             rng = np.random.default_rng(0)
             producer.arena.data[ids] = rng.integers(0, 256, (PAGES, producer.page_bytes), np.uint8)
-            [claim] = producer.handoff([("r", ids)])
+            [lease_ref] = producer.handoff([("r", ids)])
             arguments = (near_address, tmp_path / "near", arena, "10.99.0.1", calls, pages, TOKEN)
             fetching = start(NEAR, FETCH, *arguments)
-            digest, _ = fetching.communicate(json.dumps([astuple(claim), ids.tolist()]) + "\n", 60)
+            digest, _ = fetching.communicate(
+                json.dumps([astuple(lease_ref), ids.tolist()]) + "\n", 60
+            )
             whole = hashlib.sha256(producer.arena.data[ids].tobytes()).hexdigest()
             assert digest.strip() == whole
             assert producer.stat().by_request == {}

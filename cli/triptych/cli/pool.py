@@ -158,7 +158,7 @@ def _kept(ledger: PoolStats) -> Iterator[str]:
     if prefix.blocks or prefix.asked_tokens:
         yield (
             f"prefixes in memory: {prefix.blocks} blocks, {prefix.bytes / MIB:.1f} MiB, "
-            f"{prefix.lent_bytes / MIB:.1f} MiB lent to requests, "
+            f"{prefix.borrowed_bytes / MIB:.1f} MiB lent to requests, "
             f"{prefix.hit_tokens} of {prefix.asked_tokens} tokens known, "
             f"{prefix.evictions} evicted"
         )

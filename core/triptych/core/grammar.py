@@ -1,10 +1,9 @@
 # llguidance has type hints for its classes, but not for what its tokenizers are made of.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Grammars that an answer keeps to: made from what a client asks for, and checked before it runs.
+"""Grammars for structured output: built from a schema, regex, choices or rules.
 
-A grammar is a text that llguidance reads: no code of ours or of the client's is in it, and what it
-may cost is bounded, in building and in every step (``LIMITS``). So one request cannot hold up the
-others, whatever it brings along.
+A grammar is a text that llguidance parses; it contains no code. ``LIMITS`` bounds the cost of
+building it and of every step, so that one request cannot delay the others.
 """
 
 import json
@@ -26,11 +25,11 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""About 50 ms to build a grammar, 7 ms for a step, and 40 MB for what it remembers, at most."""
+"""At most about 50 ms to build a grammar, 7 ms for a step, and 40 MB of memory."""
 
 
-def of_schema(schema: Mapping[str, object] | bool) -> str:
-    """JSON texts that a JSON schema allows; keywords that cannot be kept to are refused.
+def from_json_schema(schema: Mapping[str, object] | bool) -> str:
+    """The grammar of JSON texts that a JSON schema allows; unsupported keywords are an error.
 
     Raises: GrammarError
     """
@@ -41,8 +40,8 @@ def of_schema(schema: Mapping[str, object] | bool) -> str:
     return _checked(LLMatcher.grammar_from_json_schema(text))
 
 
-def of_regex(pattern: str) -> str:
-    """Texts that a regular expression matches from end to end.
+def from_regex(pattern: str) -> str:
+    """The grammar of texts that a regular expression matches from start to end.
 
     Raises: GrammarError
     """
@@ -50,18 +49,18 @@ def of_regex(pattern: str) -> str:
     return _checked(LLMatcher.grammar_from_regex(pattern))
 
 
-def of_choice(choices: Sequence[str]) -> str:
-    """One of some texts.
+def from_choices(choices: Sequence[str]) -> str:
+    """The grammar that allows exactly the texts given.
 
     Raises: GrammarError
     """
     if not choices or not all(choices):
         raise GrammarError("expected a list of texts, none of them empty")
-    return of_lark("start: " + " | ".join(map(json.dumps, choices)))
+    return from_lark("start: " + " | ".join(map(json.dumps, choices)))
 
 
-def of_lark(rules: str) -> str:
-    """Texts of a context-free grammar in Lark's notation, which begins with the rule ``start``.
+def from_lark(rules: str) -> str:
+    """The grammar of Lark rules, whose first rule is ``start``.
 
     Raises: GrammarError
     """
@@ -105,7 +104,7 @@ def _members(value: Any) -> list[Any]:
 
 
 class _Bytes:
-    """A vocabulary of all bytes: enough to see whether a grammar can begin at all."""
+    """A tokenizer whose vocabulary is all bytes; it shows whether any text satisfies a grammar."""
 
     tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
     eos_token_id, bos_token_id = 256, None

@@ -1,4 +1,4 @@
-"""Claims on pages that pass between processes instead of the bytes themselves."""
+"""References to pages that pass between processes instead of the bytes themselves."""
 
 from dataclasses import dataclass
 from typing import NewType
@@ -7,25 +7,25 @@ LeaseId = NewType("LeaseId", int)
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The right to a lease's pages: a later ``generation`` makes an earlier claim stale.
+class LeaseRef:
+    """The right to a lease's pages: a later ``generation`` makes an earlier reference stale.
 
     The pool counts ``generation`` up each time the lease changes hands, and never uses a
-    lease id twice, so a claim that was kept too long is an error, not a wrong answer.
+    lease id twice, so a reference that was kept too long is an error, not a wrong answer.
     """
 
     arena: str
     """Which arena the pages lie in, unique per pool process and start."""
 
     lease: LeaseId
-    """The lease that holds them."""
+    """The lease that they are in."""
 
     generation: int
-    """How often the lease had changed hands when this claim was made."""
+    """How often the lease had changed hands when this reference was made."""
 
     shared: int = 0
     """How many of its pages are not its own, but those of a cached prefix that other requests
-    read as well. They come last, wherever the pages of a claim are named."""
+    read as well. They come last, wherever the pages of a lease are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class PageRun:
     """Page ids, packed by ``triptych.kvpool.rpc.page_ranges.pack``."""
 
     fixed: bool = False
-    """Whether nobody ever writes these pages, all of which are full: the beginning of a prompt as
-    it was cached. Such a run comes last. Whose the pages are is between the claim and the pool."""
+    """Whether these pages are read only, and all of them full: the beginning of a prompt as it
+    was cached. Such a run comes last. ``lease_ref.shared`` tells which pages the lease owns."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
     """All stored keys and values of one request: what one stage passes to the next."""
 
-    claim: Claim
+    lease_ref: LeaseRef
     """The right to use the pages."""
 
     runs: tuple[PageRun, ...]

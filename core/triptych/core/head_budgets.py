@@ -1,8 +1,8 @@
-"""How the pages that a decode step reads are spread over head rows.
+"""Head budgets: the share of its pages that each head row reads in a decode step.
 
-Some heads look at a few pages, others at all. So where half of the pages are read, the former need
-not read half of theirs, and the latter may read all: as much is read, and less is lost. How it is
-best spread is found by calibration, for a mean share of 0, 1/32, 2/32 and on.
+The attention of some heads rests on a few pages, that of others on all pages. Budgets per head read
+as many pages in total as one share for all heads, and miss less attention. Calibration finds the
+budgets for a mean share of 0, 1/32, 2/32 and so on to 1.
 
 Source: Ada-KV and HeadKV give heads budgets of what is kept; of what is read, and by the square of
         the attention that a head misses, is ours (docs/log.md)
@@ -14,26 +14,26 @@ from itertools import pairwise
 
 from triptych.core.layout import Geometry
 
-SPREAD_STEPS = 32
-"""Of the mean share of pages, for which a spread says what each head row reads."""
-SPREAD_TOP = 255
-"""Code of a share of 1."""
+BUDGET_STEPS = 32
+"""Steps of the mean share of pages; there is one budget per head row for each step and for 0."""
+BUDGET_MAX = 255
+"""Code of a share of 1, which is all pages."""
 
-Spread = bytes
-"""A code for each share, [layers, kv_heads, ``SPREAD_STEPS`` + 1]."""
-
-
-def encode_spread(shares: Iterable[float]) -> Spread:
-    """Shares from 0 to 1 in the order of layers, KV heads and steps, rounded up."""
-    return bytes(math.ceil(share * SPREAD_TOP - 1e-6) for share in shares)
+HeadBudgets = bytes
+"""One byte for each share, [layers, kv_heads, ``BUDGET_STEPS`` + 1]."""
 
 
-def check_spread(spread: Spread, geometry: Geometry) -> None:
-    """Raise ValueError unless it is one of this geometry, up to everything, and never less."""
-    wanted = geometry.head_rows * (SPREAD_STEPS + 1)
-    if len(spread) != wanted:
-        raise ValueError(f"spread has {len(spread)} bytes, expected {wanted}")
-    for first in range(0, wanted, SPREAD_STEPS + 1):
-        row = spread[first : first + SPREAD_STEPS + 1]
-        if row[-1] != SPREAD_TOP or any(low > high for low, high in pairwise(row)):
+def encode_head_budgets(shares: Iterable[float]) -> HeadBudgets:
+    """Encode shares from 0 to 1, in the order of layers, KV heads and steps; rounds up."""
+    return bytes(math.ceil(share * BUDGET_MAX - 1e-6) for share in shares)
+
+
+def check_head_budgets(head_budgets: HeadBudgets, geometry: Geometry) -> None:
+    """Raise ValueError unless the size fits the geometry and each row grows to ``BUDGET_MAX``."""
+    wanted = geometry.head_rows * (BUDGET_STEPS + 1)
+    if len(head_budgets) != wanted:
+        raise ValueError(f"spread has {len(head_budgets)} bytes, expected {wanted}")
+    for first in range(0, wanted, BUDGET_STEPS + 1):
+        row = head_budgets[first : first + BUDGET_STEPS + 1]
+        if row[-1] != BUDGET_MAX or any(low > high for low, high in pairwise(row)):
             raise ValueError("spread: the shares of a head row must grow, up to 255")

@@ -220,7 +220,7 @@ class Request:
     """The client's name for the conversation: what is kept of it is evicted last for a while."""
     cached_at_most: int | None = None
     """Most tokens that may come from a cached prefix; None: all that are known."""
-    switches: tuple[PluginOverride, ...] = ()
+    plugin_overrides: tuple[PluginOverride, ...] = ()
     """Plug-ins of which it wants something else than the server's settings."""
 
     @property
@@ -533,7 +533,7 @@ class Join:
     """Router to decode worker: continue this request from its pages."""
 
     request: Request
-    words: tuple[int, ...]
+    output_tokens: tuple[int, ...]
     """Tokens of the answer so far, behind ``request.said``. The pages hold all but the last."""
     handle: KVHandle
     report: CompressionReport
@@ -543,13 +543,15 @@ class Join:
     token_s: float = 0.0
     """Seconds that a token of the prompt took to compute."""
     age_s: float = 0.0
-    """Seconds since the first of ``words`` was drawn."""
+    """Seconds since the first of ``output_tokens`` was drawn."""
     memory: tuple[float, ...] = ()
     """What plug-ins remember of the answer so far; empty: nothing yet."""
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.words) <= self.handle.tokens + 1:
-            raise ValueError(f"{len(self.words)} words behind {self.handle.tokens} tokens")
+        if not 1 <= len(self.output_tokens) <= self.handle.tokens + 1:
+            raise ValueError(
+                f"{len(self.output_tokens)} output tokens behind {self.handle.tokens} tokens"
+            )
 
 
 @message
@@ -566,7 +568,7 @@ class Preempted:
     """Decode worker to router: whoever joins the request goes on with it; here it does not."""
 
     request: str
-    words: tuple[int, ...]
+    output_tokens: tuple[int, ...]
     """As those of ``Join``."""
     handle: KVHandle
     memory: tuple[float, ...] = ()

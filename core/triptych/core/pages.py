@@ -1,4 +1,4 @@
-"""What router and stages must agree on: the shape of pages, and which formats hold what."""
+"""The page plan: the size of a page, and which formats hold which tokens of a request."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,37 +10,37 @@ from triptych.core.policy import Policy
 from triptych.core.profile import Profile
 
 NEAR_SHARE = 0.8
-"""Of a GPU's memory beside the model, at most so much is for copies of the pool's pages: steps need
-some for what they compute."""
+"""Largest share of a GPU's memory beside the model for copies of the pool's pages; steps compute in
+the rest."""
 BLOCK_PAGES = 2
-"""High pages of a head row in one block of a prefix: coarser blocks match less, finer ones cost
-more look-ups and leases."""
+"""High pages of a head row in one block of the prefix cache. Larger blocks match fewer tokens,
+smaller ones need more look-ups and leases."""
 
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Where a request's keys and values go: raw 16-bit pages first, then the policy's formats.
+    """Which pages hold a request's keys and values: raw 16-bit pages, then the policy's formats.
 
-    A token is written to a raw page. The first raw pages, which hold the sink tokens, and the
-    newest ``window_tokens`` tokens stay there; when a whole raw page in between is older than the
-    window, its tokens move into high and low pages. So raw pages are the prefill stage's
-    output, the recent window, and the write buffer of the decode stage, and they pass from
-    stage to stage as they are.
+    A new token is written to a raw page. The sink tokens and the newest ``window_tokens`` tokens
+    stay in raw pages. When all tokens of another raw page are older than the window, they move to
+    high and low pages. So raw pages are the output of prefill, the recent window, and the write
+    buffer of decode, and they pass from stage to stage unchanged.
     """
 
     geometry: Geometry
     page_bytes: int
     policy: Policy
     prefix_bytes: int = 0
-    """Page memory that keeps prefixes of prompts; 0: none is kept."""
+    """Bytes of pages for the prefix cache; 0: there is none."""
     share_pages: bool = False
-    """Whether requests read the pages of cached prefixes where they lie, if they can."""
-    spread: bytes = b""
-    """How the pages that a decode step reads are spread over head rows; empty: evenly."""
+    """Whether requests read pages of cached prefixes in place instead of copying them."""
+    head_budgets: bytes = b""
+    """Share of pages that each head row reads in a decode step (``core.head_budgets``); empty: all
+    head rows read the same share."""
     chunk_tokens: int = 0
-    """Prompt tokens, all layers of them, that a step of the prefill stage reads at most."""
+    """Most prompt tokens of a prefill step, in all layers."""
     layers_at_once: int = 0
-    """Layers that are handed over at a time of a prompt that is longer; 0: all."""
+    """Layers of a longer prompt that are prefilled and handed over at a time; 0: all."""
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class PagePlan:
             else page,
             Policy.of(config.compressor, profile),
             share_pages=config.pool.share_pages,
-            spread=_spread(config, profile),
+            head_budgets=_head_budgets(config, profile),
         )
         plan.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
@@ -75,7 +75,7 @@ class PagePlan:
         return plan
 
     def bytes_for_prefixes(self, config: PoolConfig) -> int:
-        """Resolve ``pool.prefix_bytes``; a quarter that holds too little is not set aside.
+        """Resolve ``pool.prefix_bytes``: ``auto`` is a quarter, or 0 if that holds too little.
 
         Raises: ConfigError if the setting is a number of bytes that holds too little
         """
@@ -84,12 +84,12 @@ class PagePlan:
         if asked == "auto":
             quarter = config.kv_cache_memory_bytes // 4
             return quarter if quarter >= least else 0
-        if 0 < asked < least:
+        if 0 < setting < least:
             raise ConfigError(
-                f"pool.prefix_bytes={asked}: expected 0, or at least {least} bytes (two blocks of "
-                f"{self.block_tokens} tokens)"
+                f"pool.prefix_bytes={setting}: expected 0, or at least {least} bytes (two blocks "
+                f"of {self.block_tokens} tokens)"
             )
-        return asked
+        return setting
 
     def check_formats(self) -> None:
         """Raise ConfigError when a page is too small for one token of a format in use."""
@@ -110,23 +110,23 @@ class PagePlan:
 
     @cached_property
     def raw(self) -> PageLayout:
-        """16-bit pages, token by token."""
+        """Layout of 16-bit pages."""
         return PageLayout(FORMATS["fp16"], self.geometry.head_dim, self.page_bytes)
 
     @cached_property
     def high(self) -> PageLayout:
-        """Pages of significant and of new tokens; raw pages if the policy keeps 16 bits."""
+        """Layout of pages for significant and new tokens; raw pages if the policy keeps 16 bits."""
         return self._layout(self.policy.high_format)
 
     @cached_property
     def low(self) -> PageLayout | None:
-        """Pages of less significant tokens."""
+        """Layout of pages for less significant tokens; None: the policy has no low class."""
         low = self.policy.low_format
         return None if low is None else self._layout(low)
 
     @cached_property
     def classes(self) -> tuple[PageLayout, ...]:
-        """Pages of the policy's classes, high ones first; none if raw pages are the final ones."""
+        """Layouts of the policy's classes, high first; empty if raw pages are the final ones."""
         if not self.compresses:
             return ()
         return (self.high,) if self.low is None else (self.high, self.low)
@@ -138,36 +138,35 @@ class PagePlan:
 
     @cached_property
     def sink_tokens(self) -> int:
-        """First tokens of a sequence that raw pages hold for good: whole pages of them."""
+        """First tokens of a sequence that stay in raw pages, rounded up to whole pages."""
         return self.raw.pages(self.policy.sink_tokens) * self.raw.tokens
 
     def leaving_pages(self, raw_tokens: int) -> int:
-        """Raw pages of a head row, next to those of the sink, that hold no token of the window."""
+        """Full raw pages of a head row between the sink and the window."""
         if not self.compresses:
             return 0
         between = raw_tokens - self.sink_tokens - self.policy.window_tokens
         return max(0, between) // self.raw.tokens
 
     def raw_pages(self, tokens: int) -> int:
-        """The most raw pages of a head row of ``tokens`` tokens once the others are encoded."""
+        """Most raw pages of a head row of ``tokens`` tokens after compression."""
         return self.raw.pages(min(tokens, self.full_raw_tokens) if self.compresses else tokens)
 
     @cached_property
     def full_raw_tokens(self) -> int:
-        """Raw tokens of a head row from which on its first page behind the sink leaves.
+        """Raw tokens of a head row at which its first page after the sink is encoded and reused.
 
-        It is older than the window by then, and the last page is full: the row would need one
-        more, which is the one that leaves. So tokens leave in the step in which a page is needed
-        anyway, and none lies empty in between.
+        All tokens of that page are older than the window, and the last page is full. The freed
+        page becomes the next page to write, so no raw page is ever empty.
         """
         least = self.sink_tokens + self.policy.window_tokens + self.raw.tokens
         return self.raw.pages(least) * self.raw.tokens
 
     def layers_of(self, prompt_tokens: int) -> int:
-        """Layers of a prompt that are read, handed over and encoded at a time.
+        """Layers of a prompt that are prefilled, handed over and encoded at a time.
 
-        All of them if it is read in one step anyway, or if a single layer would be more than a
-        step. No step has more to do than one that reads ``chunk_tokens`` through all layers.
+        All layers if the prompt fits one step, or if a single layer is more work than a step. No
+        step computes more than ``chunk_tokens`` tokens in all layers.
         """
         every = self.geometry.layers
         if not self.layers_at_once or prompt_tokens <= self.chunk_tokens:
@@ -182,20 +181,22 @@ class PagePlan:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block, the unit in which prefixes are kept: two high pages of a head row."""
+        """Tokens of a block of the prefix cache: two high pages of a head row."""
         return BLOCK_PAGES * self.high.tokens
 
     @property
     def shares(self) -> bool:
-        """Whether a request may read pages of a cached prefix. Raw pages are copied instead: they
-        hold the newest tokens of a request as well, so none of them is ever only read."""
+        """Whether a request may read pages of a cached prefix in place.
+
+        Raw pages are always copied, because a request also writes its newest tokens to them.
+        """
         return self.share_pages and self.compresses and self.prefix_bytes > 0
 
     def shared_span(self, cached_tokens: int, raw_tokens: int) -> range:
-        """The cached tokens of a prompt of ``raw_tokens`` that need no pages of its own.
+        """The cached tokens of a prompt of ``raw_tokens`` tokens that need no pages of its own.
 
-        These are whole blocks, but none with tokens of the sink or of the window, which lie in raw
-        pages.
+        These are whole blocks. Blocks with tokens of the sink or of the window are not among them,
+        since those tokens are in raw pages.
         """
         size = self.block_tokens
         first = -(-self.sink_tokens // size)
@@ -205,24 +206,24 @@ class PagePlan:
 
     @property
     def prefix_blocks(self) -> int:
-        """Blocks that ``prefix_bytes`` holds, all of them behind the first of a prompt."""
+        """Blocks that ``prefix_bytes`` holds, computed with the size of any but the first block."""
         return self.prefix_bytes // (self.block_pages(1) * self.page_bytes)
 
     @property
     def block_sink_pages(self) -> int:
-        """Raw pages of a head row that the first block of a prefix keeps beside its high pages.
+        """Raw pages of a head row in the first block of a prefix, beside its high pages.
 
-        They hold the sink tokens, which are not to be rounded: attention rests on them.
+        They hold the sink tokens, which get much attention and so are not quantized.
         """
         return min(self.sink_pages, self.block_tokens // self.raw.tokens) if self.compresses else 0
 
     def block_pages(self, index: int) -> int:
-        """Pages of all head rows of the block with this place in a prefix."""
+        """Pages of all head rows of the block with this index in a prefix."""
         sink = self.block_sink_pages if index == 0 else 0
         return self.geometry.head_rows * (BLOCK_PAGES + sink)
 
     def most_pages(self, tokens: int) -> int:
-        """The most pages that ``tokens`` encoded tokens of a head row take in any two classes."""
+        """Most pages of ``tokens`` encoded tokens of a head row, in any two classes."""
         mixed = 1 if self.low is not None and tokens > 0 else 0
         return self.high.pages(tokens) + mixed
 
@@ -230,7 +231,7 @@ class PagePlan:
         return PageLayout(page_format(name), self.geometry.head_dim, self.page_bytes)
 
     def raw_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without any page."""
+        """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without page overhead."""
         return tokens * self.geometry.head_rows * self.geometry.head_dim * 4
 
 

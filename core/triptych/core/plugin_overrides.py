@@ -1,6 +1,6 @@
-"""What requests may change of the decode step's plug-ins, and what one of them asks for.
+"""Which decode-step plug-ins and options a request may override, and the check of its overrides.
 
-Nothing in here knows what a plug-in does, so the ingress can say what is wrong without its code.
+The ingress checks overrides with this module and does not import the plug-ins.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,53 +9,55 @@ from dataclasses import dataclass, field
 from triptych.core.errors import RequestError
 from triptych.core.messages import PluginOverride
 
-Wanted = Mapping[str, bool | Mapping[str, float]]
-"""By label: whether it is wanted, or with which options."""
+RequestedPlugins = Mapping[str, bool | Mapping[str, float]]
+"""By label of the plug-in: on or off, or the options to run it with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """An option that requests may set, from and to."""
+class OptionRange:
+    """The range of an option that requests may set."""
 
     default: float
     least: float
     most: float
     is_whole: bool
-    """Whether it takes whole numbers alone."""
+    """Whether only whole numbers are valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What requests may change of one plug-in."""
+class OverridablePlugin:
+    """A plug-in that requests may switch on or off, or run with other options."""
 
     plugin: str
     """Its label."""
     on: bool
-    """Whether requests that say nothing of it have it."""
-    bounds: dict[str, Bound] = field(default_factory=dict[str, Bound])
+    """Whether it runs for requests without an override."""
+    bounds: dict[str, OptionRange] = field(default_factory=dict[str, OptionRange])
     needs: tuple[str, ...] = ()
-    """Plug-ins without which it cannot work."""
+    """Labels of the plug-ins that it depends on."""
 
 
-def overrides_of(wanted: Wanted, offers: Sequence[Offer]) -> tuple[PluginOverride, ...]:
-    """What a request wants, checked against what is offered.
+def overrides_of(
+    requested: RequestedPlugins, plugins: Sequence[OverridablePlugin]
+) -> tuple[PluginOverride, ...]:
+    """Check the overrides of a request against the plug-ins that it may override.
 
-    Raises: RequestError naming the plug-in or the option, and what there is instead
+    Raises: RequestError naming the plug-in or the option, and the valid ones
     """
-    by_label = {offer.plugin: offer for offer in offers}
-    switches = tuple(_switch(label, value, by_label) for label, value in wanted.items())
-    is_on = {offer.plugin: offer.on for offer in offers}
-    is_on |= {switch.plugin: switch.on for switch in switches}
-    for offer in offers:
-        missing = [label for label in offer.needs if not is_on[label]]
-        if is_on[offer.plugin] and missing:
-            text = f"{offer.plugin!r} needs {missing[0]!r}: switch both on, or both off"
-            raise RequestError(text, f"plugins.{offer.plugin}")
-    return switches
+    by_label = {one.plugin: one for one in plugins}
+    overrides = tuple(_override(label, value, by_label) for label, value in requested.items())
+    is_on = {one.plugin: one.on for one in plugins}
+    is_on |= {override.plugin: override.on for override in overrides}
+    for one in plugins:
+        missing = [label for label in one.needs if not is_on[label]]
+        if is_on[one.plugin] and missing:
+            text = f"{one.plugin!r} needs {missing[0]!r}: switch both on, or both off"
+            raise RequestError(text, f"plugins.{one.plugin}")
+    return overrides
 
 
-def _switch(
-    label: str, value: bool | Mapping[str, float], by_label: Mapping[str, Offer]
+def _override(
+    label: str, value: bool | Mapping[str, float], by_label: Mapping[str, OverridablePlugin]
 ) -> PluginOverride:
     where = f"plugins.{label[:64]}"
     if label not in by_label:

@@ -1,21 +1,9 @@
-"""The table of compression policies."""
+"""Names of the compression policies, which the settings are checked against.
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+The table from names to functions is ``policy.COMPRESSION_POLICIES``: policies read settings, so
+settings do not import policies.
+"""
 
-from triptych.core.registry import Registry
+from triptych.core.registry import PluginNames
 
-if TYPE_CHECKING:
-    from triptych.core.config import CompressorConfig
-    from triptych.core.policy import Policy
-    from triptych.core.profile import Profile
-
-COMPRESSION_POLICIES: "Registry[Callable[[CompressorConfig, Profile | None], Policy]]" = Registry(
-    kind="compression_policies",
-    builtin={
-        "uniform": "triptych.core.policy:uniform",
-        "diffkv": "triptych.core.policy:by_mean_attention",
-        "leankv": "triptych.core.policy:by_share_of_attention",
-    },
-)
-"""Settings, with ``policy`` resolved, and what calibration found for the model, to a policy."""
+POLICY_NAMES = PluginNames(kind="compression_policies", builtin=("uniform", "diffkv", "leankv"))

@@ -1,23 +1,25 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.plugins import POLICY_NAMES
 from triptych.core.profile import Profile, Settings
+from triptych.core.registry import Registry
 
 T = TypeVar("T", str, int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
-    """In which coordinates pages hold keys and values.
+class KVRotation:
+    """How keys and values are transformed before they are stored in pages.
 
-    ``rotated``: after RoPE by an orthogonal matrix, so that no channel is an outlier; attention in
-    rotated coordinates is the same. ``key_centre`` is subtracted from keys before: little-endian
-    fp16 [layers, kv_heads, head_dim], or nothing.
+    ``rotated``: an orthogonal matrix is applied after RoPE, so that no channel is an outlier;
+    attention in rotated coordinates gives the same result. ``key_centre`` is subtracted from keys
+    before that: little-endian fp16 [layers, kv_heads, head_dim], or empty.
 
     Source: QuaRot (Hadamard rotation of keys and values); the centre is ours (docs/log.md)
     """
@@ -28,41 +30,41 @@ class Basis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What becomes of each token.
+    """Which format stores each token, and which tokens are dropped.
 
-    The first ``sink_tokens`` and the newest ``window_tokens`` stay in 16 bits, since most
-    attention rests on them; the newest ``high_window_tokens`` are high at least. Of the others,
-    those whose mean attention from later tokens reaches ``alpha_high / n`` of ``n`` tokens are
-    high; from ``alpha_low / n`` on they are low; the rest is dropped. Or, with ``mass_*``, the
-    least significant ones that together receive less than that share of all attention are not;
-    then tokens of an answer stay high, since such shares say nothing of a single token. A uniform
-    policy is the case in which all are high.
+    The first ``sink_tokens`` and the newest ``window_tokens`` tokens stay in 16 bits, since they
+    get most of the attention. The newest ``high_window_tokens`` are at least high. Of the others,
+    a token among ``n`` is high if its mean attention from later tokens is at least
+    ``alpha_high / n``, low if it is at least ``alpha_low / n``, and dropped otherwise. With
+    ``mass_*`` the thresholds are shares instead: the least significant tokens that together
+    receive less than that share of all attention are not high, or not low. Then output tokens stay
+    high, since such shares do not classify a single token. In a uniform policy all tokens are high.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window in 16 bits are ours (docs/log.md)
     """
 
     name: str
-    """As resolved, such as ``uniform:k8v4``."""
+    """The resolved name, such as ``uniform:k8v4``."""
     high_format: str
     low_format: str | None = None
     """None: there is no low class, and nothing is dropped."""
     alpha_high: float = 0.0
     alpha_low: float = 0.0
     mass_high: float = 0.0
-    """LeanKV's thresholds, as shares of all attention; 0: the policy goes by ``alpha_*``."""
+    """LeanKV's thresholds, as shares of all attention; 0: the policy uses ``alpha_*``."""
     mass_low: float = 0.0
     window_tokens: int = 64
     high_window_tokens: int = 64
-    """Newest tokens that are high at least, whatever attention they receive."""
+    """Newest tokens that are at least high, whatever attention they receive."""
     sink_tokens: int = 1
     score_every: int = 0
-    """Tokens of an answer from one update of the scores to the next; 0: nobody asks for them."""
-    basis: Basis = Basis()
+    """Output tokens between two updates of the scores; 0: scores are not updated."""
+    kv_rotation: KVRotation = KVRotation()
 
     @staticmethod
     def of(config: CompressorConfig, profile: Profile | None = None) -> "Policy":
-        """Settings, with the profile's answer or a plain default where they say ``auto``.
+        """Resolve the settings: ``auto`` is the value of the profile, or a default without one.
 
         Raises: ConfigError if thresholds or formats are out of order
         """
@@ -94,17 +96,28 @@ class Policy:
 
     @property
     def answer_alphas(self) -> tuple[float, float]:
-        """``alpha_high`` and ``alpha_low`` for tokens of an answer; without scores all are high."""
+        """``alpha_high`` and ``alpha_low`` for output tokens; without scores all are high."""
         return (self.alpha_high, self.alpha_low) if self.score_every else (0.0, 0.0)
 
     @property
     def needs_significance(self) -> bool:
-        """Whether tokens are told apart by the attention that they receive."""
+        """Whether tokens are classified by the attention that they receive."""
         return self.low_format is not None and max(self.alpha_high, self.mass_high) > 0
 
 
+COMPRESSION_POLICIES: Registry[Callable[[CompressorConfig, Profile | None], Policy]] = Registry(
+    kind=POLICY_NAMES.kind,
+    builtin={
+        "uniform": "triptych.core.policy:uniform",
+        "diffkv": "triptych.core.policy:by_mean_attention",
+        "leankv": "triptych.core.policy:by_share_of_attention",
+    },
+)
+"""Functions that make a policy of the settings, with ``policy`` resolved, and of the profile."""
+
+
 def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
-    """``uniform:<format>``: all tokens in one format, but the first and the newest."""
+    """``uniform:<format>``: all tokens in one format, except the first and the newest."""
     high = config.policy.partition(":")[2].lower()
     return Policy(
         name=config.policy,
@@ -112,7 +125,7 @@ def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
         window_tokens=_chosen(config.recent_window_tokens, _known(profile).recent_window_tokens),
         high_window_tokens=config.high_window_tokens,
         sink_tokens=config.sink_tokens,
-        basis=basis_of(config, high, profile),
+        kv_rotation=kv_rotation_of(config, high, profile),
     )
 
 
@@ -141,7 +154,7 @@ def by_share_of_attention(config: CompressorConfig, profile: Profile | None = No
 
 
 def _two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
-    """Two formats and no thresholds yet: all tokens are high."""
+    """A policy with two formats and without thresholds: all tokens are high."""
     known = _known(profile)
     high = _chosen(config.high_format, known.high_format).lower()
     return Policy(
@@ -151,7 +164,7 @@ def _two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
         window_tokens=_chosen(config.recent_window_tokens, known.recent_window_tokens),
         high_window_tokens=config.high_window_tokens,
         sink_tokens=config.sink_tokens,
-        basis=basis_of(config, high, profile),
+        kv_rotation=kv_rotation_of(config, high, profile),
     )
 
 
@@ -163,15 +176,17 @@ def _chosen(setting: T | Auto, otherwise: T) -> T:
     return otherwise if setting == "auto" else setting
 
 
-def basis_of(config: CompressorConfig, high_format: str, profile: Profile | None) -> Basis:
-    """Rotated unless told otherwise; centred if a first token in 16 bits allows for it.
+def kv_rotation_of(
+    config: CompressorConfig, high_format: str, profile: Profile | None
+) -> KVRotation:
+    """Rotated unless the setting says otherwise; centred if the first token stays in 16 bits.
 
-    The key of the first token lies far from all others, where they are not: centred keys help only
-    if that one is not rounded (docs/log.md).
+    The key of the first token is far from all others. Centring keys helps only if that key is not
+    quantized (docs/log.md).
     """
     quantized = page_format(high_format).is_quantized
     if config.kv_rotation == "none" or (config.kv_rotation == "auto" and not quantized):
         return Basis()
     if profile is None or config.sink_tokens == 0 or not quantized:
-        return Basis(rotated=True)
-    return Basis(rotated=True, key_centre=profile.centre)
+        return KVRotation(rotated=True)
+    return KVRotation(rotated=True, key_centre=profile.centre)

@@ -1,4 +1,4 @@
-"""What calibration found out about one model: how to compress its cache, at which fidelity."""
+"""The compression profile of a model: what calibration chose and the fidelity it measured."""
 
 import json
 from base64 import b64decode, b64encode
@@ -8,9 +8,9 @@ from typing import Self
 
 from triptych.core.config import ActorConfig, AppConfig, CompressorConfig, check_policy
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import Spread, check_spread
+from triptych.core.head_budgets import HeadBudgets, check_head_budgets
 from triptych.core.layout import Geometry
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.plugins import POLICY_NAMES
 from triptych.core.schema import SchemaError, build
 
 VERSION = 1
@@ -18,12 +18,12 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
-    """How near a compressed cache came to the full one, on the texts of the calibration."""
+    """Fidelity of a compressed cache against the full one, on the texts of the calibration."""
 
     context: int
     """Tokens that were compressed."""
     bytes_ratio: float
-    """Stored bytes, all told, of those of 16 bits."""
+    """All stored bytes over the bytes of a 16-bit cache."""
     kl: float
     top1_agreement: float
     perplexity_ratio: float
@@ -31,7 +31,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What ``auto`` stands for in the compressor's settings; here for a model without a profile."""
+    """Values of ``auto`` in the compressor's settings; the defaults hold without a profile."""
 
     policy: str = "uniform:k8v4"
     high_format: str = "k8v4"
@@ -43,23 +43,23 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How to compress the cache of one model."""
+    """The compression profile of one model."""
 
     model: str
-    """Its name, for people."""
+    """Name of the model, for display."""
     weights: str
-    """Hash of the weights for which all this holds."""
+    """Hash of the weights that the profile was made for."""
     geometry: Geometry
     settings: Settings
     key_centre: str = ""
     """Mean key of each head after RoPE, fp16 [layers, kv_heads, head_dim] in base64; empty: none.
 
-    Softmax does not see what is subtracted from all keys of a head alike, and smaller keys lose
-    less by rounding.
+    Subtracting the same vector from all keys of a head does not change softmax, and smaller keys
+    lose less in quantization.
     """
     spread: str = ""
-    """How the pages that a decode step reads are spread over head rows (``core.spread``), in
-    base64; empty: evenly."""
+    """Head budgets (``core.head_budgets``) in base64; empty: all heads read the same share. The
+    field keeps the name that it has in profile files."""
     measured: tuple[Fidelity, ...] = field(default=())
     texts: str = ""
     """Hash of the texts it was calibrated on."""
@@ -88,27 +88,27 @@ class Profile:
 
     @property
     def centre(self) -> bytes:
-        """Little-endian fp16 [layers, kv_heads, head_dim], or nothing."""
+        """Mean key of each head: little-endian fp16 [layers, kv_heads, head_dim], or empty."""
         return b64decode(self.key_centre, validate=True)
 
-    def with_spread(self, spread: Spread) -> "Profile":
-        """The same, with another spread."""
-        return replace(self, spread=self.pack(spread))
+    def with_head_budgets(self, head_budgets: HeadBudgets) -> "Profile":
+        """A copy with other head budgets."""
+        return replace(self, spread=self.pack(head_budgets))
 
     @property
-    def spread_codes(self) -> Spread:
-        """[layers, kv_heads, steps], or nothing."""
+    def head_budget_codes(self) -> HeadBudgets:
+        """Head budgets [layers, kv_heads, steps], or empty."""
         return b64decode(self.spread, validate=True)
 
     def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
-        """What was measured, if these settings are the ones that it was measured with."""
+        """The measurements, if the settings are those that were measured; otherwise empty."""
         given = replace(config.compressor, actor=ActorConfig(), profile="auto")
         steps = [plugin for plugin in config.decode.steps if plugin.enabled]
         plain = config.decode.selection.method == "none" and not steps
         return self.measured if plain and given == CompressorConfig() else ()
 
     def check_model(self, weights: str, geometry: Geometry, path: Path) -> None:
-        """Raise ConfigError if this profile is of another model."""
+        """Raise ConfigError if this profile was made for another model."""
         if (self.weights, self.geometry) != (weights, geometry):
             raise ConfigError(
                 f"compressor.profile={str(path)!r}: made for {self.model} (weights "
@@ -118,9 +118,9 @@ class Profile:
             )
 
     def _check_built_in(self) -> None:
-        """A profile is data: it may not name code to import."""
+        """Raise ConfigError unless the policy is built in: a profile must not name code."""
         name = self.settings.policy
-        if name.partition(":")[0] not in COMPRESSION_POLICIES.builtin:
+        if name.partition(":")[0] not in POLICY_NAMES.builtin:
             raise ConfigError(f"policy {name!r}: expected one of Triptych's own")
 
     def _check(self, path: Path) -> None:
@@ -142,7 +142,7 @@ class Profile:
             raise ConfigError(f"{name}: key_centre: {error}") from error
         try:
             if self.spread:
-                check_spread(self.spread_codes, shape)
+                check_head_budgets(self.head_budget_codes, shape)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}; run 'triptych spread' again") from error
         if found not in (0, wanted):

@@ -13,63 +13,63 @@ from triptych.core.config import (
 )
 
 
-def cell_of(config: AppConfig, index: int) -> AppConfig:
+def shard_of(config: AppConfig, index: int) -> AppConfig:
     """The settings of one of ``router.shards`` cells: an application of one router.
 
     Replicas, bytes and the length of the line are divided; what is said of one worker, and what
     clients see, is the same everywhere. Of one cell that is the configuration itself.
     """
-    cells = config.router.shards
-    if cells == 1:
+    shards = config.router.shards
+    if shards == 1:
         return config
     return replace(
         config,
         prefill=replace(
             config.prefill,
-            actor=_actor(config.prefill.actor, cells),
-            autoscaling=_autoscaling(config.prefill.autoscaling, cells),
+            actor=_actor(config.prefill.actor, shards),
+            autoscaling=_autoscaling(config.prefill.autoscaling, shards),
         ),
         compressor=replace(
             config.compressor,
-            actor=_actor(config.compressor.actor, cells),
-            autoscaling=_autoscaling(config.compressor.autoscaling, cells),
+            actor=_actor(config.compressor.actor, shards),
+            autoscaling=_autoscaling(config.compressor.autoscaling, shards),
         ),
         decode=replace(
             config.decode,
-            actor=_actor(config.decode.actor, cells),
-            autoscaling=_autoscaling(config.decode.autoscaling, cells),
+            actor=_actor(config.decode.actor, shards),
+            autoscaling=_autoscaling(config.decode.autoscaling, shards),
         ),
-        pool=_pool(config.pool, cells, index),
+        pool=_pool(config.pool, shards, index),
         router=_router(config.router, index),
     )
 
 
-def _actor(actor: ActorConfig, cells: int) -> ActorConfig:
+def _actor(actor: ActorConfig, shards: int) -> ActorConfig:
     """At least one: of colocated workers the decode stage alone says how many there are."""
-    return replace(actor, num_replicas=max(1, actor.num_replicas // cells))
+    return replace(actor, num_replicas=max(1, actor.num_replicas // shards))
 
 
-def _autoscaling(scaling: AutoscalingConfig, cells: int) -> AutoscalingConfig:
+def _autoscaling(scaling: AutoscalingConfig, shards: int) -> AutoscalingConfig:
     if not scaling.is_on:
         return scaling
-    least, most = scaling.min_replicas // cells, scaling.max_replicas // cells
+    least, most = scaling.min_replicas // shards, scaling.max_replicas // shards
     return replace(scaling, min_replicas=max(1, least), max_replicas=max(1, most))
 
 
-def _pool(pool: PoolConfig, cells: int, index: int) -> PoolConfig:
+def _pool(pool: PoolConfig, shards: int, index: int) -> PoolConfig:
     def part(value: int | Auto) -> int | Auto:
-        return "auto" if value == "auto" else value // cells
+        return "auto" if value == "auto" else value // shards
 
     return replace(
         pool,
-        kv_cache_memory_bytes=pool.kv_cache_memory_bytes // cells,
+        kv_cache_memory_bytes=pool.kv_cache_memory_bytes // shards,
         prefix_bytes=part(pool.prefix_bytes),
         prefix_tenant_bytes=part(pool.prefix_tenant_bytes),
         session_tenant_bytes=part(pool.session_tenant_bytes),
         disk_path=str(Path(pool.disk_path) / f"cell-{index}") if pool.disk_path else "",
-        disk_bytes=pool.disk_bytes // cells,
+        disk_bytes=pool.disk_bytes // shards,
         disk_tenant_bytes=part(pool.disk_tenant_bytes),
-        disk_write_bytes_s=pool.disk_write_bytes_s / cells,
+        disk_write_bytes_s=pool.disk_write_bytes_s / shards,
     )
 
 

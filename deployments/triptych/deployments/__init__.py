@@ -1,1 +1,1 @@
-"""Ray Serve: the builder and the thin shells around engines, router, pool and HTTP app."""
+"""The Ray Serve application: its builder, and replicas of ingress, router, pool and workers."""

@@ -1,7 +1,7 @@
 # Ray Serve's decorators and handles lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
-"""``build_app``, which ``serve run config.yaml`` calls; it finds what is wrong before any actor."""
+"""``build_app``, which ``serve run config.yaml`` calls. It checks all before actors start."""
 
 import secrets
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
-from triptych.deployments.placement.nodes import sliver, wait_for_homes
+from triptych.deployments.placement.nodes import node_affinity, wait_for_nodes
 from triptych.deployments.replicas.ingress import IngressReplica
 from triptych.deployments.replicas.pool import PoolReplica
 from triptych.deployments.replicas.router import RouterReplica
@@ -37,10 +37,10 @@ from triptych.workers.models.store.model_store import resolve
 from triptych.workers.models.tokenizer import open_tokenizer
 
 UNLIMITED = 1_000_000
-"""The router queues and refuses; Serve must not do it a second time, by count."""
-COMMON: dict[str, Any] = {"max_ongoing_requests": UNLIMITED, "health_check_period_s": 1}
-INNER: dict[str, Any] = {**COMMON, "graceful_shutdown_wait_loop_s": 0.1}
-"""What stands behind the ingress need not wait, as that does, for proxies to look elsewhere."""
+"""Bound on requests in Serve's own queues: the router queues and rejects, so Serve must not."""
+COMMON_OPTIONS: dict[str, Any] = {"max_ongoing_requests": UNLIMITED, "health_check_period_s": 1}
+INTERNAL_OPTIONS: dict[str, Any] = {**COMMON_OPTIONS, "graceful_shutdown_wait_loop_s": 0.1}
+"""Only the ingress must wait at shutdown until Serve's proxies have stopped sending to it."""
 
 
 def build_app(args: dict[str, object]) -> Application:
@@ -50,22 +50,22 @@ def build_app(args: dict[str, object]) -> Application:
     """
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
-    nodes = wait_for_homes(config.node_resource, alive_nodes, at_least=config.min_nodes)
+    nodes = wait_for_nodes(config.node_resource, alive_nodes, at_least=config.min_nodes)
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
     check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))
-    return wire([plan.of_cell(config, index) for index in range(plan.cells)])
+    return bind_deployments([plan.of_shard(config, index) for index in range(plan.shards)])
 
 
 def make_plan(config: AppConfig) -> AppPlan:
-    """Resolve the model and check that pages, formats and budget fit it: the first cell's plan."""
+    """The first shard's plan: resolve the model, check pages, formats and memory against it."""
     check_policies(config.router, config.decode.max_num_seqs)
     if config.ingress.api_keys:
         read_keys(Path(config.ingress.api_keys))
     path = resolve(config.model.name)
     facts = describe(path)
-    open_tokenizer(path)  # kept from now on, so that an ingress need not make it
-    profile, one = find_profile(config, facts), cell_of(config, 0)
+    open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
+    profile, one = find_profile(config, facts), shard_of(config, 0)
     pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
     plan = AppPlan(
         config=one,
@@ -77,15 +77,15 @@ def make_plan(config: AppConfig) -> AppPlan:
         weights=facts.weights,
         run_dir=new_run_dir(),
         token=secrets.token_urlsafe(32),
-        cells=config.router.shards,
+        shards=config.router.shards,
     )
     plan.check()
     return plan
 
 
 def check_gpus(config: AppConfig, available: float) -> None:
-    """Raise ConfigError if the stages together ask for more GPUs than their nodes have."""
-    wanted = {stage: _gpus(actor_config(config, stage)) for stage in groups(config)}
+    """Raise ConfigError if the stages together need more GPUs than their nodes have."""
+    wanted = {stage: _gpus(actor_config(config, stage)) for stage in stage_groups(config)}
     if sum(wanted.values()) > available:
         asked = ", ".join(f"{stage} {count:g}" for stage, count in wanted.items() if count)
         raise ConfigError(
@@ -94,18 +94,18 @@ def check_gpus(config: AppConfig, available: float) -> None:
         )
 
 
-def groups(config: AppConfig) -> dict[Stage, tuple[Stage, ...]]:
-    """Which stages share a deployment: each its own, or all in one named after decode."""
+def stage_groups(config: AppConfig) -> dict[Stage, tuple[Stage, ...]]:
+    """Stages of each deployment: one each, or all in the deployment of decode if colocated."""
     if config.topology == "colocated":
         return {"decode": STAGES}
     return {stage: (stage,) for stage in STAGES}
 
 
-def wire(plans: Sequence[AppPlan]) -> Application:
-    """Bind the deployments of all cells, whose plans these are, behind one ingress.
+def bind_deployments(plans: Sequence[AppPlan]) -> Application:
+    """Bind the deployments of all shards behind one ingress; ``plans`` has one plan per shard.
 
-    Workers know their router by its address, Serve by its graph. A cell's deployments have its
-    number in their names, so what Serve starts in the place of a dead worker is of the same cell.
+    Workers find their router by its address, not through Serve. The names of a shard's deployments
+    contain its number, so a replacement that Serve starts belongs to the same shard.
     """
     plan = plans[0]
     routers = [_router(one) for one in plans]
@@ -115,30 +115,30 @@ def wire(plans: Sequence[AppPlan]) -> Application:
         IngressReplica,
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
-        ray_actor_options={"num_cpus": 0, "resources": sliver(plan.config.node_resource)},
-        **COMMON,
+        ray_actor_options={"num_cpus": 0, "resources": node_affinity(plan.config.node_resource)},
+        **COMMON_OPTIONS,
     ).bind(plan, routers, workers, *pools)
 
 
 def _router(plan: AppPlan) -> Application:
-    here = sliver(plan.config.node_resource)
+    here = node_affinity(plan.config.node_resource)
     return serve.deployment(
         RouterReplica,
         name=plan.named("Router"),
         ray_actor_options={"num_cpus": 0, "resources": here},
-        **INNER,
+        **INTERNAL_OPTIONS,
     ).bind(plan)
 
 
 def _pools(plan: AppPlan) -> Application:
-    """A pool on each node, and if they are several, also on those that join later."""
+    """One pool replica per node. With several nodes, nodes that join later get one too."""
     where = plan.config.node_resource
     pools = serve.deployment(
         PoolReplica,
         name=plan.named("Pool"),
         max_replicas_per_node=1,
-        ray_actor_options={"num_cpus": 0, "resources": sliver(where)},
-        **INNER,
+        ray_actor_options={"num_cpus": 0, "resources": node_affinity(where)},
+        **INTERNAL_OPTIONS,
     )
     if plan.nodes > 1:
         pools = pools.options(autoscaling_config=on_every_node(where, plan.nodes))
@@ -146,7 +146,7 @@ def _pools(plan: AppPlan) -> Application:
 
 
 def _stages(plan: AppPlan) -> list[Application]:
-    return [_stage(plan, stage, members) for stage, members in groups(plan.config).items()]
+    return [_stage(plan, stage, members) for stage, members in stage_groups(plan.config).items()]
 
 
 def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Application:
@@ -156,18 +156,18 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
         WorkerReplica,
         name=plan.named(names[stage] if len(members) == 1 else "Worker"),
         **_replicas(plan.config, stage),
-        **INNER,
+        **INTERNAL_OPTIONS,
         ray_actor_options={
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
-            "resources": {**actor.resources, **sliver(plan.config.node_resource)},
+            "resources": {**actor.resources, **node_affinity(plan.config.node_resource)},
             "runtime_env": {"env_vars": BRIEF_SPINNING},
         },
     ).bind(plan, members)
 
 
 def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
-    """How many copies a stage has: a number, or what Serve needs to change it."""
+    """The number of replicas of a stage, or Serve's autoscaling configuration for it."""
     actor, scaling = actor_config(config, stage), config.autoscaling(stage)
     if not scaling.is_on:
         return {"num_replicas": actor.num_replicas}
@@ -185,18 +185,18 @@ def _replicas(config: AppConfig, stage: Stage) -> dict[str, Any]:
 
 
 LOOK_BACK_S = 15.0
-"""Over how long what the copies were told is averaged; more than the 10 s between two reports."""
+"""Window over which Serve averages the replicas' metrics; longer than the 10 s between reports."""
 POLICY = "triptych.deployments.placement.autoscaling:policy"
 BRIEF_SPINNING = {"GOMP_SPINCOUNT": "500000", "KMP_BLOCKTIME": "1"}
-"""OpenMP threads spin for milliseconds before they sleep; how many, the processor's pause decides.
+"""OpenMP threads spin for some milliseconds before they sleep; the exact time depends on the CPU.
 
-That is longer than the gaps between the kernels of a step, and too short to be seen when a
-worker idles. A token of one stream takes 21 ms so, and 29 ms with a twentieth of it. Since
-steps take turns, none of our workers spins against another; a program that does the same on
-the same cores makes a step take thirty times as long (docs/log.md).
+That is longer than the gaps between the kernels of a step, and short enough not to matter when a
+worker idles. With it a token of one stream takes 21 ms, with a twentieth of it 29 ms. Steps of
+different workers run in turns, so workers do not spin against each other. Another program that
+spins on the same cores makes a step take 30 times as long (docs/log.md).
 """
 
 
 def _gpus(actor: ActorConfig) -> float:
-    """Of the copies that there are at first; more of them come only where GPUs are left."""
+    """GPUs of the initial replicas; autoscaling adds replicas only where GPUs are free."""
     return actor.num_gpus * actor.num_replicas

@@ -1,4 +1,4 @@
-"""What the builder decides once, and every actor of the application is given."""
+"""``AppPlan``: what the builder resolves once and passes to every actor of the application."""
 
 import secrets
 from dataclasses import dataclass, field, replace
@@ -8,56 +8,55 @@ from typing import Self
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.router import Windows
 
 
 @dataclass(frozen=True)
 class AppPlan:
-    """Settings, resolved: which model, which pages, which addresses."""
+    """The configuration of one shard with everything resolved: model, page layout, addresses."""
 
     config: AppConfig
-    """That of one cell (``core.cells``)."""
+    """The configuration of one shard (``core.shards``)."""
     model_path: Path
     pages: PagePlan
     context_tokens: int
-    """That the model reads at once."""
+    """The model's own context, in tokens; longer sequences are read in windows."""
     weights: str
     """Hash of the model's weights."""
     run_dir: Path
-    """Holds the application's sockets; only this user may enter it. Of several nodes, each has its
-    own."""
+    """Directory of the application's sockets, private to this user; one on each node."""
     nodes: int = 1
-    """Nodes with a pool; if there are several, what passes between them goes over TCP."""
+    """Nodes of the application. With several, processes of different nodes talk over TCP."""
     fidelity: tuple[Fidelity, ...] = ()
-    """What calibration measured with these settings, by length of context."""
+    """What calibration measured for these settings, by context length."""
     offers: tuple[Offer, ...] = ()
-    """What requests may change of the decode step's plug-ins."""
+    """What requests may change about the plug-ins of the decode step."""
     token: str = field(default="", repr=False)
-    """What processes of different nodes show each other if no file says it."""
-    cells: int = 1
-    """Routers of the application."""
-    cell: int = 0
-    """Which of their cells this is the plan of."""
+    """Token between processes of different nodes, unless a file is configured."""
+    shards: int = 1
+    """Shards of the application, each with a router of its own."""
+    shard: int = 0
+    """Index of the shard that this plan is for."""
 
-    def of_cell(self, config: AppConfig, index: int) -> Self:
-        """The plan of another cell; ``config`` is the whole application's."""
-        return replace(self, config=cell_of(config, index), cell=index)
+    def of_shard(self, config: AppConfig, index: int) -> Self:
+        """The plan of another shard; ``config`` is that of the whole application."""
+        return replace(self, config=shard_of(config, index), shard=index)
 
     def named(self, role: str) -> str:
-        """What a cell calls something that each cell has."""
-        return role if self.cells == 1 else f"{role}-{self.cell}"
+        """The name of a deployment or socket of this shard; unchanged if there is one shard."""
+        return role if self.shards == 1 else f"{role}-{self.shard}"
 
     @property
     def windows(self) -> Windows | None:
-        """How sequences are read that are longer than the context; None: they are not taken."""
+        """How sequences longer than the context are read; None if they are rejected."""
         return Windows.of(self.config, self.context_tokens)
 
     @property
-    def longest_tokens(self) -> int:
-        """Prompt plus answer that clients may ask for."""
+    def max_model_len(self) -> int:
+        """Prompt plus output tokens that a client may request."""
         asked = self.config.model.max_model_len
         return self.context_tokens if asked == "auto" else max(self.context_tokens, asked)
 
@@ -67,33 +66,33 @@ class AppPlan:
 
     @property
     def bookable_bytes(self) -> int:
-        """Page memory that requests may book: no worker's stock, no prefix that is kept."""
+        """Page memory that requests may reserve: all but free lists and prefix cache."""
         return self.pool_pages * self.pages.page_bytes - self._stock_bytes - self.pages.prefix_bytes
 
     @property
     def _stock_bytes(self) -> int:
-        """The most that workers keep in stock."""
+        """Upper bound of the free pages that workers hold back for themselves."""
         return 2 * self.config.pool.extent_pages * self.workers * self.pages.page_bytes
 
     @property
     def workers(self) -> int:
-        """Processes that take pages, at the most."""
+        """Upper bound of the number of processes that allocate pages."""
         return sum(group.most for group in self.config.worker_groups().values())
 
     @property
     def readers(self) -> int:
-        """Processes that read prompts, at first."""
+        """Number of prefill processes at the start."""
         config = self.config
         stage = config.decode if config.topology == "colocated" else config.prefill
         return stage.actor.num_replicas
 
     def check(self) -> None:
-        """Raise ConfigError if windows do not fit the context, or there is too little memory."""
+        """Raise ConfigError if windows do not fit the context, or the pool is too small."""
         Windows.of(self.config, self.context_tokens)
         self._check_stock()
 
     def _check_stock(self) -> None:
-        """Raise ConfigError if stocks and prefixes leave too little for requests."""
+        """Raise ConfigError if free lists and prefix cache leave too little for requests."""
         capacity, page = self.config.pool.kv_cache_memory_bytes, self.pages.page_bytes
         if 2 * (self.pool_pages * page - self._stock_bytes) < capacity:
             raise ConfigError(
@@ -104,15 +103,14 @@ class AppPlan:
             )
         if 4 * self.bookable_bytes < capacity:
             raise ConfigError(
-                f"pool.prefix_bytes={self.pages.prefix_bytes}: with what workers keep in stock it "
-                f"leaves {self.bookable_bytes} bytes of "
-                f"pool.kv_cache_memory_bytes={capacity}{self._each} "
-                "for requests, less than a quarter: lower it or raise the capacity"
+                f"pool.prefix_bytes={self.pages.prefix_bytes}: with the free lists of workers it "
+                f"leaves {self.bookable_bytes} bytes of pool.kv_cache_memory_bytes={capacity}"
+                f"{self._each} for requests, less than a quarter: lower it or raise the capacity"
             )
 
     @property
     def _each(self) -> str:
-        return f" in each of {self.cells} cells" if self.cells > 1 else ""
+        return f" in each of {self.shards} shards" if self.shards > 1 else ""
 
     @property
     def pool_address(self) -> str:
@@ -124,19 +122,19 @@ class AppPlan:
 
     @property
     def router_addresses(self) -> tuple[str, ...]:
-        """Those of all cells, the first one's first."""
-        return tuple(replace(self, cell=cell).router_address for cell in range(self.cells))
+        """Router addresses of all shards, in order."""
+        return tuple(replace(self, shard=shard).router_address for shard in range(self.shards))
 
     @property
     def turns(self) -> Path:
-        """Where the stages of this machine take turns on its cores."""
+        """Lock file with which the stages of this machine take turns on its cores."""
         return self.run_dir / "turns"
 
     def address(self, name: str) -> str:
-        """What others call the process of that name: its socket, or of several nodes its name."""
+        """The address of a process: its socket on one node, its name if there are several nodes."""
         return f"unix:{self.run_dir / name}.sock" if self.nodes == 1 else name
 
 
 def new_name(role: str) -> str:
-    """A process name that no earlier process had."""
+    """A unique process name."""
     return f"{role}-{secrets.token_hex(4)}"

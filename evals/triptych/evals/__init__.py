@@ -1,1 +1,1 @@
-"""What compression costs in quality: texts, tasks, metrics and methods, each method as served."""
+"""Quality of compressed caches: studies of methods, baselines, metrics and calibration."""

@@ -1,11 +1,18 @@
-"""Who owns which page, and until when: arenas, the pool's books, and access to both."""
+"""The pool of KV pages: arenas, leases over pages, and access to both."""
 
 from triptych.kvpool.disk.tier import DiskSettings
 from triptych.kvpool.pool.arena import Arena
-from triptych.kvpool.pool.page_map import OwnerPages, PageMap
-from triptych.kvpool.pool.page_pool import About
-from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats, WorkerStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.pool.leases import About
+from triptych.kvpool.pool.stats import (
+    DiskStats,
+    NetworkStats,
+    OwnerPages,
+    PageMap,
+    PoolStats,
+    PrefixStats,
+    WorkerStats,
+)
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
@@ -22,12 +29,12 @@ __all__ = [
     "DiskStats",
     "Fetcher",
     "FoundPrefix",
-    "HoldId",
     "LocalPool",
     "Namespace",
     "NetworkStats",
     "OwnerPages",
     "PageMap",
+    "PinId",
     "PoolAddress",
     "PoolClient",
     "PoolServer",

@@ -1,8 +1,8 @@
-"""What runs next, where, and whether at all: pure policies over snapshots, exact bookings."""
+"""The router: admission, scheduling and placement of requests, without clock or sockets."""
 
 from triptych.router.frontend.context_windows import Windows
 from triptych.router.frontend.retries import AttemptTable, RequestAttempts
-from triptych.router.frontend.shards import Cells
+from triptych.router.frontend.shards import Shards
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.router.plugins import (
     BATCH_POLICIES,
@@ -10,8 +10,8 @@ from triptych.router.plugins import (
     check_policies,
     schedule_named,
 )
-from triptych.router.queue.waiting_queue import Line, ListedQueue
-from triptych.router.scheduler import Patience, Scheduler
+from triptych.router.queue.waiting_queue import ListedQueue, QueueView
+from triptych.router.scheduler import Scheduler, Timeouts
 from triptych.router.snapshot import Budget, Explanation, RouterSnapshot, Waiting, WorkerLoad
 from triptych.router.state.history import Decision, RequestTrace
 
@@ -21,17 +21,17 @@ __all__ = [
     "AttemptTable",
     "Budget",
     "ByteModel",
-    "Cells",
     "Decision",
     "Explanation",
-    "Line",
     "ListedQueue",
-    "Patience",
+    "QueueView",
     "RequestAttempts",
     "RequestBytes",
     "RequestTrace",
     "RouterSnapshot",
     "Scheduler",
+    "Shards",
+    "Timeouts",
     "Waiting",
     "Windows",
     "WorkerLoad",

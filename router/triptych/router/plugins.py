@@ -1,4 +1,4 @@
-"""Tables of the router's policies."""
+"""Plug-in tables of batch and placement policies."""
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
@@ -11,9 +11,9 @@ BATCH_POLICIES = Registry[BatchPolicy](
     kind="batch_policies",
     builtin={
         "greedy_by_memory": "triptych.router.policies.batching:greedy_by_memory",
-        "fifo": "triptych.router.policies.batching:fifo",
-        "fcfs": "triptych.router.policies.batching:fifo",
-        "dynamic": "triptych.router.policies.dynamic:DYNAMIC",
+        "fcfs": "triptych.router.policies.batching:fcfs",
+        "fifo": "triptych.router.policies.batching:fcfs",  # an alias
+        "dynamic": "triptych.router.policies.batch_gates:DYNAMIC",
     },
 )
 PLACEMENT_POLICIES = Registry[PlacementPolicy](
@@ -29,7 +29,7 @@ PLACEMENT_POLICIES = Registry[PlacementPolicy](
 
 
 def check_policies(config: RouterConfig, decode_slots: int | None = None) -> None:
-    """Raise ConfigError if the policies that a configuration names are not there, or do not fit."""
+    """Raise ConfigError if a configured policy does not exist or does not fit the decode slots."""
     schedule_named(config.batch_policy, decode_slots)
     try:
         PLACEMENT_POLICIES.load(config.placement)
@@ -38,9 +38,9 @@ def check_policies(config: RouterConfig, decode_slots: int | None = None) -> Non
 
 
 def schedule_named(name: str, decode_slots: int | None = None) -> Schedule:
-    """The schedule of a policy's name: one of the table, or ``static:p<X>c<Y>d<Z>``.
+    """The schedule that a name stands for: in the table, or ``static:p<X>c<Y>d<Z>``.
 
-    ``decode_slots``: what a decode worker holds at once, if that is to be checked.
+    ``decode_slots``: requests that a decode worker runs at a time, if that is to be checked.
 
     Raises: ConfigError if there is none, or if its batches do not fit
     """

@@ -1,6 +1,6 @@
 # msgpack has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What a live router heard and decided, written down, and the same done again from the file."""
+"""Records the messages and decisions of a live router, and replays them from the file."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from triptych.core.errors import ConfigError, MessageError
 from triptych.core.messages import Message, Send, pack, unpack
 from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
-from triptych.router.scheduler import Patience, Scheduler
+from triptych.router.scheduler import Scheduler, Timeouts
 
 VERSION = 1
 MAX_RECORD_BYTES = 128 << 20
@@ -27,18 +27,18 @@ Kind = Literal["receive", "lost", "tick"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """With what a router started; it starts anew when its process does."""
+    """The configuration of a router at its start."""
 
     version: int
     config: RouterConfig
     plan: PagePlan
     capacity_bytes: int
-    patience: Patience
+    timeouts: Timeouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of the coordinator: what came in, and a digest of each message that went out."""
+    """One call of the scheduler: its input, and a digest of each message that it sent."""
 
     kind: Kind
     now: float
@@ -50,7 +50,7 @@ class Call:
 
 
 class RecordingScheduler(Scheduler):
-    """A coordinator that writes down every call, prompts included, in a file of its user's only."""
+    """A scheduler that records every call, prompts included, in a private file."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class RecordingScheduler(Scheduler):
         config: RouterConfig,
         plan: PagePlan,
         capacity_bytes: int,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         """Append to ``path``.
 
         Raises: ConfigError if it cannot be written
         """
-        patience = patience or Patience()
-        super().__init__(config, plan, capacity_bytes, patience)
+        timeouts = timeouts or Timeouts()
+        super().__init__(config, plan, capacity_bytes, timeouts)
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -76,7 +76,7 @@ class RecordingScheduler(Scheduler):
             config=config,
             plan=plan,
             capacity_bytes=capacity_bytes,
-            patience=patience,
+            timeouts=timeouts,
         )
         self._write(asdict(beginning))
 
@@ -108,56 +108,56 @@ class RecordingScheduler(Scheduler):
 
 
 def open_scheduler(
-    config: RouterConfig, plan: PagePlan, capacity_bytes: int, patience: Patience
+    config: RouterConfig, plan: PagePlan, capacity_bytes: int, timeouts: Timeouts
 ) -> Scheduler:
-    """A coordinator; if ``router.record`` says so, one that is recorded.
+    """A scheduler; with ``router.record``, one that records.
 
     Raises: ConfigError if the recording cannot be written
     """
     if config.record:
-        return RecordingScheduler(Path(config.record), config, plan, capacity_bytes, patience)
-    return Scheduler(config, plan, capacity_bytes, patience)
+        return RecordingScheduler(Path(config.record), config, plan, capacity_bytes, timeouts)
+    return Scheduler(config, plan, capacity_bytes, timeouts)
 
 
-def end_recording(coordinator: Scheduler) -> None:
-    """Close the file of one that is recorded."""
-    if isinstance(coordinator, RecordingScheduler):
-        coordinator.close()
+def end_recording(scheduler: Scheduler) -> None:
+    """Close the file of a recording scheduler."""
+    if isinstance(scheduler, RecordingScheduler):
+        scheduler.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How far a recording was followed, and where the decisions parted, if they did."""
+    """Result of a replay, with the first difference in decisions, if any."""
 
     starts: int
-    """How often the router began."""
+    """Number of starts of the router."""
     calls: int
     sent: int
     """Messages that the router decided to send."""
     difference: str
-    """The first; empty: all decisions were the same."""
+    """The first difference; empty: all decisions were the same."""
 
 
 def replay(path: Path, around: Callable[[Call], None] = lambda _: None) -> Replay:
-    """Give a new coordinator what the recorded one got, and compare what each of them sends.
+    """Give the recorded input to a new scheduler, and compare the messages that it sends.
 
-    ``around`` is told of each call before it is made.
+    ``around`` is called before each call.
 
     Raises: ConfigError if the file is no recording
     """
-    coordinator: Scheduler | None = None
+    scheduler: Scheduler | None = None
     starts = calls = sent = 0
     for record in read_recording(path):
         if isinstance(record, Beginning):
             starts += 1
-            coordinator = Scheduler(
-                record.config, record.plan, record.capacity_bytes, record.patience
+            scheduler = Scheduler(
+                record.config, record.plan, record.capacity_bytes, record.timeouts
             )
             continue
-        if coordinator is None:
+        if scheduler is None:
             raise ConfigError(f"{path}: no beginning in front of the first call")
         around(record)
-        found = digests(_repeat(coordinator, record, path))
+        found = digests(_repeat(scheduler, record, path))
         calls, sent = calls + 1, sent + len(found)
         if found != record.sent:
             difference = f"call {calls} ({record.kind} {record.sender} at {record.now:.3f} s)"
@@ -207,13 +207,13 @@ def _record(record: object, where: str) -> Beginning | Call:
     return found
 
 
-def _repeat(coordinator: Scheduler, call: Call, path: Path) -> list[Send]:
+def _repeat(scheduler: Scheduler, call: Call, path: Path) -> list[Send]:
     if call.kind == "lost":
-        return coordinator.lost(call.sender, call.now)
+        return scheduler.lost(call.sender, call.now)
     if call.kind == "tick":
-        return coordinator.tick(call.now)
+        return scheduler.tick(call.now)
     try:
-        return coordinator.receive(unpack(call.frame), call.sender, call.now)
+        return scheduler.receive(unpack(call.frame), call.sender, call.now)
     except MessageError as error:
         raise ConfigError(f"{path}: a frame in it is none: {error}") from error
 

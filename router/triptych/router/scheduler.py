@@ -1,4 +1,8 @@
-"""The router's state machine: messages in, messages out, no clock and no sockets of its own."""
+"""The scheduler: admits requests, assigns them to workers, and follows each one to its end.
+
+Read ``Scheduler.schedule`` first: it names the passes of a scheduling round in their order. The
+scheduler has neither a clock nor sockets: messages and the time go in, messages come out.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +39,7 @@ from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
 from triptych.router.passes.roles import Roles
 from triptych.router.passes.slo_admission import SloAdmission
+from triptych.router.passes.static_batches import StaticBatchDispatch
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
@@ -46,32 +51,33 @@ from triptych.router.state.request_table import Entry, Requests, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long the router waits for others."""
+class Timeouts:
+    """How long the router waits for workers, for the pool and for other routers."""
 
     report_bound_s: float = 3.0
-    """A worker whose last report is older takes nothing new."""
+    """A worker whose last report is older gets no new requests."""
 
     silent_s: float = 8.0
-    """A worker without a report for so long is stuck; those that live send two a second."""
+    """A worker without a report for this long counts as stuck; a running one sends two a second."""
 
     grace_s: float = 30.0
     """Time that a request waits for a stage without any worker before it fails with 503."""
 
     refuse_s: float | None = None
-    """The same for one that has not begun, if another router may take it; None: as long."""
+    """The same for a request that has not started, if another router may take it; None:
+    ``grace_s``."""
 
     cancel_timeout_s: float = 1.0
-    """Time after which a cancelled request's bytes count as free without the worker's word."""
+    """Time after which a cancelled request's bytes count as free without the worker's answer."""
 
     reclaim_s: float = 10.0
-    """Time after which the pool has taken back the pages of a dead worker: its lease."""
+    """Time after which the pool has reclaimed the pages of a dead worker: its lease."""
 
 
 SHOWN = 256
-"""Lives that whoever looks at them gets."""
+"""Default number of request traces that ``Scheduler.traces`` returns."""
 MISSED_TICK_S = 2.0
-"""Time between two ticks after which the router itself must have stood still."""
+"""Time between two ticks after which the router process itself must have been paused."""
 
 NEEDED_IN: dict[Stage, tuple[State, ...]] = {
     "prefill": (State.WAITING,),
@@ -84,15 +90,15 @@ NEEDED_IN: dict[Stage, tuple[State, ...]] = {
         State.ORPHANED,
     ),
 }
-"""States in which a request cannot go on without a stage."""
+"""States in which a request needs a worker of the stage to continue."""
 
 
 class Scheduler:
-    """Takes every request from the waiting line to its end, over all workers.
+    """Schedules every request from its submission to its end, over all workers.
 
     All methods must be called from one thread. ``now`` is in monotonic seconds and never goes
-    back. ``sender`` is the address that a message came from. A message that makes no sense
-    never raises: it is counted and, where pages could be stuck, answered with ``Cancel``.
+    back. ``sender`` is the address that a message came from. An invalid message never raises: it
+    is counted and, where pages could be stuck, answered with ``Cancel``.
     """
 
     def __init__(
@@ -100,86 +106,90 @@ class Scheduler:
         config: RouterConfig,
         plan: PagePlan,
         capacity_bytes: int,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
-        """``capacity_bytes``: page memory of each arena, less what workers hoard in extents."""
-        patience = patience or Patience()
-        self._config, self._model, self._patience = config, ByteModel(plan), patience
-        schedule = schedule_named(config.batch_policy)
+        """``capacity_bytes``: page memory of each arena, less what workers reserve ahead."""
+        timeouts = timeouts or Timeouts()
+        self._config, self._model, self._timeouts = config, ByteModel(plan), timeouts
+        batches = schedule_named(config.batch_policy)
         long_tokens = max(1, config.prefill_batch_tokens // 2)
-        self._books = ClusterState.open(
-            capacity_bytes, patience.report_bound_s, schedule, long_tokens
-        )
-        self._endings = RequestCompletion(
-            self._books, patience.cancel_timeout_s, patience.reclaim_s
-        )
+        cluster = ClusterState.open(capacity_bytes, timeouts.report_bound_s, batches, long_tokens)
+        self._cluster = cluster
+        self._completion = RequestCompletion(cluster, timeouts.cancel_timeout_s, timeouts.reclaim_s)
         placer = Placer(
             PLACEMENT_POLICIES.load(config.placement),
-            self._books.roster,
-            self._books.pace,
+            cluster.load_index,
+            cluster.latency,
             plan.block_tokens,
             PrefixMap(plan.prefix_blocks),
             config.affinity_ttft_s,
         )
-        self._dispatch = Dispatch(self._books, schedule, config, placer, plan.prefix_bytes > 0)
-        is_fixed = schedule.decode.most is not None  # then a batch runs to its end where it began
-        self._balance = Migration(self._books, 0 if is_fixed else config.rebalance_requests)
-        self._roles = Roles(self._books, config.roles == "dynamic" and not is_fixed)
-        self._promises = SloAdmission(self._books, self._endings)
-        self._preemption = None if is_fixed else Preemption(self._books)
-        self._loans = CacheBorrowing(self._books, plan.prefix_bytes)
-        self._scaling = Scaling(self._books, config.max_overtake_s)
+        dispatch = StaticBatchDispatch if batches.has_batch_sizes else Dispatch
+        self._dispatch = dispatch(cluster, batches, config, placer, plan.prefix_bytes > 0)
+        may_interrupt = not batches.runs_batches_to_end
+        self._migration = Migration(cluster, config.rebalance_requests if may_interrupt else 0)
+        self._roles = Roles(cluster, config.roles == "dynamic" and may_interrupt)
+        self._slo_admission = SloAdmission(cluster, self._completion)
+        self._preemption = Preemption(cluster) if may_interrupt else None
+        self._borrowing = CacheBorrowing(cluster, plan.prefix_bytes)
+        self._autoscaling = Scaling(cluster, config.max_overtake_s)
         self._ticked = 0.0
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- one scheduling round
+
+    def schedule(self, now: float, *, is_tick: bool = False) -> list[Send]:
+        """Run the passes of a scheduling round; returns the messages to send.
+
+        The passes of a tick are those that depend on the time, about twice a second.
+        """
+        if is_tick:
+            self._completion.expire(now)
+            self._remove_stalled(now)
+            self._completion.expel_dead_workers()
+            self._fail_stranded(now)
+            self._dispatch.adjust()
+            self._roles.run(self._dispatch.blocked_reason, now)
+            self._migration.run()
+        self._slo_admission.run(now)
+        self._dispatch.run(now)  # resume, join, encode, compress, admit
+        self._borrowing.run(self._dispatch.blocked_reason, now)
+        if self._preemption is not None:
+            self._preemption.run(self._dispatch.blocked_reason, now)
+        return self._cluster.outbox.take()
+
+    # ---------------------------------------------------------------- events
 
     def on(self, message: Message, sender: str, now: float) -> list[Send]:
         """Take one message."""
         return self.receive([message], sender, now)
 
     def receive(self, messages: Sequence[Message], sender: str, now: float) -> list[Send]:
-        """Take the messages of one frame; what they allow is then sent on as one batch."""
-        self._let_pass(now)
-        is_news = False
+        """Take the messages of one frame, then schedule once for all of them."""
+        self._record_concurrency(now)
+        must_schedule = False
         for message in messages:
             if isinstance(message, Report):
-                is_news |= self._report(message, sender, now)
+                must_schedule |= self._report(message, sender, now)
             else:
                 self._take(message, sender, now)
-                is_news = True
-        # A thousand workers report two thousand times a second; what waits for time to pass is
-        # looked at by `tick`.
-        return self._advance(now) if is_news else []
+                must_schedule = True
+        # 1,000 workers send 2,000 reports a second. A report alone rarely changes what can run.
+        return self.schedule(now) if must_schedule else []
 
     def lost(self, address: str, now: float) -> list[Send]:
         """The peer at ``address`` died."""
-        self._let_pass(now)
-        self._lose(address, now)
-        return self._advance(now)
+        self._record_concurrency(now)
+        self._remove_peer(address, now)
+        return self.schedule(now)
 
     def tick(self, now: float) -> list[Send]:
-        """Let time pass: call it about twice a second."""
-        self._let_pass(now)
-        self._endings.expire(now)
-        self._lose_stalled(now)
-        self._endings.expel_formers()
-        self._give_up(now)
-        self._dispatch.adjust()
-        self._roles.run(self._dispatch.blocked_reason, now)
-        self._balance.run()
-        return self._advance(now)
+        """Schedule with the passes that depend on the time: call it about twice a second."""
+        self._record_concurrency(now)
+        return self.schedule(now, is_tick=True)
 
-    def _let_pass(self, now: float) -> None:
-        """Until now all was as it is."""
-        self._books.pace.passed(self._books.concurrency_with(0), now)
-
-    def _advance(self, now: float) -> list[Send]:
-        self._promises.give_up(now)
-        self._dispatch.run(now)
-        self._loans.run(self._dispatch.blocked_reason, now)
-        if self._preemption is not None:
-            self._preemption.run(self._dispatch.blocked_reason, now)
-        return self._books.outbox.take()
+    def _record_concurrency(self, now: float) -> None:
+        """Account the time since the last call to the present number of running requests."""
+        self._cluster.latency.record_concurrency(self._cluster.concurrency_with(0), now)
 
     def _take(self, message: Message, sender: str, now: float) -> None:
         match message:
@@ -198,101 +208,104 @@ class Scheduler:
             case Resumed():
                 self._resumed(message, sender)
             case Preempted():
-                self._suspended(message, sender, now)
+                self._preempted(message, sender, now)
             case Finished():
                 self._finished(message, sender, now)
             case CacheMemoryBorrowed():
-                self._loans.heard(message, now)
+                self._borrowing.on_borrowed(message, now)
             case Register():
-                self._hello(message, now)
+                self._register(message, now)
             case _:
-                self._books.counters["unknown_message"] += 1
+                self._cluster.counters["unknown_message"] += 1
 
     def _report(self, report: Report, sender: str, now: float) -> bool:
-        """Whether anything can go on now that could not before."""
-        if self._books.fleet.note(report, sender, now):
-            return self._books.roster.heard(sender, now)
-        self._books.counters["stray_report"] += 1
+        """Store a report; whether a worker takes requests again after it."""
+        if self._cluster.membership.note(report, sender, now):
+            return self._cluster.load_index.record_report(sender, now)
+        self._cluster.counters["stray_report"] += 1
         return False
 
     # ---------------------------------------------------------------- peers
 
-    def _hello(self, hello: Register, now: float) -> None:
-        for address in self._books.fleet.replaced_by(hello):
-            self._lose(address, now)
-        self._books.fleet.join(hello)
-        self._books.roster.join(hello)
+    def _register(self, registration: Register, now: float) -> None:
+        for address in self._cluster.membership.replaced_by(registration):
+            self._remove_peer(address, now)
+        self._cluster.membership.join(registration)
+        self._cluster.load_index.join(registration)
 
-    def _lose(self, address: str, now: float) -> None:
-        self._books.counters["peers_lost"] += 1
-        peer = self._books.fleet.leave(address, now)
-        self._books.roster.leave(address)
-        name = peer.name if peer and "decode" in peer.hello.stages else ""
+    def _remove_peer(self, address: str, now: float) -> None:
+        self._cluster.counters["peers_lost"] += 1
+        peer = self._cluster.membership.leave(address, now)
+        self._cluster.load_index.leave(address)
+        name = peer.name if peer and "decode" in peer.registration.stages else ""
         if name:
-            self._books.formers.add(name)
-        self._endings.lost(address, name, now)
+            self._cluster.dead_workers.add(name)
+        self._completion.lost(address, name, now)
 
-    def _lose_stalled(self, now: float) -> None:
-        """Give up workers that are stuck; the pool ends their processes."""
+    def _remove_stalled(self, now: float) -> None:
+        """Remove workers that are stuck; the pool ends their processes."""
         if now - self._ticked > MISSED_TICK_S:
-            for peer in self._books.fleet.forgive(now):  # it was this process that stood still
-                self._books.roster.heard(peer.address, now)
+            for peer in self._cluster.membership.forgive(now):  # this process was paused
+                self._cluster.load_index.record_report(peer.address, now)
         self._ticked = now
-        for peer in self._books.fleet.stalled(now, self._patience.silent_s):
-            self._books.counters["stalled"] += 1
-            self._books.formers.add(peer.name)
-            self._lose(peer.address, now)
+        for peer in self._cluster.membership.stalled(now, self._timeouts.silent_s):
+            self._cluster.counters["stalled"] += 1
+            self._cluster.dead_workers.add(peer.name)
+            self._remove_peer(peer.address, now)
 
-    def _give_up(self, now: float) -> None:
+    def _fail_stranded(self, now: float) -> None:
         """Fail requests that have waited too long for a stage without workers."""
-        fleet, requests = self._books.fleet, self._books.requests
+        membership, requests = self._cluster.membership, self._cluster.requests
         for stage, states in NEEDED_IN.items():
-            absent = fleet.absent_since(stage)
+            absent = membership.absent_since(stage)
             if absent is not None:
                 for state in states:
                     for entry in requests.in_state(state):
-                        self._give_up_on(entry, stage, absent, now)
-        if fleet.absent_since("decode") is None:
-            self._endings.leave_lost_arenas(now)
-        self._give_up_on_the_largest(now)
+                        self._fail_stranded_request(entry, stage, absent, now)
+        if membership.absent_since("decode") is None:
+            self._completion.leave_lost_arenas(now)
+        self._fail_largest_stranded(now)
 
-    def _give_up_on_the_largest(self, now: float) -> None:
-        """Fail requests that wait for a compressor beside whoever reads: only in parts they fit."""
-        fleet, books = self._books.fleet, self._books
-        absent = [fleet.absent_since("compress", arena) for arena in books.roster.reading_arenas]
+    def _fail_largest_stranded(self, now: float) -> None:
+        """Fail requests that fit only with layer-wise prefill, after a wait for a compressor."""
+        membership, cluster = self._cluster.membership, self._cluster
+        absent = [
+            membership.absent_since("compress", arena)
+            for arena in cluster.load_index.prefill_arenas
+        ]
         if None in absent or not absent:
             return
         since = max(moment for moment in absent if moment is not None)
-        for entry in books.requests.in_state(State.WAITING):
-            if entry.whole is not None and entry.whole.peak > books.ledger.capacity_bytes:
-                self._give_up_on(entry, "compress", since, now)
+        for entry in cluster.requests.in_state(State.WAITING):
+            if entry.whole is not None and entry.whole.peak > cluster.ledger.capacity_bytes:
+                self._fail_stranded_request(entry, "compress", since, now)
 
-    def _give_up_on(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
-        limit_s = self._patience.grace_s
+    def _fail_stranded_request(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
+        limit_s = self._timeouts.grace_s
         has_begun = entry.state is not State.WAITING or entry.waits_with_pages
-        if self._patience.refuse_s is not None and not has_begun:
-            limit_s = self._patience.refuse_s
+        if self._timeouts.refuse_s is not None and not has_begun:
+            limit_s = self._timeouts.refuse_s
         if now - max(absent, entry.since) >= limit_s:
             error = Overloaded(f"no {stage} worker is running: try again later")
-            self._endings.fail(entry, error, now)
+            self._completion.fail(entry, error, now)
 
     # ---------------------------------------------------------------- from the ingress
 
     def _submit(self, request: Request, now: float) -> None:
-        books = self._books
-        if request.id in books.requests:
-            books.counters["duplicate_submit"] += 1
+        cluster = self._cluster
+        if request.id in cluster.requests:
+            cluster.counters["duplicate_submit"] += 1
             return
-        books.counters["submitted"] += 1
+        cluster.counters["submitted"] += 1
         left = max(0, request.sampling.max_tokens - len(request.said))
         whole = self._model.estimate(request.known_tokens, left)
         sizes = self._sizes_in_parts(request, left) or whole
-        if not len(books.requests.line):
-            books.pace.begin_line()
+        if not len(cluster.requests.queue):
+            cluster.latency.reset_start_gap()
         patience_s, ageing_s = self._config.max_overtake_s, self._config.ageing_s
         due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
-        promise = self._promises.make(request, due, now)
-        refusal = self._refusal(request, sizes, now) or promise.refusal
+        slo, slo_refusal = self._slo_admission.assess(request, due, now)
+        refusal = self._refusal(request, sizes, now) or slo_refusal
         if refusal is None:
             entry = Entry(
                 request=request,
@@ -300,50 +313,48 @@ class Scheduler:
                 whole=None if sizes is whole else whole,
                 arrived=now,
                 since=now,
-                due=promise.due,
-                latest=promise.latest,
-                forecast=promise.forecast,
+                slo=slo,
             )
-            books.requests.add(entry)
-            self._promises.watch(entry)
+            cluster.requests.add(entry)
+            self._slo_admission.watch(entry)
         else:
             self._dispatch.reasons.refused(request, refusal, now)
-            self._endings.refuse(request, refusal)
+            self._completion.refuse(request, refusal)
 
     def _sizes_in_parts(self, request: Request, left: int) -> RequestBytes | None:
-        """What it takes if its layers are encoded while others are read; None if they cannot be.
+        """Bytes that it needs with layer-wise prefill; None if it cannot use that.
 
-        A prompt whose every token is scored is read all layers at a time, and batches of fixed size
-        go to compressors whole.
+        Prompts with prompt log probabilities are prefilled with all layers at a time, and batches
+        of a given size go to compressors as a whole.
         """
         is_scored = request.sampling.prompt_logprobs >= 0
-        if is_scored or self._dispatch.schedule.compress.most is not None:
+        if is_scored or not self._dispatch.is_layerwise:
             return None
         return self._model.estimate_in_parts(request.known_tokens, left)
 
     def _refusal(
         self, request: Request, sizes: RequestBytes, now: float
     ) -> PromptTooLong | QueueFull | None:
-        """Why a request cannot even wait, if it cannot."""
-        capacity = self._books.ledger.capacity_bytes
+        """The error of a request that cannot be queued; None if it can."""
+        capacity = self._cluster.ledger.capacity_bytes
         if sizes.peak > capacity:
             return PromptTooLong(
                 f"{len(request.prompt)} prompt tokens and {request.sampling.max_tokens} new tokens "
                 f"take up to {sizes.peak} bytes of pages, and the server has {capacity}"
             )
         limit = self._config.max_queued_requests
-        waiting = self._books.requests.count(State.WAITING)
+        waiting = self._cluster.requests.count(State.WAITING)
         if waiting >= limit and not request.attempt:
-            return QueueFull(waiting, limit, self._books.drain.retry_after_s(waiting, now))
+            return QueueFull(waiting, limit, self._cluster.drain.retry_after_s(waiting, now))
         return None
 
     def _cancel(self, message: Cancel, now: float) -> None:
         for request in message.requests:
-            entry = self._books.requests.get(request)
+            entry = self._cluster.requests.get(request)
             if entry is None or entry.state is State.LEAVING:
-                self._books.counters["stray_cancel"] += 1
+                self._cluster.counters["stray_cancel"] += 1
             else:
-                self._endings.cancel(entry, now)
+                self._completion.cancel(entry, now)
 
     # ---------------------------------------------------------------- from the workers
 
@@ -353,176 +364,204 @@ class Scheduler:
             return
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
-            entry.words, entry.handle = (message.first_token,), message.handle
-            entry.memory = ()
-            entry.token_s, entry.read_at = message.token_s, now
-            entry.concurrency_s = self._books.pace.concurrency_s
-            entry.hit_tokens = message.cached_tokens
-            self._books.pace.read(now - entry.since, entry.ahead_tokens, now)
-            self._books.pace.came(now - entry.arrived, entry.forecast, now)
-            self._roles.read(entry, now)
-            self._books.requests.history.cached(entry.id, message.cached_tokens)
-            self._books.requests.move(entry, State.PREFILLED, now)
+            entry.transfer.output_tokens, entry.transfer.handle = (
+                (message.first_token,),
+                message.handle,
+            )
+            entry.transfer.plugin_memory = ()
+            entry.transfer.token_s, entry.transfer.first_token_at = message.token_s, now
+            entry.transfer.concurrency_s = self._cluster.latency.concurrency_s
+            entry.transfer.hit_tokens = message.cached_tokens
+            self._cluster.latency.record_prefill(
+                now - entry.since, entry.placement.ahead_tokens, now
+            )
+            self._cluster.latency.record_ttft(now - entry.arrived, entry.slo.forecast, now)
+            self._roles.record_prefill(entry, now)
+            self._cluster.requests.history.cached(entry.id, message.cached_tokens)
+            self._cluster.requests.move(entry, State.PREFILLED, now)
 
     def _planned(self, message: Planned, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
         if entry is None:
             return
-        entry.source_worker = ""
-        page_bytes, ledger = self._model.plan.page_bytes, self._books.ledger
+        entry.transfer.source_worker = ""
+        page_bytes, ledger = self._model.plan.page_bytes, self._cluster.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
         entry.sizes = entry.sizes.corrected(own, shared)
-        entry.raw_arena = entry.work_arena  # if it was another one, the pages were fetched
+        entry.placement.raw_arena = (
+            entry.placement.work_arena
+        )  # if it was another one, the pages were fetched
         lines = lines_before_encoding(
-            entry.sizes, entry.raw_arena, entry.work_arena, entry.final_arena
+            entry.sizes,
+            entry.placement.raw_arena,
+            entry.placement.work_arena,
+            entry.placement.final_arena,
         )
         if ledger.book(entry.id, lines):
-            self._books.requests.move(entry, State.PLANNED, now)
+            self._cluster.requests.move(entry, State.PLANNED, now)
         else:
-            self._books.counters["estimate_too_low"] += 1
-            free = ledger.free(entry.final_arena) // page_bytes
-            self._endings.fail(entry, PoolExhausted(message.pages, free), now)
+            self._cluster.counters["estimate_too_low"] += 1
+            free = ledger.free(entry.placement.final_arena) // page_bytes
+            self._completion.fail(entry, PoolExhausted(message.pages, free), now)
 
     def _compressed(self, message: Compressed, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
         if entry is not None:
-            entry.handle, entry.report = message.handle, message.report
-            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
-            self._books.ledger.book(entry.id, lines)
-            self._books.requests.move(entry, State.COMPRESSED, now)
+            entry.transfer.handle, entry.transfer.report = message.handle, message.report
+            lines = lines_after_encoding(
+                entry.sizes, entry.placement.work_arena, entry.placement.final_arena
+            )
+            self._cluster.ledger.book(entry.id, lines)
+            self._cluster.requests.move(entry, State.COMPRESSED, now)
 
     def _fetched(self, message: Fetched, sender: str) -> None:
-        """The pages are in the arena of the worker that has them, and nowhere else."""
-        entry = self._books.requests.get(message.request)
+        """The worker has copied the pages to its arena; the source is free."""
+        entry = self._cluster.requests.get(message.request)
         if entry is None or entry.worker != sender:
-            self._books.counters["stray_fetched"] += 1
+            self._cluster.counters["stray_fetched"] += 1
             return
-        self._books.counters["fetched"] += 1
+        self._cluster.counters["fetched"] += 1
         if entry.state is State.DECODING:
-            entry.source_worker, entry.work_arena = "", entry.final_arena
+            entry.transfer.source_worker, entry.placement.work_arena = (
+                "",
+                entry.placement.final_arena,
+            )
             entry.sizes = entry.sizes.moved()
-            lines = lines_after_encoding(entry.sizes, entry.work_arena, entry.final_arena)
-            self._books.ledger.book(entry.id, lines)
+            lines = lines_after_encoding(
+                entry.sizes, entry.placement.work_arena, entry.placement.final_arena
+            )
+            self._cluster.ledger.book(entry.id, lines)
 
     def _resumed(self, message: Resumed, sender: str) -> None:
-        entry = self._books.requests.get(message.request)
-        if entry is not None and entry.worker == sender and entry.previous_worker:
-            is_from_the_dead = entry.previous_worker in self._books.formers
-            self._books.counters["resumed" if is_from_the_dead else "moved"] += 1
-            entry.previous_worker = entry.source_worker = ""
+        entry = self._cluster.requests.get(message.request)
+        if entry is not None and entry.worker == sender and entry.transfer.previous_worker:
+            is_from_the_dead = entry.transfer.previous_worker in self._cluster.dead_workers
+            self._cluster.counters["resumed" if is_from_the_dead else "moved"] += 1
+            entry.transfer.previous_worker = entry.transfer.source_worker = ""
         else:
-            self._books.counters["stray_resumed"] += 1
+            self._cluster.counters["stray_resumed"] += 1
 
-    def _suspended(self, message: Preempted, sender: str, now: float) -> None:
+    def _preempted(self, message: Preempted, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.DECODING, "stray_suspended")
         if entry is not None:
-            self._books.counters["suspended"] += 1
-            entry.words, entry.handle = message.words, message.handle
-            entry.memory = message.memory
-            entry.source_worker, entry.decode, entry.is_asked_back = "", "", False
-            entry.previous_worker = self._books.fleet.name_of(sender)
+            self._cluster.counters["suspended"] += 1
+            entry.transfer.output_tokens, entry.transfer.handle = (
+                message.output_tokens,
+                message.handle,
+            )
+            entry.transfer.plugin_memory = message.memory
+            entry.transfer.source_worker, entry.placement.decode_worker, entry.is_preempt_sent = (
+                "",
+                "",
+                False,
+            )
+            entry.transfer.previous_worker = self._cluster.membership.name_of(sender)
             if entry.is_preempted:
-                self._set_aside(entry, message.handle, now)
+                self._requeue_with_pages(entry, message.handle, now)
             else:
-                self._books.requests.move(entry, State.COMPRESSED, now)
+                self._cluster.requests.move(entry, State.COMPRESSED, now)
 
-    def _set_aside(self, entry: Entry, handle: KVHandle, now: float) -> None:
-        """Free what the request does not have yet, and let it wait with what it has."""
+    def _requeue_with_pages(self, entry: Entry, handle: KVHandle, now: float) -> None:
+        """Release unused bookings of a preempted request, and queue it with its pages."""
         most = self._model.estimate(handle.tokens, max_tokens=0).grown
         kept = min(most, entry.sizes.grown)
-        self._books.ledger.book(entry.id, {entry.final_arena: kept})
-        self._books.requests.preempt(entry, kept, now)
+        self._cluster.ledger.book(entry.id, {entry.placement.final_arena: kept})
+        self._cluster.requests.preempt(entry, kept, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
-        entry = self._books.requests.get(message.request)
+        entry = self._cluster.requests.get(message.request)
         if entry is None or sender not in (*entry.holders, *entry.owed):
-            self._books.counters["stray_finished"] += 1
+            self._cluster.counters["stray_finished"] += 1
         elif entry.state is State.LEAVING:
-            self._endings.settle(entry, sender)
+            self._completion.settle(entry, sender)
         elif sender == entry.worker:
-            self._left_its_worker(entry, message, now)
-        elif sender == entry.encoder and message.error is not None:
-            entry.encoder = ""
-            self._endings.fail(entry, message.error, now)
+            self._finished_at_worker(entry, message, now)
+        elif sender == entry.placement.encoder and message.error is not None:
+            entry.placement.encoder = ""
+            self._completion.fail(entry, message.error, now)
         else:
-            entry.source_worker = ""
+            entry.transfer.source_worker = ""
 
-    def _left_its_worker(self, entry: Entry, message: Finished, now: float) -> None:
-        """The worker that has the request says that it is over there: it holds nothing of it."""
-        if entry.source_worker == entry.worker:
-            entry.source_worker = ""
+    def _finished_at_worker(self, entry: Entry, message: Finished, now: float) -> None:
+        """The worker of a request has ended it and holds nothing of it."""
+        if entry.transfer.source_worker == entry.worker:
+            entry.transfer.source_worker = ""
         worker, entry.worker = entry.worker, ""
         if message.error is not None:
-            self._endings.fail(entry, message.error, now)
+            self._completion.fail(entry, message.error, now)
         elif entry.state in (State.PREFILLING, State.DECODING):
-            self._endings.finish(entry, worker, message.tokens, now)
+            self._completion.finish(entry, worker, message.tokens, now)
         else:
-            self._endings.fail(entry, StageLost(entry.stage), now)
+            self._completion.fail(entry, StageLost(entry.stage), now)
 
     def _expect(self, request: str, sender: str, state: State, oddity: str) -> Entry | None:
         """The entry that a message is about, if ``sender`` has it in ``state``.
 
-        Otherwise the message came late, twice or from nowhere. Its sender may hold pages that
-        nobody will ever ask for, so it is told to let go, unless it rightly has the request.
+        Otherwise the message is late, repeated or unknown. Its sender may hold pages that no other
+        worker will attach, so it is sent ``Cancel``, unless it rightly has the request.
         """
-        entry = self._books.requests.get(request)
+        entry = self._cluster.requests.get(request)
         if entry is not None and entry.worker == sender and entry.state is state:
             return entry
-        self._books.counters[oddity] += 1
+        self._cluster.counters[oddity] += 1
         if entry is None or entry.state is State.LEAVING or sender not in entry.holders:
-            self._books.outbox.cancel(sender, request)
+            self._cluster.outbox.cancel(sender, request)
         return None
 
-    # ---------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------- status
 
     def snapshot(self, now: float) -> RouterSnapshot:
-        """For metrics and for a person in doubt."""
-        requests: Requests = self._books.requests
-        oldest = requests.line.oldest_arrival()
-        self._books.roster.refresh(now)
+        """State of the router, for metrics and status."""
+        requests: Requests = self._cluster.requests
+        oldest = requests.queue.oldest_arrival()
+        self._cluster.load_index.refresh(now)
         return RouterSnapshot(
             requests={state.value: requests.count(state) for state in State},
-            booked_bytes=self._books.ledger.arenas,
-            capacity_bytes=max(1, len(self._books.roster.arenas))
-            * self._books.ledger.capacity_bytes,
+            booked_bytes=self._cluster.ledger.arenas,
+            capacity_bytes=max(1, len(self._cluster.load_index.arenas))
+            * self._cluster.ledger.capacity_bytes,
             blocked_reason=self._dispatch.blocked_reason,
             oldest_waiting_s=0.0 if oldest is None else now - oldest,
-            counters=dict(self._books.counters),
-            workers=tuple(self._books.roster.loads()),
+            counters=dict(self._cluster.counters),
+            workers=tuple(self._cluster.load_index.loads()),
         )
 
     def demand(self, now: float) -> Demand:
-        """What decides how many workers each stage should have; a few seconds old at the most."""
-        return self._scaling.demand(now)
+        """Input of autoscaling; a few seconds old at most."""
+        return self._autoscaling.demand(now)
 
     def census(self) -> tuple[dict[str, int], int]:
-        """Requests by state, and bytes booked in all arenas: what a simulator asks at each tick."""
-        counts = {state.value: self._books.requests.count(state) for state in State}
-        return counts, sum(self._books.ledger.arenas.values())
+        """Requests by state, and bytes booked in all arenas; cheaper than ``snapshot``."""
+        counts = {state.value: self._cluster.requests.count(state) for state in State}
+        return counts, sum(self._cluster.ledger.arenas.values())
 
-    def lives(self, most: int = SHOWN) -> tuple[RequestTrace, ...]:
-        """What became of the latest requests, first come first; times are those of ``now``."""
-        return tuple(self._books.requests.history.latest(most))
+    def traces(self, most: int = SHOWN) -> tuple[RequestTrace, ...]:
+        """Traces of the latest requests, in order of arrival; times are those of ``now``."""
+        return tuple(self._cluster.requests.history.latest(most))
 
     def handles(self) -> dict[str, KVHandle]:
-        """The pages of each request, as its last stage handed them over."""
-        entries = self._books.requests
-        return {entry.id: entry.handle for entry in entries if entry.handle is not None}
+        """The handle of each request, as its last stage handed it over."""
+        entries = self._cluster.requests
+        return {
+            entry.id: entry.transfer.handle
+            for entry in entries
+            if entry.transfer.handle is not None
+        }
 
     def report_ages_s(self, now: float) -> dict[str, float]:
-        """Seconds since the last report of each worker, by name, that has sent one."""
-        return {peer.name: now - peer.reported for peer in self._books.fleet if peer.report}
+        """Seconds since the last report of each worker, by name."""
+        return {peer.name: now - peer.reported for peer in self._cluster.membership if peer.report}
 
     def decisions(self, client_id: str) -> tuple[RequestTrace, ...]:
-        """What was decided about a client's request, and why: a life for each choice and attempt.
+        """Decisions about a client's request: a trace for each choice and attempt.
 
-        Empty if it never was, or if many came after it.
+        Empty if the request is unknown or too old.
         """
-        return tuple(self._books.requests.history.of(client_id))
+        return tuple(self._cluster.requests.history.of(client_id))
 
     def explain(self, request: str, now: float) -> Explanation | None:
-        """Where a request is and what it waits for; None if it ended or never was."""
-        entry = self._books.requests.get(request)
+        """State of a request and what it waits for; None if it has ended or is unknown."""
+        entry = self._cluster.requests.get(request)
         if entry is None:
             return None
         return Explanation(
@@ -530,7 +569,7 @@ class Scheduler:
             state=entry.state.value,
             in_state_s=now - entry.since,
             worker=entry.worker,
-            decode_worker=entry.decode,
-            booked_bytes=self._books.ledger.booked_by(request),
+            decode_worker=entry.placement.decode_worker,
+            booked_bytes=self._cluster.ledger.booked_by(request),
             blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )

@@ -1,4 +1,4 @@
-"""What decisions may look at, and what they say about themselves: plain data, no behaviour."""
+"""Plain data that policies receive, and that the router reports about itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,56 +10,56 @@ from triptych.core.messages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request in the waiting line."""
+    """A request in the waiting queue."""
 
     id: str
     bytes: int
-    """What it needs at most, in bytes of pages."""
+    """Upper bound of the bytes of pages that it needs."""
     waited_s: float
-    """Seconds since it came."""
+    """Seconds since it arrived."""
     slack_s: float = inf
-    """Seconds until it loses patience; below 0 nobody of its tenant may overtake it any more."""
+    """Seconds until it is overdue; below 0 no request of its tenant may overtake it."""
     priority: int = 0
-    """Lower is sooner."""
+    """Lower values start sooner."""
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one round of batching may spend."""
+    """Limits of one batch."""
 
     free_bytes: int
-    """Bytes of pages that nobody has booked."""
+    """Bytes of pages that are not booked."""
     max_requests: int
-    """Requests that may start, because a decode slot will be free for each."""
+    """Requests that may start: a decode slot will be free for each."""
 
 
-Role = Literal["both", "read", "write"]
-"""What a worker of all stages is used for. One that writes reads too while it writes nothing."""
+Role = Literal["both", "prefill", "decode"]
+"""The role of a colocated worker. One that decodes may prefill while it has no requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker as placement sees it."""
+    """Load of a worker."""
 
     name: str
     address: str
     arena: str
-    """Where it stores pages."""
+    """The arena where it stores pages."""
     stages: tuple[Stage, ...]
     is_full: bool
-    """It takes nothing: its last report is too old, or there was none."""
+    """It gets no requests: its last report is too old, or there was none."""
     prefill_tokens: int = 0
-    """Prompt tokens that were sent to it and are not read yet."""
+    """Prompt tokens in its prefill queue."""
     queue_tokens: int = 0
-    """How many of them a prompt that comes now waits for: none that are probably cached, and of a
-    long prompt only half of what a worker takes at once, since short ones overtake it."""
+    """Prompt tokens that a new prompt waits for: without cached ones, and of a long prompt only
+    half of what a worker takes at a time, since short prompts overtake the rest."""
     compress_tokens: int = 0
     """Prompt tokens that it is compressing."""
     free_slots: int = 0
-    """Requests that may still join its decode batch."""
+    """Requests that may join its decode batch."""
     running: int = 0
-    """Requests that it decodes, or was chosen to."""
+    """Requests that it decodes or was chosen for."""
     role: Role = "both"
 
 
@@ -84,7 +84,7 @@ HeldBy = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where one request is, and what it holds."""
+    """State of one request."""
 
     request: str
     state: str
@@ -95,21 +95,21 @@ class Explanation:
     """Address of the decode worker with a slot for it; empty until it is chosen."""
     booked_bytes: int
     blocked_reason: HeldBy
-    """For a waiting request: what the line waits for."""
+    """For a waiting request: what the queue waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSnapshot:
-    """Everything that metrics and a person in doubt want to know."""
+    """State of the router, for metrics and status."""
 
     requests: Mapping[str, int]
     """Requests by state."""
     booked_bytes: Mapping[str, int]
     """By arena."""
     capacity_bytes: int
-    """Of all arenas together; of one while no worker is there."""
+    """Of all arenas together; of one arena while there is no worker."""
     blocked_reason: HeldBy
     oldest_waiting_s: float
     counters: Mapping[str, int]
-    """Decisions and oddities by reason, since the start."""
+    """Decisions and unexpected messages by reason, since the start."""
     workers: tuple[WorkerLoad, ...]

@@ -1,4 +1,4 @@
-"""The server in virtual time: the real coordinator among workers that only pretend to compute."""
+"""The simulator: the real scheduler with simulated workers, in virtual time."""
 
 from triptych.simulator.cluster import Outcome, Simulation, Trial
 from triptych.simulator.costs import Costs

@@ -1,4 +1,4 @@
-"""How many requests per second a cluster can serve, by arithmetic: where a sweep begins."""
+"""Capacity of a cluster in requests per second, by arithmetic: the start of a sweep."""
 
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
@@ -7,20 +7,24 @@ from triptych.simulator.setup import Cluster
 def saturation_rate(
     cluster: Cluster, costs: Costs, prompt_tokens: float, output_tokens: float
 ) -> float:
-    """Requests per second of mean length at which the first stage has no time left.
+    """Requests per second of mean length at which the first stage is saturated.
 
     Steps are taken to be full: whole chunks of prompts, and decode batches as large as slots and
     bytes allow. So this is an upper bound; queues grow long some way below it.
     """
-    read_s = _read_s(cluster, costs, prompt_tokens)
+    prefill_s = _read_s(cluster, costs, prompt_tokens)
     compress_s = costs.compress_step_s + prompt_tokens * costs.compress_token_s
     batch = _batch(cluster, prompt_tokens, output_tokens)
     stored = prompt_tokens + output_tokens / 2
     step_s = costs.decode_step_s + batch * (costs.decode_request_s + stored * costs.decode_token_s)
-    write_s = max(0.0, output_tokens - 1) * step_s / batch
+    decode_s = max(0.0, output_tokens - 1) * step_s / batch
     if cluster.colocated or cluster.shared_cores:
-        return _machines(cluster) / (read_s + compress_s + write_s)
-    stages = ((cluster.prefill, read_s), (cluster.compress, compress_s), (cluster.decode, write_s))
+        return _machines(cluster) / (prefill_s + compress_s + decode_s)
+    stages = (
+        (cluster.prefill, prefill_s),
+        (cluster.compress, compress_s),
+        (cluster.decode, decode_s),
+    )
     return min(workers / seconds for workers, seconds in stages if seconds > 0)
 
 
@@ -31,7 +35,7 @@ def _read_s(cluster: Cluster, costs: Costs, tokens: float) -> float:
 
 
 def _batch(cluster: Cluster, prompt_tokens: float, output_tokens: float) -> float:
-    """Requests that one decode worker runs at once, with memory for all of them."""
+    """Requests that one decode worker runs at a time, as memory allows."""
     plan = cluster.plan
     pages = cluster.stored_pages(int(prompt_tokens + output_tokens))
     decoders = cluster.colocated or cluster.decode

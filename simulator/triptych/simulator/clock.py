@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in the order in which it happens."""
+"""Virtual clock: an event queue."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -9,7 +9,7 @@ Action = Callable[..., None]
 
 
 class Clock:
-    """Runs actions at their times; those of the same time in the order they were given."""
+    """Runs actions at their times; those of the same time in the order of their addition."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,11 +17,11 @@ class Clock:
         self._order = count()
 
     def after(self, seconds: float, action: Action, *arguments: Any) -> None:
-        """Have ``action`` called so many seconds from now."""
+        """Schedule ``action`` for this many seconds from now."""
         heappush(self._queue, (self.now + seconds, next(self._order), action, arguments))
 
     def step(self) -> bool:
-        """Go to the next action and run it; False if there is none."""
+        """Advance to the next action and run it; False if there is none."""
         if not self._queue:
             return False
         self.now, _, action, arguments = heappop(self._queue)

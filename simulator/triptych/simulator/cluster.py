@@ -1,4 +1,4 @@
-"""A run in virtual time: clients, the real coordinator, and workers that pretend to compute."""
+"""A run in virtual time: clients, the real scheduler, and simulated workers."""
 
 from array import array
 from collections import Counter
@@ -22,28 +22,28 @@ from triptych.core.messages import (
     Submit,
 )
 from triptych.core.pages import PagePlan
-from triptych.router.frontend.shards import Cells, bytes_of, key_of, may_pass_on, names_of
+from triptych.router.frontend.shards import Shards, bytes_of, key_of, may_pass_on, names_of
 from triptych.router.policies.prefix_map import BlockCache
-from triptych.router.scheduler import Patience, Scheduler
+from triptych.router.scheduler import Scheduler, Timeouts
 from triptych.simulator.clock import Clock
 from triptych.simulator.costs import Costs
-from triptych.simulator.engines import NodeCache, Wrote, engines_of
+from triptych.simulator.engines import NodeCache, StepOutput, engines_of
 from triptych.simulator.setup import Chain, Cluster, Job
 from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
 
 INGRESS = "ingress"
 REPORT_S, TICK_S = 0.5, 0.25
 STUCK_S = 3600.0
-"""Time without any beginning or end of a request after which nothing will ever happen."""
+"""Time without a start or end of a request after which the run counts as stuck."""
 
 
 class SimulationStuck(TriptychError):
-    """Requests are left, and nothing will ever happen to them."""
+    """Requests are left that will never end."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times in seconds of the run."""
+    """Result of one request; times in seconds of the run."""
 
     job: Job
     due_s: float
@@ -51,9 +51,9 @@ class Outcome:
     last_s: float = -1.0
     error: str = ""
     began_s: float = -1.0
-    """When its prompt was first read from."""
+    """When its prefill began."""
     cached_tokens: int = 0
-    """Tokens of its prompt that were not computed."""
+    """Prompt tokens from the prefix cache."""
 
     @property
     def is_done(self) -> bool:
@@ -62,42 +62,42 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """Everything that one run gave."""
+    """Results of one run."""
 
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     duration_s: float = 0.0
     gaps: Counter[float] = field(default_factory=Counter[float])
-    """Seconds between two tokens of an answer, to a tenth of a millisecond: how often each."""
+    """Histogram of the seconds between two output tokens, in steps of 0.1 ms."""
     decision_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Real CPU time of each call of the coordinator: no neighbour makes it longer."""
+    """Real CPU time of each call of the scheduler."""
     state_seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """Requests in each state, integrated over time by looks at each tick."""
+    """Requests in each state, integrated over time by a sample at each tick."""
     mean_booked_bytes: float = 0.0
     peak_booked_bytes: int = 0
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of work of each stage's workers."""
     counters: dict[str, int] = field(default_factory=dict[str, int])
-    """The coordinators'."""
-    cells: dict[str, "CellTrial"] = field(default_factory=dict[str, "CellTrial"])
-    """What was done in each cell."""
-    cell_choices: dict[str, int] = field(default_factory=dict[str, int])
-    """Requests by why they went to their cell."""
+    """Counters of the schedulers."""
+    shards: dict[str, "ShardTrial"] = field(default_factory=dict[str, "ShardTrial"])
+    """Results of each shard."""
+    shard_choices: dict[str, int] = field(default_factory=dict[str, int])
+    """Requests by the reason of their shard."""
 
 
 @dataclass(slots=True)
-class CellTrial:
-    """What one cell did in a run."""
+class ShardTrial:
+    """Results of one shard."""
 
     requests: int = 0
-    """That ended there."""
+    """Requests that ended there."""
     busy_s: float = 0.0
     """Seconds of work of its workers."""
     router_s: float = 0.0
-    """Real CPU time of its coordinator."""
+    """Real CPU time of its scheduler."""
 
 
 class Simulation:
-    """One run. Everything the router decides, the real coordinator decides."""
+    """One run, with the real scheduler."""
 
     def __init__(
         self,
@@ -106,23 +106,23 @@ class Simulation:
         *,
         keep_gaps: bool = True,
         on_tick: Callable[[Trial], None] = lambda _: None,
-        make: Callable[[RouterConfig, PagePlan, int, Patience], Scheduler] = Scheduler,
+        make: Callable[[RouterConfig, PagePlan, int, Timeouts], Scheduler] = Scheduler,
     ) -> None:
         self.clock, self.trial = Clock(), Trial()
         self._cluster, self._costs, self._keep_gaps = cluster, costs, keep_gaps
         names = list(names_of(cluster.router.shards))
-        self._parts = {name: cluster.cell(index) for index, name in enumerate(names)}
-        self._coordinators = {
-            name: make(part.router, part.plan, part.capacity_bytes, Patience())
+        self._parts = {name: cluster.shard(index) for index, name in enumerate(names)}
+        self._schedulers = {
+            name: make(part.router, part.plan, part.capacity_bytes, Timeouts())
             for name, part in self._parts.items()
         }
-        readers = (cluster.colocated or cluster.prefill) // len(names)
-        self._cells = Cells(names, cluster.router.shard_overload, readers)
-        self._cell_of = dict[str, str]()
-        """Of workers, by address."""
+        prefill_workers = (cluster.colocated or cluster.prefill) // len(names)
+        self._shards = Shards(names, cluster.router.shard_overload, prefill_workers)
+        self._shard_of = dict[str, str]()
+        """Shard of each worker, by address."""
         self._outcomes = dict[str, Outcome]()
         self._rest = dict[str, Iterator[Job]]()
-        """What follows a request that is under way, or to come, in its session."""
+        """The jobs that follow a running or scheduled request in its session."""
         self._sessions: Iterator[Chain] = iter(())
         self._is_closed_loop = False
         self._progress_s = 0.0
@@ -142,17 +142,17 @@ class Simulation:
         Raises: SimulationStuck if some of them would wait for ever
         """
         for name in self._parts:
-            self._cells.found(name)
-            self.trial.cells[name] = CellTrial()
+            self._shards.found(name)
+            self.trial.shards[name] = ShardTrial()
         everybody = [one for part in self._parts.values() for one in part.workers]
         for number, (address, arena, stages) in enumerate(everybody):
             slots = self._cluster.max_batch_requests if "decode" in stages else 0
-            hello = Register(
+            registration = Register(
                 name=address, address=address, stages=stages, max_requests=slots, arena=arena
             )
-            self._coordinators[self._cell_of[address]].on(hello, address, 0.0)
+            self._schedulers[self._shard_of[address]].on(registration, address, 0.0)
             self._report(self._workers[address])
-            # Real workers did not start at the same moment either.
+            # Real workers do not report at the same moment.
             offset = REPORT_S * number / len(self._workers)
             self.clock.after(offset, self._keep_reporting, self._workers[address])
         self.clock.after(TICK_S, self._tick)
@@ -166,7 +166,7 @@ class Simulation:
     def _build_workers(self) -> dict[str, SimulatedWorker]:
         cores = dict[str, Turns | OwnCores]()
         workers = dict[str, SimulatedWorker]()
-        for cell, part in self._parts.items():
+        for shard, part in self._parts.items():
             for address, arena, stages in part.workers:
                 shared = cores.get(part.machine(arena))
                 if shared is None:
@@ -175,18 +175,18 @@ class Simulation:
                 workers[address] = SimulatedWorker(
                     address, self.clock, engines, shared, self._from_worker, self._began
                 )
-                self._cell_of[address] = cell
+                self._shard_of[address] = shard
         return workers
 
     def _cache_of(self, part: Cluster, arena: str) -> NodeCache | None:
-        """That of one machine; None if it keeps no prefixes."""
+        """Prefix cache of one machine; None without one."""
         if arena not in self._caches and part.plan.prefix_bytes:
             blocks = BlockCache(part.plan.prefix_blocks)
             self._caches[arena] = NodeCache(part.plan.block_tokens, blocks)
         return self._caches.get(arena)
 
     def _cores(self) -> Turns | OwnCores:
-        """Those of one machine."""
+        """Cores of one machine."""
         cluster = self._cluster
         if not cluster.shared_cores:
             return OwnCores(cluster.free_cores)
@@ -215,10 +215,10 @@ class Simulation:
 
     def _arrive(self, job: Job) -> None:
         request, plan = self._request(job), self._cluster.plan
-        if len(self._parts) == 1:  # whose hashes would be the same, and cost as much
-            self._cells.place(job.id, b"", 1)
+        if len(self._parts) == 1:  # hashing would cost time and change nothing
+            self._shards.place(job.id, b"", 1)
         else:
-            self._cells.place(job.id, key_of(request, plan), bytes_of(request, plan))
+            self._shards.place(job.id, key_of(request, plan), bytes_of(request, plan))
         self._submit(request)
 
     def _request(self, job: Job) -> Request:
@@ -231,19 +231,19 @@ class Simulation:
         )
 
     def _submit(self, request: Request) -> None:
-        self._decide([Submit(request=request)], INGRESS, self._cells.where(request.id))
+        self._decide([Submit(request=request)], INGRESS, self._shards.where(request.id))
 
     def _failed(self, failure: Failed) -> None:
-        """The ingress hears that a cell would not take a request, or could not end it."""
+        """A shard refused or failed a request."""
         name = failure.request
         is_begun = self._outcomes[name].first_s >= 0
-        if may_pass_on(failure) and not is_begun and self._cells.pass_on(name) is not None:
+        if may_pass_on(failure) and not is_begun and self._shards.pass_on(name) is not None:
             self._submit(self._request(self._outcomes[name].job))
         else:
             self._end(name, failure.code or "failed")
 
     def _prompt(self, job: Job) -> tuple[int, ...]:
-        """Tokens that are equal where, and only where, segments are; zeros if nobody looks."""
+        """Tokens that are equal exactly where segments are; zeros without a prefix cache."""
         if not self._cluster.plan.prefix_bytes:
             return _zeros(job.prompt_tokens)
         segments = job.segments or ((f"only {job.id}", job.prompt_tokens),)
@@ -253,23 +253,23 @@ class Simulation:
         for name in names:
             self._outcomes[name].began_s = self.clock.now
 
-    def _hear(self, wrote: Wrote) -> None:
+    def _receive_output(self, output: StepOutput) -> None:
         """Tokens reach their clients."""
         now = self.clock.now
-        for name in wrote.first:
+        for name in output.first:
             self._outcomes[name].first_s = now
-        for name in wrote.joined:
+        for name in output.joined:
             if self._keep_gaps:
                 self.trial.gaps[round(now - self._outcomes[name].first_s, 4)] += 1
-        for name in wrote.last:
+        for name in output.last:
             self._end(name)
 
     def _end(self, name: str, error: str = "") -> None:
         outcome = self._outcomes.pop(name)
         outcome.last_s, outcome.error = self.clock.now, error
         if not error:
-            self.trial.cells[self._cells.where(name)].requests += 1
-        self._cells.remove(name)
+            self.trial.shards[self._shards.where(name)].requests += 1
+        self._shards.remove(name)
         self._progress_s = self.clock.now
         self.trial.outcomes.append(outcome)
         jobs = self._rest.pop(name)
@@ -282,12 +282,12 @@ class Simulation:
 
     # ---------------------------------------------------------------- the router
 
-    def _decide(self, messages: Sequence[Message], sender: str, cell: str) -> None:
+    def _decide(self, messages: Sequence[Message], sender: str, shard: str) -> None:
         started = thread_time()
-        sends = self._coordinators[cell].receive(messages, sender, self.clock.now)
+        sends = self._schedulers[shard].receive(messages, sender, self.clock.now)
         spent = thread_time() - started
         self.trial.decision_s.append(spent)
-        self.trial.cells[cell].router_s += spent
+        self.trial.shards[shard].router_s += spent
         self._post(sends)
 
     def _post(self, sends: Sequence[Send]) -> None:
@@ -304,10 +304,10 @@ class Simulation:
         now = self.clock.now
         if self._outcomes and now - self._progress_s > STUCK_S:
             raise SimulationStuck(f"{len(self._outcomes)} requests wait for ever at {now:.1f} s")
-        for cell, coordinator in self._coordinators.items():
+        for shard, scheduler in self._schedulers.items():
             started = thread_time()
-            sends = coordinator.tick(now)
-            self.trial.cells[cell].router_s += thread_time() - started
+            sends = scheduler.tick(now)
+            self.trial.shards[shard].router_s += thread_time() - started
             self._post(sends)
         self._look()
         self._on_tick(self.trial)
@@ -315,8 +315,8 @@ class Simulation:
 
     def _look(self) -> None:
         trial, self._looks, booked = self.trial, self._looks + 1, 0
-        for coordinator in self._coordinators.values():
-            counts, held = coordinator.census()
+        for scheduler in self._schedulers.values():
+            counts, held = scheduler.census()
             booked += held
             for state, count in counts.items():
                 trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
@@ -326,36 +326,36 @@ class Simulation:
     # ---------------------------------------------------------------- workers
 
     def _report(self, worker: SimulatedWorker) -> None:
-        self._decide([worker.report()], worker.address, self._cell_of[worker.address])
+        self._decide([worker.report()], worker.address, self._shard_of[worker.address])
 
     def _keep_reporting(self, worker: SimulatedWorker) -> None:
         self._report(worker)
         self.clock.after(REPORT_S, self._keep_reporting, worker)
 
     def _from_worker(
-        self, worker: SimulatedWorker, sends: Sequence[Send], wrote: Wrote | None
+        self, worker: SimulatedWorker, sends: Sequence[Send], output: StepOutput | None
     ) -> None:
         if sends:
             messages = [send.message for send in sends]
             for message in messages:
                 if isinstance(message, Prefilled):
                     self._outcomes[message.request].cached_tokens = message.cached_tokens
-            cell = self._cell_of[worker.address]
-            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, cell)
-        if wrote is None:
+            shard = self._shard_of[worker.address]
+            self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, shard)
+        if output is None:
             return
-        if not wrote.first:
-            self._note_gap(worker, wrote)
-        if wrote.first or wrote.last or wrote.joined:
-            self.clock.after(self._costs.reply_s, self._hear, wrote)
+        if not output.first:
+            self._note_gap(worker, output)
+        if output.first or output.last or output.joined:
+            self.clock.after(self._costs.reply_s, self._receive_output, output)
 
-    def _note_gap(self, worker: SimulatedWorker, wrote: Wrote) -> None:
-        """Time from one decode step of a worker to its next: what a client sees of its tokens."""
+    def _note_gap(self, worker: SimulatedWorker, output: StepOutput) -> None:
+        """Record the time between two decode steps of a worker, as a client observes it."""
         now, before = self.clock.now, self._wrote_at.pop(worker.address, None)
-        others = wrote.requests - len(wrote.joined)
+        others = output.requests - len(output.joined)
         if self._keep_gaps and before is not None and others:
             self.trial.gaps[round(now - before, 4)] += others
-        if wrote.goes_on:
+        if output.goes_on:
             self._wrote_at[worker.address] = now
 
     # ---------------------------------------------------------------- the end
@@ -364,14 +364,14 @@ class Simulation:
         trial = self.trial
         trial.duration_s = self.clock.now
         counters = Counter[str]()
-        for cell, part in self._parts.items():
+        for shard, part in self._parts.items():
             for address, _, stages in part.workers:
                 stage = stages[0] if len(stages) == 1 else "all"
                 busy_s = self._workers[address].busy_s
                 trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + busy_s
-                trial.cells[cell].busy_s += busy_s
-            counters.update(self._coordinators[cell].snapshot(self.clock.now).counters)
-        trial.counters, trial.cell_choices = dict(counters), {**self._cells.counters}
+                trial.shards[shard].busy_s += busy_s
+            counters.update(self._schedulers[shard].snapshot(self.clock.now).counters)
+        trial.counters, trial.shard_choices = dict(counters), {**self._shards.counters}
         return trial
 
 

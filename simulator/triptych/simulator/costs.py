@@ -1,4 +1,4 @@
-"""What each piece of work takes: the few numbers that a measured server is summed up in."""
+"""Cost model: seconds for each piece of work, fitted to a measured server."""
 
 import json
 from collections.abc import Mapping

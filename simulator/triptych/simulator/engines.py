@@ -1,4 +1,4 @@
-"""The three engines as the router sees them: what they do in a step, and how long it takes.
+"""Simulated prefill, compress and decode engines: their messages and step times.
 
 They batch as those in ``triptych.workers`` do: prefill reads chunks of those prompts that are due,
 the compressor encodes all that waits, decode writes a token for each running request.
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -31,7 +31,8 @@ from triptych.core.messages import (
     Stage,
     pack_tokens,
 )
-from triptych.router.policies.prefix_map import BlockCache, block_keys
+from triptych.router.models.prompt_blocks import block_keys
+from triptych.router.policies.prefix_map import BlockCache
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
 from triptych.workers.decode.deadlines import DecodeDeadlines
@@ -41,29 +42,29 @@ FIRST_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
-    """To the client: tokens of these requests, and which of them end with it."""
+class StepOutput:
+    """Output tokens of one step, for the clients."""
 
     requests: int
     first: tuple[str, ...] = ()
-    """Requests whose first token it is."""
+    """Requests that receive their first token."""
     last: tuple[str, ...] = ()
-    """Requests whose answer is complete."""
+    """Requests whose output is complete."""
     joined: tuple[str, ...] = ()
     """Requests for which it is the first token after the prefill's."""
     goes_on: bool = False
-    """Whether the worker has more to write in its next step."""
+    """Whether the worker decodes in its next step as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one unit of work takes, and what comes of it when it is done."""
+    """Duration and results of one unit of work."""
 
     seconds: float
     sends: list[Send] = field(default_factory=list[Send])
-    wrote: Wrote | None = None
+    output: StepOutput | None = None
     began: tuple[str, ...] = ()
-    """Requests whose prompts it is the first to read from."""
+    """Requests whose prefill begins with it."""
 
 
 class SimulatedEngine(Protocol):
@@ -83,18 +84,18 @@ class SimulatedEngine(Protocol):
         ...
 
     def step(self) -> Work:
-        """Do one unit of work."""
+        """Run one unit of work."""
         ...
 
 
-def claim(request: str, tokens: int) -> KVHandle:
-    """A handle that nobody will look into."""
-    return KVHandle(Claim("simulated", LeaseId(0), 0), (), tokens)
+def lease_ref(request: str, tokens: int) -> KVHandle:
+    """A placeholder handle."""
+    return KVHandle(LeaseRef("simulated", LeaseId(0), 0), (), tokens)
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt that is to be read, or is being read."""
+    """A prompt in prefill or in the prefill queue."""
 
     request: Request
     tokens: int
@@ -110,7 +111,7 @@ class Prompt:
 
 @dataclass
 class NodeCache:
-    """Prefixes that the pool of one machine keeps: whole blocks, least recently used ones go first.
+    """Prefix cache of one machine: whole blocks with LRU eviction.
 
     The real one evicts by cost, has quotas and guards conversations; here all blocks cost the same.
     """
@@ -119,14 +120,14 @@ class NodeCache:
     blocks: BlockCache
 
     def cached(self, request: Request) -> int:
-        """Tokens of a prompt that need not be computed; they count as used."""
+        """Cached tokens of a prompt; touches their blocks."""
         keys = self._keys(request)
         known = self.blocks.known(keys)
         self.blocks.keep(keys[:known])
         return known * self.block_tokens
 
     def publish(self, tokens: bytes, salt: str) -> None:
-        """Keep a prompt that was compressed."""
+        """Cache a compressed prompt."""
         self.blocks.keep(block_keys(tokens, salt, self.block_tokens))
 
     def _keys(self, request: Request) -> tuple[bytes, ...]:
@@ -134,7 +135,7 @@ class NodeCache:
 
 
 class PrefillSimulation:
-    """Reads up to ``chunk_tokens`` a step, of those prompts that are due first."""
+    """Prefills up to ``chunk_tokens`` a step, earliest due prompts first."""
 
     stage: Stage = "prefill"
 
@@ -183,11 +184,11 @@ class PrefillSimulation:
         last = tuple(one.request.id for one in done if one.request.sampling.max_tokens <= 1)
         token_s = seconds / max(1, tokens)
         sends = [Send(ROUTER, self._prefilled(prompt, token_s)) for prompt in done]
-        wrote = Wrote(len(done), names, last) if done else None
-        return Work(seconds, sends, wrote, tuple(began))
+        output = StepOutput(len(done), names, last) if done else None
+        return Work(seconds, sends, output, tuple(began))
 
     def _begin(self, prompt: Prompt) -> int:
-        """Begin with what the cache has; returns how many tokens that are."""
+        """Start after the cached prefix; returns its tokens."""
         prompt.has_begun = True
         if self._cache is not None:
             prompt.read = prompt.cached = self._cache.cached(prompt.request)
@@ -197,7 +198,7 @@ class PrefillSimulation:
     def _prefilled(prompt: Prompt, token_s: float) -> Prefilled:
         request = prompt.request
         goes_on = request.sampling.max_tokens > 1
-        handle = claim(request.id, prompt.tokens) if goes_on else None
+        handle = lease_ref(request.id, prompt.tokens) if goes_on else None
         return Prefilled(
             request=request.id,
             first_token=FIRST_TOKEN,
@@ -208,7 +209,7 @@ class PrefillSimulation:
 
 
 class CompressSimulation:
-    """Plans as soon as it is told, and encodes all that waits in one step."""
+    """Plans requests at once, and encodes all waiting ones in one step."""
 
     stage: Stage = "compress"
 
@@ -247,14 +248,14 @@ class CompressSimulation:
             tokens = self._planned.pop(name)
             total += tokens
             report = CompressionReport(policy="simulated", raw_bytes=0, stored_bytes=0)
-            done = Compressed(request=name, handle=claim(name, tokens), report=report)
+            done = Compressed(request=name, handle=lease_ref(name, tokens), report=report)
             sends.append(Send(ROUTER, done))
         costs = self._costs
         return Work(costs.compress_step_s + total * costs.compress_token_s, sends)
 
 
 class DecodeSimulation:
-    """Writes a token for each running request at each step.
+    """Decodes a token for each running request at each step.
 
     Which step is the last of a request is known when it joins, so a step costs no time of ours
     for each request in it.
@@ -280,13 +281,13 @@ class DecodeSimulation:
         if not isinstance(message, Join):
             return None
         request, tokens = message.request, message.handle.tokens
-        left = request.sampling.max_tokens - len(message.words)
+        left = request.sampling.max_tokens - len(message.output_tokens)
         self._ends[self._steps + left].append((request, tokens + left))
         self._running += 1
         self._stored += tokens
         tpot_s = request.slo.tpot_s
-        self._tempo.join(request.id, tpot_s, len(message.words), message.age_s, now)
-        if len(message.words) == 1:
+        self._tempo.join(request.id, tpot_s, len(message.output_tokens), message.age_s, now)
+        if len(message.output_tokens) == 1:
             self._joined.append(request.id)
         if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
             return Work(0.0, [Send(ROUTER, Fetched(request=request.id))])
@@ -317,10 +318,10 @@ class DecodeSimulation:
             )
         last = tuple(request.id for request, _ in ended)
         joined, self._joined = tuple(self._joined), []
-        return Work(seconds, sends, Wrote(count, (), last, joined, self._running > 0))
+        return Work(seconds, sends, StepOutput(count, (), last, joined, self._running > 0))
 
     def _suspend(self, names: tuple[str, ...]) -> list[Send]:
-        """Put those of the requests that still run on offer."""
+        """Preempt those of the requests that still run."""
         self._joined = [name for name in self._joined if name not in names]
         found = [
             (step, request, stored)
@@ -336,9 +337,14 @@ class DecodeSimulation:
             self._tempo.leave(request.id)
             self._running -= 1
             self._stored -= stored
-            words = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
-            handle = claim(request.id, stored)
-            sends.append(Send(ROUTER, Preempted(request=request.id, words=words, handle=handle)))
+            output_tokens = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
+            handle = lease_ref(request.id, stored)
+            sends.append(
+                Send(
+                    ROUTER,
+                    Preempted(request=request.id, output_tokens=output_tokens, handle=handle),
+                )
+            )
         return sends
 
 

@@ -1,4 +1,4 @@
-"""Costs from measurements: the simulator is run until it gives what the server gave.
+"""Fits costs to measurements: the simulator is run until its results match the server.
 
 Gauss-Newton with damping (Levenberg-Marquardt) over the logarithms of the costs, so that none is
 ever negative. What the runs do not determine stays near where it started.
@@ -18,15 +18,15 @@ from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Chain, Cluster
 
 PRIOR_WEIGHT = 0.1
-"""Weight of a factor of e between a cost and where it started, next to the same in a figure."""
+"""Weight of a change of a cost by a factor e, relative to such an error of a figure."""
 STEP = 0.1
-"""Change of a logarithm from which a derivative is taken: a simulation is no smooth function."""
+"""Step in log space for numerical derivatives; a simulation is not a smooth function."""
 ROUNDS = 25
 DAMPINGS = 5
 LEAST_GAIN = 1e-3
 
 FITTED = ("mean_ttft_s", "p50_ttft_s", "mean_tpot_s", "p50_tpot_s", "request_throughput")
-"""Figures that a fit looks at: the 90th percentile of a short run is one request."""
+"""Figures that a fit uses. The 90th percentile of a short run is a single request."""
 
 Figures = dict[str, float]
 Vector = NDArray[np.float64]
@@ -34,15 +34,15 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured run: what was asked, how the machine was, and what came out."""
+    """One measured run: workload, machine and results."""
 
     name: str
     sessions: Sequence[Chain]
     concurrency: int | None
     cores: int
-    """Of the machine."""
+    """Cores of the machine."""
     free_cores: float
-    """What neighbours left of them."""
+    """Cores that other processes left free."""
     measured: Figures
 
 
@@ -62,7 +62,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The costs, and how well they explain what they were fitted to."""
+    """The fitted costs and their errors."""
 
     costs: Costs
     predictions: list[Prediction]
@@ -113,7 +113,7 @@ def fit(
     start: Costs,
     on_round: Callable[[int, float], None] = lambda _round, _loss: None,
 ) -> Fitted:
-    """Find the costs under which the simulated runs come nearest to the measured ones.
+    """Fit costs so that simulated runs match measured ones.
 
     Raises: ConfigError if there is nothing to fit to
     """

@@ -1,4 +1,4 @@
-"""What is simulated: how many workers of which kind, with what memory, and who asks for what."""
+"""Setup of a simulation: workers, machines, memory and jobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ Group = tuple[str, str, tuple[Stage, ...]]
 
 
 Segments = tuple[tuple[str, int], ...]
-"""Runs of tokens by name: prompts that begin with the same runs begin with the same tokens."""
+"""Named runs of tokens: prompts that begin with the same runs begin with the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Job:
     prompt_tokens: int
     max_tokens: int
     at_s: float = 0.0
-    """When it is due; behind the first of a session: how long after the end of the one before."""
+    """When it is sent; within a session, the time after the end of the job before."""
     segments: Segments = ()
-    """What the prompt consists of; empty: of tokens that no other prompt has."""
+    """Runs that the prompt consists of; empty: tokens that no other prompt has."""
     slo: Slo = NO_SLO
-    """What it asks of the router. Simulated workers cancel nothing, so it has no deadline."""
+    """Its SLO. Simulated workers cannot cancel, so it has no deadline."""
 
     def __post_init__(self) -> None:
         require(not self.slo.deadline_s, "deadline_s", self.slo.deadline_s, "0 in a simulation")
@@ -45,7 +45,7 @@ class Job:
 
 
 Chain = Sequence[Job]
-"""The requests of one session, each sent when the one before it has ended."""
+"""The jobs of one session, each sent after the end of the job before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,19 @@ class Cluster:
     compress: int = 1
     decode: int = 1
     colocated: int = 0
-    """Workers with all three stages; then there are no others."""
+    """Workers with all three stages; then there are no other workers."""
     workers_per_node: int = 0
     """Workers that share a machine and its arena; 0: all of them."""
     shared_cores: bool = True
     """Whether the workers of a machine take turns on its cores, step by step."""
     name: str = ""
-    """What the names of workers and machines begin with: of one of several cells."""
+    """Prefix of the names of workers and machines, for one of several shards."""
     cores: int = 2
     """Of each machine."""
     free_cores: float | None = None
-    """What neighbours leave of them; None: all, and with cores of its own each worker has one."""
+    """Cores that other processes leave free; None: all, or one for each worker without sharing."""
     capacity_bytes: int = 600 << 20
-    """Page memory that requests may book, of each machine."""
+    """Page memory of each machine that requests may book."""
     max_batch_requests: int = 32
     chunk_tokens: int = 512
     high_share: float = 0.35
@@ -84,8 +84,8 @@ class Cluster:
             least = 0 if self.colocated else 1
             require(count >= least, name, count, f"at least {least} worker")
         for name in ("prefill", "compress", "decode", "colocated"):
-            count, cells = getattr(self, name), self.router.shards
-            require(count % cells == 0, name, count, f"a multiple of the cells ({cells})")
+            count, shards = getattr(self, name), self.router.shards
+            require(count % shards == 0, name, count, f"a multiple of the cells ({shards})")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
         require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")
@@ -93,33 +93,33 @@ class Cluster:
         require(free is None or 0 < free <= self.cores, "free_cores", free, f"0 to {self.cores}")
         require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
 
-    def cell(self, index: int) -> "Cluster":
-        """One of ``router.shards`` cells: an equal part of the workers, on machines of its own.
+    def shard(self, index: int) -> "Cluster":
+        """One of ``router.shards`` shards: an equal part of the workers, on its own machines.
 
-        If all workers are on one machine, cells share its cores, and each has a part of its memory.
+        If all workers are on one machine, shards share its cores, and each has part of its memory.
         """
-        cells = self.router.shards
-        if cells == 1:
+        shards = self.router.shards
+        if shards == 1:
             return self
-        parts = cells if not self.workers_per_node else 1
+        parts = shards if not self.workers_per_node else 1
         return replace(
             self,
-            prefill=self.prefill // cells,
-            compress=self.compress // cells,
-            decode=self.decode // cells,
-            colocated=self.colocated // cells,
+            prefill=self.prefill // shards,
+            compress=self.compress // shards,
+            decode=self.decode // shards,
+            colocated=self.colocated // shards,
             name=f"{index}.",
             capacity_bytes=self.capacity_bytes // parts,
             router=replace(
                 self.router,
                 shards=1,
-                max_queued_requests=-(-self.router.max_queued_requests // cells),
+                max_queued_requests=-(-self.router.max_queued_requests // shards),
             ),
             plan=replace(self.plan, prefix_bytes=self.plan.prefix_bytes // parts),
         )
 
     def machine(self, arena: str) -> str:
-        """The machine that has an arena: it has one for each cell that shares it."""
+        """The machine of an arena; it has one arena for each shard that shares it."""
         return arena if self.workers_per_node else ""
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A worker process in virtual time: one loop that takes messages and steps its engines."""
+"""A worker process in virtual time: a loop that takes messages and steps its engines."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -6,22 +6,22 @@ from math import inf
 
 from triptych.core.messages import Message, Report, Send, Stage
 from triptych.simulator.clock import Clock
-from triptych.simulator.engines import SimulatedEngine, Work, Wrote
+from triptych.simulator.engines import SimulatedEngine, StepOutput, Work
 
-Deliver = Callable[["SimulatedWorker", Sequence[Send], Wrote | None], None]
+Deliver = Callable[["SimulatedWorker", Sequence[Send], StepOutput | None], None]
 Began = Callable[[Sequence[str]], None]
-"""Takes the requests whose prompts a step begins to read."""
+"""Called with the requests whose prefill begins in a step."""
 
 
 class Turns:
-    """The cores of one machine: a step has all of them, whoever waited longest is next.
+    """The cores of one machine: each step uses all of them, in order of waiting time.
 
     Who is not late waits while there are prompts to be read.
     """
 
     def __init__(self, clock: Clock, stretch: float = 1.0) -> None:
         self._clock, self.stretch = clock, stretch
-        """Times that a step takes longer, as neighbours have some of the cores."""
+        """Slowdown of a step because other processes use some of the cores."""
         self._waiting = deque[Callable[[], None]]()
         self._patient = dict[Callable[[], None], float]()
         """When they are late."""
@@ -29,21 +29,21 @@ class Turns:
         self._taken = False
 
     def take(self, go: Callable[[], None], due: float = -inf) -> None:
-        """Call ``go`` when the cores are free; until ``due`` others may read before."""
+        """Call ``go`` when the cores are free; until ``due`` prefill of others may go first."""
         if self._reading and due > self._clock.now:
             self._patient[go] = due
             if due < inf:
                 self._clock.after(due - self._clock.now, self._look, go)
         else:
             self._patient.pop(go, None)
-            self._line_up(go)
+            self._enqueue(go)
 
     def lets_read(self, go: Callable[[], None]) -> bool:
-        """Whether it still waits for others to have read."""
+        """Whether it still waits for prefill of others."""
         return go in self._patient
 
     def read(self, worker: str, has_more: bool) -> None:
-        """Say whether a worker has prompts to read."""
+        """Set whether a worker has prompts to prefill."""
         if has_more:
             self._reading.add(worker)
             return
@@ -51,10 +51,10 @@ class Turns:
         if not self._reading:
             patient, self._patient = self._patient, {}
             for go in patient:
-                self._line_up(go)
+                self._enqueue(go)
 
     def leave(self) -> None:
-        """Let the next one have them."""
+        """Release the cores for the next step."""
         if self._waiting:
             self._waiting.popleft()()
         else:
@@ -63,9 +63,9 @@ class Turns:
     def _look(self, go: Callable[[], None]) -> None:
         if self._patient.get(go, inf) <= self._clock.now:
             del self._patient[go]
-            self._line_up(go)
+            self._enqueue(go)
 
-    def _line_up(self, go: Callable[[], None]) -> None:
+    def _enqueue(self, go: Callable[[], None]) -> None:
         if self._taken:
             self._waiting.append(go)
         else:
@@ -74,14 +74,14 @@ class Turns:
 
 
 class OwnCores:
-    """A core for each worker of a machine; if there are fewer, steps share them evenly."""
+    """A core for each worker of a machine; if there are fewer, running steps share them."""
 
     def __init__(self, free_cores: float | None = None) -> None:
         self._free, self._busy = free_cores, 0
 
     @property
     def stretch(self) -> float:
-        """Times that a step takes longer, as of those that are under way when it begins."""
+        """Slowdown of a step by the steps that run when it begins."""
         return 1.0 if self._free is None else max(1.0, self._busy / self._free)
 
     def take(self, go: Callable[[], None], _due: float = -inf) -> None:
@@ -92,14 +92,14 @@ class OwnCores:
         return False
 
     def read(self, worker: str, has_more: bool) -> None:
-        """Nobody waits for what is read here."""
+        """Prefill delays no other worker here."""
 
     def leave(self) -> None:
         self._busy -= 1
 
 
 class SimulatedWorker:
-    """Takes all messages that have come, then steps each engine that has work, and again."""
+    """Takes all received messages, then steps each engine with work, in a loop."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class SimulatedWorker:
         self._began = began
         self._inbox = deque[Message]()
         self._turn = 0
-        """The engine that is stepped next; those before it had their step of this round."""
+        """Index of the engine that is stepped next in this round."""
         self._next = engines[0]
         """The engine that is stepped once the cores are free."""
         self._is_working = False
         self._waits_since = dict[Stage, float]()
-        """Since when those stages have waited for a turn."""
+        """Since when each stage has waited for a turn."""
         self._turn_until = 0.0
         stages = [engine.stage for engine in engines]
         self._only_reads, self._only_writes = stages == ["prefill"], stages == ["decode"]
@@ -193,7 +193,7 @@ class SimulatedWorker:
             if self._only_reads:
                 self._cores.read(self.address, engine.has_work())
             self._cores.leave()
-        self._deliver(self, work.sends, work.wrote)
+        self._deliver(self, work.sends, work.output)
         if goes_on:
             self._step()
             return

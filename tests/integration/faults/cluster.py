@@ -31,8 +31,8 @@ from triptych.core.errors import PoolError
 from triptych.core.messages import Failed, Preempt, Request, Send
 from triptych.deployments.app import make_plan
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.replicas.ingress import RouterEngine
 from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
 from triptych.kvpool import PoolServer, PoolStats, PrefixSettings
@@ -89,7 +89,7 @@ class Cluster:
         }
         config = AppConfig.from_mapping(settings)
         self.plan = make_plan(config)
-        self._plans = [self.plan.of_cell(config, cell) for cell in range(cells)]
+        self._plans = [self.plan.of_shard(config, cell) for cell in range(cells)]
         self._roles = [(role, cell) for cell in range(cells) for role in ROLES]
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))
@@ -98,7 +98,7 @@ class Cluster:
         self._processes = dict[int, BaseProcess]()
         self._ids = itertools.count()
         # Nobody asks for the status, so there need be no handle to ask through.
-        self.engine = RouterEngine(self.plan)
+        self.engine = RouterClient(self.plan)
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -270,22 +270,22 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
 
 def move_at_random() -> None:
     """Have running requests moved all the time; to be even, some would move now and then."""
-    luck, advance = random.Random(0), Scheduler._advance
+    luck, schedule = random.Random(0), Scheduler.schedule
 
-    def restless(self: Scheduler, now: float) -> list[Send]:
-        books = self._books
+    def restless(self: Scheduler, now: float, *, is_tick: bool = False) -> list[Send]:
+        cluster = self._cluster
         still = [
             entry
-            for entry in books.requests.in_state(State.DECODING)
-            if can_move(entry) and not entry.is_asked_back
+            for entry in cluster.requests.in_state(State.DECODING)
+            if can_move(entry) and not entry.is_preempt_sent
         ]
         if still and luck.random() < MOVES_A_FRAME:
             entry = luck.choice(still)
-            entry.is_asked_back = True
-            books.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
-        return advance(self, now)
+            entry.is_preempt_sent = True
+            cluster.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
+        return schedule(self, now, is_tick=is_tick)
 
-    Scheduler._advance = restless
+    Scheduler.schedule = restless
 
 
 async def be_router(plan: AppPlan, taken: Any, index: int) -> None:
@@ -302,7 +302,7 @@ class Worker(WorkerReplica):
 
     @property
     def pages_in_use(self) -> int:
-        return ABSENT if self._pool.is_lost else self._pool.taken_pages
+        return ABSENT if self._pool.is_lost else self._pool.allocated_pages
 
 
 async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:

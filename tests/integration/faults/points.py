@@ -13,7 +13,7 @@ from triptych.router import Scheduler
 from triptych.workers.compress import compress_engine
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
-from triptych.workers.decode.output_cache import OutputCache, StoredTokens
+from triptych.workers.decode.output_cache import OutputCache, SlotTokenSource
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import SectionTable
@@ -24,7 +24,7 @@ EXIT_CODE = 66
 PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     "prefill": {
         "look up the prefix": (PoolStub, "find_prefix"),
-        "get pages": (PoolStub, "grant"),
+        "get pages": (PoolStub, "allocate"),
         "read a chunk": (PrefillEngine, "_read"),
         "draw the first token": (PrefillEngine, "_finish"),
         "commit": (PoolStub, "handoff"),
@@ -32,9 +32,9 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "compress": {
         "attach": (PoolStub, "attach"),
-        "hold what is shared": (PoolStub, "hold_prefix"),
+        "pin what is shared": (PoolStub, "pin_prefix"),
         "plan": (compress_engine.CompressEngine, "_classes"),
-        "get pages": (PoolStub, "grant"),
+        "get pages": (PoolStub, "allocate"),
         "publish the prefix": (PoolStub, "publish_prefix"),
         "encode": (compress_engine, "move_tokens"),
         "commit": (PoolStub, "handoff"),
@@ -44,20 +44,20 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "attach": (PoolStub, "attach"),
         "fill the tables": (SectionTable, "fill"),
         "enter the checkpoint": (Checkpoint, "join"),
-        "note a token": (Checkpoint, "say"),
+        "note a token": (Checkpoint, "append_token"),
         "grow": (PageGrowth, "_grow"),
-        "get pages": (PoolStub, "grant"),
+        "get pages": (PoolStub, "allocate"),
         "compute": (DecodeEngine, "_forward"),
-        "plan a retirement": (Window, "leaving"),
-        "note a retirement": (Window, "_carry_out"),
-        "lower": (Window, "_lower"),
-        "move up": (Window, "_enter"),
-        "close a retirement": (Window, "_close"),
-        "note an offer": (Checkpoint, "offer"),
+        "plan a retirement": (Window, "prepare"),
+        "note a retirement": (Window, "_run_phases"),
+        "lower": (Window, "_downgrade"),
+        "move up": (Window, "_encode"),
+        "close a retirement": (Window, "_commit"),
+        "note an offer": (Checkpoint, "mark_preempted"),
         "put on offer": (PoolStub, "handoff"),
-        "keep an answer": (OutputCache, "go_on"),
-        "find what was answered": (StoredTokens, "of"),
-        "copy what was answered": (StoredTokens, "copy"),
+        "keep an answer": (OutputCache, "publish_next"),
+        "find what was answered": (SlotTokenSource, "of"),
+        "copy what was answered": (SlotTokenSource, "copy"),
         "publish the answer": (PoolStub, "publish_prefix"),
         "keep the session": (PoolStub, "keep_session"),
         "release": (PoolStub, "release"),
@@ -68,8 +68,8 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "fence": (PoolStub, "inherit"),
         "find": (Checkpoint, "find"),
         "adopt": (PoolStub, "adopt"),
-        "finish the retirement": (Window, "finish"),
-        "copy the checkpoint": (Checkpoint, "copy"),
+        "finish the retirement": (Window, "resume"),
+        "copy the checkpoint": (Checkpoint, "copy_slot"),
     },
     "router": {
         "submit": (Scheduler, "_submit"),
@@ -80,7 +80,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "finished": (Scheduler, "_finished"),
     },
     "pool": {
-        "grant": (LockedPool, "grant"),
+        "allocate": (LockedPool, "allocate"),
         "handoff": (LockedPool, "handoff"),
         "attach": (LockedPool, "attach"),
         "release": (LockedPool, "release"),

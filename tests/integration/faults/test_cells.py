@@ -22,14 +22,14 @@ def request(number: int, max_tokens: int = ANSWER_TOKENS) -> Request:
 
 def note_places(cluster: Cluster) -> dict[str, list[str]]:
     """From now on, the cells of each request, first to last."""
-    places, place = dict[str, list[str]](), cluster.engine.cells.place
+    places, place = dict[str, list[str]](), cluster.engine.shards.place
 
     def note(name: str, key: bytes, nbytes: int) -> str | None:
         cell = place(name, key, nbytes)
         places.setdefault(name, []).append(cell or "nowhere")
         return cell
 
-    cluster.engine.cells.place = note  # type: ignore[method-assign]
+    cluster.engine.shards.place = note  # type: ignore[method-assign]
     return places
 
 
@@ -44,7 +44,7 @@ async def crowd(cluster: Cluster) -> dict[str, Answer]:
 @pytest.mark.timeout(240)
 async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path) -> None:
     async with Cluster(save_tiny_model(tmp_path), cells=2) as cluster:
-        await cluster.until(lambda: cluster.engine.cells.up == ["0", "1"], "both are found")
+        await cluster.until(lambda: cluster.engine.shards.up == ["0", "1"], "both are found")
         for session in ("a", "b", "c", "d"):
             places = note_places(cluster)
             for turn in range(2):
@@ -57,7 +57,7 @@ async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path
         places = note_places(cluster)
         clients = asyncio.create_task(crowd(cluster))
         await cluster.until(lambda: len(places) == CLIENTS, "all were sent")
-        journeys = list(cluster.engine.journeys)
+        journeys = list(cluster.engine.attempts)
         await cluster.until(lambda: all(len(one.said) > 4 for one in journeys), "all stream")
         there = [one for one in journeys if places[one.request.id] == [KILLED]]
         cluster.kill("router", cell=int(KILLED))
@@ -75,7 +75,7 @@ async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path
                 assert answers[session] == whole[session]
         for one in there:
             assert places[one.request.id][1:] == ["0"] * one.attempt
-        await cluster.until(lambda: cluster.engine.cells.up == ["0", "1"], "both are back")
+        await cluster.until(lambda: cluster.engine.shards.up == ["0", "1"], "both are back")
         await cluster.settled()
         places = note_places(cluster)
         again = await crowd(cluster)

@@ -395,4 +395,4 @@ def test_a_spread_goes_into_a_profile_that_a_server_takes(run: Run, tmp_path: Pa
     found = json.loads(rows.read_text())["rows"]
     assert [(row["layer"], row["kv_head"]) for row in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(row["shares"][0] == 0 and row["shares"][-1] == 1 for row in found)
-    assert Profile.read(profile).spread_codes
+    assert Profile.read(profile).head_budget_codes

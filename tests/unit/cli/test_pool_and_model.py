@@ -35,7 +35,7 @@ def test_pool_stat_shows_what_a_worker_holds(
     with PoolServer(config, 256, directory=tmp_path) as server:
         client = PoolClient(server.address, "decode-1", directory=tmp_path, connect_timeout_s=10)
         try:
-            client.take(10)
+            client.allocate(10)
             assert call(monkeypatch, "pool", "stat", "--address", server.address, "--json") == 0
             books = json.loads(capsys.readouterr().out)
             assert books["free_pages"] + books["held_pages"] == books["pages"] == 4096
@@ -44,7 +44,7 @@ def test_pool_stat_shows_what_a_worker_holds(
             assert "decode-1" in capsys.readouterr().out
             assert call(monkeypatch, "pool", "check", "--address", server.address) == 0
             assert "all 4096 pages are accounted for" in capsys.readouterr().out
-            server._calls._pool._owner[3] = 77  # a page that nobody owns
+            server._calls._pool._leases.owner[3] = 77  # a page that nobody owns
             assert call(monkeypatch, "pool", "check", "--address", server.address, "--json") == 1
             assert json.loads(capsys.readouterr().out)["faults"]
         finally:
@@ -60,18 +60,18 @@ def test_pool_stat_tells_formats_tenants_and_requests(
         PoolServer(config, 256, directory=tmp_path, prefixes=prefixes) as server,
         PoolClient(server.address, "w", directory=tmp_path, connect_timeout_s=10) as client,
     ):
-        raw = client.take(8)
-        [claim] = client.handoff([("r1", raw)], about=[About(tenant, (("fp16", 8),))])
-        client.attach([(claim, raw)])
-        high = client.take(3)
+        raw = client.allocate(8)
+        [lease_ref] = client.handoff([("r1", raw)], about=[About(tenant, (("fp16", 8),))])
+        client.attach([(lease_ref, raw)])
+        high = client.allocate(3)
         formats = (("k8v4", 3), ("fp16", 2))
         client.handoff(
             [("r1", np.concatenate([high, raw[:2]]))],
-            [claim.lease],
+            [lease_ref.lease],
             about=[About(formats=formats)],
         )
-        client.handoff([("r2", client.take(4))])
-        blocks = [client.take(2), client.take(1)]
+        client.handoff([("r2", client.allocate(4))])
+        blocks = [client.allocate(2), client.allocate(1)]
         client.publish_prefix(
             Publication(
                 namespace=Namespace(salt=b"", model="m", revision="", profile="p"),
@@ -111,7 +111,7 @@ def test_pool_stat_tells_of_prefixes_and_the_disk(
     ):
         space = Namespace(salt=b"", model="m", revision="", profile="p")
         new = Publication(
-            namespace=space, tokens=[1, 2], blocks=[client.take(3)], seconds=0.1, tenant=""
+            namespace=space, tokens=[1, 2], blocks=[client.allocate(3)], seconds=0.1, tenant=""
         )
         assert client.publish_prefix(new) == 1
         while not client.stat().disk.objects:

@@ -51,5 +51,5 @@ def test_what_looking_costs_is_counted_from_neighbours() -> None:
         is_watched = at % 3 == 0
         took_s = (1.0 + at / 1000) * (5.0 if at == 20 else 1.0) * (1.05 if is_watched else 1.0)
         step = Step("decode", 10.0 * at, 10.0 * at + took_s, tokens=1)
-        (profiler.steps if is_watched else profiler.unwatched).append(step)
+        (profiler.steps if is_watched else profiler.unprofiled).append(step)
     assert overhead_of(profiler) == pytest.approx(0.05, abs=0.002)

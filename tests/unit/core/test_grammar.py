@@ -34,13 +34,13 @@ def accepts(made: str, text: str) -> bool:
 @pytest.mark.parametrize(
     ("made", "good", "bad"),
     [
-        (grammar.of_schema(PERSON), '{"name": "Ada", "age": 36}', '{"name": "Ada"}'),
-        (grammar.of_schema({"type": "object"}), '{"a": [1, {}]}', "[1]"),
-        (grammar.of_schema({"enum": ["rot", "grün", 3]}), '"grün"', '"blau"'),
-        (grammar.of_regex("[0-9]{3}-[a-z]+"), "123-abc", "123-"),
-        (grammar.of_regex("(a+)+b"), "aaab", "aaa"),
-        (grammar.of_choice(["yes", 'a "quoted"\nno']), 'a "quoted"\nno', "maybe"),
-        (grammar.of_lark('start: "(" start ")" | "x"'), "((x))", "((x)"),
+        (grammar.from_json_schema(PERSON), '{"name": "Ada", "age": 36}', '{"name": "Ada"}'),
+        (grammar.from_json_schema({"type": "object"}), '{"a": [1, {}]}', "[1]"),
+        (grammar.from_json_schema({"enum": ["rot", "grün", 3]}), '"grün"', '"blau"'),
+        (grammar.from_regex("[0-9]{3}-[a-z]+"), "123-abc", "123-"),
+        (grammar.from_regex("(a+)+b"), "aaab", "aaa"),
+        (grammar.from_choices(["yes", 'a "quoted"\nno']), 'a "quoted"\nno', "maybe"),
+        (grammar.from_lark('start: "(" start ")" | "x"'), "((x))", "((x)"),
     ],
 )
 def test_what_is_made_accepts_just_what_was_asked_for(made: str, good: str, bad: str) -> None:
@@ -51,15 +51,15 @@ def test_what_is_made_accepts_just_what_was_asked_for(made: str, good: str, bad:
 @pytest.mark.parametrize(
     ("make", "wanted", "why"),
     [
-        (grammar.of_schema, nested(20_000), "nested more than 32"),
-        (grammar.of_schema, {"enum": [f"v{i}" for i in range(100_000)]}, "at most"),
-        (grammar.of_schema, {"$ref": "http://169.254.169.254/latest"}, "does not fetch"),
-        (grammar.of_schema, {"$ref": "#"}, "no text satisfies"),
-        (grammar.of_schema, {"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
-        (grammar.of_schema, {"type": "wat"}, "wat"),
-        (grammar.of_schema, {"if": {}, "then": {}}, "if"),
+        (grammar.from_json_schema, nested(20_000), "nested more than 32"),
+        (grammar.from_json_schema, {"enum": [f"v{i}" for i in range(100_000)]}, "at most"),
+        (grammar.from_json_schema, {"$ref": "http://169.254.169.254/latest"}, "does not fetch"),
+        (grammar.from_json_schema, {"$ref": "#"}, "no text satisfies"),
+        (grammar.from_json_schema, {"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        (grammar.from_json_schema, {"type": "wat"}, "wat"),
+        (grammar.from_json_schema, {"if": {}, "then": {}}, "if"),
         (
-            grammar.of_schema,
+            grammar.from_json_schema,
             {
                 "allOf": [
                     {"anyOf": [{"properties": {f"p{i}{j}": {}}} for i in range(10)]}
@@ -68,14 +68,14 @@ def test_what_is_made_accepts_just_what_was_asked_for(made: str, good: str, bad:
             },
             "too large",
         ),
-        (grammar.of_regex, "(", "regex"),
-        (grammar.of_regex, "(?=a)b", "regex"),
-        (grammar.of_regex, "a" * (MAX_CHARS + 1), "at most"),
-        (grammar.of_choice, [], "none of them empty"),
-        (grammar.of_choice, ["a", ""], "none of them empty"),
-        (grammar.of_lark, "start: nope", "nope"),
-        (grammar.of_lark, 'root ::= "a"', "Lark's notation"),
-        (grammar.of_lark, "start: start", "no text satisfies"),
+        (grammar.from_regex, "(", "regex"),
+        (grammar.from_regex, "(?=a)b", "regex"),
+        (grammar.from_regex, "a" * (MAX_CHARS + 1), "at most"),
+        (grammar.from_choices, [], "none of them empty"),
+        (grammar.from_choices, ["a", ""], "none of them empty"),
+        (grammar.from_lark, "start: nope", "nope"),
+        (grammar.from_lark, 'root ::= "a"', "Lark's notation"),
+        (grammar.from_lark, "start: start", "no text satisfies"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused(make, wanted: object, why: str) -> None:
@@ -87,7 +87,7 @@ def test_what_cannot_be_kept_to_is_refused(make, wanted: object, why: str) -> No
     "pattern", ["a{1,999999999}", "((((a{1,99}){1,99}){1,99}){1,99})", "(.*a){30}"]
 )
 def test_patterns_made_to_cost_much_do_not(pattern: str) -> None:
-    made = grammar.of_regex(pattern)
+    made = grammar.from_regex(pattern)
     matcher = LLMatcher(grammar._bytes_tokenizer(), made, log_level=0, limits=LIMITS)
     for byte in b"a" * 2_000:
         matcher.compute_bitmask()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.errors import MessageError
-from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.messages import (
     WIRE_VERSION,
     CompressionReport,
@@ -30,11 +30,11 @@ REQUEST = Request(
     sampling=Sampling(logit_bias=((5, 1.0),), stop=("\n",), seed=-3),
     reply_to="unix:/run/x.sock",
 )
-HANDLE = KVHandle(Claim("arena", LeaseId(9), 2), (PageRun("fp16", b"\x03\0\0\0", b"ids"),), 3)
+HANDLE = KVHandle(LeaseRef("arena", LeaseId(9), 2), (PageRun("fp16", b"\x03\0\0\0", b"ids"),), 3)
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
 MESSAGES = [
     Submit(request=REQUEST),
-    Join(request=REQUEST, words=(4,), handle=HANDLE, report=REPORT),
+    Join(request=REQUEST, output_tokens=(4,), handle=HANDLE, report=REPORT),
     Tokens(
         request="r1",
         index=0,

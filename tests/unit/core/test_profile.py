@@ -10,7 +10,8 @@ import pytest
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
-from triptych.core.policy import Basis, Policy
+from triptych.core.plugins import POLICY_NAMES
+from triptych.core.policy import COMPRESSION_POLICIES, KVRotation, Policy
 from triptych.core.profile import Fidelity, Profile, Settings
 
 GEOMETRY = Geometry(layers=2, kv_heads=3, head_dim=32)
@@ -104,22 +105,22 @@ def test_auto_is_the_profile_if_there_is_one() -> None:
     found = policy(PROFILE)
     assert (found.name, found.high_format, found.low_format) == ("diffkv", "k8v4", "k4v2")
     assert (found.alpha_high, found.window_tokens) == (5.0, 16)
-    assert found.basis == Basis(rotated=True, key_centre=CENTRE)
+    assert found.kv_rotation == KVRotation(rotated=True, key_centre=CENTRE)
     plain = policy(None)
     assert (plain.name, plain.low_format, plain.window_tokens) == ("uniform:k8v4", None, 64)
-    assert plain.basis == Basis(rotated=True)
+    assert plain.kv_rotation == KVRotation(rotated=True)
 
 
 def test_what_is_set_is_not_overruled_by_a_profile() -> None:
     found = policy(PROFILE, alpha_high=2, low_format="k4v4", recent_window_tokens=0)
     assert (found.alpha_high, found.low_format, found.window_tokens) == (2.0, "k4v4", 0)
     assert policy(PROFILE, policy="uniform:k8v8").low_format is None
-    assert policy(PROFILE, basis="plain").basis == Basis()
+    assert policy(PROFILE, basis="plain").kv_rotation == KVRotation()
 
 
 def test_keys_are_centred_only_where_it_helps() -> None:
-    assert policy(PROFILE, sink_tokens=0).basis == Basis(rotated=True)
-    assert policy(PROFILE, policy="uniform:fp16").basis == Basis()
+    assert policy(PROFILE, sink_tokens=0).kv_rotation == KVRotation(rotated=True)
+    assert policy(PROFILE, policy="uniform:fp16").kv_rotation == KVRotation()
 
 
 @pytest.mark.parametrize(
@@ -154,3 +155,7 @@ def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() ->
         {"decode": {"selection": {"method": "moments"}}},
     ):
         assert PROFILE.fidelity_of(AppConfig.from_mapping(other)) == ()
+
+
+def test_settings_know_the_names_of_all_policies() -> None:
+    assert list(POLICY_NAMES.builtin) == list(COMPRESSION_POLICIES.builtin)

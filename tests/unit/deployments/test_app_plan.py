@@ -68,7 +68,7 @@ def test_metrics_tell_of_prefixes() -> None:
     space = Namespace(salt=b"", model="m", revision="", profile="p")
     with LocalPool(16, 256, "w", settings) as pool:
         new = Publication(
-            namespace=space, tokens=[1, 2], blocks=[pool.take(3)], seconds=0.1, tenant=""
+            namespace=space, tokens=[1, 2], blocks=[pool.allocate(3)], seconds=0.1, tenant=""
         )
         assert pool.publish_prefix(new) == 1
         assert pool.find_prefix(space, [1, 2, 3]) is not None

@@ -1,4 +1,4 @@
-"""Several cells behind one ingress: their names, and what they say together."""
+"""Several shards behind one ingress: their names, and what they say together."""
 
 import asyncio
 import base64
@@ -17,9 +17,9 @@ from ray.serve._private.build_app import build_app
 from tests.unit.deployments.monitoring.test_dashboard_state import (
     board,
     handle,
-    life,
     owner,
     page_map,
+    trace,
 )
 from triptych.cli.checks.validate import actors_of
 from triptych.core.config import AppConfig
@@ -36,11 +36,12 @@ from triptych.core.messages import (
     failed,
 )
 from triptych.core.pages import PagePlan
-from triptych.deployments.app import wire
+from triptych.deployments.app import bind_deployments
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.monitoring.dashboard_state import joined
+from triptych.deployments.monitoring.dashboard_state import merge_states
 from triptych.deployments.monitoring.status import Status
-from triptych.deployments.replicas.ingress import RouterEngine
+from triptych.deployments.replicas.router_client import RouterClient
+from triptych.deployments.replicas.router_stats import RouterStats
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.router import RouterSnapshot, WorkerLoad
 
@@ -48,9 +49,9 @@ TWO = {"actor": {"num_replicas": 2}}
 STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas": 4}}}
 
 
-def plans(cells: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
-    model = {"max_model_len": longest_tokens or "auto"}
-    config = AppConfig.from_mapping({"router": {"shards": cells}, "model": model, **STAGES})
+def plans(shards: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
+    model = {"max_model_len": longest_tokens}
+    config = AppConfig.from_mapping({"router": {"shards": shards}, "model": model, **STAGES})
     first = AppPlan(
         config=config,
         model_path=Path(),
@@ -58,9 +59,9 @@ def plans(cells: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0)
         context_tokens=8192,
         weights="hash",
         run_dir=run_dir,
-        cells=cells,
+        shards=shards,
     )
-    return [first.of_cell(config, index) for index in range(cells)]
+    return [first.of_shard(config, index) for index in range(shards)]
 
 
 def test_no_two_cells_share_a_socket_or_a_deployment() -> None:
@@ -69,18 +70,18 @@ def test_no_two_cells_share_a_socket_or_a_deployment() -> None:
     assert one.router_addresses == (one.router_address, two.router_address)
     assert len({one.router_address, two.router_address, one.pool_address, two.pool_address}) == 4
     assert one.turns == two.turns  # they share the cores of the machine
-    built = build_app(wire([one, two]), name="triptych")
+    built = build_app(bind_deployments([one, two]), name="triptych")
     replicas = {part.name: part._deployment_config.num_replicas for part in built.deployments}
     each = {"Router": 1, "Pool": 1, "Prefill": 1, "Compressor": 1, "Decode": 2}
-    cells = {f"{name}-{cell}": count for name, count in each.items() for cell in range(2)}
-    assert replicas == {"Ingress": 1, **cells}
+    shards = {f"{name}-{shard}": count for name, count in each.items() for shard in range(2)}
+    assert replicas == {"Ingress": 1, **shards}
 
 
 def test_one_cell_has_the_names_that_it_always_had() -> None:
     (plan,) = plans(1)
     assert plan.router_addresses == ("unix:/tmp/app/router.sock",)
     assert plan.pool_address == "unix:/tmp/app/pool.sock"
-    built = build_app(wire([plan]), name="triptych")
+    built = build_app(bind_deployments([plan]), name="triptych")
     names = {"Ingress", "Router", "Pool", "Prefill", "Compressor", "Decode"}
     assert {part.name for part in built.deployments} == names
 
@@ -93,7 +94,7 @@ def test_what_a_configuration_starts_counts_routers_and_pools() -> None:
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------ what cells say together
+# ------------------------------------------------------------------ what shards say together
 
 
 def status(arena: str, *stages: Any, booked: int = 5, waiting: int = 1) -> Status:
@@ -133,16 +134,18 @@ def test_the_books_of_cells_add_up() -> None:
 def test_boards_of_cells_are_one_board() -> None:
     first = board(
         page_map([0, 1, 2], owner("request", "d", "x"), owner("extent", "d")),
-        (life(1, "x"),),
+        (trace(1, "x"),),
         x=handle(fp16=[1]),
     )
     second = board(
         page_map([1, 2, 0], owner("request", "e", "y"), owner("extent", "e")),
-        (life(1, "y"),),
+        (trace(1, "y"),),
         y=handle(k8v4=[0]),
     )
-    boards = [replace(one, cells=2, cell=cell).json() for cell, one in enumerate([first, second])]
-    seen: Any = joined(boards)
+    boards = [
+        replace(one, shards=2, shard=shard).json() for shard, one in enumerate([first, second])
+    ]
+    seen: Any = merge_states(boards)
     assert [one["number"] for one in seen["requests"]] == [1, 2]
     assert seen["router"]["states"] == {"waiting": 2}
     assert (seen["router"]["booked_bytes"], seen["router"]["capacity_bytes"]) == (10, 18)
@@ -155,7 +158,7 @@ def test_boards_of_cells_are_one_board() -> None:
     assert list(owners) == [0, 1, 0, 2, 1, 0]
     assert shown["workers"] == ["d", "e"]
     assert (shown["pages"], shown["stride"]) == (6, 1)
-    assert joined(boards[:1]) is boards[0]
+    assert merge_states(boards[:1]) is boards[0]
 
 
 class FakeRouter:
@@ -171,49 +174,49 @@ class FakeRouter:
             setattr(self, name, SimpleNamespace(remote=lambda *_, a=answer: call(a)))
 
 
-def engine(routers: Sequence[FakeRouter], *, up: str) -> RouterEngine:
-    made = RouterEngine(plans(len(routers))[0], cast("Any", routers))
-    for cell in up:
-        made.cells.found(cell)
-    return made
+def stats(routers: Sequence[FakeRouter], *, up: str) -> RouterStats:
+    made = RouterClient(plans(len(routers))[0], cast("Any", routers))
+    for shard in up:
+        made.shards.found(shard)
+    return made.stats
 
 
 async def test_the_ingress_asks_all_cells_and_leaves_out_who_is_dead() -> None:
-    life = {"request": "r", "came_s_ago": 1.0}
-    one = FakeRouter(status=status("a", *WHOLE), explain=[life], decision="prefill=sent")
+    trace = {"request": "r", "came_s_ago": 1.0}
+    one = FakeRouter(status=status("a", *WHOLE), explain=[trace], decision="prefill=sent")
     two = FakeRouter(
-        status=status("b", "prefill"), explain=[{**life, "came_s_ago": 9.0}], decision=""
+        status=status("b", "prefill"), explain=[{**trace, "came_s_ago": 9.0}], decision=""
     )
-    asked = engine([one, two], up="01")
+    asked = stats([one, two], up="01")
     gauges = await asked.gauges()
     assert gauges['triptych_router_requests{state="decoding"}'] == 4
     assert (gauges["triptych_cells"], gauges["triptych_cells_up"]) == (2, 2)
     assert gauges['triptych_cell_bytes{cell="1"}'] == 0
-    assert (await asked.health()).ok  # one cell has all stages
+    assert (await asked.health()).ok  # one shard has all stages
     told = await asked.explain("r")
     assert [(entry["cell"], entry["came_s_ago"]) for entry in told] == [("1", 9.0), ("0", 1.0)]
     assert await asked.decision("r") == "cell=0; prefill=sent"
 
     dead = FakeRouter(is_dead=True, status=None, decision="")
-    asked = engine([dead, two], up="01")
+    asked = stats([dead, two], up="01")
     gauges = await asked.gauges()
     assert gauges['triptych_router_requests{state="decoding"}'] == 2
     health = await asked.health()
     assert (health.ok, health.reason) == (False, "no compress and no decode worker is running")
     with pytest.raises(Overloaded, match="the router does not answer"):
-        await engine([dead, dead], up="01").gauges()
-    assert await engine([dead, dead], up="01").decision("r") == ""
+        await stats([dead, dead], up="01").gauges()
+    assert await stats([dead, dead], up="01").decision("r") == ""
 
 
 async def test_of_several_routers_those_that_were_lost_are_not_asked() -> None:
     never = FakeRouter(status=None)
     cast("Any", never).status.remote = lambda: asyncio.sleep(3600)
-    asked = engine([FakeRouter(status=status("a", *WHOLE)), never], up="0")
+    asked = stats([FakeRouter(status=status("a", *WHOLE)), never], up="0")
     assert (await asked.gauges())["triptych_cells_up"] == 1
 
 
 async def test_a_single_router_is_asked_as_before() -> None:
-    asked = engine([FakeRouter(status=status("a", *WHOLE), explain=[], decision="x")], up="")
+    asked = stats([FakeRouter(status=status("a", *WHOLE), explain=[], decision="x")], up="")
     assert not [name for name in await asked.gauges() if "cell" in name]
     assert await asked.explain("r") == []
     assert await asked.decision("r") == "x"
@@ -222,7 +225,7 @@ async def test_a_single_router_is_asked_as_before() -> None:
 # ------------------------------------------------------------------ over real sockets
 
 
-class FakeCell:
+class FakeShard:
     """A router that answers with the tokens that a test tells it, and can die."""
 
     def __init__(self, plan: AppPlan) -> None:
@@ -249,10 +252,10 @@ class FakeCell:
 
 @dataclass
 class Front:
-    """An ingress and its cells."""
+    """An ingress and its shards."""
 
-    engine: RouterEngine
-    cells: list[FakeCell]
+    engine: RouterClient
+    shards: list[FakeShard]
 
     def ask(
         self, name: str, session: str, prompt: tuple[int, ...] = (1, 2), answer: int = 16
@@ -271,7 +274,7 @@ class Front:
         return asyncio.create_task(heard())
 
     def where(self, name: str) -> list[int]:
-        return [index for index, cell in enumerate(self.cells) if name in cell.asked]
+        return [index for index, shard in enumerate(self.shards) if name in shard.asked]
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -293,16 +296,16 @@ LONGEST = 32_768
 @pytest.fixture
 async def front(short_dir: Path) -> AsyncIterator[Front]:
     both = plans(2, short_dir, LONGEST)
-    cells = [FakeCell(plan) for plan in both]
-    for cell in cells:
-        await cell.peer_channel.start()
-    engine = RouterEngine(both[0])
+    shards = [FakeShard(plan) for plan in both]
+    for shard in shards:
+        await shard.peer_channel.start()
+    engine = RouterClient(both[0])
     await engine.start()
-    await until(lambda: engine.cells.up == ["0", "1"])
-    yield Front(engine, cells)
+    await until(lambda: engine.shards.up == ["0", "1"])
+    yield Front(engine, shards)
     await engine.stop()
-    for cell in cells:
-        await cell.peer_channel.stop()
+    for shard in shards:
+        await shard.peer_channel.stop()
 
 
 SESSIONS = [f"s{number}" for number in range(8)]
@@ -312,27 +315,27 @@ async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own
     front: Front,
 ) -> None:
     clients = {name: front.ask(name, session=name) for name in SESSIONS}
-    await until(lambda: sum(len(cell.asked) for cell in front.cells) == len(SESSIONS))
+    await until(lambda: sum(len(shard.asked) for shard in front.shards) == len(SESSIONS))
     before = {name: front.where(name)[0] for name in SESSIONS}
     assert set(before.values()) == {0, 1}
-    for name, cell in before.items():
-        front.cells[cell].say(name, 7, 8, 9)
-    journeys = {one.request.id: one for one in front.engine.journeys}
+    for name, shard in before.items():
+        front.shards[shard].say(name, 7, 8, 9)
+    journeys = {one.request.id: one for one in front.engine.attempts}
     await until(lambda: all(len(one.said) == 3 for one in journeys.values()))
 
-    await front.cells[1].peer_channel.stop()
-    orphans = [name for name, cell in before.items() if cell == 1]
+    await front.shards[1].peer_channel.stop()
+    orphans = [name for name, shard in before.items() if shard == 1]
     again = [f"{name}~1" for name in orphans]
-    await until(lambda: set(again) <= set(front.cells[0].asked))
-    assert set(front.cells[0].asked) == {n for n, cell in before.items() if cell == 0} | {*again}
-    assert {front.cells[0].asked[name].said for name in again} == {(7, 8, 9)}
+    await until(lambda: set(again) <= set(front.shards[0].asked))
+    assert set(front.shards[0].asked) == {n for n, shard in before.items() if shard == 0} | {*again}
+    assert {front.shards[0].asked[name].said for name in again} == {(7, 8, 9)}
     for name in SESSIONS:
-        front.cells[0].say(f"{name}~1" if name in orphans else name, 5, at=3, finish="length")
+        front.shards[0].say(f"{name}~1" if name in orphans else name, 5, at=3, finish="length")
     heard = {name: await client for name, client in clients.items()}
     for events in heard.values():
         tokens = [token for one in events if isinstance(one, Tokens) for token in one.tokens]
         assert tokens == [7, 8, 9, 5]
-    assert set(front.engine.cells.held_bytes.values()) == {0}
+    assert set(front.engine.shards.held_bytes.values()) == {0}
 
 
 async def test_the_same_conversation_comes_back_to_its_cell(front: Front) -> None:
@@ -342,15 +345,15 @@ async def test_the_same_conversation_comes_back_to_its_cell(front: Front) -> Non
             name = f"{session}-{turn}"
             client = front.ask(name, session)
             await until(lambda name=name: bool(front.where(name)))
-            (cell,) = front.where(name)
-            homes.add(cell)
-            front.cells[cell].say(name, 1, finish="stop")
+            (shard,) = front.where(name)
+            homes.add(shard)
+            front.shards[shard].say(name, 1, finish="stop")
             await client
         assert len(homes) == 1
 
 
 async def test_what_one_cell_refuses_the_other_is_asked_for(front: Front) -> None:
-    first, second = front.cells
+    first, second = front.shards
     first.retry_after_s = 9.0
     clients = [front.ask(name, session=name) for name in SESSIONS]
     await until(lambda: len(second.asked) == len(SESSIONS))
@@ -363,7 +366,7 @@ async def test_what_one_cell_refuses_the_other_is_asked_for(front: Front) -> Non
     for name in SESSIONS[1:]:
         second.say(name, 1, finish="stop")
     await asyncio.gather(*clients[1:])
-    assert front.engine.cells.counters["refused"] >= 1
+    assert front.engine.shards.counters["refused"] >= 1
 
 
 async def test_an_answer_goes_on_in_the_next_window_and_its_client_sees_no_seam(
@@ -374,19 +377,19 @@ async def test_an_answer_goes_on_in_the_next_window_and_its_client_sees_no_seam(
     client = front.ask("long", "", prompt, answer=5)
     await until(lambda: bool(front.where("long")))
     (home,) = front.where("long")
-    first = front.cells[home].asked["long"]
+    first = front.shards[home].asked["long"]
     assert (first.known, first.sampling.max_tokens, first.goes_on) == (prompt, 2, True)
-    front.cells[home].say("long", 7)
-    front.cells[home].say("long", 8, at=1, finish="length")
+    front.shards[home].say("long", 7)
+    front.shards[home].say("long", 8, at=1, finish="length")
     await until(lambda: bool(front.where("long~1")))
     (home,) = front.where("long~1")
-    second = front.cells[home].asked["long~1"]
+    second = front.shards[home].asked["long~1"]
     assert second.known == (*prompt, 7, 8)[4096:]
     assert (second.sampling.max_tokens, second.goes_on) == (5, False)
-    front.cells[home].say("long~1", 9, at=2)
-    front.cells[home].say("long~1", 6, at=3, finish="stop")
+    front.shards[home].say("long~1", 9, at=2)
+    front.shards[home].say("long~1", 6, at=3, finish="stop")
     heard = [event for event in await client if isinstance(event, Tokens)]
     assert [event.tokens for event in heard] == [(7,), (8,), (9,), (6,)]
     assert [event.finish for event in heard] == [None, None, None, "stop"]
-    assert set(front.engine.cells.held_bytes.values()) == {0}
-    assert not list(front.engine.journeys)
+    assert set(front.engine.shards.held_bytes.values()) == {0}
+    assert not list(front.engine.attempts)

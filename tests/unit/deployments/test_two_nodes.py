@@ -16,9 +16,9 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import Failed, Request, Sampling, Stage
 from triptych.core.pages import PagePlan
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.replicas.ingress import RouterEngine
 from triptych.deployments.replicas.pool import PoolReplica
 from triptych.deployments.replicas.router import RouterReplica
+from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport.addressing import Network
 from triptych.deployments.transport.node_context import NodeContext
@@ -77,13 +77,13 @@ def sites(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray would say: a plan's directory is named after the node."""
     directory = FakeDirectory()
 
-    def arrive(plan: AppPlan) -> NodeContext:
+    def enter(plan: AppPlan) -> NodeContext:
         network = Network(
             plan.run_dir.name, "127.0.0.1", plan.run_dir, directory, Access(plan.token)
         )
         return NodeContext(plan, RunDir.enter(plan.run_dir), network)
 
-    monkeypatch.setattr(NodeContext, "arrive", arrive)
+    monkeypatch.setattr(NodeContext, "enter", enter)
 
 
 class Worker(WorkerReplica):
@@ -118,7 +118,7 @@ class Cluster:
 
     plan: AppPlan
     router: Router
-    engine: RouterEngine
+    engine: RouterClient
     pools: dict[str, Pool]
 
     def on(self, node: str) -> AppPlan:
@@ -156,9 +156,9 @@ async def cluster(plan: AppPlan, sites: None) -> AsyncIterator[Cluster]:
     pools = {node: await asyncio.to_thread(Pool, at) for node, at in nodes.items()}
     router = Router.__new__(Router)
     await router.__init__(nodes["front"])
-    network = NodeContext.arrive(nodes["front"]).network
+    network = NodeContext.enter(nodes["front"]).network
     assert network is not None
-    engine = RouterEngine(nodes["front"], routes=network)
+    engine = RouterClient(nodes["front"], routes=network)
     await engine.start()
     yield Cluster(plan, router, engine, pools)
     await engine.stop()
@@ -200,7 +200,7 @@ async def test_a_decode_worker_that_goes_leaves_its_requests_to_another(
     front = await cluster.work("front", "prefill", "compress")
     back = await cluster.work("back", "decode")
     asking = asyncio.create_task(cluster.ask(prompts()))
-    while not any(len(journey.said) > 2 for journey in cluster.engine.journeys):  # noqa: ASYNC110
+    while not any(len(journey.said) > 2 for journey in cluster.engine.attempts):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await back.leave()
     other = await cluster.work("back", "decode")

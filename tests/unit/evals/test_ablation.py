@@ -11,12 +11,12 @@ from triptych.cli.main import app
 from triptych.core.errors import ConfigError
 from triptych.evals.data.texts import documents
 from triptych.evals.methods.method_names import parse_methods
-from triptych.evals.studies.ablation import AXES, Ablated, Ablation, Spread, ablate
-from triptych.evals.studies.plot import draw_axes
+from triptych.evals.studies.ablation import AXES, Ablation, AblationResults, SeedStats, ablate
+from triptych.evals.studies.plot import plot_axes
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path) -> Ablated:
+def found(tiny_model: Path) -> AblationResults:
     plan = Ablation(
         model=str(tiny_model),
         axes=("keep", "dense"),
@@ -40,7 +40,7 @@ def found(tiny_model: Path) -> Ablated:
     return result
 
 
-def test_every_setting_has_a_point_with_its_spread(found: Ablated) -> None:
+def test_every_setting_has_a_point_with_its_spread(found: AblationResults) -> None:
     assert [(point.axis, point.setting) for point in found.points] == [
         (axis, label) for axis in ("keep", "dense") for label in AXES[axis]
     ]
@@ -54,31 +54,31 @@ def test_every_setting_has_a_point_with_its_spread(found: Ablated) -> None:
     assert none.kl.deviation > 0
 
 
-def test_the_same_method_is_measured_once_for_all_axes(found: Ablated) -> None:
+def test_the_same_method_is_measured_once_for_all_axes(found: AblationResults) -> None:
     shared = [point for point in found.points if point.method == "moments+keep=0.3"]
     assert len(shared) == 2
     assert shared[0].kl == shared[1].kl
 
 
-def test_tasks_stand_next_to_the_full_cache(found: Ablated) -> None:
+def test_tasks_stand_next_to_the_full_cache(found: AblationResults) -> None:
     assert [score.method for score in found.scores] == ["full", "h2o+keep=0.5", "quest+keep=0.5"]
     assert all(score.cases == 2 for score in found.scores)
     assert len({score.full_score for score in found.scores}) == 1
 
 
-def test_a_spread_is_students(found: Ablated) -> None:
-    spread = Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
+def test_a_spread_is_students(found: AblationResults) -> None:
+    spread = SeedStats.of([1.0, 2.0, 3.0, 4.0, 5.0])
     assert spread.mean == 3
     assert spread.deviation == pytest.approx(sqrt(2.5))
     assert spread.ci95[1] - 3 == pytest.approx(2.776 * sqrt(2.5 / 5))
     assert json.loads(json.dumps(found.as_json()))["points"][0]["kl"]["ci95"]
 
 
-def test_axes_are_drawn(found: Ablated, tmp_path: Path) -> None:
-    png, _ = draw_axes(found.points, tmp_path / "axes")
+def test_axes_are_drawn(found: AblationResults, tmp_path: Path) -> None:
+    png, _ = plot_axes(found.points, tmp_path / "axes")
     assert png.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="--axes"):
-        draw_axes([], tmp_path / "none")
+        plot_axes([], tmp_path / "none")
 
 
 def test_all_axes_name_methods_that_there_are() -> None:

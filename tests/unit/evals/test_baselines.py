@@ -19,13 +19,13 @@ from triptych.evals.methods.baselines import (
     BASELINES,
     PAGED,
     Baselines,
-    Evicted,
-    Unmasked,
+    EvictionBaseline,
+    UnmaskedFullCache,
     reference_of,
 )
 from triptych.evals.methods.full_cache import FullCache
 from triptych.evals.methods.method_names import parse_methods
-from triptych.evals.methods.page_retrieval import Step, page_scores, visible_tokens
+from triptych.evals.methods.page_retrieval import LayerQueries, page_scores, visible_tokens
 from triptych.evals.metrics.fidelity import compare
 from triptych.evals.studies.runner import Group, Records, evaluate
 from triptych.kernels.select import Rule
@@ -68,7 +68,7 @@ def test_the_full_cache_is_read_with_the_baselines_if_there_is_nothing_else(
 ) -> None:
     names = ["h2o+keep=0.5", "quest+keep=0.5"]
     masked = reference_of(parse_methods(names, tiny_model, BASE, "float32"), tiny_model)
-    assert isinstance(masked, Unmasked)
+    assert isinstance(masked, UnmaskedFullCache)
     (ours,), (full,) = masked.run([case()]), FullCache(tiny_model).run([case()])
     torch.testing.assert_close(ours.logits, full.logits, atol=1e-3, rtol=1e-4)
     assert (ours.tokens, ours.footprint) == (full.tokens, full.footprint)
@@ -81,9 +81,9 @@ def test_a_mask_is_as_good_as_dropping(tiny_model: Path, name: str) -> None:
     """The same tokens taken out of transformers' cache give the same logits."""
     asked = case()
     method = parsed(tiny_model, f"{name}+keep=0.4")
-    assert isinstance(method, Evicted)
+    assert isinstance(method, EvictionBaseline)
     (ours,) = method.run([asked])
-    kept = method.policy(method.model.read(asked.prompt).seen, 80)
+    kept = method.policy(method.model.prefill(asked.prompt).attention, 80)
     model = cast("Any", LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval())
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
@@ -148,7 +148,7 @@ def test_pages_are_chosen_query_by_query_as_the_rule_says() -> None:
     draw = torch.Generator().manual_seed(3)
     first, queries, page, kv_heads = 50, 9, 4, 2
     tokens = first + queries
-    step = Step(
+    step = LayerQueries(
         query=torch.randn(kv_heads, 3, queries, 8, generator=draw),
         keys=torch.randn(kv_heads, tokens, 8, generator=draw),
         weights=torch.rand(kv_heads, 3, queries, tokens, generator=draw),
@@ -180,16 +180,16 @@ def test_pages_are_chosen_query_by_query_as_the_rule_says() -> None:
                 assert set(found[head, query].nonzero()[:, 0].tolist()) == expected, rank
 
 
-def score(rank: str, step: Step, head: int, query: int, page: int, size: int) -> float:
+def score(rank: str, queries: LayerQueries, head: int, query: int, page: int, size: int) -> float:
     inside = slice(page * size, (page + 1) * size)
-    keys = step.keys[head, inside]
+    keys = queries.keys[head, inside]
     each = list[float]()
-    for group in range(step.query.shape[1]):
-        q = step.query[head, group, query]
+    for group in range(queries.query.shape[1]):
+        q = queries.query[head, group, query]
         if rank == "oracle":
-            each.append(float(step.weights[head, group, query, inside].max()))
+            each.append(float(queries.weights[head, group, query, inside].max()))
         elif rank == "static":
-            each.append(float(step.significance[head, inside].sum()))
+            each.append(float(queries.significance[head, inside].sum()))
         elif rank == "box":
             each.append(float(torch.maximum(q * keys.amax(0), q * keys.amin(0)).sum()))
         elif rank == "mean":

@@ -9,7 +9,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile
-from triptych.evals.studies.calibration import Calibrated, Calibration, Target, calibrate
+from triptych.evals.studies.calibration import Calibration, CalibrationResult, Target, calibrate
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 from triptych.workers.local import LocalServer
 
@@ -35,12 +35,12 @@ def plan(tiny_model: Path) -> Calibration:
 
 
 @pytest.fixture(scope="module")
-def found(plan: Calibration) -> Calibrated:
+def found(plan: Calibration) -> CalibrationResult:
     return calibrate(plan, run)
 
 
 def test_the_smallest_candidate_that_is_near_enough_is_chosen(
-    plan: Calibration, found: Calibrated
+    plan: Calibration, found: CalibrationResult
 ) -> None:
     by_name = {row.method: row for row in found.rows}
     assert set(by_name) == {"full", *plan.candidates}
@@ -58,7 +58,9 @@ def test_an_unreachable_target_names_the_nearest_miss(plan: Calibration) -> None
         Target(top1_agreement=2)
 
 
-def test_the_engines_take_the_profile(tiny_model: Path, found: Calibrated, tmp_path: Path) -> None:
+def test_the_engines_take_the_profile(
+    tiny_model: Path, found: CalibrationResult, tmp_path: Path
+) -> None:
     path = tmp_path / "profile.json"
     found.profile.write(path)
     pool = {"kv_cache_memory_bytes": 16 << 20}
@@ -67,7 +69,7 @@ def test_the_engines_take_the_profile(tiny_model: Path, found: Calibrated, tmp_p
         policy = server.plan.policy
         assert policy == Policy.of(config.compressor, Profile.read(path))
         assert policy.name == "diffkv"
-        assert len(policy.basis.key_centre) == 2 * 2 * 2 * 32
+        assert len(policy.kv_rotation.key_centre) == 2 * 2 * 2 * 32
     replace(found.profile, weights="of another").write(path)
     with pytest.raises(ConfigError, match="of another"):
         LocalServer(config, tiny_model)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.evals.methods import eviction
-from triptych.evals.methods.eviction import EVICTIONS, Seen
+from triptych.evals.methods.eviction import EVICTIONS, PromptAttention
 
 LAYERS, HEADS, KV_HEADS, TOKENS = 4, 4, 2, 90
 GROUP = HEADS // KV_HEADS
@@ -25,11 +25,11 @@ def attention(seed: int = 0) -> torch.Tensor:
     return logits.masked_fill(ahead, float("-inf")).softmax(-1)
 
 
-def seen_of(weights: torch.Tensor, seed: int = 0) -> Seen:
+def attention_of(weights: torch.Tensor, seed: int = 0) -> PromptAttention:
     keys = torch.randn(
         LAYERS, KV_HEADS, TOKENS, 8, generator=torch.Generator().manual_seed(seed + 100)
     )
-    return Seen(
+    return PromptAttention(
         keys=tuple(keys), sums=weights.sum(2), last=weights[:, :, -eviction.WINDOW_TOKENS :].mean(2)
     )
 
@@ -40,7 +40,7 @@ def best(scores: Sequence[float], count: int) -> set[int]:
 
 def kept(name: str, budget: int) -> list[list[set[int]]]:
     """Token numbers by layer and KV head."""
-    found = EVICTIONS[name](seen_of(attention()), budget)
+    found = EVICTIONS[name](attention_of(attention()), budget)
     assert found.shape == (LAYERS, KV_HEADS, TOKENS)
     return [[set(row.nonzero()[:, 0].tolist()) for row in layer] for layer in found]
 
@@ -55,7 +55,7 @@ def test_streaming_llm_keeps_the_first_four_and_the_newest() -> None:
 
 
 def test_knorm_keeps_the_shortest_keys() -> None:
-    keys = seen_of(attention()).keys
+    keys = attention_of(attention()).keys
     for layer, rows in enumerate(kept("knorm", 30)):
         for head, row in enumerate(rows):
             norms = [sum(x * x for x in key) for key in keys[layer][head].tolist()]
@@ -109,7 +109,7 @@ def test_mean_attention_divides_by_age_and_takes_the_largest_head() -> None:
 
 
 def test_soft_prune_has_one_threshold_for_all_rows() -> None:
-    seen = seen_of(attention())
+    seen = attention_of(attention())
     found = eviction.soft_prune(seen, 72)
     old = slice(0, TOKENS - 64)
     inside, outside = seen.significance[..., old], ~found[..., old]
@@ -132,7 +132,7 @@ def test_pyramidkv_gives_early_layers_more() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(EVICTIONS)), st.integers(0, TOKENS), st.integers(0, 5))
 def test_as_much_is_kept_as_the_budget_says(name: str, budget: int, seed: int) -> None:
-    found = EVICTIONS[name](seen_of(attention(seed), seed), budget)
+    found = EVICTIONS[name](attention_of(attention(seed), seed), budget)
     assert int(found.sum()) == budget * LAYERS * KV_HEADS
 
 

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS, check_spread
+from triptych.core.head_budgets import BUDGET_STEPS, check_head_budgets
 from triptych.core.messages import Sampling
 from triptych.core.profile import Profile
-from triptych.evals.methods.page_retrieval import Step, page_scores
+from triptych.evals.methods.page_retrieval import LayerQueries, page_scores
 from triptych.evals.studies.head_budgets import (
     PAGE_TOKENS,
-    Measuring,
-    Missed,
-    find_spread,
+    HeadBudgetStudy,
+    MissedAttention,
+    allocate_budgets,
+    find_head_budgets,
     profile_to_extend,
-    spread_out,
 )
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
 
-PARTS = SPREAD_STEPS
+PARTS = BUDGET_STEPS
 
 
 def curve(drops: list[float]) -> list[float]:
@@ -48,7 +48,7 @@ CURVES = st.lists(
 def test_as_much_is_read_as_was_asked_for_and_no_less_is_gained_than_evenly(
     curves: list[list[float]],
 ) -> None:
-    shares = np.array(spread_out(curves)).reshape(len(curves), PARTS + 1)
+    shares = np.array(allocate_budgets(curves)).reshape(len(curves), PARTS + 1)
     assert (np.diff(shares, axis=1) >= 0).all()
     assert (shares[:, 0] == 0).all()
     assert (shares[:, -1] == 1).all()
@@ -61,7 +61,7 @@ def test_as_much_is_read_as_was_asked_for_and_no_less_is_gained_than_evenly(
 
 def test_the_head_that_misses_more_gets_the_page() -> None:
     needy, content = [1 - part / PARTS for part in range(PARTS + 1)], [0.0] * (PARTS + 1)
-    shares = np.array(spread_out([needy, content])).reshape(2, -1)
+    shares = np.array(allocate_budgets([needy, content])).reshape(2, -1)
     assert shares[:, PARTS // 2].tolist() == [1, 0]
 
 
@@ -72,8 +72,10 @@ def test_what_is_missed_is_the_square_of_the_attention_to_pages_that_are_not_rea
     logits = query @ keys[:, None].mT
     ahead = torch.arange(tokens) > torch.arange(first, tokens)[:, None]
     weights = logits.masked_fill(ahead, -torch.inf).softmax(-1)
-    step = Step(query=query, keys=keys, weights=weights, first=first, significance=torch.zeros(0))
-    missed = Missed()
+    step = LayerQueries(
+        query=query, keys=keys, weights=weights, first=first, significance=torch.zeros(0)
+    )
+    missed = MissedAttention()
     missed(0, step)
     scores = page_scores("moments", step, PAGE_TOKENS)
     for part in (0, 11, PARTS):
@@ -98,7 +100,9 @@ def test_what_is_missed_is_the_square_of_the_attention_to_pages_that_are_not_rea
 
 @pytest.fixture(scope="module")
 def spread(tiny_model: Path) -> bytes:
-    return find_spread(tiny_model, Measuring(context=300, documents=2, steps=8), lambda _name: None)
+    return find_head_budgets(
+        tiny_model, HeadBudgetStudy(context=300, documents=2, steps=8), lambda _name: None
+    )
 
 
 def test_a_profile_carries_it_to_the_selection(
@@ -106,12 +110,12 @@ def test_a_profile_carries_it_to_the_selection(
 ) -> None:
     """One head of two is to read everything from a mean share of 1/2 on, the other nothing."""
     facts = describe(tiny_model)
-    check_spread(spread, facts.geometry)
+    check_head_budgets(spread, facts.geometry)
     settings = AppConfig(compressor=CompressorConfig(profile="none"))
     empty = profile_to_extend(settings, tiny_model)
     greedy, modest = [0] * 16 + [255] * 17, [0] * 32 + [255]
     path = tmp_path / "profile.json"
-    empty.with_spread(bytes([*greedy, *modest] * facts.geometry.layers)).write(path)
+    empty.with_head_budgets(bytes([*greedy, *modest] * facts.geometry.layers)).write(path)
     counts = set[tuple[int, ...]]()
     original = DecodeEngine._forward
 
@@ -151,7 +155,9 @@ def test_a_profile_carries_it_to_the_selection(
 
 def test_a_context_longer_than_the_models_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="10000 tokens and 128 steps: the model's context is"):
-        find_spread(tiny_model, Measuring(context=10_000, documents=1), lambda _name: None)
+        find_head_budgets(
+            tiny_model, HeadBudgetStudy(context=10_000, documents=1), lambda _name: None
+        )
 
 
 @pytest.mark.parametrize(

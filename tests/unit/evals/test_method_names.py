@@ -8,7 +8,7 @@ import pytest
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.layout import FORMATS, Geometry
 from triptych.core.pages import PagePlan
 from triptych.evals.methods.full_cache import simulated_format
@@ -92,7 +92,7 @@ def test_a_handle_is_counted_page_by_page() -> None:
         ("k8v4", np.array([40, 20], np.int32), np.arange(3, dtype=np.int32)),
         ("fp16", np.array([10, 10], np.int32), np.arange(3, 5, dtype=np.int32)),
     ]
-    handle = make_handle(Claim("arena", LeaseId(1), 1), runs, tokens=50)
+    handle = make_handle(LeaseRef("arena", LeaseId(1), 1), runs, tokens=50)
     found = of_handle(handle, plan)
     assert found.full_bytes == 50 * 2 * 256
     assert found.data_bytes == 60 * 104 + 20 * 256

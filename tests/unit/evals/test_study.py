@@ -1,4 +1,4 @@
-"""A whole study on a tiny model: rows, files, pictures, and records from elsewhere."""
+"""A whole study on a tiny model: rows, files and plots."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from triptych.cli.main import app
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.evals.data.exchange import CASES, job_hash, read_records, write_cases
-from triptych.evals.studies.plot import draw
+from triptych.evals.studies.plot import plot_quality
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 
 BASE = AppConfig.from_mapping(
@@ -83,48 +82,11 @@ def test_results_are_json_with_their_conditions(results: Results) -> None:
 
 
 def test_the_plot_is_written_twice(results: Results, tmp_path: Path) -> None:
-    png, svg = draw(results.rows, "all", tmp_path / "figures" / "quality")
+    png, svg = plot_quality(results.rows, "all", tmp_path / "figures" / "quality")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "uniform:k8v8" in svg.read_text(encoding="utf-8") or "<svg" in svg.read_text("utf-8")
     with pytest.raises(ConfigError, match="4096"):
-        draw(results.rows, 4096, tmp_path / "none")
-
-
-def test_records_from_elsewhere_count_only_for_the_same_cases(
-    study: Study, results: Results, tmp_path: Path
-) -> None:
-    prepared = prepare(study)
-    groups, revision = prepared.groups, prepared.facts.revision
-    write_cases(tmp_path, prepared.path, revision, groups)
-    content = json.loads((tmp_path / CASES).read_text())
-    kl = [0.5] * 16
-    body = {
-        group["name"]: [
-            {
-                "case": case["name"],
-                "steps": {"kl": kl, "agree": kl, "nll_full": kl, "nll": kl}
-                if case["scored"]
-                else None,
-                "tokens": [7] * case["free_tokens"],
-                "footprint": {"full_bytes": 100, "data_bytes": 30, "all_in_bytes": 30},
-            }
-            for case in group["cases"]
-        ]
-        for group in content["groups"]
-    }
-    other = {"method": "other", "job": content["job"], "groups": body}
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    found = read_records(tmp_path, revision, groups)
-    rows = report(prepared, {"full": found["other"], **found}).rows
-    assert rows[-1].method == "other"
-    assert rows[-1].bytes_all_in_ratio == 0.3
-    assert rows[-1].summary.kl == pytest.approx(0.5)
-    assert job_hash("another model", groups) != content["job"]
-    with pytest.raises(ConfigError, match="other cases"):
-        read_records(tmp_path, "another model", groups)
-    (tmp_path / "broken.json").write_text('{"job": 1')
-    with pytest.raises(ConfigError, match=r"broken\.json"):
-        read_records(tmp_path, revision, groups)
+        plot_quality(results.rows, 4096, tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -153,3 +115,12 @@ def test_the_command_prints_a_table_and_writes_the_rows(tiny_model: Path, tmp_pa
     data = json.loads(file.read_text())
     assert [row["method"] for row in data["rows"]] == ["full", "simulated:k8v4"]
     assert data["host"]["versions"]["torch"]
+
+
+def test_the_command_prints_intervals_of_another_seed_of_cuts(tiny_model: Path) -> None:
+    options = ["--methods", "simulated:k8v4", "--contexts", "64", "--documents", "2"]
+    options += ["--steps", "4", "--tasks", "none", "--greedy-tokens", "0", "--seed", "1"]
+    command = ["eval", "quality", "--model", str(tiny_model), *options, "--intervals"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "95 % intervals, bootstrap over 2 documents" in done.output

@@ -12,12 +12,12 @@ from triptych.evals.data.tasks import TASKS, make_tasks
 from triptych.evals.data.vocabulary import Vocabulary
 
 PHRASE = {f" zq{chr(97 + n // 26)}{chr(97 + n % 26)}": 900 + n for n in range(100)}
-SAID = {token: word for word, token in PHRASE.items()}
+RARE_WORDS = {token: word for word, token in PHRASE.items()}
 PIECES = re.compile(r" zq[a-z]{2}|.", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Words(Vocabulary):
+class CharacterVocabulary(Vocabulary):
     """One token per character, and some whole words that only a rare phrase has."""
 
     @property
@@ -28,19 +28,19 @@ class Words(Vocabulary):
         return [PHRASE[word] if word in PHRASE else ord(word) for word in PIECES.findall(text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(SAID.get(token, chr(token)) for token in tokens)
+        return "".join(RARE_WORDS.get(token, chr(token)) for token in tokens)
 
 
-WORDS = Words(Path())
+VOCABULARY = CharacterVocabulary(Path())
 
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_the_answer_is_in_the_prompt_and_the_question_is_not(kind: str) -> None:
-    made = make_tasks([kind], WORDS, "evaluation", context=2500, count=4, seed=1)
+    made = make_tasks([kind], VOCABULARY, "evaluation", context=2500, count=4, seed=1)
     assert len(made) == 4
     for task in made:
-        prompt, asked = WORDS.decode(task.case.prompt), WORDS.decode(task.case.forced)
-        answer = WORDS.decode(task.expected)
+        prompt, asked = VOCABULARY.decode(task.case.prompt), VOCABULARY.decode(task.case.forced)
+        answer = VOCABULARY.decode(task.expected)
         assert answer.strip() in prompt
         assert "What is" not in prompt
         assert prompt.find(answer.strip()) < 0.95 * len(prompt)
@@ -55,7 +55,7 @@ def test_the_answer_is_in_the_prompt_and_the_question_is_not(kind: str) -> None:
 
 def test_the_same_seed_makes_the_same_tasks_and_another_one_others() -> None:
     def prompts(seed: int) -> list[tuple[int, ...]]:
-        made = make_tasks(["passkey"], WORDS, "evaluation", context=900, count=3, seed=seed)
+        made = make_tasks(["passkey"], VOCABULARY, "evaluation", context=900, count=3, seed=seed)
         return [task.case.prompt for task in made]
 
     assert prompts(1) == prompts(1)
@@ -63,8 +63,8 @@ def test_the_same_seed_makes_the_same_tasks_and_another_one_others() -> None:
 
 
 def test_depths_are_spread_over_the_context_but_not_over_the_recent_window() -> None:
-    made = make_tasks(["passkey"], WORDS, "evaluation", context=2000, count=5, seed=0)
-    depths = [WORDS.decode(task.case.prompt).find("The pass key is") / 2000 for task in made]
+    made = make_tasks(["passkey"], VOCABULARY, "evaluation", context=2000, count=5, seed=0)
+    depths = [VOCABULARY.decode(task.case.prompt).find("The pass key is") / 2000 for task in made]
     assert depths == sorted(depths)
     assert depths[0] < 0.15
     assert 0.7 < depths[-1] < 0.9
@@ -72,6 +72,6 @@ def test_depths_are_spread_over_the_context_but_not_over_the_recent_window() -> 
 
 def test_wrong_kinds_and_contexts_are_refused() -> None:
     with pytest.raises(ConfigError, match="passky"):
-        make_tasks(["passky"], WORDS, "evaluation", context=900, count=1, seed=0)
+        make_tasks(["passky"], VOCABULARY, "evaluation", context=900, count=1, seed=0)
     with pytest.raises(ConfigError, match="context of 30 tokens"):
-        make_tasks(["passkey"], WORDS, "evaluation", context=30, count=1, seed=0)
+        make_tasks(["passkey"], VOCABULARY, "evaluation", context=30, count=1, seed=0)

@@ -74,8 +74,8 @@ def test_values_reach_every_object_that_they_concern() -> None:
     assert app["args"]["decode"]["actor"]["num_replicas"] == 2
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert group["template"]["spec"]["nodeSelector"] == {"kind": "gpu"}
-    (claim,) = of_kind(bodies, "PersistentVolumeClaim")
-    assert claim["spec"]["storageClassName"] == "fast"
+    (lease_ref,) = of_kind(bodies, "PersistentVolumeClaim")
+    assert lease_ref["spec"]["storageClassName"] == "fast"
     for monitor in of_kind(bodies, "PodMonitor", "PrometheusRule"):
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
@@ -97,8 +97,8 @@ def test_prefixes_go_to_a_claim_that_outlives_the_pod() -> None:
     assert find_problems(bodies) == []
     (service,) = of_kind(bodies, "RayService")
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    claim = {"claimName": "nvme"}
-    assert {"name": "prefixes", "persistentVolumeClaim": claim} in group["template"]["spec"][
+    lease_ref = {"claimName": "nvme"}
+    assert {"name": "prefixes", "persistentVolumeClaim": lease_ref} in group["template"]["spec"][
         "volumes"
     ]
     (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]

@@ -21,9 +21,9 @@ from triptych.cli.serving.serve_file import parse_serve_config
 from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan
-from triptych.deployments.app import check_gpus, wire
+from triptych.deployments.app import bind_deployments, check_gpus
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.placement.nodes import sliver
+from triptych.deployments.placement.nodes import node_affinity
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"
@@ -128,10 +128,10 @@ def test_every_actor_goes_to_the_pod_that_has_the_resource(folder: str) -> None:
     """Bound as Serve would: replicas, and the actor of the pool."""
     ((body, text),) = serve_configs(rendered(folder))
     (app,) = parse_serve_config(text, folder)
-    wanted = sliver(app.config.node_resource)
+    wanted = node_affinity(app.config.node_resource)
     assert wanted
     assert set(wanted) <= set(group_resources(body))
-    options = list(actor_options(wire([plan_of(app.config)])))
+    options = list(actor_options(bind_deployments([plan_of(app.config)])))
     assert len(options) == 6  # ingress, router, pool, three stages
     assert all(option["resources"] == wanted for option in options)
 
@@ -197,8 +197,8 @@ def test_names_that_objects_call_each_other_by_exist(folder: str) -> None:
         pod = template["spec"]
         assert pod["serviceAccountName"] in names["ServiceAccount"]
         for volume in pod["volumes"]:
-            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-            assert claim is None or claim in names["PersistentVolumeClaim"]
+            lease_ref = volume.get("persistentVolumeClaim", {}).get("claimName")
+            assert lease_ref is None or lease_ref in names["PersistentVolumeClaim"]
             config = volume.get("configMap", {}).get("name")
             assert config is None or config in names["ConfigMap"]
     for route in of_kind(bodies, "HTTPRoute"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS
+from triptych.core.head_budgets import BUDGET_STEPS
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
 from triptych.kernels import (
     PageLists,
@@ -86,7 +86,7 @@ def select(
     summaries: Sequence[Summaries | None],
     rule: Rule,
     position: int = 10**6,
-    spread: Tensor | None = None,
+    head_budgets: Tensor | None = None,
 ) -> Chosen:
     requests = len(query)
     lists = new_lists(sections, requests)
@@ -95,7 +95,7 @@ def select(
     positions = torch.full((requests,), position, dtype=torch.int32)
     choose = select_pages.on(backend)
     arguments = query, sections, summaries, slots, positions, rule, lists
-    choose(*arguments, scale=DIM**-0.5, spread=spread, scores=scores)
+    choose(*arguments, scale=DIM**-0.5, head_budgets=head_budgets, scores=scores)
     return Chosen(lists, scores)
 
 
@@ -336,7 +336,7 @@ def best(scores: Tensor, count: int) -> list[int]:
 
 def random_spread(kv_heads: int) -> Tensor:
     """What each head reads grows with what all read, from nothing to everything."""
-    shares = torch.randint(0, WHOLE + 1, (kv_heads, SPREAD_STEPS + 1), dtype=torch.int32)
+    shares = torch.randint(0, WHOLE + 1, (kv_heads, BUDGET_STEPS + 1), dtype=torch.int32)
     shares[:, 0], shares[:, -1] = 0, WHOLE
     return shares.sort(1).values
 
@@ -349,7 +349,7 @@ def random_spread(kv_heads: int) -> Tensor:
 )
 def test_an_even_spread_is_none(keep: int, budget: int, pages: int, tokens: int) -> None:
     """And where none is given, as much is read as was asked for, rounded up from 1/65,536."""
-    rule, even = Rule(keep=keep, budget_tokens=budget), range(0, WHOLE + 1, WHOLE // SPREAD_STEPS)
+    rule, even = Rule(keep=keep, budget_tokens=budget), range(0, WHOLE + 1, WHOLE // BUDGET_STEPS)
     found = rule.pages(pages, tokens)
     assert found == rule.pages(pages, tokens, even)
     asked = min(Fraction(pages), pages * max(Fraction(keep, WHOLE), Fraction(budget, tokens)))
@@ -368,8 +368,8 @@ def test_a_spread_that_does_not_fit_is_refused(
     backend: str, spread: Tensor, new_cache: NewCache
 ) -> None:
     sections, summaries = filled(new_cache(DIM), "moments", MIXED)
-    with pytest.raises(ConfigError, match="spread"):
-        select(backend, torch.randn(2, 6, DIM), sections, summaries, ANY, spread=spread)
+    with pytest.raises(ConfigError, match="head_budgets"):
+        select(backend, torch.randn(2, 6, DIM), sections, summaries, ANY, head_budgets=spread)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -388,7 +388,7 @@ def test_the_chosen_pages_are_the_best_by_their_scores(backend: str, new_cache: 
         rule = Rule.of(keep, sink_tokens=3, window_tokens=0)
         spread = random_spread(5) if turn % 2 else None
         query = torch.randn(20, 10, DIM)
-        chosen = select(backend, query, [section], [summaries], rule, spread=spread)
+        chosen = select(backend, query, [section], [summaries], rule, head_budgets=spread)
         for request in range(20):
             for head in range(5):
                 pages = int(tokens[request, head]) // 56

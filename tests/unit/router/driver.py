@@ -4,7 +4,7 @@ from math import inf
 from typing import Literal
 
 from triptych.core.config import RouterConfig
-from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
     POOL,
@@ -26,11 +26,11 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
-from triptych.router import ByteModel, Patience, Scheduler
+from triptych.router import ByteModel, Scheduler, Timeouts
 
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
 MODEL = ByteModel(PagePlan(Geometry(layers=1, kv_heads=1, head_dim=64), 3584, POLICY))
-PATIENCE = Patience(
+TIMEOUTS = Timeouts(
     report_bound_s=3.0, grace_s=30.0, cancel_timeout_s=1.0, reclaim_s=10.0, silent_s=inf
 )
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
@@ -54,7 +54,7 @@ def request(name: str = "r", prompt: int = 50, max_tokens: int = 10, to: str = "
 
 
 def handle(name: str, kind: str) -> KVHandle:
-    return KVHandle(Claim("arena", LeaseId(hash((name, kind))), 0), (), 50)
+    return KVHandle(LeaseRef("arena", LeaseId(hash((name, kind))), 0), (), 50)
 
 
 class Driver:
@@ -66,7 +66,7 @@ class Driver:
         slots: int = 2,
         capacity: int = 10**9,
         arenas: dict[str, str] | None = None,
-        patience: Patience = PATIENCE,
+        timeouts: Timeouts = TIMEOUTS,
         plan: PagePlan = MODEL.plan,
         **config: object,
     ) -> None:
@@ -77,25 +77,25 @@ class Driver:
             RouterConfig(**settings),  # pyright: ignore[reportArgumentType]
             plan,
             capacity,
-            patience,
+            timeouts,
         )
         for worker in workers:
-            self.hello(worker)
+            self.register(worker)
         self.on(Register(name="in#1", address="in"), "in")
 
     def on(self, message: Message, sender: str) -> list[Send]:
         return self.router.on(message, sender, self.now)
 
-    def hello(self, address: str, start: int = 1) -> list[Send]:
+    def register(self, address: str, start: int = 1) -> list[Send]:
         stages = WORKERS.get(address, ALL_STAGES)
-        hello = Register(
+        registration = Register(
             name=f"{address}#{start}",
             address=address,
             stages=stages,
             max_requests=self.slots if "decode" in stages else 0,
             arena=self.arenas.get(address, ""),
         )
-        return [*self.on(hello, address), *self.report(address, start)]
+        return [*self.on(registration, address), *self.report(address, start)]
 
     def report(self, address: str, start: int = 1) -> list[Send]:
         name = f"{address}#{start}"
@@ -129,8 +129,8 @@ class Driver:
         }
         chain: list[Step] = ["prefilling", "compressing", "encoding", "decoding"]
         before = {"waiting": 0, "prefilled": 1, "planned": 2}.get(step)
-        for passed in chain[: chain.index(step) if before is None else before]:
-            events[passed]()
+        for earlier in chain[: chain.index(step) if before is None else before]:
+            events[earlier]()
         return events[step]()
 
     def state(self, name: str = "r") -> str | None:

@@ -12,9 +12,9 @@ def has_room(load: WorkerLoad, *, tokens: int, limit_tokens: int) -> bool:
     """Whether a prefill worker takes a prompt of ``tokens`` tokens now.
 
     It takes prompts of ``limit_tokens`` tokens in all; a longer one it takes alone, but lets short
-    ones overtake it, chunk by chunk (``Readers.tokens_before``).
+    ones overtake it, chunk by chunk (``PrefillWorkers.tokens_before``).
     """
-    if "prefill" not in load.stages or load.is_full or (load.role == "write" and load.running):
+    if "prefill" not in load.stages or load.is_full or (load.role == "decode" and load.running):
         return False
     return load.queue_tokens == 0 or load.queue_tokens + tokens <= limit_tokens
 

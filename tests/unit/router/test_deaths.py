@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.router.driver import (
-    PATIENCE,
     REPORT,
+    TIMEOUTS,
     WORKERS,
     Driver,
     Step,
@@ -59,13 +59,17 @@ def test_the_death_of_a_worker_may_overtake_the_end_of_an_answer() -> None:
         assert driver.on(Finished(request=name, tokens=10), "D") == []
         driver.tick(4.0)
     assert failures(driver.router.lost("D", driver.now)) == [failed("late", StageLost("decode"))]
-    driver.hello("D", start=2)
+    driver.register("D", start=2)
     assert failures(driver.router.lost("D", driver.now)) == []
 
 
 def resume(previous_worker: str = "D#1", age_s: float = 0.0) -> Resume:
     join = Join(
-        request=request(), words=(7,), handle=handle("r", "final"), report=REPORT, age_s=age_s
+        request=request(),
+        output_tokens=(7,),
+        handle=handle("r", "final"),
+        report=REPORT,
+        age_s=age_s,
     )
     return Resume(previous_worker=previous_worker, join=join)
 
@@ -89,7 +93,7 @@ def test_orphans_wait_for_a_decode_worker() -> None:
     assert driver.router.lost("D", driver.now) == []
     assert driver.state() == "orphaned"
     assert driver.tick(20.0) == []
-    assert driver.hello("D", start=2) == [Send("D", resume(age_s=20.0))]
+    assert driver.register("D", start=2) == [Send("D", resume(age_s=20.0))]
 
 
 def test_an_orphan_waits_for_a_place_in_a_batch_of_fixed_size() -> None:
@@ -113,7 +117,7 @@ def test_finished_pages_are_left_when_decode_workers_live_in_another_arena_only(
     if step == "compressed":
         driver.compressed("r")
     assert failures(driver.tick(5.0)) == []
-    driver.hello("E")
+    driver.register("E")
     assert failures(driver.tick(0.5)) == [failed("r", StageLost("decode"))]
 
 
@@ -121,7 +125,7 @@ def test_orphans_that_nobody_takes_fail_after_the_grace_time() -> None:
     driver = Driver("P", "C", "D")
     driver.bring_to("decoding")
     driver.router.lost("D", driver.now)
-    sends = driver.tick(PATIENCE.grace_s)
+    sends = driver.tick(TIMEOUTS.grace_s)
     assert "no decode worker" in failures(sends)[0].message
     assert driver.tick(0.5) == [expel()]
 
@@ -143,7 +147,7 @@ def test_a_take_over_that_fails_leaves_nothing(how: str) -> None:
     expelled = driver.tick(0.5)
     assert expelled == ([expel(), expel("E#1")] if how == "died" else [expel()])
     assert driver.booked > 0  # the pool may not have heard it yet
-    driver.tick(PATIENCE.reclaim_s)
+    driver.tick(TIMEOUTS.reclaim_s)
     assert driver.booked == 0
 
 
@@ -157,7 +161,7 @@ def test_who_asks_for_log_probabilities_is_taken_over_like_everybody() -> None:
 
 
 def stall_driver() -> Driver:
-    driver = whole(patience=replace(PATIENCE, silent_s=5.0))
+    driver = whole(timeouts=replace(TIMEOUTS, silent_s=5.0))
     driver.bring_to("decoding")
     return driver
 
@@ -199,7 +203,7 @@ def test_how_long_a_step_may_take_goes_by_those_that_were_measured(
 
 
 def test_a_silent_prefill_worker_is_ended_too() -> None:
-    driver = whole(patience=replace(PATIENCE, silent_s=5.0))
+    driver = whole(timeouts=replace(TIMEOUTS, silent_s=5.0))
     driver.bring_to("prefilling")
     beat(driver, "P", longest_step_s=0.1)
     sends = pass_time(driver, 6.0, silent="P")
@@ -245,19 +249,19 @@ def test_who_comes_to_a_dead_worker_s_address_cannot_free_what_it_held() -> None
     driver = whole()
     driver.bring_to("encoding")
     driver.router.lost("C", driver.now)
-    driver.hello("C", start=2)
+    driver.register("C", start=2)
     assert driver.planned("r") == [Send("C", Cancel(requests=("r",)))]  # late news of the dead one
     driver.on(Finished(request="r", tokens=0), "C")
     assert driver.booked > 0
-    driver.tick(PATIENCE.reclaim_s)
+    driver.tick(TIMEOUTS.reclaim_s)
     assert driver.booked == 0
 
 
 def test_a_living_worker_is_waited_for_longer_than_the_dead_one_beside_it() -> None:
-    driver = whole(patience=replace(PATIENCE, cancel_timeout_s=60.0))
+    driver = whole(timeouts=replace(TIMEOUTS, cancel_timeout_s=60.0))
     driver.bring_to("compressing")
     driver.router.lost("C", driver.now)
-    driver.tick(PATIENCE.reclaim_s)
+    driver.tick(TIMEOUTS.reclaim_s)
     assert driver.booked > 0
     driver.on(Finished(request="r", tokens=0), "P")
     assert driver.booked == 0
@@ -269,7 +273,7 @@ def test_a_request_that_lost_its_worker_goes_to_the_front_and_finds_the_line_nev
     assert len(failures(driver.submit(request("late")))) == 1
     again = replace(request("again~1"), said=(5, 6), attempt=1)
     assert failures(driver.submit(again)) == []
-    [send] = driver.hello("P")
+    [send] = driver.register("P")
     assert isinstance(send.message, Prefill)
     assert send.message.requests[0] == again
 
@@ -299,7 +303,7 @@ def test_another_decode_worker_is_chosen_if_the_first_died_before_the_join(step:
         driver.router.lost("E", driver.now)
         driver.router.lost("D", driver.now)
         assert driver.compressed("r") == []
-        [send] = driver.hello("E", start=2)
+        [send] = driver.register("E", start=2)
     else:
         driver.router.lost("D", driver.now)
         [send] = driver.compressed("r")
@@ -314,14 +318,14 @@ def test_slots_that_come_back_go_to_requests_in_the_order_of_planning() -> None:
     driver.router.lost("D", driver.now)
     assert driver.planned("b") == driver.planned("a") == []
     driver.slots = 1
-    [send] = driver.hello("D", start=2)
+    [send] = driver.register("D", start=2)
     assert send.message == Encode(requests=("b",), arena="arena")
 
 
 def test_a_new_process_at_a_known_address_means_that_the_old_one_died() -> None:
     driver = whole()
     driver.bring_to("decoding")
-    [send] = driver.hello("D", start=2)
+    [send] = driver.register("D", start=2)
     assert isinstance(send.message, Resume)
     assert send.message.previous_worker == "D#1"
 
@@ -329,7 +333,7 @@ def test_a_new_process_at_a_known_address_means_that_the_old_one_died() -> None:
 def test_the_same_process_saying_hello_again_changes_nothing() -> None:
     driver = whole()
     driver.bring_to("decoding")
-    assert driver.hello("D") == []
+    assert driver.register("D") == []
     assert driver.state() == "decoding"
 
 

@@ -142,7 +142,7 @@ def test_the_next_compressor_gets_what_waited() -> None:
     driver.router.lost("C", driver.now)
     assert driver.submit(LONG) == []
     assert driver.router.snapshot(driver.now).blocked_reason == "no_compressor"
-    _, send = driver.hello("C", start=2)
+    _, send = driver.register("C", start=2)
     assert send.message.encoders == ("C",)
 
 

@@ -13,7 +13,7 @@ from tests.unit.simulator.test_simulator import COSTS, POLICIES, poisson, with_p
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.core.pages import PagePlan
-from triptych.router import Patience
+from triptych.router import Timeouts
 from triptych.router.replay import RecordingScheduler, replay
 from triptych.simulator import Cluster, Simulation
 
@@ -22,9 +22,9 @@ def record(path: Path, cluster: Cluster, count: int = 25) -> None:
     made = list[RecordingScheduler]()
 
     def make(
-        config: RouterConfig, plan: PagePlan, capacity: int, patience: Patience
+        config: RouterConfig, plan: PagePlan, capacity: int, timeouts: Timeouts
     ) -> RecordingScheduler:
-        made.append(RecordingScheduler(path, config, plan, capacity, patience))
+        made.append(RecordingScheduler(path, config, plan, capacity, timeouts))
         return made[0]
 
     simulation = Simulation(cluster, COSTS, make=make)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.router.driver import (
     MODEL,
-    PATIENCE,
     REPORT,
+    TIMEOUTS,
     WORKERS,
     Driver,
     Step,
@@ -56,7 +56,7 @@ def test_a_request_passes_the_three_stages() -> None:
         Send("C", Compress(items=(CompressItem(request="r", handle=raw),)))
     ]
     assert driver.planned("r") == [Send("C", Encode(requests=("r",), arena="arena"))]
-    join = Join(request=one, words=(7,), handle=handle("r", "final"), report=REPORT)
+    join = Join(request=one, output_tokens=(7,), handle=handle("r", "final"), report=REPORT)
     assert driver.compressed("r") == [Send("D", join)]
     assert driver.on(Finished(request="r", tokens=10), "D") == []
     assert driver.state() is None
@@ -66,11 +66,11 @@ def test_a_request_passes_the_three_stages() -> None:
 
 def test_the_compressor_hears_what_may_be_kept_of_a_prompt() -> None:
     plan = replace(MODEL.plan, prefix_bytes=1 << 20)
-    router = Scheduler(RouterConfig(), plan, 10**9, PATIENCE)
+    router = Scheduler(RouterConfig(), plan, 10**9, TIMEOUTS)
     driver = whole()
     driver.router = router
     for worker in WORKERS:
-        driver.hello(worker)
+        driver.register(worker)
     one = replace(request(), said=(5, 6), cache_salt="salt", tenant="me")
     driver.submit(one)
     done = Prefilled(request="r", first_token=7, handle=handle("r", "raw"), token_s=0.25)
@@ -128,8 +128,8 @@ def test_encoding_goes_to_the_arena_of_the_chosen_decode_worker() -> None:
 
 def test_raw_pages_stay_where_a_compressor_is_and_else_go_to_the_next() -> None:
     near = whole(arenas={"P": "gpu0", "C": "gpu1", "D": "gpu1", "E": "gpu1"})
-    hello = Register(name="F#1", address="F", stages=("compress",), arena="gpu0")
-    near.on(hello, "F")
+    registration = Register(name="F#1", address="F", stages=("compress",), arena="gpu0")
+    near.on(registration, "F")
     near.on(Report(name="F#1", running=0, waiting=0, pages_held=0, busy_s=0), "F")
     [send] = near.bring_to("compressing")
     assert send.to == "F"
@@ -256,7 +256,7 @@ def test_without_any_worker_a_request_waits_the_grace_time_and_fails() -> None:
 
 
 def test_what_another_router_may_take_waits_less_for_a_worker_if_it_has_not_begun() -> None:
-    driver = Driver("P", "C", "D", patience=replace(PATIENCE, refuse_s=3.0))
+    driver = Driver("P", "C", "D", timeouts=replace(TIMEOUTS, refuse_s=3.0))
     driver.bring_to("encoding")
     driver.router.lost("P", driver.now)
     driver.router.lost("D", driver.now)
@@ -301,7 +301,7 @@ def test_finished_pages_wait_the_grace_time_for_a_decode_worker() -> None:
 def test_requests_merely_waiting_for_a_lost_stage_stay() -> None:
     driver = Driver("P", "D")
     driver.bring_to("prefilled")
-    driver.hello("C")
+    driver.register("C")
     driver.router.lost("C", driver.now)
     assert driver.submit(request("next")) != []
     driver.router.lost("D", driver.now)

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim, KVHandle, LeaseId
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.core.messages import (
     Cancel,
@@ -52,7 +52,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
-from triptych.router import ByteModel, Patience, Scheduler
+from triptych.router import ByteModel, Scheduler, Timeouts
 from triptych.router.state.cluster_state import worker_loads
 from triptych.router.state.request_table import State
 
@@ -83,7 +83,7 @@ class Held:
 
     pages: int
     rows: int = PLAN.geometry.head_rows
-    claim: Claim | None = None
+    lease_ref: LeaseRef | None = None
     """Set once the pages are on offer to the next stage."""
     decoding: Request | None = None
     written: int = 0
@@ -152,7 +152,7 @@ class FakeWorld:
         self.waiting = list[str]()
         self.outcomes = dict[str, list[str]]()
         self.unnoticed = list[str]()
-        self.heard = list[tuple[str, Message]]()
+        self.record_report = list[tuple[str, Message]]()
         self.check_admissions = True
         self.resumed = self.suspended = 0
 
@@ -162,7 +162,7 @@ class FakeWorld:
         if isinstance(message, Send):
             self.deliver([message])
             return
-        self.heard.append((sender, message))
+        self.record_report.append((sender, message))
         self.deliver(self.router.on(message, sender, self.now))
 
     def deliver(self, sends: Iterable[Send]) -> None:
@@ -197,20 +197,20 @@ class FakeWorld:
         every = [held for worker in self.processes() for held in worker.held.values()]
         return sum(held.pages * held.rows for held in every) * PAGE
 
-    def offer(self, held: Held) -> Claim:
+    def offer(self, held: Held) -> LeaseRef:
         self.leases += 1
-        held.claim = Claim("cpu", LeaseId(self.leases), 0)
-        return held.claim
+        held.lease_ref = LeaseRef("cpu", LeaseId(self.leases), 0)
+        return held.lease_ref
 
-    def attach(self, claim: Claim, request: str, taker: FakeWorker) -> Held:
+    def attach(self, lease_ref: LeaseRef, request: str, taker: FakeWorker) -> Held:
         for worker in self.processes():
             held = worker.held.get(request)
-            if held is not None and held.claim == claim:
+            if held is not None and held.lease_ref == lease_ref:
                 del worker.held[request]
-                held.claim = None
+                held.lease_ref = None
                 taker.held[request] = held
                 return held
-        raise StaleHandle(int(claim.lease), "nobody offers it")
+        raise StaleHandle(int(lease_ref.lease), "nobody offers it")
 
     def reclaim(self) -> None:
         """What a decode worker held is kept for others until the router says otherwise."""
@@ -230,7 +230,7 @@ class FakeWorld:
         worker = FakeWorker(address, f"{address}#{self.starts}", WORKERS[address])
         self.workers[address] = worker
         slots = SLOTS if "decode" in worker.stages else 0
-        hello = Register(
+        registration = Register(
             name=worker.name,
             address=address,
             stages=worker.stages,
@@ -238,7 +238,7 @@ class FakeWorld:
             arena="cpu",
         )
         self.unnoticed = [gone for gone in self.unnoticed if gone != address]
-        self.tell(hello, address)
+        self.tell(registration, address)
         self.report(worker)
 
     def report(self, worker: FakeWorker) -> None:
@@ -351,7 +351,7 @@ class FakeWorld:
         try:
             if before != message.first:
                 raise StaleHandle(0, "layers before it are not here")
-            self.attach(message.handle.claim, key, worker)
+            self.attach(message.handle.lease_ref, key, worker)
         except StaleHandle as error:
             self.cancel_silently(worker, message.request)
             self.refuse(worker, message.request, error, 0)
@@ -389,7 +389,7 @@ class FakeWorld:
 
     def plan(self, worker: FakeWorker, name: str, handle: KVHandle) -> None:
         try:
-            self.attach(handle.claim, name, worker)
+            self.attach(handle.lease_ref, name, worker)
         except StaleHandle as error:
             self.refuse(worker, name, error, 1)
             return
@@ -425,11 +425,11 @@ class FakeWorld:
     def join(self, worker: FakeWorker, message: Join) -> None:
         name = message.request.id
         try:
-            held = self.attach(message.handle.claim, name, worker)
+            held = self.attach(message.handle.lease_ref, name, worker)
         except StaleHandle as error:
             self.refuse(worker, name, error, 1)
             return
-        held.decoding, held.written = message.request, len(message.words) - 1
+        held.decoding, held.written = message.request, len(message.output_tokens) - 1
         assert len(worker.running) <= SLOTS
         if message.previous_worker:
             worker.outbox.append(Resumed(request=name))
@@ -439,10 +439,10 @@ class FakeWorld:
         if held is None or held.decoding is None:
             return
         request, held.decoding = held.decoding, None
-        words = (7,) * (held.written + 1)
+        output_tokens = (7,) * (held.written + 1)
         handle = KVHandle(self.offer(held), (), len(request.prompt) + held.written)
         self.suspended += 1
-        worker.outbox.append(Preempted(request=name, words=words, handle=handle))
+        worker.outbox.append(Preempted(request=name, output_tokens=output_tokens, handle=handle))
 
     def resume(self, worker: FakeWorker, message: Resume) -> None:
         name = message.join.request.id
@@ -455,12 +455,12 @@ class FakeWorld:
             held = (
                 worker.held.setdefault(name, left[0].held.pop(name))
                 if left
-                else self.attach(message.join.handle.claim, name, worker)
+                else self.attach(message.join.handle.lease_ref, name, worker)
             )
         except StaleHandle:
             self.refuse(worker, name, StageLost("decode"), 0)
             return
-        held.claim, held.decoding = None, message.join.request
+        held.lease_ref, held.decoding = None, message.join.request
         self.resumed += 1
         assert len(worker.running) <= SLOTS
         worker.outbox.append(Resumed(request=name))
@@ -548,7 +548,7 @@ class RouterMachine(RuleBasedStateMachine):
             prefill_batch_tokens=300,
             roles=self.roles,
         )
-        patience = Patience(
+        timeouts = Timeouts(
             report_bound_s=1000.0,
             grace_s=20.0,
             cancel_timeout_s=1e6 if self.answers_cancel else 1.0,
@@ -557,7 +557,7 @@ class RouterMachine(RuleBasedStateMachine):
         )
         kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
         kind = UrgentWorld if any(self.priorities) else kind
-        router = Scheduler(config, self.plan, CAPACITY, patience)
+        router = Scheduler(config, self.plan, CAPACITY, timeouts)
         self.world = kind(router, self.plan, answers_cancel=self.answers_cancel)
         for address in self.addresses:
             self.world.start(address)
@@ -690,10 +690,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.world.deliver(self.world.router.lost(address, self.world.now))
 
     @rule(index=st.integers(0, 9999))
-    @precondition(lambda self: self.world.heard)
+    @precondition(lambda self: self.world.record_report)
     def repeat(self, index: int) -> None:
         """A message of a stage comes a second time."""
-        sender, message = self.world.heard[index % len(self.world.heard)]
+        sender, message = self.world.record_report[index % len(self.world.record_report)]
         if isinstance(message, Prefilled | Planned | Compressed | Resumed | Preempted | Finished):
             self.world.deliver(self.world.router.on(message, sender, self.world.now))
 
@@ -713,20 +713,20 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def the_roster_has_counted_what_the_requests_say(self) -> None:
         """Each load, the free slots and the requests without one, counted anew from scratch."""
-        books, now = self.world.router._books, self.world.now
-        books.roster.refresh(now)
-        loads = worker_loads(books, now)
-        assert {load.address: load for load in books.roster.loads()} == loads
-        assert books.roster.open_slots == sum(load.free_slots for load in loads.values())
-        assert books.roster.needs_slot == sum(
-            entry.state not in (State.WAITING, State.LEAVING) and not entry.decode
-            for entry in books.requests
+        cluster, now = self.world.router._cluster, self.world.now
+        cluster.load_index.refresh(now)
+        loads = worker_loads(cluster, now)
+        assert {load.address: load for load in cluster.load_index.loads()} == loads
+        assert cluster.load_index.open_slots == sum(load.free_slots for load in loads.values())
+        assert cluster.load_index.needs_slot == sum(
+            entry.state not in (State.WAITING, State.LEAVING) and not entry.placement.decode_worker
+            for entry in cluster.requests
         )
-        waiting = [entry.id for entry in books.requests.in_state(State.WAITING)]
-        line = [one.id for one in books.requests.line.at(now).in_order()]
+        waiting = [entry.id for entry in cluster.requests.in_state(State.WAITING)]
+        queue = [one.id for one in cluster.requests.queue.at(now).in_order()]
         if any(self.priorities):
-            line, waiting = sorted(line), sorted(waiting)
-        assert line == waiting
+            queue, waiting = sorted(queue), sorted(waiting)
+        assert queue == waiting
 
     @invariant()
     def no_more_is_held_than_is_booked(self) -> None:
@@ -739,8 +739,8 @@ class RouterMachine(RuleBasedStateMachine):
         """But a worker may die between its last token and the news that it was the last."""
         for outcomes in self.world.outcomes.values():
             is_repeated = outcomes[-2:] == ["finished", "failed worker_lost"]
-            heard = outcomes[:-1] if is_repeated else outcomes
-            assert len(heard) == 1 or heard == ["cancelled", "finished"]
+            record_report = outcomes[:-1] if is_repeated else outcomes
+            assert len(record_report) == 1 or record_report == ["cancelled", "finished"]
 
     @invariant()
     def every_request_is_counted_once(self) -> None:

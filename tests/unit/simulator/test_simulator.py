@@ -56,10 +56,10 @@ class Watched(Simulation):
 
         worker.post = note  # type: ignore[method-assign]
 
-    def _decide(self, messages: Sequence[Message], sender: str, cell: str) -> None:
-        super()._decide(messages, sender, cell)
+    def _decide(self, messages: Sequence[Message], sender: str, shard: str) -> None:
+        super()._decide(messages, sender, shard)
         now = self.clock.now
-        snapshot = self._coordinators[cell].snapshot(now)
+        snapshot = self._coordinators[shard].snapshot(now)
         assert all(0 <= booked <= self.capacity for booked in snapshot.booked_bytes.values())
         waiting = snapshot.requests["waiting"]
         assert bool(waiting) == bool(snapshot.blocked_reason)
@@ -75,10 +75,10 @@ class Watched(Simulation):
 def test_a_lone_request_takes_what_its_parts_take() -> None:
     trial = Simulation(Cluster(), COSTS).run([(Job("r", 300, 11, 1.0),)])
     (one,) = trial.outcomes
-    read_s = COSTS.prefill_step_s + 300 * COSTS.prefill_token_s
-    read_s += 300 * 150 * COSTS.prefill_pair_s
+    prefill_s = COSTS.prefill_step_s + 300 * COSTS.prefill_token_s
+    prefill_s += 300 * 150 * COSTS.prefill_pair_s
     assert one.due_s == 1.0
-    first_s = COSTS.arrive_s + COSTS.hop_s + read_s + COSTS.reply_s
+    first_s = COSTS.arrive_s + COSTS.hop_s + prefill_s + COSTS.reply_s
     assert one.first_s - one.due_s == pytest.approx(first_s)
     compress_s = COSTS.compress_step_s + 300 * COSTS.compress_token_s
     hops_s = 6 * COSTS.hop_s  # prefilled, compress, planned, encode, compressed, join
@@ -169,7 +169,7 @@ def test_what_cannot_fit_and_what_is_too_much_is_refused_and_the_run_ends() -> N
     assert len(errors) == 21
 
 
-def in_cells(count: int, **router: Any) -> Cluster:
+def in_shards(count: int, **router: Any) -> Cluster:
     return Cluster(
         prefill=4, compress=2, decode=4, workers_per_node=router.pop("workers_per_node", 0),
         shared_cores=False, capacity_bytes=80 << 20, max_batch_requests=4,
@@ -180,15 +180,15 @@ def in_cells(count: int, **router: Any) -> Cluster:
 
 @pytest.mark.parametrize("nodes", [0, 5])
 def test_cells_share_the_work_and_each_keeps_its_books(nodes: int) -> None:
-    trial = Watched(in_cells(2, workers_per_node=nodes, max_queued_requests=999)).run(
+    trial = Watched(in_shards(2, workers_per_node=nodes, max_queued_requests=999)).run(
         poisson(60, 8.0)
     )
     assert [one.error for one in trial.outcomes] == [""] * 60
     assert trial.counters["finished"] == 60
-    assert sorted(trial.cells) == ["0", "1"]
-    assert sum(cell.requests for cell in trial.cells.values()) == 60
-    assert all(cell.requests > 15 and cell.router_s > 0 for cell in trial.cells.values())
-    assert sum(cell.busy_s for cell in trial.cells.values()) == pytest.approx(
+    assert sorted(trial.shards) == ["0", "1"]
+    assert sum(shard.requests for shard in trial.shards.values()) == 60
+    assert all(shard.requests > 15 and shard.router_s > 0 for shard in trial.shards.values())
+    assert sum(shard.busy_s for shard in trial.shards.values()) == pytest.approx(
         sum(trial.busy_s.values())
     )
 
@@ -198,18 +198,18 @@ def test_what_one_cell_refuses_the_other_takes_until_both_are_full() -> None:
     jobs = [
         (Job(f"r{n}", 600, 9, segments=(("common", 500), (f"own {n}", 100))),) for n in range(60)
     ]
-    trial = Simulation(in_cells(2, shard_overload=1e9, max_queued_requests=8), COSTS).run(jobs)
+    trial = Simulation(in_shards(2, shard_overload=1e9, max_queued_requests=8), COSTS).run(jobs)
     errors = Counter(one.error for one in trial.outcomes)
     assert set(errors) == {"", "rate_limit_exceeded"}
-    assert trial.cell_choices["home"] == 60
-    passed_on = trial.cell_choices["refused"]
+    assert trial.shard_choices["home"] == 60
+    passed_on = trial.shard_choices["refused"]
     assert passed_on > errors["rate_limit_exceeded"] > 0
-    assert sorted(cell.requests > 0 for cell in trial.cells.values()) == [True, True]
+    assert sorted(shard.requests > 0 for shard in trial.shards.values()) == [True, True]
 
 
 def test_a_stage_that_cells_cannot_share_is_named() -> None:
     with pytest.raises(ConfigError, match=r"compress=2: expected a multiple of the cells \(4\)"):
-        in_cells(4)
+        in_shards(4)
 
 
 def test_a_closed_loop_keeps_so_many_under_way() -> None:

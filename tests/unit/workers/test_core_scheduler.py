@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.workers.core_scheduler import OwnCores, Turns, usable_cores
+from triptych.workers.core_scheduler import DedicatedCores, SharedCores, usable_cores
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from triptych.workers.core_scheduler import Turns
+from triptych.workers.core_scheduler import SharedCores
 
-turns = Turns(Path(sys.argv[1]), cores=1)
+turns = SharedCores(Path(sys.argv[1]), cores=1)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[2])):
@@ -79,13 +79,13 @@ def test_a_worker_that_is_killed_in_its_step_does_not_keep_the_turn(tmp_path: Pa
     stuck.send_signal(signal.SIGKILL)
     stuck.communicate()
     started = time.monotonic()
-    with Turns(tmp_path, cores=1).step(lambda: True):
+    with SharedCores(tmp_path, cores=1).step(lambda: True):
         pass
     assert time.monotonic() - started < 5
 
 
 def test_own_cores_sets_the_threads_once() -> None:
-    with OwnCores(1).step(lambda: True):
+    with DedicatedCores(1).step(lambda: True):
         assert torch.get_num_threads() == 1
 
 
@@ -115,17 +115,17 @@ def test_a_container_uses_the_cores_that_it_has_time_for(
 READER = """
 import sys, time
 from pathlib import Path
-from triptych.workers.core_scheduler import Turns
+from triptych.workers.core_scheduler import SharedCores
 
-turns = Turns(Path(sys.argv[1]), cores=1)
-turns.read(True)
+turns = SharedCores(Path(sys.argv[1]), cores=1)
+turns.set_prefilling(True)
 print("reads", flush=True)
 time.sleep(600)
 """
 
 
 def test_who_can_wait_lets_others_read_and_goes_on_if_the_reader_dies(tmp_path: Path) -> None:
-    turns, looks = Turns(tmp_path, cores=1), 0
+    turns, looks = SharedCores(tmp_path, cores=1), 0
 
     def is_urgent() -> bool:
         nonlocal looks

@@ -9,7 +9,7 @@ import torch
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
-from triptych.workers.core_scheduler import OwnCores, Turns
+from triptych.workers.core_scheduler import DedicatedCores, SharedCores
 from triptych.workers.device import CPU, device_for
 from triptych.workers.factory import cores_for, device_of
 from triptych.workers.local import LocalServer
@@ -50,8 +50,8 @@ def test_on_the_cpu_everything_is_a_view() -> None:
 def test_a_stage_on_a_gpu_takes_no_turns_with_those_on_the_cpu(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
-        assert isinstance(cores_for(config(prefill=1.0), ("prefill",), tmp_path), OwnCores)
+        assert isinstance(cores_for(config(prefill=1.0), ("prefill",), tmp_path), DedicatedCores)
         assert torch.get_num_threads() == 1
-        assert isinstance(cores_for(config(prefill=1.0), ("decode",), tmp_path), Turns)
+        assert isinstance(cores_for(config(prefill=1.0), ("decode",), tmp_path), SharedCores)
     finally:
         torch.set_num_threads(threads)

@@ -22,8 +22,8 @@ path = Path(sys.argv[1])
 config = AppConfig.from_mapping({"compressor": {"profile": "none"}})
 plan = PagePlan.of(config, describe(path).geometry)
 before = threads()
-brain = load_model(config, plan, path, ("decode",))
-assert brain is not None
+model_context = load_model(config, plan, path, ("decode",))
+assert model_context is not None
 until = time.monotonic() + 10
 while threads() > before and time.monotonic() < until:
     time.sleep(0.01)

@@ -109,7 +109,7 @@ def test_leaving_a_stream_gives_every_page_back(tiny_model: Path) -> None:
             stream.close()
             server.complete([server.request(prompt(3), greedy(2))])
             assert server.pool.stat().request_pages == 0
-            assert server.pool.taken_pages == 0
+            assert server.pool.allocated_pages == 0
 
 
 def test_more_requests_than_slots_wait_and_all_finish(tiny_model: Path) -> None:
@@ -237,7 +237,7 @@ def pages_after(path: Path, answer_tokens: int, **compressor: object) -> int:
         events = server.stream([server.request(prompt(60), greedy(answer_tokens + 30))])
         for _ in range(answer_tokens):
             next(events)
-        held = server.pool.stat().request_pages + server.pool.taken_pages
+        held = server.pool.stat().request_pages + server.pool.allocated_pages
         events.close()
     return held
 
@@ -272,7 +272,7 @@ def take_all(server: LocalServer) -> Iterator[NDArray[np.int32]]:
     """Every page that nobody has."""
     with contextlib.suppress(PoolExhausted):
         while True:
-            yield server.pool.take(1)
+            yield server.pool.allocate(1)
 
 
 @pytest.mark.parametrize("asked", range(60, 73))
@@ -289,7 +289,7 @@ def test_a_pool_that_runs_dry_ends_the_request_and_nothing_else(
         assert isinstance(last, Failed)
         assert last.status == 503
         for pages in hoard:
-            server.pool.give(pages)
+            server.pool.free(pages)
         (answer,) = server.complete([server.request(prompt(5), greedy(3))])
         assert len(answer.tokens) == 3
         assert server.pool.stat().request_pages == 0

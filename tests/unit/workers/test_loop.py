@@ -26,7 +26,7 @@ class BusyCores:
         self.turns += 1
         yield
 
-    def read(self, has_more: bool) -> None:
+    def set_prefilling(self, has_more: bool) -> None:
         pass
 
 

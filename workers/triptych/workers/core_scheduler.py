@@ -1,9 +1,9 @@
-"""How the stages of one machine share its cores.
+"""Core scheduling: how the stages of one machine share its CPU cores.
 
-Prefill and decode of a small machine run on the same cores. If both used all of them at the
-same time, their threads would wait for each other's time slices; if each had half, decode
-would take many steps of small batches beside the prefill, each as dear as a full one. So
-they take turns: a step has all cores, and whoever waited longest has the next step.
+Prefill and decode of a small machine run on the same cores. With all cores for both at once, their
+threads would wait for each other's time slices. With half the cores each, decode would take many
+steps of small batches beside prefill, each as expensive as a full one. So the stages alternate: a
+step has all cores, and the stage that has waited longest takes the next step.
 """
 
 import fcntl
@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
-LOOK_S = 0.004
-"""Time after which who can wait looks again whether it still has to."""
+POLL_S = 0.004
+"""Interval at which a stage that yields checks whether it still has to."""
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use: those it may run on, or what its container has time for.
+    """Cores that this process can use: its CPU affinity, limited by the container's CPU quota.
 
-    A container sees all cores of its machine. With a thread on each and the time of eight, the
-    kernel stops all of them for most of every period.
+    A container sees all cores of its machine. With more threads than its quota, the kernel stops
+    all of them for most of every period.
     """
     quota = _quota(cgroup)
     affinity = len(os.sched_getaffinity(0))
@@ -32,7 +32,7 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Cores' worth of CPU time of this container, by cgroup v2 or v1; None: no limit."""
+    """CPU quota of this container in cores, by cgroup v2 or v1; None: no limit."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
@@ -44,8 +44,8 @@ def _quota(cgroup: Path) -> float | None:
     return int(quota) / int(period) if quota.strip().isdigit() and int(period) > 0 else None
 
 
-class OwnCores:
-    """Every step takes the same number of threads, whatever others do."""
+class DedicatedCores:
+    """Every step uses the same number of threads, without waiting for other stages."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -54,46 +54,46 @@ class OwnCores:
     def step(self, _is_urgent: Callable[[], bool]) -> Generator[None]:
         yield
 
-    def read(self, has_more: bool) -> None:
-        """Nobody waits for what is read here."""
+    def set_prefilling(self, has_more: bool) -> None:
+        """Do nothing: no stage yields to this one."""
 
 
-class Turns:
+class SharedCores:
     """Steps of all workers that share a directory run one after another, on all cores.
 
-    Two file locks make the turns: whoever holds ``next`` gets ``turn`` next, so a worker
-    that has just ended a step cannot snatch the following one from a worker that waits. The
-    kernel opens the locks of a process that dies.
+    Two file locks order the steps: the holder of ``next`` gets ``turn`` next, so a worker that has
+    just ended a step cannot take the next one before a worker that waits. The kernel releases
+    the locks of a process that dies.
     """
 
     def __init__(self, directory: Path, cores: int | None = None) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._next, self._turn, self._reading = (
+        self._next, self._turn, self._prefilling = (
             os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for name in ("next", "turn", "reading")
+            for name in ("next", "turn", "prefilling")
         )
         torch.set_num_threads(cores or usable_cores())
 
-    def read(self, has_more: bool) -> None:
-        """Say whether there are prompts to be read here: whoever can wait then does."""
-        fcntl.flock(self._reading, fcntl.LOCK_SH if has_more else fcntl.LOCK_UN)
+    def set_prefilling(self, has_more: bool) -> None:
+        """Set whether this worker has prompts to prefill: decode yields to it while it has."""
+        fcntl.flock(self._prefilling, fcntl.LOCK_SH if has_more else fcntl.LOCK_UN)
 
-    def _others_read(self) -> bool:
+    def _others_prefill(self) -> bool:
         try:
-            fcntl.flock(self._reading, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._prefilling, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        fcntl.flock(self._reading, fcntl.LOCK_UN)
+        fcntl.flock(self._prefilling, fcntl.LOCK_UN)
         return False
 
     @contextmanager
     def step(self, is_urgent: Callable[[], bool]) -> Generator[None]:
-        """Wait for the turn, and keep it for the length of a step.
+        """Wait for the turn and hold it during a step.
 
-        Whoever is not urgent waits until it is, or until no prompt is to be read.
+        A step that is not urgent waits until it is, or until no worker has prompts to prefill.
         """
-        while not is_urgent() and self._others_read():
-            time.sleep(LOOK_S)
+        while not is_urgent() and self._others_prefill():
+            time.sleep(POLL_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         fcntl.flock(self._next, fcntl.LOCK_UN)
@@ -103,4 +103,4 @@ class Turns:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
 
 
-Cores = OwnCores | Turns
+Cores = DedicatedCores | SharedCores

@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch.from_numpy and torch's CUDA runtime have no type hints.
-"""Where a stage computes, and how it gets at memory that it shares with other processes."""
+"""The device of a stage, and its access to memory shared with other processes."""
 
 import weakref
 from functools import cache
@@ -21,26 +21,26 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 class Device:
-    """The CPU: what is shared lies where the stage computes, so nothing is copied."""
+    """The CPU: shared memory is used without a copy."""
 
     name = torch.device("cpu")
     is_host = True
 
     def share(self, memory: Bytes) -> Tensor:
-        """Memory that other processes see as well; what is written here, they read."""
+        """A tensor over memory that other processes map too."""
         return torch.from_numpy(memory)
 
     def put(self, numbers: Numbers) -> Tensor:
-        """Numbers that kernels read: on the CPU a view, elsewhere a copy."""
+        """A tensor of an array: a view on the CPU, a copy elsewhere."""
         return torch.from_numpy(numbers)
 
     @property
     def free_bytes(self) -> int:
-        """Memory of its own that nobody has taken; 0 if it has none."""
+        """Free device memory in bytes; 0 on the CPU."""
         return 0
 
     def wait(self) -> None:
-        """Return once everything that was asked of the device is done, and others see it."""
+        """Wait until all work of the device is done and other processes see its writes."""
 
 
 CPU = Device()
@@ -49,8 +49,8 @@ CPU = Device()
 class Gpu(Device):
     """A GPU, which reads and writes shared memory of the host over the bus.
 
-    So pages outlive the process and the GPU that wrote them, and what travels to other nodes or to
-    a disk is read as if there were no GPU.
+    So pages outlive the process and the GPU that wrote them, and transfers to other nodes and to
+    disk need no GPU.
     """
 
     name = torch.device("cuda")
@@ -60,7 +60,7 @@ class Gpu(Device):
         self._mapped = weakref.WeakValueDictionary[int, _Mapped]()
 
     def share(self, memory: Bytes) -> Tensor:
-        """The memory itself, mapped into the GPU's addresses until no tensor shows it.
+        """A tensor over host memory, which stays mapped for the GPU while a tensor uses it.
 
         Raises: PoolError if the driver refuses
         """
@@ -84,7 +84,7 @@ class Gpu(Device):
 
 
 class _Mapped:
-    """Memory of the host that the GPU sees; as long as a tensor shows it, torch keeps this."""
+    """Host memory that is mapped for the GPU; torch keeps this object while a tensor uses it."""
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
@@ -113,7 +113,7 @@ _gpu = cache(Gpu)  # one, since memory is mapped once
 
 
 def device_for(num_gpus: float) -> Device:
-    """The device of a process to which Ray has given so many GPUs (a part of one is one, too).
+    """The device of a process with ``num_gpus`` GPUs from Ray; a fraction counts as one.
 
     Raises: ConfigError if torch sees none
     """

@@ -1,4 +1,4 @@
-"""Puts the engines of one process together: weights once, then a stage at a time."""
+"""Builds the engines of one process: loads the model once, then makes one engine per stage."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
 from triptych.workers.compress.compress_engine import CompressEngine
-from triptych.workers.core_scheduler import Cores, OwnCores, Turns
+from triptych.workers.core_scheduler import Cores, DedicatedCores, SharedCores
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import CPU, Device, device_for
 from triptych.workers.kv.prefix_cache import PrefixStore
@@ -27,7 +27,7 @@ from triptych.workers.stage import Engine
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What takes long to load, and serves any number of engines."""
+    """The loaded model, shared by all engines of a process."""
 
     runner: ModelRunner
     answers: OutputFactory
@@ -40,19 +40,19 @@ def load_model(
     stages: Sequence[Stage],
     device: Device = CPU,
 ) -> ModelContext | None:
-    """Load what the stages need, to where they compute; a lone compressor needs no weights.
+    """Load the model on the device of the stages; None if the only stage is the compressor.
 
-    In a thread that ends with it. OpenMP keeps threads for every thread that ever computed; once
-    there are more of them than cores, those that wait for the next kernel sleep at once, and a
-    step of one request takes twice as long.
+    Loading runs in a thread of its own, which then ends. OpenMP keeps a team of threads for every
+    thread that ever computed. With more of them than cores, threads that wait for the next kernel
+    sleep at once, and a step of one request takes twice as long.
     """
     if all(stage == "compress" for stage in stages):
         return None
     with ThreadPoolExecutor(1, "load") as loading:
-        return loading.submit(_load_brain, config, plan, model_path, device.name).result()
+        return loading.submit(_load_context, config, plan, model_path, device.name).result()
 
 
-def _load_brain(
+def _load_context(
     config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device
 ) -> ModelContext:
     model = load(model_path, config.model.dtype, str(device))
@@ -69,7 +69,7 @@ def prefix_store(
     weights: str,
     device: Device = CPU,
 ) -> PrefixStore | None:
-    """A worker's access to kept prefixes, for weights with this hash; None if none is kept."""
+    """Prefix cache access for weights with this hash; None if the prefix cache is off."""
     if plan.prefix_bytes == 0:
         return None
     return PrefixStore(pool, plan, weights, config.model.dtype, device)
@@ -78,21 +78,21 @@ def prefix_store(
 def make_engines(
     config: AppConfig,
     plan: PagePlan,
-    brain: ModelContext | None,
+    model_context: ModelContext | None,
     pool: WorkerPool,
     stages: Sequence[Stage],
     draw: Draw = sample,
     prefixes: PrefixStore | None = None,
     device: Device = CPU,
 ) -> list[Engine]:
-    """One engine a stage, around a registration with the pool.
+    """Make one engine per stage, with a common registration at the pool.
 
-    Without ``prefixes`` no prefix of a prompt is kept or read. ``device``: where they compute, and
-    where the model is.
+    Without ``prefixes`` the engines do not use the prefix cache. ``device``: the device of the
+    engines and of the model.
     """
-    if brain is None:
+    if model_context is None:
         return [CompressEngine(pool, plan, prefixes, device)]
-    runner, answers = brain.runner, brain.answers
+    runner, answers = model_context.runner, model_context.answers
     half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
@@ -125,7 +125,7 @@ def make_engines(
 
 
 def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
-    """The copies and resources of a stage."""
+    """Number of replicas and resources of a stage."""
     by_stage: dict[Stage, ActorConfig] = {
         "prefill": config.prefill.actor,
         "compress": config.compressor.actor,
@@ -135,7 +135,7 @@ def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
 
 
 def device_of(config: AppConfig, stages: Sequence[Stage]) -> Device:
-    """Where a process with these stages computes: on the GPU that the settings give it, if any.
+    """The device of a process with these stages: a GPU if the settings give it one.
 
     Raises: ConfigError if torch sees no GPU
     """
@@ -143,8 +143,8 @@ def device_of(config: AppConfig, stages: Sequence[Stage]) -> Device:
 
 
 def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
-    """Threads of its own if the settings say so or a GPU computes, else turns on all cores."""
+    """Dedicated cores if the settings fix the threads or a GPU computes, else shared cores."""
     actor = actor_config(config, stages[-1])
     if actor.threads != "auto":
-        return OwnCores(actor.threads)
-    return OwnCores(1) if actor.num_gpus else Turns(turns)
+        return DedicatedCores(actor.threads)
+    return DedicatedCores(1) if actor.num_gpus else SharedCores(turns)

@@ -1,8 +1,7 @@
 """The three stages in one process, without Ray: for tests, evaluation and notebooks.
 
-The same engines, the same pool and the same coordinator as the served application; only the
-mailboxes are missing. Messages between router and stages are still packed and unpacked, so
-that what works here works on the wire.
+The engines, the pool and the scheduler are those of the served application; only the transport
+is missing. Messages between router and stages are packed and unpacked as on the wire.
 """
 
 import itertools
@@ -43,9 +42,9 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
-from triptych.router import AttemptTable, Patience, RequestTrace, Windows
+from triptych.router import AttemptTable, RequestTrace, Timeouts, Windows
 from triptych.router.replay import end_recording, open_scheduler
-from triptych.workers.core_scheduler import Turns
+from triptych.workers.core_scheduler import SharedCores
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.device import Device
 from triptych.workers.factory import (
@@ -54,7 +53,7 @@ from triptych.workers.factory import (
     make_engines,
     prefix_store,
 )
-from triptych.workers.loop import Around, StageLoop
+from triptych.workers.loop import StageLoop, StepWrapper
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
@@ -66,12 +65,12 @@ Event = Tokens | Failed
 
 
 def ignore(_message: Message) -> None:
-    """Watch nothing."""
+    """Ignore a message."""
 
 
 @dataclass
 class Completion:
-    """One finished answer."""
+    """One finished output."""
 
     tokens: list[int] = field(default_factory=list[int])
     text: str = ""
@@ -79,7 +78,7 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     report: CompressionReport | None = None
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed again."""
+    """Prompt tokens from the prefix cache."""
     prompt_logprobs: PromptLogprobs | None = None
     error: Failed | None = None
 
@@ -111,9 +110,9 @@ class LocalServer:
         watch: Callable[[Message], None] = ignore,
         device: Device | None = None,
     ) -> None:
-        """``watch`` is shown each message to the router, on the thread that sends it.
+        """``watch`` is called with each message to the router, on the thread that sends it.
 
-        ``device``: where all stages compute; None: where the settings want decode.
+        ``device``: the device of all stages; None: that of decode in the settings.
         """
         device = device or device_of(config, STAGES)
         path = model_path or resolve(config.model.name)
@@ -121,7 +120,7 @@ class LocalServer:
         self.plan = PagePlan.of(
             config, facts.geometry, find_profile(config, facts), is_plain=facts.is_plain
         )
-        # What does not fit together ends here.
+        # Raises if the plug-ins do not fit the policy or the model.
         offers_of(config.decode, self.plan.policy, can_exit=facts.is_plain)
         pages = config.pool.kv_cache_memory_bytes // self.plan.page_bytes
         prefixes = PrefixSettings.of(config.pool, self.plan)
@@ -129,21 +128,21 @@ class LocalServer:
         folder = config.pool.arena_directory
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
-        cores = Turns(Path(self._directory.name))
-        brain = load_model(config, self.plan, path, STAGES, device)
-        self.weight_bytes = brain.answers.model.network.step_bytes if brain else 0
-        """That each forward pass reads."""
+        cores = SharedCores(Path(self._directory.name))
+        model_context = load_model(config, self.plan, path, STAGES, device)
+        self.weight_bytes = model_context.answers.model.network.step_bytes if model_context else 0
+        """Bytes of weights that a forward pass reads."""
         self.vocab_size = facts.vocab_size
         self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights, device)
         engines = make_engines(
-            config, self.plan, brain, self.pool, STAGES, draw, self._prefixes, device
+            config, self.plan, model_context, self.pool, STAGES, draw, self._prefixes, device
         )
         self._loop = StageLoop(WORKER, engines, self._deliver, cores)
-        self._coordinator = open_scheduler(
+        self._scheduler = open_scheduler(
             config.router,
             self.plan,
             capacity_bytes=pages * self.plan.page_bytes - self.plan.prefix_bytes,
-            patience=Patience(report_bound_s=math.inf, silent_s=math.inf),
+            timeouts=Timeouts(report_bound_s=math.inf, silent_s=math.inf),
         )
         self._lock = threading.Lock()
         self._watch = watch
@@ -171,43 +170,43 @@ class LocalServer:
         trace: TracebackType | None,
     ) -> None:
         self._loop.stop()
-        end_recording(self._coordinator)
+        end_recording(self._scheduler)
         self.pool.close()
         self._directory.cleanup()
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """The router's decisions so far, by reason."""
+        """Number of decisions of the router, by reason."""
         with self._lock:
-            return self._coordinator.snapshot(time.monotonic()).counters
+            return self._scheduler.snapshot(time.monotonic()).counters
 
     @property
     def booked_bytes(self) -> Mapping[str, int]:
-        """What the router has promised to requests, by arena."""
+        """Bytes that the router has booked for requests, by arena."""
         with self._lock:
-            return self._coordinator.snapshot(time.monotonic()).booked_bytes
+            return self._scheduler.snapshot(time.monotonic()).booked_bytes
 
-    def looked_on(self, around: Around) -> AbstractContextManager[None]:
-        """Have ``around`` do the engines' work meanwhile."""
-        return self._loop.looked_on(around)
+    def instrumented(self, wrapper: StepWrapper) -> AbstractContextManager[None]:
+        """Run all work of the engines through ``wrapper`` meanwhile."""
+        return self._loop.instrumented(wrapper)
 
     @property
-    def lives(self) -> Sequence[RequestTrace]:
-        """What became of the latest requests, in seconds of ``time.monotonic``."""
+    def request_traces(self) -> Sequence[RequestTrace]:
+        """Traces of the latest requests, in seconds of ``time.monotonic``."""
         with self._lock:
-            return self._coordinator.lives()
+            return self._scheduler.traces()
 
     @property
     def prefixes_skipped(self) -> Mapping[str, int]:
-        """Sequences of which the beginning could not be kept, by reason."""
+        """Prefixes that could not be published, by reason."""
         return self._prefixes.skipped if self._prefixes else {}
 
     def post(self, message: Message) -> None:
-        """Hand a message to the stages, past the router."""
+        """Send a message to the stages directly, without the router."""
         self._loop.post(message)
 
     def request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """A request that this server answers."""
+        """A request to this server."""
         name = f"local-{next(self._ids)}"
         return Request(id=name, prompt=tuple(prompt), sampling=sampling, reply_to=CLIENT)
 
@@ -245,11 +244,11 @@ class LocalServer:
             except queue.Empty:
                 if not self._loop.is_alive:
                     raise StageLost(WORKER) from None
-                self._tick()  # a batch of fixed size may wait to be let go
+                self._tick()  # a batch of fixed size may wait for its timeout
 
     def _tick(self) -> None:
         with self._lock:
-            sends = self._coordinator.tick(time.monotonic())
+            sends = self._scheduler.tick(time.monotonic())
         for send in sends:
             self._route(send)
 
@@ -266,7 +265,7 @@ class LocalServer:
         with self._lock:
             (copy,) = unpack(pack([message]))
             self._watch(copy)
-            sends = self._coordinator.on(copy, sender, time.monotonic())
+            sends = self._scheduler.on(copy, sender, time.monotonic())
         for send in sends:
             self._route(send)
 
@@ -275,7 +274,7 @@ class LocalServer:
         if send.to == WORKER:
             self._loop.post(message)
         elif isinstance(message, BorrowCacheMemory):
-            self._to_router(self.pool.lend(message.bytes), POOL)
+            self._to_router(self.pool.borrow_cache_memory(message.bytes), POOL)
         elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):
             journey.hear(message)
             if journey.is_at_window_end:

@@ -34,15 +34,15 @@ from triptych.workers.stage import Engine, refuse
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[Send]], None]
-"""Takes what a step has to say; called in the loop's thread, must not block."""
+"""Delivers the messages of a step; called in the loop's thread, must not block."""
 
 
 Work = Callable[[], Iterable[Send] | None]
-Around = Callable[[Engine, Work], Iterable[Send] | None]
-"""Does a piece of work of an engine, and may look on."""
+StepWrapper = Callable[[Engine, Work], Iterable[Send] | None]
+"""Runs a piece of work of an engine and can measure it."""
 
 MEASURED_STEPS = 512
-"""Steps whose times say how long one may take."""
+"""Number of recent steps whose longest time is reported."""
 
 CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
@@ -76,19 +76,19 @@ class StageLoop:
     ) -> None:
         self.name, self._engines, self._deliver, self._cores = name, engines, deliver, cores
         self._inbox = queue.SimpleQueue[Message | None]()
-        self._news = deque[Message | None]()
-        """What was taken from the inbox, and not looked at yet."""
+        self._pending = deque[Message | None]()
+        """Messages taken from the inbox and not handled yet."""
         self._is_over = False
         stages = [engine.stage for engine in engines]
-        self._only_reads, self._only_writes = stages == ["prefill"], stages == ["decode"]
+        self._is_prefill_only, self._is_decode_only = stages == ["prefill"], stages == ["decode"]
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: float | None = None
         self._running = 0
         self._waits_since = dict[Stage, float]()
-        """Since when those stages have waited for a turn."""
-        self._around: Around = _plainly
+        """When each waiting stage began to wait for its turn."""
+        self._wrapper: StepWrapper = _run_unwrapped
 
     def start(self) -> None:
         self._thread.start()
@@ -98,20 +98,21 @@ class StageLoop:
         self._inbox.put(message)
 
     @contextmanager
-    def looked_on(self, around: Around) -> Generator[None]:
-        """Have ``around`` do whatever is begun meanwhile; any thread."""
-        self._around = around
+    def instrumented(self, wrapper: StepWrapper) -> Generator[None]:
+        """Run all work of the engines through ``wrapper`` meanwhile; any thread."""
+        self._wrapper = wrapper
         try:
             yield
         finally:
-            self._around = _plainly
+            self._wrapper = _run_unwrapped
 
     def cancel_all(self) -> None:
-        """Drop every request that is here when the message is taken, and all pages; any thread."""
+        """Cancel every request that is here when the message is taken, and free all pages; any
+        thread."""
         self._inbox.put(CANCEL_ALL)
 
     def stop(self) -> None:
-        """Finish the present step, cancel what is left, and end the thread."""
+        """Finish the current step, cancel all requests and end the thread."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout=30)
@@ -122,7 +123,7 @@ class StageLoop:
 
     @property
     def step_age_s(self) -> float:
-        """Seconds that the present step has taken so far; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         since = self._step_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -149,11 +150,13 @@ class StageLoop:
     def _run(self) -> None:
         try:
             self._serve()
-        except PoolError as error:  # nothing that is held here means anything any more
+        except PoolError as error:  # the pool is lost, and all pages with it
             logger.warning("%s: the compute loop ends: %s", self.name, error)
         finally:
-            self._cores.read(has_more=False)  # whoever writes need not wait for this one any more
-            self._engines = ()  # with what they have of a GPU's memory: the next ones need it
+            self._cores.set_prefilling(
+                has_more=False
+            )  # decode need not yield to this worker any more
+            self._engines = ()  # frees their GPU memory for the next engines
 
     def _serve(self) -> None:
         while self._wait():
@@ -164,25 +167,26 @@ class StageLoop:
             engine.cancel(engine.requests())
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do. False: stop.
+        """Sleep until there is work. False: stop.
 
-        What an engine waits for may come without a message, so it is then asked again.
+        An engine can wait for something that comes without a message, so the sleep ends after
+        its ``wait_s``.
         """
         if self._is_over:
             return False
-        if not self._news and not any(engine.has_work() for engine in self._engines):
+        if not self._pending and not any(engine.has_work() for engine in self._engines):
             dues = (engine.wait_s() for engine in self._engines)
             due_s = min((due for due in dues if due is not None), default=None)
             with suppress(queue.Empty):
-                self._news.append(self._inbox.get(timeout=due_s))
+                self._pending.append(self._inbox.get(timeout=due_s))
         return True
 
     def _take_turn(self, engine: Engine) -> None:
-        """Hear what came, and step once; who is late goes on for as long as others just computed.
+        """Handle messages and step once; a late engine steps on for as long as it waited.
 
-        Messages do not take turns of their own: with one more after each, it would never step.
+        Messages have no turns of their own: with one more after each, the engine would never step.
         """
-        if not (engine.has_work() or self._news or self._inbox.qsize()):
+        if not (engine.has_work() or self._pending or self._inbox.qsize()):
             self._waits_since.pop(engine.stage, None)
             return
         waits_since = self._waits_since.setdefault(engine.stage, time.monotonic())
@@ -193,26 +197,29 @@ class StageLoop:
                 self._send(self._guarded(engine, engine.step))
                 if not engine.is_late() or time.monotonic() > until:
                     break
-        if self._only_reads:
-            self._cores.read(engine.has_work())
+        if self._is_prefill_only:
+            self._cores.set_prefilling(engine.has_work())
         self._waits_since[engine.stage] = time.monotonic()
         if not engine.has_work():
             del self._waits_since[engine.stage]
 
     def _is_urgent(self, engine: Engine) -> bool:
-        """Answers can wait while prompts are read: more of them are then written in one step."""
-        if not self._only_writes:
+        """Whether a step cannot wait for prefill; a decode worker that is not late can.
+
+        After the wait more requests are decoded in one step.
+        """
+        if not self._is_decode_only:
             return True
         self._take_messages()
         return self._is_over or engine.is_late()
 
     def _take_messages(self) -> None:
-        """Take all that has come by now."""
+        """Handle all messages in the inbox."""
         with suppress(queue.Empty):
             while True:
-                self._news.append(self._inbox.get_nowait())
-        while self._news and not self._is_over:
-            message = self._news.popleft()
+                self._pending.append(self._inbox.get_nowait())
+        while self._pending and not self._is_over:
+            message = self._pending.popleft()
             if message is None:
                 self._is_over = True
             else:
@@ -230,7 +237,7 @@ class StageLoop:
         logger.warning("%s: no stage here takes %s", self.name, type(message).__name__)
 
     def _cancel(self, message: Cancel) -> None:
-        """Let go of requests in every stage, then tell the router that nothing of them is left."""
+        """Cancel requests in every stage, then acknowledge to the router that they hold nothing."""
         for engine in self._engines:
             if message is CANCEL_ALL:
                 engine.abandon()
@@ -245,10 +252,10 @@ class StageLoop:
         work: Work,
         message: Message | None = None,
     ) -> Iterable[Send] | None:
-        """Run one piece of work; a fault in it ends the requests of that engine, not the worker."""
+        """Run one piece of work; an exception ends the requests of that engine, not the worker."""
         try:
             with self._clocked():
-                return self._around(engine, work)
+                return self._wrapper(engine, work)
         except Exception as error:
             logger.exception("%s: %s failed", self.name, engine.stage)
             lost = engine.requests() if message is None else requests_of(message)
@@ -273,5 +280,5 @@ class StageLoop:
             self._deliver(ready)
 
 
-def _plainly(_engine: Engine, work: Work) -> Iterable[Send] | None:
+def _run_unwrapped(_engine: Engine, work: Work) -> Iterable[Send] | None:
     return work()

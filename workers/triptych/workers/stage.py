@@ -1,4 +1,4 @@
-"""What every stage engine is: messages in, one step of work at a time, messages out."""
+"""The protocol of stage engines: messages in, one step of work at a time, messages out."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ class Engine(Protocol):
     stage: Stage
 
     def accept(self, message: Message) -> Iterable[Send] | None:
-        """Take a message; None if it is not for this stage."""
+        """Handle a message; None if it is not for this stage."""
         ...
 
     def has_work(self) -> bool:
@@ -21,15 +21,15 @@ class Engine(Protocol):
         ...
 
     def wait_s(self) -> float | None:
-        """Seconds after which there may be something to do though no message came; None: never."""
+        """Seconds after which there can be work without a message; None: never."""
         ...
 
     def step(self) -> Iterable[Send]:
-        """Do one unit of compute, short enough that other stages may wait for it."""
+        """Do one unit of compute, short enough for other stages to wait for it."""
         ...
 
     def is_late(self) -> bool:
-        """Whether it is behind what was promised, so that it may step again in the same turn."""
+        """Whether the engine has missed a deadline, so that it can step again in the same turn."""
         ...
 
     def requests(self) -> list[str]:
@@ -37,17 +37,22 @@ class Engine(Protocol):
         ...
 
     def cancel(self, requests: Sequence[str]) -> None:
-        """Forget these requests and free what they hold; unknown ids are ignored."""
+        """Drop these requests and free their pages; unknown ids are ignored."""
         ...
 
     def abandon(self) -> None:
-        """Forget every request, and free also what was handed over and nobody has taken yet.
+        """Drop every request, and free handed-off pages that no worker has attached yet.
 
-        For when the router died: nobody else knows of those pages.
+        Used when the router has died: only the router knew of those pages.
         """
         ...
 
 
 def refuse(request: str, error: TriptychError, tokens: int = 0) -> Send:
-    """Tell the router that a request ends here with an error."""
+    """The message that tells the router that a request ended with an error."""
     return Send(ROUTER, Finished(request=request, tokens=tokens, error=failed(request, error)))
+
+
+def finished(request: str, tokens: int) -> Send:
+    """The message that tells the router that a request is done and holds no pages."""
+    return Send(ROUTER, Finished(request=request, tokens=tokens))

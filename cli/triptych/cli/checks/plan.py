@@ -15,7 +15,7 @@ from triptych.core.pages import NEAR_SHARE
 
 if TYPE_CHECKING:
     from triptych.core.profile import Profile
-    from triptych.workers.models.facts import ModelShape
+    from triptych.workers.models.traits import ModelShape
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -10,7 +10,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Profile
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.workers.decode.checkpoint import checkpoint_bytes
@@ -122,7 +122,7 @@ def app_plan(
 
     Raises: ConfigError if the pool is too small
     """
-    one = cell_of(config, 0)
+    one = shard_of(config, 0)
     plan = AppPlan(
         config=one,
         model_path=Path(),
@@ -130,7 +130,7 @@ def app_plan(
         context_tokens=context_tokens,
         weights="",
         run_dir=Path(),
-        cells=config.router.shards,
+        shards=config.router.shards,
     )
     plan.check()
     return plan
@@ -141,10 +141,10 @@ def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
     capacity, decode = plan.config.pool.kv_cache_memory_bytes, plan.config.decode
     checkpoint = checkpoint_bytes(plan.pages, decode.max_num_seqs, plan.context_tokens)
     checkpoints = checkpoint * decode.autoscaling.most(decode.actor)
-    shared = plan.cells * (plan.config.pool.shared_bytes + checkpoints) + OBJECT_STORE_BYTES
+    shared = plan.shards * (plan.config.pool.shared_bytes + checkpoints) + OBJECT_STORE_BYTES
     groups = plan.config.worker_groups().items()
     readers = sum(group.most for name, group in groups if name != "compressor")
-    processes = processes_bytes(plan.config, plan.cells)
+    processes = processes_bytes(plan.config, plan.shards)
     return Sizes(
         capacity_bytes=capacity,
         prefix_bytes=plan.pages.prefix_bytes,
@@ -153,8 +153,8 @@ def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
         - plan.pages.prefix_bytes,
         checkpoint_bytes=checkpoints,
         shared_memory_bytes=shared,
-        workers=plan.cells * plan.workers,
-        memory_bytes=shared + processes + plan.cells * readers * weights_bytes,
+        workers=plan.shards * plan.workers,
+        memory_bytes=shared + processes + plan.shards * readers * weights_bytes,
     )
 
 

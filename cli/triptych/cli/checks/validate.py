@@ -15,7 +15,7 @@ from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.serving.serve_file import ServedApp, parse_serve_config, read_text
 from triptych.core.config import ActorConfig, AppConfig, WorkerGroup
 from triptych.core.errors import ConfigError
-from triptych.core.shards import cell_of
+from triptych.core.shards import shard_of
 from triptych.router import check_policies
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, No
     except ModelError:
         return None, None
     facts = describe(path)
-    profile, one = find_profile(config, facts), cell_of(config, 0)
+    profile, one = find_profile(config, facts), shard_of(config, 0)
     return facts, PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
 
 
@@ -184,7 +184,7 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
     """Shape of the pages, if they are known."""
     if plan is None:
         return None
-    cell = cell_of(config, 0)
+    cell = shard_of(config, 0)
     return {
         "page_bytes": plan.page_bytes,
         "pages": config.router.shards * (cell.pool.kv_cache_memory_bytes // plan.page_bytes),
@@ -196,8 +196,8 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
         "alpha_high": plan.policy.alpha_high,
         "alpha_low": plan.policy.alpha_low,
         "window_tokens": plan.policy.window_tokens,
-        "rotated": plan.policy.basis.rotated,
-        "centred": bool(plan.policy.basis.key_centre),
+        "rotated": plan.policy.kv_rotation.rotated,
+        "centred": bool(plan.policy.kv_rotation.key_centre),
     }
 
 
@@ -221,7 +221,7 @@ def check_arena(config: AppConfig) -> dict[str, object] | None:
 
     Raises: ConfigError if the directory cannot be used, or the disk is too small
     """
-    from triptych.kvpool.pool.directory_space import free_bytes, require_room
+    from triptych.kvpool.pool.arena import free_bytes, require_room
 
     directory, wanted = config.pool.arena_directory, config.pool.kv_cache_memory_bytes
     if directory is None:

@@ -125,9 +125,9 @@ def run(
     profiler = Profiler(steps, every=2 if overhead else 1)
     with LocalServer(settings) as server:
         answer_all(server, 1, min(prompt, 256), WARM_UP_TOKENS, seed)
-        with server.looked_on(profiler.around):
+        with server.instrumented(profiler.around):
             answer_all(server, requests, prompt, answer, seed + 1)
-        queues = seconds_by_state(server.lives[-requests:])
+        queues = seconds_by_state(server.request_traces[-requests:])
         weight_bytes = server.weight_bytes
     limit = READ_BYTES / min(read_seconds(10)) / 1e9
     cost = overhead_of(profiler) if overhead else None
@@ -219,7 +219,7 @@ def overhead_of(profiler: "Profiler") -> float | None:
         for step in profiler.steps
         if step.stage == "decode" and step.tokens
     ]
-    others = [(step.begin_s, step.took_s, False) for step in profiler.unwatched]
+    others = [(step.begin_s, step.took_s, False) for step in profiler.unprofiled]
     ratios = [
         (after / before) if is_watched else (before / after)
         for (_, before, was_watched), (_, after, is_watched) in pairwise(sorted(watched + others))

@@ -12,7 +12,7 @@ from triptych.core.config import ModelConfig
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
-    from triptych.evals.studies.calibration import Calibrated
+    from triptych.evals.studies.calibration import CalibrationResult
 
 COLUMNS = {
     "data": "bytes_data_ratio",
@@ -69,7 +69,7 @@ def calibrate(
     notes.print(f"wrote {output}", markup=False, soft_wrap=True)
 
 
-def _show(found: "Calibrated") -> None:
+def _show(found: "CalibrationResult") -> None:
     lines = [
         [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
         for row in sorted(found.rows, key=lambda row: row.bytes_all_in_ratio)

@@ -1,9 +1,10 @@
 """``triptych eval``: what compression costs in quality."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,7 +16,7 @@ from triptych.core.config import AppConfig, DType
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
-    from triptych.evals.studies.ablation import Ablated, Spread
+    from triptych.evals.studies.ablation import AblationResults, SeedStats
     from triptych.evals.studies.study import Results
 
 app = typer.Typer(help="Measure what compression costs in quality.", no_args_is_help=True)
@@ -32,6 +33,12 @@ COLUMNS = {
     "perplexity": "perplexity",
     "ratio": "perplexity_ratio",
 }
+INTERVALS = {
+    "KL 95 %": "kl_ci95",
+    "top-1 95 %": "top1_ci95",
+    "KL - KL of first, 95 %": "kl_over_first_ci95",
+}
+"""Bootstrap intervals over documents; the last is paired with the first method besides full."""
 ANSWERS = {
     "method": "method",
     "context": "context",
@@ -83,6 +90,9 @@ def quality(
     seed: Annotated[
         int, typer.Option(min=0, help="Of the tasks; above 0, of where texts are cut, too.")
     ] = 0,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="Show 95 % intervals over documents.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One short context, texts alone.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     plot: Annotated[
@@ -123,15 +133,19 @@ def quality(
     if json_file:
         seconds = {"seconds": round(time.monotonic() - started, 1)}
         write_json({"host": host, **seconds, **results.as_json()}, json_file)
-    show_results(results)
+    show_results(results, intervals=intervals)
     if plot:
         _draw(results, plot)
 
 
-def show_results(results: "Results") -> None:
+def show_results(results: "Results", *, intervals: bool = False) -> None:
     """Print a table of the texts, and one each of tasks and answers if there are any."""
     lines = [[row.as_json()[key] for key in COLUMNS.values()] for row in results.rows]
     console.print(make_table(tuple(COLUMNS), lines))
+    if intervals and results.rows:
+        title = f"95 % intervals, bootstrap over {results.rows[0].summary.documents} documents"
+        names = ("method", "context", "KL", *INTERVALS)
+        console.print(make_table(names, [_intervals(row.as_json()) for row in results.rows], title))
     if results.tasks:
         kinds = list(dict.fromkeys(row.task for row in results.tasks))
         scores = {(row.method, row.task): row.score for row in results.tasks}
@@ -145,10 +159,27 @@ def show_results(results: "Results") -> None:
         console.print(make_table(tuple(ANSWERS), answers, title))
 
 
-def _draw(results: "Results", stem: Path) -> None:
-    from triptych.evals.studies.plot import draw
+def _intervals(row: Mapping[str, object]) -> list[object]:
+    return [
+        row["method"],
+        row["context"],
+        row["kl"],
+        *(_range(row[key]) for key in INTERVALS.values()),
+    ]
 
-    for path in draw(results.rows, results.rows[-1].context, stem):
+
+def _range(interval: object) -> str:
+    """An interval as text; empty for a single document."""
+    if interval is None:
+        return ""
+    low, high = cast("tuple[float, float]", interval)
+    return f"{low:.3g} to {high:.3g}"
+
+
+def _draw(results: "Results", stem: Path) -> None:
+    from triptych.evals.studies.plot import plot_quality
+
+    for path in plot_quality(results.rows, results.rows[-1].context, stem):
         notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
@@ -204,13 +235,13 @@ def ablate_command(
         write_json({"host": host, **seconds, **found.as_json()}, json_file)
     _show_ablated(found)
     if plot:
-        from triptych.evals.studies.plot import draw_axes
+        from triptych.evals.studies.plot import plot_axes
 
-        for path in draw_axes(found.points, plot):
+        for path in plot_axes(found.points, plot):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _show_ablated(found: "Ablated") -> None:
+def _show_ablated(found: "AblationResults") -> None:
     lines = [
         (
             point.axis,
@@ -237,9 +268,9 @@ def _show_ablated(found: "Ablated") -> None:
         console.print(make_table(("method", *kinds), table, title))
 
 
-def _interval(spread: "Spread") -> str:
-    return f"{spread.ci95[0]:.3g} to {spread.ci95[1]:.3g}"
+def _interval(stats: "SeedStats") -> str:
+    return _range(stats.ci95)
 
 
-def _with_reach(spread: "Spread") -> str:
-    return f"{spread.mean:.2f} +- {spread.ci95[1] - spread.mean:.2f}"
+def _with_reach(stats: "SeedStats") -> str:
+    return f"{stats.mean:.2f} +- {stats.ci95[1] - stats.mean:.2f}"

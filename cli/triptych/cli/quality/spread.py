@@ -9,7 +9,7 @@ import typer
 
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 from triptych.core.config import AppConfig, CompressorConfig, ModelConfig
-from triptych.core.head_budgets import SPREAD_STEPS, SPREAD_TOP
+from triptych.core.head_budgets import BUDGET_MAX, BUDGET_STEPS
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
@@ -48,7 +48,11 @@ def spread(
     decode.selection reads a share of the pages. With this profile, heads that look at little read
     less than the others, and as much in all. A model that Triptych knows brings its own along.
     """
-    from triptych.evals.studies.head_budgets import Measuring, find_spread, profile_to_extend
+    from triptych.evals.studies.head_budgets import (
+        HeadBudgetStudy,
+        find_head_budgets,
+        profile_to_extend,
+    )
     from triptych.workers.models.store.model_store import resolve
 
     path = resolve(model)
@@ -59,8 +63,8 @@ def spread(
     bars = progress_bars(24)
     with bars:
         bar = bars.add_task("texts", total=documents)
-        plan = Measuring(context=context, documents=documents, steps=steps)
-        found = find_spread(path, plan, lambda _name: bars.advance(bar))
+        plan = HeadBudgetStudy(context=context, documents=documents, steps=steps)
+        found = find_head_budgets(path, plan, lambda _name: bars.advance(bar))
     made = made.with_spread(found)
     output.parent.mkdir(parents=True, exist_ok=True)
     made.write(output)
@@ -73,18 +77,18 @@ def spread(
 
 
 def _rows(made: "Profile") -> list[HeadShares]:
-    codes, size, heads = made.spread_codes, SPREAD_STEPS + 1, made.geometry.kv_heads
+    codes, size, heads = made.head_budget_codes, BUDGET_STEPS + 1, made.geometry.kv_heads
     return [
         HeadShares(
             layer=row // heads,
             kv_head=row % heads,
-            shares=[round(code / SPREAD_TOP, 3) for code in codes[row * size : (row + 1) * size]],
+            shares=[round(code / BUDGET_MAX, 3) for code in codes[row * size : (row + 1) * size]],
         )
         for row in range(made.geometry.head_rows)
     ]
 
 
 def _show(rows: Sequence[HeadShares]) -> None:
-    steps = [round(mean * SPREAD_STEPS) for mean in SHOWN]
+    steps = [round(mean * BUDGET_STEPS) for mean in SHOWN]
     lines = [[row.layer, row.kv_head, *(row.shares[step] for step in steps)] for row in rows]
     console.print(make_table(("layer", "KV head", *(f"at {mean:g}" for mean in SHOWN)), lines))

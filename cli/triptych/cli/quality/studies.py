@@ -7,7 +7,7 @@ from rich.progress import TaskID
 from triptych.cli.output import progress_bars
 
 if TYPE_CHECKING:
-    from triptych.evals.studies.ablation import Ablated, Ablation
+    from triptych.evals.studies.ablation import Ablation, AblationResults
     from triptych.evals.studies.study import Results, Study
 
 
@@ -27,7 +27,7 @@ def run_with_progress(study: "Study") -> "Results":
     return report(prepared, records)
 
 
-def ablate_with_progress(plan: "Ablation") -> "Ablated":
+def ablate_with_progress(plan: "Ablation") -> "AblationResults":
     """Run, with a bar for the texts and one for the tasks of every draw on a terminal."""
     from triptych.evals.studies.ablation import ablate
 

@@ -55,8 +55,8 @@ def pages_in_words(plan: AppPlan) -> str:
             f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
         )
     told = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
-    if plan.cells > 1:
-        told += f" in each of {plan.cells} cells"
+    if plan.shards > 1:
+        told += f" in each of {plan.shards} cells"
     if pages.prefix_bytes:
         told += f", {pages.prefix_bytes / 2**20:.0f} MiB of them for prefixes"
     return told

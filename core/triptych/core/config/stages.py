@@ -7,7 +7,7 @@ from triptych.core.config.steps import SelectionConfig, StepPluginConfig
 from triptych.core.config.values import Auto, require
 from triptych.core.errors import ConfigError
 from triptych.core.layout import page_format
-from triptych.core.plugins import COMPRESSION_POLICIES
+from triptych.core.plugins import POLICY_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def check_policy(name: str) -> None:
         page_format(form)
         return
     try:
-        COMPRESSION_POLICIES.check(name)
+        POLICY_NAMES.check(name)
     except ConfigError as error:
         expected = "'auto', 'uniform:<format>', 'diffkv', 'leankv' or a plug-in"
         text = f"compressor.policy={name!r}: expected {expected}; {error}"

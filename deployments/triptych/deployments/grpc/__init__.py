@@ -1,4 +1,4 @@
-"""The gRPC side: what ``triptych.proto`` says, over the same intake as HTTP."""
+"""The gRPC server of ``triptych.proto``, over the same ``OpenAIServing`` as HTTP."""
 
 from triptych.deployments.grpc.server import GrpcServer
 

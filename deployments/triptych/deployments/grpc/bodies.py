@@ -2,10 +2,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 # pyright: reportAttributeAccessIssue=false
-"""Messages of ``triptych.proto`` to the JSON bodies that HTTP checks, and answers back.
+"""Converts messages of ``triptych.proto`` to the JSON bodies of HTTP, and responses back.
 
-Fields have the names that they have in OpenAI's JSON, so the descriptors say all that there is to
-say: a field more in the schema needs no line here.
+Fields have the names of OpenAI's JSON, and are found by the descriptors: a new field in the schema
+needs no line here.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STRUCT = "google.protobuf.Struct"
 EXACT = 2**53
-"""Whole numbers below this are exact in a ``Struct``, which has no others than doubles."""
+"""Integers below this are exact in a ``Struct``, whose numbers are doubles."""
 
 M = TypeVar("M", bound=Message)
 
@@ -32,7 +32,7 @@ M = TypeVar("M", bound=Message)
 def parse(kind: type[M], data: bytes) -> M:
     """Decode a request.
 
-    Raises: RequestError if it is none of its kind
+    Raises: RequestError if the bytes are no such message
     """
     try:
         return kind.FromString(data)
@@ -42,9 +42,9 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def body_of(message: Message) -> dict[str, object]:
-    """The JSON body that says what a request says.
+    """The JSON body of a request message.
 
-    Raises: RequestError if something is said twice
+    Raises: RequestError if a field is given twice
     """
     body = _fields(message)
     extra = cast("dict[str, object]", body.pop("extra", {}))
@@ -62,11 +62,11 @@ def body_of(message: Message) -> dict[str, object]:
     return extra | body
 
 
-def fill(message: M, data: Mapping[str, object]) -> M:
-    """Write an answer of HTTP's into a message; what has no field goes into ``extra``."""
+def fill_message(message: M, data: Mapping[str, object]) -> M:
+    """Copy a JSON response into a message; keys without a field go into ``extra``."""
     fields = message.DESCRIPTOR.fields_by_name
     for name, value in data.items():
-        if value is None or name == "object":  # the type of the message says what it is
+        if value is None or name == "object":  # the message type tells
             continue
         if name in fields:
             _set(message, fields[name], value)
@@ -85,11 +85,11 @@ def _set(message: Message, field: "FieldDescriptor", value: object) -> None:
         getattr(message, field.name).update(value)
     elif field.is_repeated:
         for item in cast("list[dict[str, object]]", value):
-            fill(getattr(message, field.name).add(), item)
+            fill_message(getattr(message, field.name).add(), item)
     else:
         part = getattr(message, field.name)
         part.SetInParent()
-        fill(part, cast("dict[str, object]", value))
+        fill_message(part, cast("dict[str, object]", value))
 
 
 def _fields(message: Message) -> dict[str, object]:
@@ -115,7 +115,7 @@ def _value(value: Value) -> object:
     match value.WhichOneof("kind"):
         case "number_value":
             number: float = value.number_value
-            # JSON does not tell 1 from 1.0, and who wrote a Struct could not either.
+            # JSON does not distinguish 1 from 1.0, and neither does a Struct.
             return int(number) if abs(number) < EXACT and number.is_integer() else number
         case "string_value":
             return value.string_value

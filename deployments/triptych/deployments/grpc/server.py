@@ -1,7 +1,7 @@
 # grpcio has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The gRPC server of one ingress: the service, its health, and reflection."""
+"""The gRPC server of one ingress: the service, health checks and reflection."""
 
 import asyncio
 import logging
@@ -26,28 +26,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_S = 2.0
-"""From one look at the health for who watches it to the next."""
+"""Interval of health checks for a watching client."""
 MAX_STREAMS = 1024
-"""Calls of one connection at a time; more wait."""
+"""Concurrent calls of one connection; more of them wait."""
 GRACE_S = 1.0
 
 
 class GrpcServer:
-    """Answers gRPC for an intake, if its configuration names a port.
+    """Serves gRPC for an ``OpenAIServing``, if its configuration sets a port.
 
-    Copies of the ingress on one node share the port: the kernel spreads connections over them,
-    and a copy that takes the place of another listens before that one ends.
+    Ingress replicas of one node share the port: the kernel spreads connections over them, and a
+    replacement can listen before the old replica ends.
     """
 
-    def __init__(self, intake: OpenAIServing) -> None:
-        self._intake = intake
+    def __init__(self, serving: OpenAIServing) -> None:
+        self._serving = serving
         self._server: grpc.aio.Server | None = None
         self.port = 0
-        """Where it listens; 0: nowhere."""
+        """The port that it listens on; 0 if it does not."""
 
     async def start(self) -> None:
-        """Raises: ConfigError if it cannot listen there"""
-        config = self._intake.config
+        """Listen at the configured port.
+
+        Raises: ConfigError if that fails
+        """
+        config = self._serving.config
         if not config.grpc_port:
             return
         server = grpc.aio.server(
@@ -60,9 +63,9 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
             ]
         )
-        handlers = Service(self._intake).handlers()
+        handlers = Service(self._serving).handlers()
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
-        health_pb2_grpc.add_HealthServicer_to_server(Health(self._intake), server)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(self._serving), server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         address = f"{bracketed(config.grpc_host)}:{config.grpc_port}"
@@ -71,7 +74,7 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(
                 f"ingress.grpc_port={config.grpc_port}: cannot listen at {address}: {error}; stop "
-                "who does, or set another port or grpc_host"
+                "the process that does, or set another port or grpc_host"
             ) from error
         self._server = server
         await server.start()
@@ -83,10 +86,10 @@ class GrpcServer:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """gRPC's own health service: what ``/health`` says, for the server and for its service."""
+    """gRPC's health service, with the result of ``/health`` for the server and its service."""
 
-    def __init__(self, intake: OpenAIServing) -> None:
-        self._intake = intake
+    def __init__(self, serving: OpenAIServing) -> None:
+        self._serving = serving
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: "Context"
@@ -113,7 +116,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def _status(self) -> int:
         states = health_pb2.HealthCheckResponse.ServingStatus
         try:
-            is_well = (await self._intake.health()).ok
+            is_serving = (await self._serving.health()).ok
         except TriptychError:
-            is_well = False
-        return states.SERVING if is_well else states.NOT_SERVING
+            is_serving = False
+        return states.SERVING if is_serving else states.NOT_SERVING

@@ -1,7 +1,7 @@
 # grpcio and protocol buffers have no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The methods of ``triptych.v1.Triptych``: each does what a route of HTTP does."""
+"""The methods of ``triptych.v1.Triptych``, each equivalent to an HTTP route."""
 
 import asyncio
 import math
@@ -17,12 +17,12 @@ from google.protobuf.message import Message
 
 from triptych.core.errors import DeadlineExceeded
 from triptych.deployments.grpc import triptych_pb2 as pb
-from triptych.deployments.grpc.bodies import body_of, fill, parse
+from triptych.deployments.grpc.bodies import body_of, fill_message, parse
 from triptych.deployments.http.errors import MAX_MESSAGE_CHARS, ApiError, report
 from triptych.deployments.http.keys import Client
 from triptych.deployments.http.limits import OPAQUE_ID
 from triptych.deployments.http.openai.protocol import MAX_SLO_MS
-from triptych.deployments.http.openai.responses import Answer
+from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.serving import OpenAIServing
 from triptych.deployments.http.stream import collect, deadline
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Triptych"].full_name
 LARGE_BYTES = 64 << 10
-"""A request of more is converted beside the event loop: other streams go on meanwhile."""
+"""Larger requests are converted in a thread, so that other streams go on meanwhile."""
 
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -50,14 +50,14 @@ CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""Statuses of the error tree in gRPC's words; any other is INTERNAL."""
+"""gRPC status of each HTTP status of the error tree; all others are INTERNAL."""
 
-Begin = Callable[[Mapping[str, object], Client, str], Awaitable[Answer]]
+Begin = Callable[[Mapping[str, object], Client, str], Awaitable[ResponseBuilder]]
 
 
 @dataclass(frozen=True)
 class Method:
-    """One that generates: its messages, and which of the intake's checks it asks for."""
+    """A generating method: its message types, and the method of ``OpenAIServing`` behind it."""
 
     request: type[Message]
     response: type[Message]
@@ -65,16 +65,19 @@ class Method:
 
 
 class Service:
-    """The methods over one intake. Requests come as bytes: what cannot be parsed is an error of
-    ours, with a code and a parameter, and not one of gRPC's."""
+    """The methods over one ``OpenAIServing``.
 
-    def __init__(self, intake: OpenAIServing) -> None:
-        self._intake = intake
+    Requests are handled as bytes, so that a message that cannot be parsed is an error of Triptych,
+    with a code and a parameter, and not one of gRPC.
+    """
+
+    def __init__(self, serving: OpenAIServing) -> None:
+        self._serving = serving
 
     def handlers(self) -> "dict[str, Handler]":
-        """What gRPC calls, by the methods' names."""
-        plain = Method(pb.CompletionRequest, pb.CompletionResponse, self._intake.completion)
-        chat = Method(pb.ChatCompletionRequest, pb.ChatCompletionResponse, self._intake.chat)
+        """Handlers by the names of the methods."""
+        plain = Method(pb.CompletionRequest, pb.CompletionResponse, self._serving.completion)
+        chat = Method(pb.ChatCompletionRequest, pb.ChatCompletionResponse, self._serving.chat)
         return {
             "ListModels": _unary(self._list_models),
             "Completion": _unary(lambda body, call: self._whole(plain, body, call)),
@@ -87,40 +90,42 @@ class Service:
         async with _answering(context):
             self._client(context)
             parse(pb.ListModelsRequest, body)
-            model = fill(pb.Model(), self._intake.card())
+            model = fill_message(pb.Model(), self._serving.card())
             return pb.ListModelsResponse(data=[model]).SerializeToString()
 
     async def _whole(self, method: Method, body: bytes, context: "Context") -> bytes:
         async with _answering(context):
             client, answer = await self._begin(method, body, context, {})
-            items = self._intake.run(client, answer)
-            await collect(items, self._intake.config.request_timeout_s)
+            items = self._serving.run(client, answer)
+            await collect(items, self._serving.config.request_timeout_s)
 
             def response() -> bytes:
-                return fill(method.response(), answer.whole()).SerializeToString()
+                return fill_message(method.response(), answer.whole()).SerializeToString()
 
             return await asyncio.to_thread(response) if answer.is_long else response()
 
     async def _stream(self, method: Method, body: bytes, context: "Context") -> None:
-        # Not a generator: what ends while a slow client is waited for must end in here.
-        told = {"stream": True, "stream_options": {"include_usage": True}}
+        # Not a generator, so that a cancellation while a slow client is awaited is raised in here.
+        options = {"stream": True, "stream_options": {"include_usage": True}}
         async with _answering(context):
-            client, answer = await self._begin(method, body, context, told)
-            items = self._intake.run(client, answer)
-            async with deadline(self._intake.config.request_timeout_s), aclosing(items):
+            client, answer = await self._begin(method, body, context, options)
+            items = self._serving.run(client, answer)
+            async with deadline(self._serving.config.request_timeout_s), aclosing(items):
                 async for choice, item in items:
                     for chunk in answer.chunks(choice, item):
-                        await context.write(fill(method.response(), chunk).SerializeToString())
-                last = fill(method.response(), answer.usage_chunk())
+                        await context.write(
+                            fill_message(method.response(), chunk).SerializeToString()
+                        )
+                last = fill_message(method.response(), answer.usage_chunk())
                 await context.write(last.SerializeToString())
 
     async def _begin(
-        self, method: Method, data: bytes, context: "Context", told: Mapping[str, object]
-    ) -> tuple[Client, Answer]:
+        self, method: Method, data: bytes, context: "Context", options: Mapping[str, object]
+    ) -> tuple[Client, ResponseBuilder]:
         client = self._client(context)
 
         def body() -> dict[str, object]:
-            return {**told, **body_of(parse(method.request, data))}
+            return {**options, **body_of(parse(method.request, data))}
 
         given = await asyncio.to_thread(body) if len(data) > LARGE_BYTES else body()
         metadata = _metadata(context)
@@ -130,7 +135,7 @@ class Service:
         return client, await method.begin(given, client, metadata.get("traceparent", ""))
 
     def _client(self, context: "Context") -> Client:
-        return self._intake.keys.client(_metadata(context).get("authorization", ""))
+        return self._serving.keys.client(_metadata(context).get("authorization", ""))
 
 
 def _unary(handle: "Callable[[bytes, Context], Awaitable[bytes]]") -> "Handler":
@@ -142,7 +147,7 @@ def _stream(handle: "Callable[[bytes, Context], Awaitable[None]]") -> "Handler":
 
 
 def _coroutine(handle: "Callable[[bytes, Context], Awaitable[T]]") -> "Behavior[T]":
-    """gRPC looks at a function to tell whether calling it makes a coroutine."""
+    """Wrap in an ``async def``: gRPC inspects the function to see whether it is a coroutine."""
 
     async def call(body: bytes, context: "Context") -> T:
         return await handle(body, context)
@@ -151,7 +156,7 @@ def _coroutine(handle: "Callable[[bytes, Context], Awaitable[T]]") -> "Behavior[
 
 
 def _deadline_of(remaining_s: float | None, asked_ms: object) -> dict[str, object]:
-    """``deadline_ms`` of a request whose call has a deadline: the sooner one counts.
+    """``deadline_ms`` from the deadline of the call and the request's own; the earlier one counts.
 
     Raises: DeadlineExceeded
     """
@@ -171,7 +176,7 @@ def _metadata(context: "Context") -> dict[str, str]:
 
 @asynccontextmanager
 async def _answering(context: "Context") -> AsyncGenerator[None, None]:
-    """Name a call, and end it with a status if something goes wrong."""
+    """Give a call its request id, and end it with a status if an exception is raised."""
     given = _metadata(context).get("x-request-id", "")
     name = given if OPAQUE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
     context.set_trailing_metadata((("x-request-id", name),))
@@ -197,5 +202,5 @@ async def _abort(context: "Context", error: ApiError, name: str) -> NoReturn:
 
 
 def _ascii(text: str) -> str:
-    """What metadata can carry: printable ASCII."""
+    """Escape a text to printable ASCII, which is all that metadata can carry."""
     return "".join(c if " " <= c <= "~" else f"\\u{ord(c):04x}" for c in text).strip()

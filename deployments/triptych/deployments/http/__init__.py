@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP side: a FastAPI app over any engine, free of Ray."""
+"""The OpenAI-compatible HTTP server: a FastAPI app over any engine, without Ray."""
 
 from triptych.deployments.http.api_server import create_app
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard

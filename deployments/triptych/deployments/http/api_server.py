@@ -1,4 +1,4 @@
-"""The HTTP app: OpenAI's routes, and the ones that operators look at."""
+"""The FastAPI app: OpenAI's routes, and routes for operators."""
 
 import asyncio
 import logging
@@ -13,12 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
-from triptych.deployments.http.dashboard import BoardSource, Dashboard, no_board
+from triptych.deployments.http.dashboard import Dashboard, DashboardSource, no_dashboard
 from triptych.deployments.http.errors import ApiError, RequestFailed, report
-from triptych.deployments.http.interfaces import NoReasons, Profiles, Reasons, no_profiles
+from triptych.deployments.http.interfaces import (
+    DecisionSource,
+    NoDecisions,
+    ProfileSource,
+    no_profile,
+)
 from triptych.deployments.http.json_frames import JsonResponse, read_json
 from triptych.deployments.http.keys import Client
-from triptych.deployments.http.limits import Envelope, Limits, request_id
+from triptych.deployments.http.limits import LimitsMiddleware, RequestIdMiddleware, request_id
 from triptych.deployments.http.metrics import Gauges
 from triptych.deployments.http.openai.protocol import (
     DetokenizeBody,
@@ -26,7 +31,7 @@ from triptych.deployments.http.openai.protocol import (
     TokenizeBody,
     validate,
 )
-from triptych.deployments.http.openai.responses import Answer
+from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.openapi import document
 from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing
 from triptych.deployments.http.stream import (
@@ -41,58 +46,58 @@ from triptych.deployments.http.vllm_metrics import aliases
 logger = logging.getLogger(__name__)
 
 DECISION_TIMEOUT_S = 0.5
-"""Seconds that a finished answer waits for what its header is to say."""
+"""Seconds that a finished response waits for its decision header."""
 
 
 async def no_gauges() -> Mapping[str, float]:
-    """The default of ``create_app``: only the ingress's own metrics are shown."""
+    """The default of ``create_app``: only the ingress's own metrics."""
     return {}
 
 
 def create_app(
-    intake: OpenAIServing,
+    serving: OpenAIServing,
     *,
     gauges: Gauges = no_gauges,
-    board: BoardSource = no_board,
-    reasons: Reasons | None = None,
-    profiles: Profiles = no_profiles,
+    dashboard: DashboardSource = no_dashboard,
+    decisions: DecisionSource | None = None,
+    profile: ProfileSource = no_profile,
     keep_alive_s: float = KEEP_ALIVE_S,
     send_request_id: bool = True,
 ) -> FastAPI:
-    """Build the app in front of ``intake``.
+    """Build the app in front of ``serving``.
 
-    ``gauges`` adds values of other parts to ``/metrics``, ``board`` what they do to the
-    dashboard, ``reasons`` why the router decided as it did, ``profiles`` where the time of steps
-    goes. Turn ``send_request_id`` off
-    where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's does.
+    ``gauges`` adds metrics of other processes to ``/metrics``, ``dashboard`` their state to the
+    dashboard. ``decisions`` is behind ``/router/explain``, ``profile`` behind ``/profile``. Turn
+    ``send_request_id`` off where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's
+    does.
     """
-    routes = Routes(
-        intake,
+    routes = RouteHandlers(
+        serving,
         gauges=gauges,
-        dashboard=Dashboard(board, intake.metrics, intake.model),
-        reasons=reasons or NoReasons(),
-        profiles=profiles,
+        dashboard=Dashboard(dashboard, serving.metrics, serving.model),
+        decisions=decisions or NoDecisions(),
+        profile=profile,
         keep_alive_s=keep_alive_s,
     )
     app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
     routes.mount(app)
     for kind in (TriptychError, RequestFailed, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
-    app.add_middleware(Limits, max_body_bytes=intake.config.max_body_bytes)
-    app.add_middleware(Envelope, send_request_id=send_request_id)
+    app.add_middleware(LimitsMiddleware, max_body_bytes=serving.config.max_body_bytes)
+    app.add_middleware(RequestIdMiddleware, send_request_id=send_request_id)
     return app
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer with OpenAI's JSON."""
+    """The response to an exception, as OpenAI's JSON error."""
     return report(error, request_id(request.scope)).response()
 
 
-async def _whole(answer: Answer, more: Mapping[str, str]) -> Response:
+async def _whole(answer: ResponseBuilder, more: Mapping[str, str]) -> Response:
     def response() -> Response:
         return JsonResponse(answer.whole(), headers={**answer.headers(), **more})
 
-    # Other streams go on meanwhile.
+    # In a thread, so that other streams go on meanwhile.
     return await asyncio.to_thread(response) if answer.is_long else response()
 
 
@@ -102,27 +107,27 @@ def _with_session(request: Request, body: Mapping[str, object]) -> Mapping[str, 
     return body if named is None else {"session_id": named, **body}
 
 
-class Routes:
-    """The handlers of one app."""
+class RouteHandlers:
+    """The route handlers of one app."""
 
     def __init__(
         self,
-        intake: OpenAIServing,
+        serving: OpenAIServing,
         *,
         gauges: Gauges,
         dashboard: Dashboard,
-        reasons: Reasons,
-        profiles: Profiles,
+        decisions: DecisionSource,
+        profile: ProfileSource,
         keep_alive_s: float,
     ) -> None:
-        self._intake = intake
-        self._codec = intake.codec
-        self._planner = intake.planner
-        self._config = intake.config
+        self._serving = serving
+        self._codec = serving.codec
+        self._request_builder = serving.request_builder
+        self._config = serving.config
         self._gauges = gauges
         self._dashboard = dashboard
-        self._reasons = reasons
-        self._profiles = profiles
+        self._decisions = decisions
+        self._profile = profile
         self._keep_alive_s = keep_alive_s
 
     def mount(self, app: FastAPI) -> None:
@@ -149,58 +154,58 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
         given = _with_session(request, await read_json(request))
-        return await self._answer(request, client, await self._intake.chat(given, client, parent))
+        return await self._answer(request, client, await self._serving.chat(given, client, parent))
 
     async def completions(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
         given = _with_session(request, await read_json(request))
-        answer = await self._intake.completion(given, client, parent)
+        answer = await self._serving.completion(given, client, parent)
         return await self._answer(request, client, answer)
 
     def _client(self, request: Request) -> Client:
-        return self._intake.keys.client(request.headers.get("authorization", ""))
+        return self._serving.keys.client(request.headers.get("authorization", ""))
 
-    async def _answer(self, request: Request, client: Client, answer: Answer) -> Response:
-        items, job = self._intake.run(client, answer), answer.job
+    async def _answer(self, request: Request, client: Client, answer: ResponseBuilder) -> Response:
+        items, job = self._serving.run(client, answer), answer.job
         timeout_s = self._config.request_timeout_s
         if job.stream:
             events = frames(items, job, answer)
             return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
         await unless_disconnected(request.receive, collect(items, timeout_s))
-        told = await self._decision(job.id) if self._config.decision_header else None
-        return await _whole(answer, {} if told is None else {"x-triptych-decision": told})
+        decision = await self._decision(job.id) if self._config.decision_header else None
+        return await _whole(answer, {} if decision is None else {"x-triptych-decision": decision})
 
     async def _decision(self, name: str) -> str:
-        """What the router decided; an answer that is there does not wait for it."""
+        """The router's decisions in one line; empty if they take longer than the timeout."""
         try:
             async with asyncio.timeout(DECISION_TIMEOUT_S):
-                return await self._reasons.decision(name)
+                return await self._decisions.decision(name)
         except TimeoutError:
             return ""
 
     async def models(self, request: Request) -> Response:
         self._client(request)
-        return JsonResponse({"object": "list", "data": [self._intake.card()]})
+        return JsonResponse({"object": "list", "data": [self._serving.card()]})
 
     async def one_model(self, request: Request, name: str) -> Response:
         self._client(request)
-        self._planner.check_model(name)
-        return JsonResponse(self._intake.card())
+        self._request_builder.check_model(name)
+        return JsonResponse(self._serving.card())
 
     async def model_ready(self, request: Request, name: str) -> Response:
-        """Whether a model has a worker for each stage, as Dynamo tells it."""
+        """Whether a model has a worker for each stage, on the route that Dynamo has for it."""
         self._client(request)
-        self._planner.check_model(name)
+        self._request_builder.check_model(name)
         return await self.health()
 
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
         body = validate(TokenizeBody, await read_json(request))
-        self._planner.check_model(body.model)
+        self._request_builder.check_model(body.model)
         tokens = await self._tokens(body)
         answer: dict[str, object] = {
             "count": len(tokens),
-            "max_model_len": self._intake.model.context_tokens,
+            "max_model_len": self._serving.model.context_tokens,
             "tokens": tokens,
         }
         if body.return_token_strs:
@@ -213,32 +218,32 @@ class Routes:
                 self._codec.check_length(len(prompt), "prompt")
                 return await self._codec.encode(prompt, add_special_tokens=body.add_special_tokens)
             case TokenizeBody(prompt=None, messages=list(messages)):
-                return await self._planner.encode_messages(messages, body)
+                return await self._request_builder.encode_messages(messages, body)
             case _:
                 raise RequestError("give either prompt or messages", "prompt")
 
     async def detokenize(self, request: Request) -> Response:
         self._client(request)
         body = validate(DetokenizeBody, await read_json(request))
-        self._planner.check_model(body.model)
-        self._planner.check_token_ids(body.tokens, "tokens")
+        self._request_builder.check_model(body.model)
+        self._request_builder.check_token_ids(body.tokens, "tokens")
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
 
     async def live(self) -> Response:
-        """Whether this process answers, whatever the others do."""
+        """Liveness of this process, whatever the state of others."""
         return Response()
 
     async def health(self) -> Response:
-        """Whether requests can be served: each stage has a worker."""
-        state = await self._intake.health()
+        """Whether requests can be served, that is, each stage has a worker."""
+        state = await self._serving.health()
         if state.ok:
             return Response()
         kind, code = "service_unavailable", "overloaded"
         return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
 
     async def load(self) -> Response:
-        """Answers in progress, as vLLM tells it."""
-        return JsonResponse({"server_load": self._intake.metrics.in_progress})
+        """Responses in progress, in vLLM's format."""
+        return JsonResponse({"server_load": self._serving.metrics.in_progress})
 
     async def metrics(self) -> Response:
         gauges: Mapping[str, float] = {}
@@ -247,38 +252,38 @@ class Routes:
                 gauges = await self._gauges()
         except (TimeoutError, TriptychError) as error:
             logger.warning("metrics of other parts are missing: %s", error)
-        text = self._intake.metrics.exposition(gauges)
+        text = self._serving.metrics.exposition(gauges)
         if self._config.vllm_metrics:
-            lines = aliases(text.decode(), self._intake.model.name)
+            lines = aliases(text.decode(), self._serving.model.name)
             text += "".join(f"{line}\n" for line in lines).encode()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def explain(self, request: Request, name: str) -> Response:
-        """Why the router decided as it did about one request: bytes, queue, alternatives."""
+        """The router's decisions about one request: bytes, queue, alternatives."""
         self._admin(request)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                found = await self._reasons.explain(name)
+                found = await self._decisions.explain(name)
         except TimeoutError as error:
             raise Overloaded("the router does not answer") from error
         if not found:
             raise RequestNotFound(
-                f"no request {name[:128]!r} is remembered: give the id of an answer, such as "
+                f"no request {name[:128]!r} is in the history: give the id of a response, such as "
                 "chatcmpl-..., while it is one of the latest"
             )
         data: dict[str, object] = {"id": name, "object": "router.explanation", "requests": [*found]}
         return JsonResponse(data, headers={"cache-control": "no-store"})
 
     async def profile(self, request: Request) -> Response:
-        """Where the time of the next steps goes."""
+        """Profile the next steps of the workers."""
         self._admin(request)
         body = validate(ProfileBody, await read_json(request))
-        told = await self._profiles(body.steps, body.seconds, trace=body.trace)
-        return JsonResponse({"object": "profile", "workers": [*told]})
+        reports = await self._profile(body.steps, body.seconds, trace=body.trace)
+        return JsonResponse({"object": "profile", "workers": [*reports]})
 
     def _admin(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
-        self._intake.keys.admin(given, everybody=self._config.open_admin)
+        self._serving.keys.admin(given, everybody=self._config.open_admin)
 
     async def version(self) -> Response:
         return JsonResponse({"version": version("triptych")})
@@ -290,8 +295,8 @@ class Routes:
         return self._dashboard.page()
 
     async def dashboard_state(self, request: Request) -> Response:
-        # A page that looks every second must not use up what its key may ask.
-        self._intake.keys.client(request.headers.get("authorization", ""), counts=False)
+        # The page polls every second, which must not use up the rate limit of its key.
+        self._serving.keys.client(request.headers.get("authorization", ""), counts=False)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 return await self._dashboard.state()

@@ -1,4 +1,4 @@
-"""The dashboard: one page without anything from elsewhere, and the numbers that it draws."""
+"""The dashboard: one self-contained HTML page, and the snapshots that it draws."""
 
 import asyncio
 import base64
@@ -17,22 +17,22 @@ from triptych.deployments.http.interfaces import ModelCard
 from triptych.deployments.http.json_frames import JsonResponse
 from triptych.deployments.http.metrics import IngressMetrics
 
-BoardSource = Callable[[], Awaitable[Mapping[str, object]]]
-"""Fetches what router and pool know, as JSON that is bounded in size."""
+DashboardSource = Callable[[], Awaitable[Mapping[str, object]]]
+"""Fetches the state of routers, pools and workers, as JSON of bounded size."""
 
 MAX_AGE_S = 0.5
-"""Age up to which an answer is given again: however many watch, the router is asked so seldom."""
+"""Age up to which a snapshot is reused: routers are asked once per interval for all viewers."""
 
 PAGE = Path(__file__).with_name("dashboard.html")
 
 
-async def no_board() -> Mapping[str, object]:
-    """The default of ``create_app``: the page shows the ingress alone."""
+async def no_dashboard() -> Mapping[str, object]:
+    """The default of ``create_app``: the page shows only the ingress."""
     return {}
 
 
 def content_policy(page: str) -> str:
-    """A Content-Security-Policy under which only what is written in the page itself runs.
+    """A Content-Security-Policy that allows only the scripts and styles of the page itself.
 
     Source: Content Security Policy Level 3 (hashes of inline scripts and styles)
     """
@@ -59,14 +59,14 @@ def content_policy(page: str) -> str:
 
 @dataclass
 class Dashboard:
-    """Serves the page, and one snapshot at a time."""
+    """Serves the page and its snapshots."""
 
-    source: BoardSource
+    source: DashboardSource
     metrics: IngressMetrics
     model: ModelCard
     clock: Callable[[], float] = time.monotonic
     name: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Tells ingresses apart: each has counters of its own."""
+    """Identifies this ingress replica, since each has counters of its own."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _snapshot: Mapping[str, object] = field(default_factory=dict[str, object])
     _taken_s: float = float("-inf")
@@ -82,11 +82,11 @@ class Dashboard:
         }
 
     def page(self) -> Response:
-        """The page itself: it holds no data, so nobody needs a key for it."""
+        """The page itself. It holds no data, so it needs no key."""
         return Response(self._page, media_type="text/html", headers=self._headers)
 
     async def state(self) -> Response:
-        """The snapshot of now, or of a moment ago.
+        """The current snapshot, at most ``MAX_AGE_S`` old.
 
         Raises: Overloaded if the router does not answer
         """
@@ -97,12 +97,12 @@ class Dashboard:
         return JsonResponse(self._snapshot, headers={"cache-control": "no-store"})
 
     async def _take(self) -> Mapping[str, object]:
-        board = await self.source()
+        state = await self.source()
         return {
-            **board,
+            **state,
             "time": time.time(),
             "model": self.model.name,
             "context_tokens": self.model.context_tokens,
             "version": version("triptych"),
-            "ingress": {"name": self.name, **self.metrics.numbers()},
+            "ingress": {"name": self.name, **self.metrics.snapshot()},
         }

@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's JSON error: one place decides status, text and headers."""
+"""Converts every error to OpenAI's JSON error: status, message and headers."""
 
 import logging
 import math
@@ -15,13 +15,13 @@ from triptych.deployments.http.json_frames import JsonResponse
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-"""Pause that we ask for when an error is retryable and says nothing better."""
+"""``Retry-After`` of retryable errors that set no other."""
 
 MAX_MESSAGE_CHARS = 2000
 
 
 class RequestFailed(Exception):
-    """A stage gave the request up and said why."""
+    """A stage failed the request, with its reason."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed)
@@ -30,7 +30,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError:
-    """An error as the client sees it."""
+    """An error as it is sent to the client."""
 
     status: int
     message: str
@@ -62,25 +62,25 @@ class ApiError:
 
 
 def report(error: Exception, request_id: str) -> ApiError:
-    """Log an error, with its trace if the fault is ours, and say what the client may know.
+    """Log an error, with a traceback if it is internal, and describe it for the client.
 
-    What a client did wrong is logged by code and field alone: the sentence may quote its prompt.
+    Client errors are logged by code and field only, as the message may quote the prompt.
     """
     described = describe(error, request_id)
     extra = {"request_id": request_id}
     if described.status == 500:
         logger.error("request %s failed", request_id, exc_info=error, extra=extra)
     else:
-        told = (described.status, described.code, described.param)
-        logger.info("request %s: %d %s %s", request_id, *told, extra=extra)
+        facts = (described.status, described.code, described.param)
+        logger.info("request %s: %d %s %s", request_id, *facts, extra=extra)
     return described
 
 
 def describe(error: Exception, request_id: str) -> ApiError:
-    """Say what the client may know about an error.
+    """Describe an error for the client.
 
-    An error of ours that the client can act on keeps its sentence. Anything else might
-    name paths or addresses, so the client gets the request id and the log the rest.
+    A Triptych error that the client can act on keeps its message. Other errors may name paths or
+    addresses, so the client gets only the request id, and the log has the rest.
     """
     match error:
         case RequestFailed(failed=failed) if failed.status != 500:

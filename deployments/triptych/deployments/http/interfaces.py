@@ -1,17 +1,17 @@
-"""What the HTTP side asks of the rest: an engine that answers, and the card of its model."""
+"""What the HTTP server needs: an engine, its model card, and sources of diagnostics."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether a request sent now would be served, and if not, why."""
+    """Whether a request sent now would be served, and if not, the reason."""
 
     ok: bool
     reason: str = ""
@@ -19,38 +19,38 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What clients learn about the served model."""
+    """The served model as clients see it."""
 
     name: str
-    """What clients put into ``model``."""
+    """The name that clients send as ``model``."""
     context_tokens: int
-    """Prompt plus answer, at most."""
+    """Most tokens of prompt plus output."""
     window_tokens: int = 0
-    """Tokens that the model reads at once, if that is less; 0: it is not."""
+    """Tokens of the model's own context, if it is smaller and windows are used; else 0."""
     created: int
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()
-    """What compression costs, as calibration measured it at some lengths of context."""
+    """The error of compression that calibration measured, by context length."""
     plugins: tuple[Offer, ...] = ()
-    """What requests may change of the decode step."""
+    """What requests may change about the plug-ins of the decode step."""
     root: str = ""
-    """Where the weights came from; empty: ``name``."""
+    """Where the weights come from; empty: ``name``."""
 
 
-class Reasons(Protocol):
-    """Knows what was decided about the latest requests."""
+class DecisionSource(Protocol):
+    """Source of the router's decisions about the latest requests."""
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
-        """All that is known of a client's request, for operators; empty if nothing is."""
+        """The decisions about a client's request, for operators; empty if it is unknown."""
         ...
 
     async def decision(self, client_id: str) -> str:
-        """The decisions in one line, for the client; empty if nothing is known."""
+        """The decisions in one line, for the client; empty if the request is unknown."""
         ...
 
 
-class NoReasons:
-    """Knows nothing: the default of ``create_app``."""
+class NoDecisions:
+    """Source without decisions: the default of ``create_app``."""
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
         return ()
@@ -59,42 +59,42 @@ class NoReasons:
         return ""
 
 
-class Profiles(Protocol):
-    """Looks on while the stages work."""
+class ProfileSource(Protocol):
+    """Takes a profile of the stages while they serve."""
 
     async def __call__(
         self, steps: int, seconds: float, /, *, trace: bool
     ) -> Sequence[Mapping[str, object]]:
-        """What the next steps of each stage are made of, worker by worker."""
+        """Profile the next steps of each stage; one report per worker."""
         ...
 
 
-async def no_profiles(
+async def no_profile(
     _steps: int, _seconds: float, *, trace: bool
 ) -> Sequence[Mapping[str, object]]:
-    """There are no stages: the default of ``create_app``."""
+    """Source without profiles: the default of ``create_app``."""
     del trace
     return ()
 
 
 class Engine(Protocol):
-    """Turns requests into tokens, wherever the stages run."""
+    """Runs requests on the stages and yields their output tokens."""
 
     @property
     def address(self) -> str:
-        """Where the stages send tokens for this ingress: ``Request.reply_to``."""
+        """The address that stages send tokens to: ``Request.reply_to``."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens | Failed, None]:
-        """Yield the tokens of all choices of one client request as they are drawn.
+        """Yield the tokens of all choices of one client request as they are sampled.
 
-        Ends when each request finished or failed. Closing the generator, or cancelling
-        whoever waits for it, cancels what still runs and frees what it holds.
+        Ends when each request has finished or failed. Closing the generator, or cancelling the
+        task that awaits it, cancels what still runs and frees its memory.
 
-        Raises: TriptychError if the requests cannot be taken at all (``QueueFull``, ``Overloaded``)
+        Raises: TriptychError if the requests are not accepted (``QueueFull``, ``Overloaded``)
         """
         ...
 
     async def health(self) -> Health:
-        """Say whether the stages can take a request now."""
+        """Whether the stages can serve a request now."""
         ...

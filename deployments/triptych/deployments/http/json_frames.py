@@ -1,4 +1,4 @@
-"""Bytes in and out: strict JSON from a request's body, JSON and event-stream frames back."""
+"""Decodes strict JSON bodies; encodes JSON responses and server-sent events."""
 
 import asyncio
 import json
@@ -11,24 +11,24 @@ from starlette.responses import Response
 from triptych.core.errors import BodyTooSlow, Cancelled, RequestError
 
 BODY_TIMEOUT_S = 30.0
-"""Seconds for a whole body to arrive, so that slow senders do not pile up."""
+"""Seconds in which a whole body must arrive, so that slow clients do not hold connections."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def dump_json(value: object) -> bytes:
-    """Encode as ASCII: also U+2028, at which some clients would break an event in two."""
+    """Encode as ASCII, also U+2028, which some clients take for the end of a line."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def event(value: object) -> bytes:
-    """Frame one server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + dump_json(value) + b"\n\n"
 
 
 class JsonResponse(Response):
-    """An answer in JSON."""
+    """A JSON response."""
 
     media_type = "application/json"
 

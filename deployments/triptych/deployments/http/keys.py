@@ -1,6 +1,6 @@
-"""Who may ask, and how much: API keys from a file, with limits for each.
+"""API keys from a file, with limits for each key.
 
-The file holds digests, not keys, so that reading it gives nobody access::
+The file holds SHA-256 digests, so that reading it gives no access::
 
     - name: alice
       sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
@@ -9,7 +9,7 @@ The file holds digests, not keys, so that reading it gives nobody access::
       weight: 2
       admin: true
 
-It is read again when it changes: a key can be added or taken away while the server runs.
+The file is read again when it changes, so keys can be added and removed while the server runs.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ from triptych.core.schema import SchemaError, build
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 RETRY_AFTER_S = 1.0
 MAX_FILE_BYTES = 16 << 20
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 NO_KEY = "this server wants an API key: send it as 'Authorization: Bearer ...'"
 NO_ADMIN = (
-    "nobody may: set ingress.api_keys and mark a key 'admin: true', or set ingress.open_admin "
-    "where everybody who can connect may know"
+    "no client may: set ingress.api_keys and mark a key 'admin: true', or set ingress.open_admin "
+    "if all clients that can connect may"
 )
 WRONG_KEY = "this API key is not known here"
 
@@ -45,21 +45,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What the file says of one key."""
+    """One key and its limits, as in the file."""
 
     name: str
-    """Who has it: what it is called in logs, and whose quota its cached prefixes count against."""
+    """Name of the key in logs, and the tenant that its cached prefixes count for."""
     sha256: str
-    """Digest of the key, in hexadecimal digits."""
+    """SHA-256 digest of the key, in hexadecimal digits."""
     max_concurrent_requests: int = 0
-    """Requests at a time; 0: as many as the server takes."""
+    """Concurrent requests; 0: no limit."""
     requests_per_minute: int = 0
-    """Requests on average; as many may come at once. 0: no limit."""
+    """Average rate, and size of a burst; 0: no limit."""
     weight: float = 1.0
-    """Share of the server while others wait, too: bytes of pages times seconds."""
-
+    """Share of the server relative to other keys, counted as page bytes times seconds."""
     admin: bool = False
-    """Whether its holder may read what the router decided about anybody's requests."""
+    """Whether the key may read router decisions and take profiles."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
@@ -76,26 +75,26 @@ class Key:
 
 @dataclass(eq=False)
 class Client:
-    """One key's holder, and how much it asks at present. Each ingress counts for itself."""
+    """The client of one key, and its current use. Each ingress replica counts on its own."""
 
     tenant: str
-    """Digest that says whose cached prefixes its requests share; empty: nobody's in particular."""
+    """Digest of the tenant whose cached prefixes the requests share; empty: no tenant."""
     key: Key | None = None
     refused: Callable[[], None] | None = None
-    """Hears of each request beyond what the key is good for."""
+    """Called for each request that exceeds a limit of the key."""
     running: int = 0
     _allowance: float = 0.0
     _counted_s: float = 0.0
 
     @property
     def weight(self) -> float:
-        """Share of the server, next to those of others."""
+        """Share of the server relative to other clients."""
         return self.key.weight if self.key else 1.0
 
     def count(self, now: float) -> None:
-        """Take one request into account.
+        """Count one request against the rate limit.
 
-        Raises: TooManyRequests, saying when the next one may come
+        Raises: TooManyRequests, with the time until the next request is allowed
         """
         rate = self.key.requests_per_minute if self.key else 0
         if not rate:
@@ -108,9 +107,9 @@ class Client:
         self._allowance -= 1
 
     async def run(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Follow one request, which counts as running meanwhile.
+        """Yield the items of one request, which counts as running until it ends.
 
-        Raises: TooManyRequests, before anything was done
+        Raises: TooManyRequests, before the request starts
         """
         async with aclosing(items):
             limit = self.key.max_concurrent_requests if self.key else 0
@@ -131,12 +130,12 @@ class Client:
 
 @dataclass
 class KeyRing:
-    """The keys of a file, or none: then everybody may ask, and each credential is a tenant."""
+    """The keys of a file. Without one all requests are allowed; each credential is a tenant."""
 
     path: Path | None = None
     clock: Callable[[], float] = time.monotonic
     refused: Callable[[], None] | None = None
-    """Hears of each request beyond what its key is good for."""
+    """Called for each request that exceeds a limit of its key."""
     _clients: dict[str, Client] = field(default_factory=dict[str, Client])
     _stamp: tuple[int, int, int] = (0, 0, 0)
     _looked_s: float = 0.0
@@ -145,10 +144,10 @@ class KeyRing:
         """Raises: ConfigError if the file cannot be read"""
         if self.path is not None:
             self._stamp = _stamp_of(self.path)
-            self._take(read_keys(self.path))
+            self._replace(read_keys(self.path))
 
     def client(self, authorization: str, *, counts: bool = True) -> Client:
-        """Who asks, by the ``Authorization`` header; ``counts``: and it is a request of theirs.
+        """The client of an ``Authorization`` header; ``counts``: count a request of it.
 
         Raises: InvalidKey; TooManyRequests
         """
@@ -156,8 +155,8 @@ class KeyRing:
         secret = secret.strip()
         if self.path is None:
             return Client(_digest(f"{scheme.lower()} {secret}") if scheme else "")
-        self._look(self.path)
-        # Looked up by digest: the time that takes tells nothing of the keys.
+        self._reload_if_changed(self.path)
+        # Looked up by digest, so that the time of the lookup reveals nothing about the keys.
         found = self._clients.get(_digest(secret)) if scheme.lower() == "bearer" else None
         if found is None:
             raise InvalidKey(WRONG_KEY if secret else NO_KEY)
@@ -166,9 +165,9 @@ class KeyRing:
         return found
 
     def admin(self, authorization: str, *, everybody: bool) -> Client:
-        """Who asks, if they may look inside; ``everybody``: without a file of keys all may.
+        """The client, if it is an administrator; ``everybody``: without a file all clients are.
 
-        Raises: InvalidKey; NotAllowed, saying what would allow it
+        Raises: InvalidKey; NotAllowed, with the setting that would allow it
         """
         client = self.client(authorization, counts=False)
         if self.path is None and not everybody:
@@ -177,28 +176,28 @@ class KeyRing:
             raise NotAllowed(f"{client.key.name!r} is no admin: mark the key 'admin: true'")
         return client
 
-    def _look(self, path: Path) -> None:
-        """Read the file again if it changed; a broken one changes nothing."""
+    def _reload_if_changed(self, path: Path) -> None:
+        """Read the file again if it changed; an invalid file is logged and ignored."""
         now = self.clock()
-        if now - self._looked_s < LOOK_EVERY_S:
+        if now - self._looked_s < POLL_INTERVAL_S:
             return
         self._looked_s = now
         try:
             stamp = _stamp_of(path)
             if stamp != self._stamp:
-                self._take(read_keys(path))
+                self._replace(read_keys(path))
                 self._stamp = stamp
-                logger.info("API keys read again: %d", len(self._clients))
+                logger.info("API keys reloaded: %d", len(self._clients))
         except ConfigError as error:
-            logger.error("API keys stay as they were: %s", error)
+            logger.error("API keys not reloaded: %s", error)
 
-    def _take(self, keys: Mapping[str, Key]) -> None:
-        """Keep what is counted of those who stay."""
-        previous_worker = self._clients
+    def _replace(self, keys: Mapping[str, Key]) -> None:
+        """Replace the keys; the counts of keys that stay are kept."""
+        previous = self._clients
         self._clients = {}
         for digest, key in keys.items():
             tenant = _digest(f"name {key.name}")
-            client = previous_worker.get(digest) or Client(tenant, refused=self.refused)
+            client = previous.get(digest) or Client(tenant, refused=self.refused)
             client.tenant, client.key = tenant, key
             self._clients[digest] = client
 

@@ -1,4 +1,4 @@
-"""ASGI middleware: an id and a last resort for every request, and bounds on what it may send."""
+"""ASGI middleware: request ids, a handler for uncaught errors, and bounds on request sizes."""
 
 import re
 import uuid
@@ -18,17 +18,17 @@ OPAQUE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
-    """The name of this request in ``X-Request-Id``, in the log and in errors.
+    """The id of this HTTP request in ``X-Request-Id``, in the log and in errors.
 
-    It never names anything inside: the requests that the engine sees have ids of their own.
+    It is never used inside: the requests that the engine gets have ids of their own.
     """
     return scope["state"]["request_id"]
 
 
-class Envelope:
-    """Names each request, and turns what nothing else caught into a 500 without details.
+class RequestIdMiddleware:
+    """Gives each request an id, and answers uncaught errors with a 500 without details.
 
-    A harmless ``X-Request-Id`` of the client, or of the proxy in front, is kept.
+    A valid ``X-Request-Id`` of the client, or of a proxy in front, is kept.
     """
 
     def __init__(self, app: ASGIApp, send_request_id: bool = True) -> None:
@@ -60,11 +60,11 @@ class Envelope:
             await response(scope, receive, send_named)
 
 
-class Limits:
-    """Refuses requests whose URL, headers or body are too large, before they fill memory.
+class LimitsMiddleware:
+    """Rejects requests whose URL, headers or body are too large, before they fill memory.
 
-    Ray Serve's proxy bounds none of these. The body is counted as it arrives, so a false
-    or missing Content-Length gains nothing.
+    Ray Serve's proxy bounds none of these. The body is counted as it arrives, so the limit also
+    holds with a false or missing Content-Length.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Limits:
             return await self._app(scope, receive, send)
         refusal = self._refusal(scope)
         if refusal is not None:
-            # What the client still sends stays unread, so this connection cannot be used again.
+            # The rest of the request stays unread, so this connection cannot be used again.
             response = describe(refusal, request_id(scope)).response()
             response.headers["connection"] = "close"
             return await response(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The ingress's own metrics, under the names that vLLM gave them, with our prefix."""
+"""Metrics of the ingress: vLLM's metrics with the prefix ``triptych_``."""
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ from triptych.core.errors import TooManyRequests, TriptychError
 from triptych.core.messages import CompressionReport, Request, Tokens
 from triptych.deployments.http.errors import RequestFailed
 
-ENDS = ("stop", "length", "abort")
-REFUSALS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_unmeetable")
-"""Reasons that are there from the start at 0: of a series that begins with 1 Prometheus sees no
-increase, and a panel without a series says "No data"."""
+FINISH_REASONS = ("stop", "length", "abort")
+REJECTION_REASONS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_unmeetable")
+"""Reasons whose counters exist from the start: Prometheus sees no increase in a series that
+begins with 1, and a panel without a series shows "No data"."""
 
 Gauges = Callable[[], Awaitable[Mapping[str, float]]]
-"""Fetches values of other parts; a key is a metric's name, with labels if it has any."""
+"""Fetches metrics of other processes; a key is a metric's name, with its labels if any."""
 
 # fmt: off
 TTFT_BUCKETS = (
@@ -53,13 +53,13 @@ class IngressMetrics:
         )
         self.inter_token = Histogram(
             "triptych_inter_token_latency_seconds",
-            "Between two tokens of one answer.",
+            "Time between two output tokens of one choice.",
             registry=own,
             buckets=TOKEN_BUCKETS,
         )
         self.per_token = Histogram(
             "triptych_request_time_per_output_token_seconds",
-            "Mean of one answer, without its first token.",
+            "Mean time per output token of one choice, without the first.",
             registry=own,
             buckets=TOKEN_BUCKETS,
         )
@@ -70,51 +70,53 @@ class IngressMetrics:
             buckets=REQUEST_BUCKETS,
         )
         self.prompt_tokens = Counter(
-            "triptych_prompt_tokens", "Tokens of prompts that were answered.", registry=own
+            "triptych_prompt_tokens",
+            "Tokens of prompts with at least one output token.",
+            registry=own,
         )
         self.cached_tokens = Counter(
             "triptych_prompt_tokens_cached",
-            "Those of them that were not computed again.",
+            "Prompt tokens that were in the prefix cache.",
             registry=own,
         )
         self.generation_tokens = Counter(
-            "triptych_generation_tokens", "Tokens of answers.", registry=own
+            "triptych_generation_tokens", "Output tokens.", registry=own
         )
         self.success = Counter(
             "triptych_request_success",
-            "Answers that ended, by reason; abort: the client went away, or time was up.",
+            "Finished choices by reason; abort: the client disconnected, or the timeout passed.",
             ["finished_reason"],
             registry=own,
         )
         self.ended_by = Counter(
             "triptych_answers_ended_by_plugin",
-            "Those that a plug-in of the decode step ended.",
+            "Finished choices that a plug-in of the decode step ended.",
             ["plugin"],
             registry=own,
         )
         self.failed = Counter(
-            "triptych_request_failed", "Answers that ended in an error.", registry=own
+            "triptych_request_failed", "Choices that ended in an error.", registry=own
         )
         self.rejections = Counter(
             "triptych_admission_rejections",
-            "Requests of clients that were turned away.",
+            "Rejected client requests, by reason.",
             ["reason"],
             registry=own,
         )
-        self.running = Gauge("triptych_num_requests_running", "Answers in progress.", registry=own)
+        self.running = Gauge("triptych_num_requests_running", "Running choices.", registry=own)
         self.raw_bytes = Counter(
-            "triptych_kv_raw_bytes", "Keys and values before compression.", registry=own
+            "triptych_kv_raw_bytes", "Bytes of keys and values before compression.", registry=own
         )
         self.stored_bytes = Counter(
-            "triptych_kv_stored_bytes", "Keys and values as they were stored.", registry=own
+            "triptych_kv_stored_bytes", "Bytes of keys and values as stored.", registry=own
         )
-        for reason in ENDS:
+        for reason in FINISH_REASONS:
             self.success.labels(reason)
-        for reason in REFUSALS:
+        for reason in REJECTION_REASONS:
             self.rejections.labels(reason)
 
-    def numbers(self) -> dict[str, object]:
-        """All values, for the dashboard. Histograms count cumulatively, as Prometheus' do."""
+    def snapshot(self) -> dict[str, object]:
+        """All values, for the dashboard. Histogram counts are cumulative, as in Prometheus."""
         return {
             "first_token": _histogram(self.first_token),
             "inter_token": _histogram(self.inter_token),
@@ -132,19 +134,19 @@ class IngressMetrics:
 
     @property
     def in_progress(self) -> int:
-        """Answers in progress."""
+        """Number of running choices."""
         return int(_value(self.running))
 
     def refuse(self) -> None:
-        """Count a request beyond what its API key is good for."""
+        """Count a request that exceeds a limit of its API key."""
         self.rejections.labels(TooManyRequests.code).inc()
 
-    def watch(self, requests: Sequence[Request]) -> "Watch":
-        """Follow the requests of one client request from now until the ``with`` block ends."""
-        return Watch(self, requests)
+    def track(self, requests: Sequence[Request]) -> "RequestTimer":
+        """Measure the requests of one client request until the ``with`` block ends."""
+        return RequestTimer(self, requests)
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
-        """Write everything in Prometheus' text format, the given gauges last."""
+        """All metrics in Prometheus' text format, the given gauges last."""
         lines: list[str] = []
         family = ""
         for key in sorted(gauges):
@@ -157,8 +159,8 @@ class IngressMetrics:
         return generate_latest(self.registry) + text.encode()
 
 
-class Watch:
-    """Times the choices of one client request."""
+class RequestTimer:
+    """Measures latencies of the choices of one client request."""
 
     def __init__(self, metrics: IngressMetrics, requests: Sequence[Request]) -> None:
         self._metrics = metrics
@@ -193,7 +195,7 @@ class Watch:
             self._metrics.success.labels("abort").inc(len(self._running))
 
     def add(self, item: Tokens) -> None:
-        """Note tokens that arrived now."""
+        """Count tokens that arrived now."""
         now, name, count = time.monotonic(), item.request, len(item.tokens)
         if count and name not in self._first:
             self._first[name] = self._last[name] = now
@@ -237,7 +239,7 @@ def _by_label(metric: Counter) -> dict[str, float]:
 
 
 def _histogram(metric: Histogram) -> dict[str, object]:
-    """Upper bounds but for infinity, counts up to each and all, and the sum of all values."""
+    """Upper bounds without infinity, cumulative counts with the total, and the sum of values."""
     samples = list(_samples(metric))
     buckets = [one for one in samples if one.name.endswith("_bucket")]
     return {
@@ -248,7 +250,7 @@ def _histogram(metric: Histogram) -> dict[str, object]:
 
 
 def _rejection(error: BaseException | None) -> str | None:
-    """Name why a request was turned away, if it was."""
+    """The reason for which a request was rejected; None if it was not."""
     match error:
         case RequestFailed(failed=failed) if failed.status in (429, 503):
             return failed.code or "unavailable"

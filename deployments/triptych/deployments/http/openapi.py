@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the very models that check requests."""
+"""The OpenAPI document, generated from the models that validate requests."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -17,8 +17,11 @@ from triptych.deployments.http.openai.protocol import (
 Json = dict[str, object]
 
 POSTS: Mapping[str, tuple[type[Body], str]] = {
-    "/v1/chat/completions": (ChatBody, "Answer a chat, whole or as server-sent events"),
-    "/v1/completions": (CompletionBody, "Continue prompts, whole or as server-sent events"),
+    "/v1/chat/completions": (ChatBody, "Complete a chat, as one response or as server-sent events"),
+    "/v1/completions": (
+        CompletionBody,
+        "Complete prompts, as one response or as server-sent events",
+    ),
     "/tokenize": (TokenizeBody, "The token ids of a prompt or of messages"),
     "/detokenize": (DetokenizeBody, "The text of token ids"),
 }
@@ -27,8 +30,8 @@ GETS: Mapping[str, str] = {
     "/health": "200 if a request sent now would be served, 503 otherwise",
     "/ready": "The same, for probes",
     "/live": "200 while this process answers",
-    "/ping": "The same as /health, as SageMaker asks",
-    "/load": "Answers in progress",
+    "/ping": "The same as /health, for SageMaker",
+    "/load": "Running choices",
     "/metrics": "For Prometheus",
     "/version": "The version of Triptych",
 }
@@ -58,7 +61,7 @@ _ERROR: Json = {
 
 @cache
 def document() -> Json:
-    """OpenAPI 3.1: routes, what they take, and the shape of errors."""
+    """OpenAPI 3.1: routes, request bodies and errors."""
     bodies: list[tuple[type[Body], JsonSchemaMode]]
     bodies = [(body, "validation") for body, _ in POSTS.values()]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
@@ -96,7 +99,7 @@ def _security(path: str) -> Json:
 def _responses(path: str) -> Json:
     kinds = ["application/json", *(["text/event-stream"] if path in STREAMED else [])]
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    fine: Json = {"description": "What was asked for"}
+    fine: Json = {"description": "Success"}
     if path not in PUBLIC:
         fine["content"] = {kind: Json() for kind in kinds}
     return {"200": fine, "default": {"description": "OpenAI's error", "content": error}}

@@ -1,4 +1,4 @@
-"""What every door of the server shares, so that none of them is laxer than another."""
+"""``OpenAIServing``: keys, limits, validation and metrics that HTTP and gRPC share."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Tokens
-from triptych.core.plugin_overrides import Offer
+from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.metrics import IngressMetrics
@@ -18,8 +18,13 @@ from triptych.deployments.http.openai.protocol import (
     check_known,
     validate,
 )
-from triptych.deployments.http.openai.request_builder import Job, Planner
-from triptych.deployments.http.openai.responses import Answer, ChatAnswer, Choice, CompletionAnswer
+from triptych.deployments.http.openai.request_builder import Job, RequestBuilder
+from triptych.deployments.http.openai.responses import (
+    ChatResponseBuilder,
+    Choice,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+)
 from triptych.deployments.http.stream import follow
 from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.monitoring.tracing import valid_parent
@@ -29,9 +34,9 @@ PROBE_TIMEOUT_S = 3.0
 
 
 class OpenAIServing:
-    """Keys and their limits, the checks of a request, the way to the engine, and what is counted.
+    """Authenticates and validates requests, runs them on the engine and counts them.
 
-    HTTP and gRPC have one of it together: a key's limits are its limits over both.
+    HTTP and gRPC share one instance, so the limits of a key hold over both.
     """
 
     def __init__(
@@ -47,37 +52,44 @@ class OpenAIServing:
         self.model = model
         self.config = config
         self.codec = TextCodec(tokenizer, model.context_tokens)
-        self.planner = Planner(engine=engine, codec=self.codec, model=model, config=config)
+        self.request_builder = RequestBuilder(
+            engine=engine, codec=self.codec, model=model, config=config
+        )
         self.metrics = metrics or IngressMetrics()
         path = Path(config.api_keys) if config.api_keys else None
         self.keys = KeyRing(path, refused=self.metrics.refuse)
 
     async def chat(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
-    ) -> Answer:
-        """Check the body of a chat completion, and begin its answer.
+    ) -> ResponseBuilder:
+        """Validate the body of a chat completion, and build its requests.
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
         body = self._checked(ChatBody, given)
-        job = await self.planner.chat(body, client.tenant, client.weight)
-        return ChatAnswer(_traced(job, traceparent), self.codec)
+        job = await self.request_builder.chat(body, client.tenant, client.weight)
+        return ChatResponseBuilder(_traced(job, traceparent), self.codec)
 
     async def completion(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
-    ) -> Answer:
-        """The same for a plain completion."""
+    ) -> ResponseBuilder:
+        """Validate the body of a completion, and build its requests.
+
+        Raises: RequestError naming the field that is wrong or cannot be served
+        """
         body = self._checked(CompletionBody, given)
-        job = await self.planner.completion(body, client.tenant, client.weight)
-        return CompletionAnswer(_traced(job, traceparent), self.codec)
+        job = await self.request_builder.completion(body, client.tenant, client.weight)
+        return CompletionResponseBuilder(_traced(job, traceparent), self.codec)
 
     def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
         if self.config.strict_params:
             check_known(kind, given)
         return validate(kind, given)
 
-    def run(self, client: Client, answer: Answer) -> AsyncGenerator[tuple[Choice, Tokens], None]:
-        """Have the engine answer. Closing the generator cancels what still runs.
+    def run(
+        self, client: Client, answer: ResponseBuilder
+    ) -> AsyncGenerator[tuple[Choice, Tokens], None]:
+        """Run the requests on the engine. Closing the generator cancels what still runs.
 
         Raises: TooManyRequests; what the engine raises
         """
@@ -92,9 +104,9 @@ class OpenAIServing:
             return Health(ok=False, reason="the engine does not answer")
 
     def card(self) -> dict[str, object]:
-        """The model, as OpenAI lists it."""
+        """The model in the form of OpenAI's model list."""
         model = self.model
-        told: dict[str, object] = {
+        card: dict[str, object] = {
             "id": model.name,
             "object": "model",
             "created": model.created,
@@ -105,11 +117,11 @@ class OpenAIServing:
             "permission": [],
         }
         plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
-        return told | {"plugins": plugins} if plugins else told
+        return card | {"plugins": plugins} if plugins else card
 
 
 def _shown(offer: Offer) -> dict[str, object]:
-    """What clients may change of a plug-in: whether they have it, and options from and to."""
+    """What clients may change about a plug-in: whether it is on, and the bounds of its options."""
     options = {
         name: {"default": bound.default, "minimum": bound.least, "maximum": bound.most}
         for name, bound in offer.bounds.items()
@@ -118,7 +130,7 @@ def _shown(offer: Offer) -> dict[str, object]:
 
 
 def _traced(job: Job, traceparent: str) -> Job:
-    """Make the requests part of the trace that the client says they belong to."""
+    """Set the client's trace context in the requests, if it is valid."""
     parent = valid_parent(traceparent)
     parts = (replace(one, traceparent=parent) for one in job.requests) if parent else job.requests
     return replace(job, requests=tuple(parts))

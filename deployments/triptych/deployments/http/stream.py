@@ -1,4 +1,4 @@
-"""Following an engine for one client: until it is done, too late, or the client goes away."""
+"""Streams the engine's tokens to one client until the end, a timeout or a disconnect."""
 
 import asyncio
 import logging
@@ -18,34 +18,34 @@ from triptych.deployments.http.json_frames import DONE, KEEP_ALIVE, event
 from triptych.deployments.http.limits import request_id
 from triptych.deployments.http.metrics import IngressMetrics
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.responses import Answer, Choice
+from triptych.deployments.http.openai.responses import Choice, ResponseBuilder
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 10.0
-"""Silence after which a stream gets a comment, so that proxies do not cut it."""
+"""Interval of comments in a silent stream, so that proxies do not close it."""
 
 T = TypeVar("T")
 
 
 async def follow(
-    engine: Engine, job: Job, answer: Answer, metrics: IngressMetrics
+    engine: Engine, job: Job, answer: ResponseBuilder, metrics: IngressMetrics
 ) -> AsyncGenerator[tuple[Choice, Tokens], None]:
-    """Yield each batch of tokens with the choice that has just taken it.
+    """Run the requests, and yield each batch of tokens with the choice that it was added to.
 
-    Closing this closes the engine's generator, and so cancels what still runs.
+    Closing this closes the engine's generator, which cancels what still runs.
 
-    Raises: RequestFailed if a stage gave one of the choices up; what the engine raises
+    Raises: RequestFailed if one of the choices failed; what the engine raises
     """
     choices = dict(zip((r.id for r in job.requests), answer.choices, strict=True))
-    with metrics.watch(job.requests) as watch:
+    with metrics.track(job.requests) as timer:
         async with aclosing(engine.generate(job.requests)) as items:
             async for item in items:
                 if isinstance(item, Failed):
                     raise RequestFailed(item)
                 if job.is_prompt_alone:
                     item = _prompt_alone(item)
-                watch.add(item)
+                timer.add(item)
                 choice = choices[item.request]
                 choice.add(item)
                 yield choice, item
@@ -54,13 +54,13 @@ async def follow(
 
 
 def _prompt_alone(item: Tokens) -> Tokens:
-    """What it says of the prompt."""
+    """The item without its output token, for requests that only score their prompt."""
     finish = item.finish and "length"
     return replace(item, tokens=(), text="", logprobs=(), finish=finish, stop=None)
 
 
 async def collect(items: AsyncGenerator[object, None], timeout_s: float) -> None:
-    """Wait until nothing more comes.
+    """Consume all items.
 
     Raises: DeadlineExceeded
     """
@@ -70,9 +70,9 @@ async def collect(items: AsyncGenerator[object, None], timeout_s: float) -> None
 
 
 async def frames(
-    items: AsyncGenerator[tuple[Choice, Tokens], None], job: Job, answer: Answer
+    items: AsyncGenerator[tuple[Choice, Tokens], None], job: Job, answer: ResponseBuilder
 ) -> AsyncGenerator[bytes, None]:
-    """Turn tokens into server-sent events."""
+    """Encode tokens as server-sent events."""
     async with aclosing(items):
         async for choice, item in items:
             yield b"".join(map(event, answer.chunks(choice, item)))
@@ -94,11 +94,11 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``, and cancel it as soon as the client goes away.
+    """Run ``work``, and cancel it when the client disconnects.
 
-    Call this when the request's body was read: the next message is the disconnect.
+    Call this after the request's body was read: the next message is the disconnect.
 
-    Raises: Cancelled if the client went away; what ``work`` raises
+    Raises: Cancelled if the client disconnected; what ``work`` raises
     """
     task = asyncio.ensure_future(work)
     hangup = asyncio.ensure_future(_disconnect(receive))
@@ -119,11 +119,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events whose status waits for the first of them.
+    """Server-sent events; the HTTP status is sent with the first event.
 
-    What fails before the first event becomes an HTTP status; what fails later, an ``error``
-    event. Events that pile up while the client is slow leave in one write. If nothing
-    comes for a while the response starts with a comment, and later failures are events.
+    An error before the first event becomes an HTTP status, a later one an ``error`` event. Events
+    that queue up for a slow client are sent in one write. If there is no event for a while, the
+    response starts with a comment, and later errors are events.
     """
 
     media_type = "text/event-stream"

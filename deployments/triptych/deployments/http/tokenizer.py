@@ -1,4 +1,4 @@
-"""Text to token ids and back, so that what a user writes never becomes a control token."""
+"""Encodes and decodes text; special-token names in user text never become control tokens."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from triptych.core.errors import PromptTooLong, RequestError, Unsupported
 
 INLINE_CHARS = 2048
-"""Shorter texts are tokenized on the event loop: a thread would cost more than it saves."""
+"""Texts up to this length are tokenized on the event loop, as a thread would cost more."""
 
 T = TypeVar("T")
 
@@ -50,14 +50,13 @@ class Tokenizer(Protocol):
 
 
 class TextCodec:
-    """Encodes prompts and names tokens, for one model.
+    """Encodes prompts and decodes tokens, for one model.
 
-    Text of a chat message is text: if it holds the name of a special token, that name is
-    cut after its first character by a mark, the chat template is rendered, and what stands
-    between the marks is encoded piece by piece. No piece holds the whole name, so none of
-    them yields the token; only the template's own names do. Messages without such names,
-    that is nearly all, take the ordinary way, so that their ids equal transformers'.
-    A raw prompt of ``/v1/completions`` is the client's own and may name special tokens.
+    A special token's name in a chat message is encoded as ordinary text. A mark is inserted after
+    its first character, the chat template is rendered, and the pieces between marks are encoded
+    one by one. No piece has the whole name, so only names in the template itself become special
+    tokens. Messages without such names are encoded in one piece, with the same ids as by
+    transformers. A raw prompt of ``/v1/completions`` may contain special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int) -> None:
@@ -141,14 +140,14 @@ class TextCodec:
         pieces: list[str] = []
         start = at = 0
         while found := self._special.search(text, at):
-            # Go on one character later, not after the match: names may overlap.
+            # Continue one character later, not after the match, as names may overlap.
             at = found.start() + 1
             pieces.append(text[start:at])
             start = at
         return mark.join([*pieces, text[start:]])
 
     def check_length(self, chars: int, param: str) -> None:
-        """Refuse a text that cannot fit the context before any time is spent on it.
+        """Reject a text that cannot fit the context before it is tokenized.
 
         No token covers more characters than the longest entry of the vocabulary.
 
@@ -172,13 +171,13 @@ class TextCodec:
         return await _off_loop(len(ids), decode)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Name tokens as the vocabulary does."""
+        """The tokens' strings in the vocabulary."""
         names = cast("list[str | None]", self._tokenizer.convert_ids_to_tokens(list(ids)))
         # Ids between the tokenizer's size and the model's have no name.
         return [name or "" for name in names]
 
     def token_bytes(self, token: int) -> bytes:
-        """Say which bytes of the text a token stands for; they may be part of a character."""
+        """The bytes of a token's text; they may be part of a character."""
         return self._bytes_of(self.pieces([token])[0])
 
     def _bytes_of(self, piece: str) -> bytes:
@@ -192,7 +191,7 @@ class TextCodec:
 
     @cached_property
     def _byte_alphabet(self) -> dict[str, int]:
-        """GPT-2's printable stand-ins: bytes that print as themselves, then 256, 257, ..."""
+        """GPT-2's map of printable characters to bytes."""
         plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         rest = [byte for byte in range(256) if byte not in plain]
         stand_ins = {chr(256 + index): byte for index, byte in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's own names, for dashboards, gateways and autoscalers that ask for those."""
+"""Repeats metrics under vLLM's names, for dashboards, gateways and autoscalers made for vLLM."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ FAMILIES: Mapping[str, str] = {
         "e2e_request_latency_seconds",
     )
 } | {
-    # Gauges here, as the pool tells them; vLLM counts.
+    # Gauges here, since the pool reports totals; counters in vLLM.
     "prefix_cache_queries": "prefix_cache_queries_total",
     "prefix_cache_hits": "prefix_cache_hits_total",
 }
-"""Ours without its prefix, and vLLM's without its own."""
+"""Metric names of Triptych, and the names of the same metrics in vLLM, without prefixes."""
 
 _LINE = re.compile(
     r"(?P<mark># (?:HELP|TYPE) )?triptych_(?P<family>\w+?)(?P<suffix>_bucket|_sum|_count|_total)?"
@@ -32,7 +32,7 @@ _LINE = re.compile(
 
 
 def aliases(exposition: str, model: str) -> Iterator[str]:
-    """The lines of an exposition that vLLM has too, with its names and its label ``model_name``.
+    """The lines of an exposition whose metrics vLLM has too, with vLLM's names and labels.
 
     Source: vLLM 0.33 (``vllm/v1/metrics/loggers.py``)
     """

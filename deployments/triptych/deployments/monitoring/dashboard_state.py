@@ -1,4 +1,4 @@
-"""What the dashboard shows of one moment: plain numbers, bounded in size whatever goes on."""
+"""The snapshot that the dashboard draws: plain numbers of bounded size."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -17,55 +17,56 @@ from triptych.kvpool.rpc import page_ranges
 from triptych.router import RequestTrace, WorkerLoad
 
 SHOWN_PAGES = 16_384
-"""Pages that the map shows at most; of a larger pool it shows every n-th page."""
+"""Most pages in the map; of a larger pool it has every n-th page."""
 
 KINDS = ("free", "stock", "prefix", "request")
-"""What a page is, where its format is not known; formats are numbered behind these."""
+"""Kinds of pages whose format is unknown; formats are numbered after these."""
 
 Json = dict[str, object]
-Cells = NDArray[np.uint16]
+Entries = NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
 class DashboardState:
-    """Everything that the dashboard draws, but for the ingress's own metrics."""
+    """The state of one shard, without the ingress's own metrics."""
 
     status: Status
     pages: PageMap | None
-    """Of the pool on the router's node; None while it does not answer."""
-    lives: tuple[RequestTrace, ...]
+    """Map of the pool on the router's node; None while the pool does not answer."""
+    traces: tuple[RequestTrace, ...]
     handles: Mapping[str, KVHandle]
-    """Pages of each request, as they were handed over last: who has which format is in there."""
+    """Handle of each request at its last handover, which tells the format of its pages."""
     report_ages_s: Mapping[str, float]
     """Seconds since the last report of each worker, by name."""
     now: float
-    """On the clock of ``lives``."""
-    cells: int = 1
-    cell: int = 0
-    """Which of them this is the board of."""
+    """Time of the snapshot, on the clock of ``traces``."""
+    shards: int = 1
+    shard: int = 0
+    """Index of the shard that this is the state of."""
 
     def json(self) -> Json:
-        """The moment as JSON; requests go by number, so that no id leaves the server."""
-        pool, numbers = self._ledger(), {life.request: self._number(life) for life in self.lives}
+        """The snapshot as JSON; requests are numbered, so that no request id leaves the server."""
+        pool = self._pool_stats()
+        numbers = {trace.request: self._number(trace) for trace in self.traces}
         return {
             "pool": _pool(pool) if pool else None,
             "map": _map(self.pages, self.handles, numbers) if self.pages else None,
             "router": self._router(),
             "workers": [self._worker(load) for load in self.status.router.workers],
-            "requests": [_life(life, self._number(life), self.now) for life in self.lives],
+            "requests": [_trace(trace, self._number(trace), self.now) for trace in self.traces],
         }
 
-    def _number(self, life: RequestTrace) -> int:
-        """One that no request of another cell has; of one cell, the router's own."""
-        return (life.number - 1) * self.cells + self.cell + 1
+    def _number(self, trace: RequestTrace) -> int:
+        """A request number that is unique over all shards."""
+        return (trace.number - 1) * self.shards + self.shard + 1
 
-    def _ledger(self) -> PoolStats | None:
-        """The books of the pool whose map is shown."""
-        ledgers = [ledger for ledger in self.status.pools if ledger is not None]
+    def _pool_stats(self) -> PoolStats | None:
+        """Statistics of the pool whose map is shown."""
+        answering = [stats for stats in self.status.pools if stats is not None]
         if self.pages is None:
-            return ledgers[0] if len(self.status.pools) == 1 and ledgers else None
+            return answering[0] if len(self.status.pools) == 1 and answering else None
         arena = self.pages.arena
-        return next((ledger for ledger in ledgers if ledger.arena == arena), None)
+        return next((stats for stats in answering if stats.arena == arena), None)
 
     def _router(self) -> Json:
         router = self.status.router
@@ -138,47 +139,47 @@ def _pool(pool: PoolStats) -> Json:
 
 def _map(pages: PageMap, handles: Mapping[str, KVHandle], numbers: Mapping[str, int]) -> Json:
     workers = sorted({line.worker for line in pages.owners})
-    kinds, of_cell = page_kinds(pages, handles)
+    kinds, of_entry = page_kinds(pages, handles)
     owners = page_owners(pages, workers, numbers)
     return {
         "pages": pages.pages,
         "stride": pages.stride,
         "kinds": kinds,
         "workers": workers,
-        "kind_of": _base64(of_cell.astype(np.uint8)),
+        "kind_of": _base64(of_entry.astype(np.uint8)),
         "owner_of": _base64(owners.astype("<u2")),
     }
 
 
-def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[str], Cells]:
-    """Names of kinds, and which of them each cell is.
+def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[str], Entries]:
+    """Names of kinds, and the kind of each entry of the map, as an index into the names.
 
-    The pool knows owners only. The format of a request's page is the one in the handle with
-    which its last stage passed it on; pages that a worker took since are of its stock.
+    The pool knows only the owner of a page. The format of a request's page is the one in its last
+    handle; pages that a worker allocated since count as its free list.
 
-    Shapes: -> (cells,)
+    Shapes: -> (entries,)
     """
-    cells = pages.cells.astype(np.int64)
+    entries = pages.cells.astype(np.int64)
     kinds = list[str](KINDS)
     of_owner = [0, *(KINDS.index(_kind(line)) for line in pages.owners)]
-    of_cell = np.array(of_owner, np.uint16)[cells]
-    lines = _lines_of_requests(pages)
+    of_entry = np.array(of_owner, np.uint16)[entries]
+    lines = _owners_of_requests(pages)
     for request, handle in handles.items():
         mine = lines.get(request)
-        if mine is None or handle.claim.arena != pages.arena:
+        if mine is None or handle.lease_ref.arena != pages.arena:
             continue
         for run in handle.runs:
             if run.format not in kinds:
                 kinds.append(run.format)
             shown = _shown(run.pages, pages)
-            of_cell[shown[np.isin(cells[shown], mine)]] = kinds.index(run.format)
-    return kinds, of_cell
+            of_entry[shown[np.isin(entries[shown], mine)]] = kinds.index(run.format)
+    return kinds, of_entry
 
 
-def page_owners(pages: PageMap, workers: list[str], numbers: Mapping[str, int]) -> Cells:
-    """Whose each cell is: the worker's place in ``workers``, or the request's number.
+def page_owners(pages: PageMap, workers: list[str], numbers: Mapping[str, int]) -> Entries:
+    """The owner of each entry: an index into ``workers``, or the number of a request.
 
-    Modulo 2**16; 0 for what is free or a prefix, and for requests that are forgotten.
+    Numbers are modulo 2**16. Free pages, prefixes and requests without a trace have 0.
     """
     of_owner = [0]
     for line in pages.owners:
@@ -198,69 +199,69 @@ def _kind(line: OwnerPages) -> str:
     return "stock" if line.kind == "extent" else "request"
 
 
-def _lines_of_requests(pages: PageMap) -> dict[str, list[int]]:
-    """Cell values of each request: two workers may hold leases of one."""
+def _owners_of_requests(pages: PageMap) -> dict[str, list[int]]:
+    """Owner indices of each request; several, if two workers hold leases of it."""
     lines = dict[str, list[int]]()
-    for cell, line in enumerate(pages.owners, 1):
+    for entry, line in enumerate(pages.owners, 1):
         if _kind(line) == "request":
-            lines.setdefault(line.label, []).append(cell)
+            lines.setdefault(line.label, []).append(entry)
     return lines
 
 
 def _shown(packed: bytes, pages: PageMap) -> NDArray[np.int64]:
-    """The cells of those pages of a run that the map shows."""
+    """Map entries of those pages of a run that the map shows."""
     try:
         ids = page_ranges.unpack(packed, pages.pages).astype(np.int64)
-    except MessageError:  # a handle from before the pool was started anew
+    except MessageError:  # a handle of a pool that was restarted since
         return np.empty(0, np.int64)
     return ids[ids % pages.stride == 0] // pages.stride
 
 
-def _life(life: RequestTrace, number: int, now: float) -> Json:
-    report = life.report
+def _trace(trace: RequestTrace, number: int, now: float) -> Json:
+    report = trace.report
     return {
         "number": number,
-        "attempt": life.attempt,
-        "prompt_tokens": life.prompt_tokens,
-        "max_tokens": life.max_tokens,
-        "steps": [[state, _seconds(now - since)] for state, since in life.steps],
-        "end": life.end,
-        "code": life.code,
-        "ended": _seconds(now - life.ended) if life.end else None,
-        "tokens": life.tokens,
+        "attempt": trace.attempt,
+        "prompt_tokens": trace.prompt_tokens,
+        "max_tokens": trace.max_tokens,
+        "steps": [[state, _seconds(now - since)] for state, since in trace.steps],
+        "end": trace.end,
+        "code": trace.code,
+        "ended": _seconds(now - trace.ended) if trace.end else None,
+        "tokens": trace.tokens,
         "raw_bytes": report.raw_bytes if report else None,
         "stored_bytes": report.stored_bytes if report else None,
     }
 
 
-def _base64(cells: NDArray[np.generic]) -> str:
-    return base64.b64encode(cells.tobytes()).decode("ascii")
+def _base64(values: NDArray[np.generic]) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
 
 
 def _seconds(value: float) -> float:
     return round(value, 3)
 
 
-# ------------------------------------------------------------------ several cells
+# ------------------------------------------------------------------ several shards
 
 
-def joined(boards: Sequence[Json]) -> Json:
-    """The boards of all cells as one of the same form: sums, lists behind each other, one map."""
-    if len(boards) == 1:
-        return boards[0]
+def merge_states(states: Sequence[Json]) -> Json:
+    """Merge the states of all shards into one: sums, concatenated lists, one map."""
+    if len(states) == 1:
+        return states[0]
     return {
-        "pool": _sums([board["pool"] for board in boards if board["pool"]]),
-        "map": _one_map([cast("Json", board["map"]) for board in boards if board["map"]]),
-        "router": _one_router([cast("Json", board["router"]) for board in boards]),
+        "pool": _sums([state["pool"] for state in states if state["pool"]]),
+        "map": _one_map([cast("Json", state["map"]) for state in states if state["map"]]),
+        "router": _one_router([cast("Json", state["router"]) for state in states]),
         **{
-            name: [item for board in boards for item in cast("list[object]", board[name])]
+            name: [item for state in states for item in cast("list[object]", state[name])]
             for name in ("workers", "requests")
         },
     }
 
 
 def _sums(parts: Sequence[object]) -> Any:
-    """Numbers added up, key by key; ``page_bytes`` is the same in all, and all must work."""
+    """Sums key by key; ``page_bytes`` is the same in all shards, and booleans must all be true."""
     if not parts:
         return None
     first = parts[0]
@@ -282,7 +283,7 @@ def _one_router(routers: Sequence[Json]) -> Json:
     def each(name: str) -> list[Any]:
         return [router[name] for router in routers]
 
-    # A request may be served as long as one cell has all stages.
+    # Requests are served as long as one shard has all stages.
     return {
         "states": _sums(each("states")),
         "blocked_reason": next((reason for reason in each("blocked_reason") if reason), ""),
@@ -295,11 +296,11 @@ def _one_router(routers: Sequence[Json]) -> Json:
 
 
 def _one_map(maps: Sequence[Any]) -> Json | None:
-    """Maps of several pools behind each other, with one list of kinds and one of workers."""
+    """Concatenate the maps of several pools, with one list of kinds and one of workers."""
     if not maps:
         return None
     kinds = list(dict.fromkeys(kind for one in maps for kind in one["kinds"]))
-    stocks, before = list[Cells](), 0
+    stocks, before = list[Entries](), 0
     for one in maps:
         kind_of = np.frombuffer(base64.b64decode(one["kind_of"]), np.uint8)
         owners = np.frombuffer(base64.b64decode(one["owner_of"]), "<u2")
@@ -308,7 +309,7 @@ def _one_map(maps: Sequence[Any]) -> Json | None:
         before += len(one["workers"])
     return {
         "pages": sum(one["pages"] for one in maps),
-        "stride": maps[0]["stride"],  # cells are equal
+        "stride": maps[0]["stride"],  # that of all shards
         "kinds": kinds,
         "workers": [worker for one in maps for worker in one["workers"]],
         "kind_of": _base64(np.concatenate([_renamed(one, kinds) for one in maps])),
@@ -317,6 +318,6 @@ def _one_map(maps: Sequence[Any]) -> Json | None:
 
 
 def _renamed(one: Any, kinds: list[str]) -> NDArray[np.uint8]:
-    """The kind of each page, counted in ``kinds``."""
+    """The kind of each entry, as an index into ``kinds``."""
     places = np.array([kinds.index(kind) for kind in one["kinds"]], np.uint8)
     return places[np.frombuffer(base64.b64decode(one["kind_of"]), np.uint8)]

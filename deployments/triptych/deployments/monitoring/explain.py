@@ -1,4 +1,4 @@
-"""What the router decided about a client's request, and why, as JSON."""
+"""The router's decisions about a client's request, as JSON and as one line."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,24 +9,26 @@ from triptych.router import Decision, Explanation, RequestTrace
 Json = dict[str, object]
 
 
-def explained(lives: Sequence[RequestTrace], now: dict[str, Explanation], at: float) -> list[Json]:
-    """One entry for each choice and attempt, first come first; ``now`` is of those under way.
+def explanations(
+    traces: Sequence[RequestTrace], now: dict[str, Explanation], at: float
+) -> list[Json]:
+    """One entry per choice and attempt, in order of arrival; ``now`` explains running ones.
 
-    Times are seconds since the request came, so that they mean something to whoever reads them.
+    Times are seconds since the arrival of the request.
     """
-    return [_life(life, now.get(life.request), at) for life in lives]
+    return [_trace(trace, now.get(trace.request), at) for trace in traces]
 
 
-def summary(lives: Sequence[RequestTrace]) -> str:
-    """The decisions about the first choice in one line, without the name of any worker.
+def summary(traces: Sequence[RequestTrace]) -> str:
+    """The decisions about the first choice in one line, without names of workers.
 
     >>> summary([])
     ''
     """
-    if not lives:
+    if not traces:
         return ""
-    life, came = lives[0], lives[0].steps[0][1]
-    return "; ".join(_short(one, one.at - came) for one in life.decisions)
+    trace, came = traces[0], traces[0].steps[0][1]
+    return "; ".join(_short(one, one.at - came) for one in trace.decisions)
 
 
 def _short(decision: Decision, after_s: float) -> str:
@@ -38,25 +40,25 @@ def _short(decision: Decision, after_s: float) -> str:
     return " ".join(words)
 
 
-def _life(life: RequestTrace, now: Explanation | None, at: float) -> Json:
-    came = life.steps[0][1]
-    steps = [(state, since - came) for state, since in life.steps]
-    until = (life.ended if life.end else at) - came
+def _trace(trace: RequestTrace, now: Explanation | None, at: float) -> Json:
+    came = trace.steps[0][1]
+    steps = [(state, since - came) for state, since in trace.steps]
+    until = (trace.ended if trace.end else at) - came
     return {
-        "request": life.request,
-        "attempt": life.attempt,
+        "request": trace.request,
+        "attempt": trace.attempt,
         "came_s_ago": at - came,
-        "prompt_tokens": life.prompt_tokens,
-        "max_tokens": life.max_tokens,
-        "cached_tokens": life.cached_tokens,
-        "end": life.end or None,
-        "code": life.code or None,
-        "tokens": life.tokens if life.end == "finished" else None,
-        "compression": asdict(life.report) if life.report else None,
+        "prompt_tokens": trace.prompt_tokens,
+        "max_tokens": trace.max_tokens,
+        "cached_tokens": trace.cached_tokens,
+        "end": trace.end or None,
+        "code": trace.code or None,
+        "tokens": trace.tokens if trace.end == "finished" else None,
+        "compression": asdict(trace.report) if trace.report else None,
         "steps": [
             {"state": state, "at_s": since, "took_s": after - since}
             for (state, since), (_, after) in pairwise([*steps, ("", until)])
         ],
         "now": asdict(now) if now else None,
-        "decisions": [asdict(one) | {"at": one.at - came} for one in life.decisions],
+        "decisions": [asdict(one) | {"at": one.at - came} for one in trace.decisions],
     }

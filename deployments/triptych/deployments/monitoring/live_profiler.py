@@ -1,4 +1,4 @@
-"""A worker that is looked on while it serves (``triptych profile --url``)."""
+"""Profiles a worker while it serves (``triptych profile --url``)."""
 
 import asyncio
 import time
@@ -9,47 +9,47 @@ from triptych.workers.loop import StageLoop
 from triptych.workers.profiling.profiler import Profiler
 from triptych.workers.profiling.report import report_of, trace_events
 
-LOOK_EVERY_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 Json = dict[str, object]
 
 
 class LiveProfiler:
-    """Takes one profile of a worker at a time."""
+    """Takes profiles of one worker, one at a time."""
 
     def __init__(self, stages: Sequence[Stage], weight_bytes: int) -> None:
-        """``weight_bytes`` are those that a forward pass reads."""
+        """``weight_bytes``: bytes of weights that a forward pass reads."""
         self._stages, self._weight_bytes = stages, weight_bytes
         self._is_busy = False
 
-    async def look_on(
+    async def profile(
         self, name: str, loop: StageLoop, steps: int, seconds: float, *, trace: bool
     ) -> Json | None:
-        """What ``steps`` steps of each stage are made of, or those of ``seconds`` seconds.
+        """Profile the next ``steps`` steps of each stage, or as many as run in ``seconds``.
 
-        Times are of the Unix epoch, so that those of several workers can be laid side by side.
+        Times are Unix times, so that profiles of several workers have one time axis.
 
-        Returns: a ``ProfileReport`` as JSON, and with ``trace`` its events; None while another
-            profile is taken
+        Returns: a ``ProfileReport`` as JSON, with its events if ``trace``; None while another
+            profile is being taken
         """
         if self._is_busy:
             return None
         self._is_busy = True
         try:
-            profiler = await asyncio.to_thread(self._look_on, loop, steps, seconds)
+            profiler = await asyncio.to_thread(self._record, loop, steps, seconds)
         finally:
             self._is_busy = False
-        return await asyncio.to_thread(self._told, name, profiler, trace)
+        return await asyncio.to_thread(self._report, name, profiler, trace)
 
-    def _look_on(self, loop: StageLoop, steps: int, seconds: float) -> Profiler:
+    def _record(self, loop: StageLoop, steps: int, seconds: float) -> Profiler:
         profiler, until = Profiler(steps), time.monotonic() + seconds
-        with loop.looked_on(profiler.around):
+        with loop.instrumented(profiler.around):
             while not all(map(profiler.is_full, self._stages)) and time.monotonic() < until:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_INTERVAL_S)
         return profiler
 
-    def _told(self, name: str, profiler: Profiler, trace: bool) -> Json:
+    def _report(self, name: str, profiler: Profiler, trace: bool) -> Json:
         steps, origin_s = list(profiler.steps), time.perf_counter() - time.time()
-        told: Json = {"worker": name, "stages": list(self._stages)}
-        told |= report_of(steps, self._weight_bytes, origin_s).as_json()
-        return told | {"trace": trace_events(steps, origin_s) if trace else []}
+        report: Json = {"worker": name, "stages": list(self._stages)}
+        report |= report_of(steps, self._weight_bytes, origin_s).as_json()
+        return report | {"trace": trace_events(steps, origin_s) if trace else []}

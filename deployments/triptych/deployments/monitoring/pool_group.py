@@ -1,4 +1,4 @@
-"""The router's view of all pools, of one node or of several."""
+"""The router's connections to all pools of its shard, on one node or several."""
 
 import threading
 
@@ -9,23 +9,23 @@ from triptych.kvpool import PageMap, PoolStats, PoolWatcher
 
 
 class PoolGroup:
-    """Reads every pool's books, and tells all of them who is dead. Calls block."""
+    """Reads the statistics of every pool, and expels dead workers from all. Calls block."""
 
     def __init__(self, address: str, network: Network | None) -> None:
-        """``address``: the pool of this node; without a network, the only one."""
+        """``address``: the pool of this node, which is the only one without a network."""
         self._network, self._lock = network, threading.Lock()
-        self._near = PoolWatcher(address)
-        self._far = dict[str, PoolWatcher]()
-        """By address, if there is a network: that of this node too."""
+        self._local = PoolWatcher(address)
+        self._remote = dict[str, PoolWatcher]()
+        """Pools of all nodes by address, if there is a network."""
 
     def stat(self) -> tuple[PoolStats | None, ...]:
-        """The books of each; None for a pool that does not answer."""
+        """Statistics of each pool; None for a pool that does not answer."""
         return tuple(watcher.stat() for watcher in self._present())
 
     def expel(self, worker: str) -> None:
-        """Have what a dead worker left freed, wherever that is.
+        """Free the pages of a dead worker in all pools.
 
-        Raises: PoolUnavailable if one of them did not hear
+        Raises: PoolUnavailable if one of them did not answer
         """
         failure: PoolUnavailable | None = None
         for watcher in self._present():
@@ -37,29 +37,29 @@ class PoolGroup:
             raise failure
 
     def map(self, max_cells: int) -> PageMap | None:
-        """Whose each page of this node's pool is; None if it does not answer."""
-        return self._near.map(max_cells)
+        """Owners of the pages of this node's pool; None if the pool does not answer."""
+        return self._local.map(max_cells)
 
     def lend(self, nbytes: int) -> CacheMemoryBorrowed | None:
-        """Have so much of the memory for prefixes lent to requests, in all.
+        """Set how many bytes of the prefix cache are lent to requests, in total.
 
-        None if there are several pools: nobody says yet which of them is to lend.
+        Does nothing and returns None with several pools: borrowing is not supported there.
 
         Raises: PoolUnavailable
         """
-        return self._near.lend(nbytes) if self._network is None else None
+        return self._local.borrow_cache_memory(nbytes) if self._network is None else None
 
     def close(self) -> None:
-        for watcher in (self._near, *self._far.values()):
+        for watcher in (self._local, *self._remote.values()):
             watcher.close()
 
     def _present(self) -> list[PoolWatcher]:
         if self._network is None:
-            return [self._near]
+            return [self._local]
         addresses = {str(address) for address in self._network.pools().values()}
         with self._lock:
-            for address in addresses - set(self._far):
-                self._far[address] = PoolWatcher(address, access=self._network.access)
-            for address in set(self._far) - addresses:
-                self._far.pop(address).close()
-            return list(self._far.values())
+            for address in addresses - set(self._remote):
+                self._remote[address] = PoolWatcher(address, access=self._network.access)
+            for address in set(self._remote) - addresses:
+                self._remote.pop(address).close()
+            return list(self._remote.values())

@@ -1,4 +1,4 @@
-"""What the router and the pool know at one moment, as /health and /metrics show it."""
+"""The state of routers, pools and workers, as /health and /metrics show it."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,18 +13,18 @@ from triptych.router.snapshot import HeldBy
 
 @dataclass(frozen=True)
 class Status:
-    """The router's snapshot beside the books of all pools."""
+    """The router's snapshot, statistics of all pools, and the last report of each worker."""
 
     router: RouterSnapshot
     pools: tuple[PoolStats | None, ...]
     """None for a pool that does not answer."""
     reports: tuple[Report, ...]
-    """The last one of each worker."""
+    """The last report of each worker."""
 
     @classmethod
-    def of(cls, cells: "Sequence[Status]") -> Self:
-        """That of all cells together; of one, its own."""
-        routers = [status.router for status in cells]
+    def of(cls, shards: "Sequence[Status]") -> Self:
+        """The merged status of all shards."""
+        routers = [status.router for status in shards]
         held: list[HeldBy] = [one.blocked_reason for one in routers if one.blocked_reason]
         return cls(
             router=RouterSnapshot(
@@ -36,13 +36,13 @@ class Status:
                 counters=_sum(one.counters for one in routers),
                 workers=tuple(worker for one in routers for worker in one.workers),
             ),
-            pools=tuple(pool for status in cells for pool in status.pools),
-            reports=tuple(report for status in cells for report in status.reports),
+            pools=tuple(pool for status in shards for pool in status.pools),
+            reports=tuple(report for status in shards for report in status.reports),
         )
 
     @property
     def missing_stages(self) -> list[str]:
-        """Stages without a worker that takes requests."""
+        """Stages without a worker."""
         there = {stage for worker in self.router.workers for stage in worker.stages}
         return [stage for stage in STAGES if stage not in there]
 
@@ -88,20 +88,20 @@ class Status:
         return gauges
 
     def _pool_gauges(self) -> dict[str, float]:
-        """Sums over all pools; pages of each, if there are several."""
-        ledgers = [ledger for ledger in self.pools if ledger is not None]
-        gauges = {"triptych_pool_up": float(bool(ledgers) and len(ledgers) == len(self.pools))}
-        for ledger in ledgers:
-            for name, value in _gauges_of(ledger).items():
+        """Sums over all pools, and the free pages of each pool if there are several."""
+        answering = [stats for stats in self.pools if stats is not None]
+        gauges = {"triptych_pool_up": float(bool(answering) and len(answering) == len(self.pools))}
+        for stats in answering:
+            for name, value in _gauges_of(stats).items():
                 gauges[name] = gauges.get(name, 0.0) + value
-        if ledgers:
-            gauges["triptych_pool_page_bytes"] = float(ledgers[0].page_bytes)
+        if answering:
+            gauges["triptych_pool_page_bytes"] = float(answering[0].page_bytes)
         if "triptych_disk_up" in gauges:
-            gauges["triptych_disk_up"] = float(not any(one.disk.fault for one in ledgers))
+            gauges["triptych_disk_up"] = float(not any(one.disk.fault for one in answering))
         if len(self.pools) > 1:
-            for ledger in ledgers:
-                free = f'triptych_node_pool_pages_free{{arena="{ledger.arena}"}}'
-                gauges[free] = float(ledger.free_pages)
+            for stats in answering:
+                free = f'triptych_node_pool_pages_free{{arena="{stats.arena}"}}'
+                gauges[free] = float(stats.free_pages)
         return gauges
 
 
@@ -113,7 +113,7 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _gauges_of(pool: PoolStats) -> dict[str, float]:
-    """What of one pool's books can be added to that of others."""
+    """Gauges of one pool that can be summed over pools."""
     prefix, network = pool.prefix, pool.network
     return {
         **_disk_gauges(pool.disk),
@@ -123,7 +123,7 @@ def _gauges_of(pool: PoolStats) -> dict[str, float]:
         'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
         "triptych_prefix_blocks": float(prefix.blocks),
         "triptych_prefix_bytes": float(prefix.bytes),
-        "triptych_prefix_lent_bytes": float(prefix.lent_bytes),
+        "triptych_prefix_lent_bytes": float(prefix.borrowed_bytes),
         "triptych_prefix_evictions": float(prefix.evictions),
         "triptych_prefix_refused": float(prefix.refused),
         "triptych_sessions": float(prefix.sessions),
@@ -144,7 +144,7 @@ def _gauges_of(pool: PoolStats) -> dict[str, float]:
 
 
 def _disk_gauges(disk: DiskStats) -> dict[str, float]:
-    """Of the disk tier; none if there is none, nor should be."""
+    """Gauges of the disk tier; empty if none is configured."""
     if not disk.capacity_bytes and not disk.fault:
         return {}
     return {

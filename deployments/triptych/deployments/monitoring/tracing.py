@@ -1,8 +1,8 @@
-"""One trace for each request: a span for it, and one for each state that it went through.
+"""OpenTelemetry traces: a span for each request, with a child span for each state it was in.
 
-The router remembers of its latest requests when each entered which state, so nothing is measured
-for traces, and a request that passes through no matter how many workers has one trace. They go out
-in OpenTelemetry's protocol over HTTP, in its JSON form, and say nothing of what was said.
+The router's history has the time of each state of its latest requests, so traces need no
+measurements of their own, and a request has one trace over all its workers. Traces are exported
+with OTLP over HTTP, as JSON, and contain neither prompts nor answers.
 
 Source: OTLP 1.x (JSON encoding over HTTP); W3C Trace Context, level 1 (traceparent)
 """
@@ -27,83 +27,85 @@ Json = dict[str, object]
 
 
 def valid_parent(header: str) -> str:
-    """A client's ``traceparent`` as it is, or "" if it is none: then the trace is our own."""
+    """The client's ``traceparent`` if it is valid, else "": then the request gets a new trace."""
     return header if PARENT.fullmatch(header) else ""
 
 
-def is_wanted(life: RequestTrace) -> bool:
-    """Whether its client wants a trace, or says nothing about it."""
-    found = PARENT.fullmatch(life.traceparent)
+def is_wanted(trace: RequestTrace) -> bool:
+    """Whether the client asks for sampling, or sent no ``traceparent``."""
+    found = PARENT.fullmatch(trace.traceparent)
     return found is None or bool(int(found[3], 16) & 1)
 
 
-def spans_of(life: RequestTrace, epoch_s: float) -> list[Json]:
-    """The spans of a request that has ended, its own first.
+def spans_of(trace: RequestTrace, epoch_s: float) -> list[Json]:
+    """The spans of a request that has ended, that of the request first.
 
-    Without a trace of the client's, the id of the trace is the one in the answer's ``id``.
+    Without a ``traceparent`` of the client, the trace id is the one in the response's ``id``.
     ``epoch_s``: Unix time at which the router's clock was 0.
     """
-    parent = PARENT.fullmatch(life.traceparent)
-    named = re.search(r"[0-9a-f]{32}", life.request)
+    parent = PARENT.fullmatch(trace.traceparent)
+    named = re.search(r"[0-9a-f]{32}", trace.request)
     outer = parent[2] if parent else ""
-    trace = parent[1] if parent else named[0] if named else _digest(life.request, 32)
-    began, report = life.steps[0][1], life.report
+    trace_id = parent[1] if parent else named[0] if named else _digest(trace.request, 32)
+    began, report = trace.steps[0][1], trace.report
     own: dict[str, str | int] = {
-        "triptych.request": life.request,
-        "triptych.attempt": life.attempt,
-        "gen_ai.usage.input_tokens": life.prompt_tokens,
-        "gen_ai.usage.output_tokens": life.tokens,
-        "triptych.end": life.end,
+        "triptych.request": trace.request,
+        "triptych.attempt": trace.attempt,
+        "gen_ai.usage.input_tokens": trace.prompt_tokens,
+        "gen_ai.usage.output_tokens": trace.tokens,
+        "triptych.end": trace.end,
     }
-    if life.code:
-        own["error.type"] = life.code
+    if trace.code:
+        own["error.type"] = trace.code
     if report is not None:
         own["triptych.compression.policy"] = report.policy
         own["triptych.raw_bytes"] = report.raw_bytes
         own["triptych.stored_bytes"] = report.stored_bytes
 
-    def span(name: str, part: str, start: float, end: float, told: Mapping[str, str | int]) -> Json:
+    def span(
+        name: str, part: str, start: float, end: float, values: Mapping[str, str | int]
+    ) -> Json:
         return {
-            "traceId": trace,
-            "spanId": _digest(f"{life.request}/{part}", 16),
-            "parentSpanId": _digest(f"{life.request}/", 16) if part else outer,
+            "traceId": trace_id,
+            "spanId": _digest(f"{trace.request}/{part}", 16),
+            "parentSpanId": _digest(f"{trace.request}/", 16) if part else outer,
             "name": name,
             "kind": _INTERNAL if part else _SERVER,
             "startTimeUnixNano": str(int((epoch_s + start) * 1e9)),
             "endTimeUnixNano": str(int((epoch_s + max(start, end)) * 1e9)),
-            "attributes": _attributes(told),
-            "status": {"code": _ERROR} if life.end == "failed" and not part else {},
+            "attributes": _attributes(values),
+            "status": {"code": _ERROR} if trace.end == "failed" and not part else {},
         }
 
-    ends = [*(since for _, since in life.steps[1:]), life.ended]
-    spans = [span("request", "", began, life.ended, own)]
-    for place, ((state, since), until) in enumerate(zip(life.steps, ends, strict=True)):
-        spans.append(span(state, str(place), since, until, _told(state, life)))
+    ends = [*(since for _, since in trace.steps[1:]), trace.ended]
+    spans = [span("request", "", began, trace.ended, own)]
+    for place, ((state, since), until) in enumerate(zip(trace.steps, ends, strict=True)):
+        spans.append(span(state, str(place), since, until, _state_attributes(state, trace)))
     return spans
 
 
-def _told(state: str, life: RequestTrace) -> dict[str, str | int]:
-    """What a stage had to do with how much."""
+def _state_attributes(state: str, trace: RequestTrace) -> dict[str, str | int]:
+    """Attributes of a state: the tokens or bytes that it worked on."""
     if state == "prefilling":
-        return {"triptych.tokens": life.prompt_tokens}
-    if life.report is None:
+        return {"triptych.tokens": trace.prompt_tokens}
+    if trace.report is None:
         return {}
     match state:
         case "prefilled" | "compressing":
-            return {"triptych.bytes": life.report.raw_bytes}
+            return {"triptych.bytes": trace.report.raw_bytes}
         case "encoding" | "compressed" | "decoding":
-            return {"triptych.bytes": life.report.stored_bytes}
+            return {"triptych.bytes": trace.report.stored_bytes}
         case _:
             return {}
 
 
-def _attributes(told: Mapping[str, str | int]) -> list[Json]:
+def _attributes(values: Mapping[str, str | int]) -> list[Json]:
     return [
         {
             "key": key,
             "value": {"intValue": str(value)} if isinstance(value, int) else {"stringValue": value},
         }
-        for key, value in told.items()
+        for key, value in values.items()
     ]
 
 
@@ -112,7 +114,7 @@ def _digest(text: str, digits: int) -> str:
 
 
 def payload(spans: Sequence[Json]) -> Json:
-    """What OTLP posts: spans of one service."""
+    """The body of an OTLP export request with these spans."""
     service = {"attributes": _attributes({"service.name": "triptych"})}
     scoped = {"scope": {"name": "triptych.router"}, "spans": list(spans)}
     return {"resourceSpans": [{"resource": service, "scopeSpans": [scoped]}]}
@@ -120,30 +122,32 @@ def payload(spans: Sequence[Json]) -> Json:
 
 @dataclass
 class Tracer:
-    """Posts the traces of requests that ended since it last looked; those that do not get through
-    are lost, as no request may wait for them."""
+    """Exports the traces of requests that ended since the last call.
+
+    Traces that cannot be delivered are dropped, so that no request waits for them.
+    """
 
     url: str
     _posted: frozenset[int] = frozenset()
-    """Numbers of the remembered requests that are done with."""
+    """Numbers of the requests in the history that were exported."""
     _is_lost: bool = field(default=False, init=False)
 
-    def fresh(self, lives: Iterable[RequestTrace]) -> list[RequestTrace]:
-        """Those that ended and were not seen so before."""
-        ended = [life for life in lives if life.end]
-        before, self._posted = self._posted, frozenset(life.number for life in ended)
-        return [life for life in ended if life.number not in before and is_wanted(life)]
+    def fresh(self, traces: Iterable[RequestTrace]) -> list[RequestTrace]:
+        """Traces that have ended and were not returned by an earlier call."""
+        ended = [trace for trace in traces if trace.end]
+        before, self._posted = self._posted, frozenset(trace.number for trace in ended)
+        return [trace for trace in ended if trace.number not in before and is_wanted(trace)]
 
-    async def post(self, lives: Iterable[RequestTrace], epoch_s: float) -> None:
-        """Look at the latest requests and post what is new."""
-        spans = [span for life in self.fresh(lives) for span in spans_of(life, epoch_s)]
+    async def post(self, traces: Iterable[RequestTrace], epoch_s: float) -> None:
+        """Export what is new among the traces of the history."""
+        spans = [span for trace in self.fresh(traces) for span in spans_of(trace, epoch_s)]
         if not spans:
             return
         try:
             async with httpx.AsyncClient(timeout=POST_TIMEOUT_S) as client:
                 (await client.post(self.url, json=payload(spans))).raise_for_status()
         except httpx.HTTPError as error:
-            if not self._is_lost:  # said once, not for every second of an outage
+            if not self._is_lost:  # logged once per outage, not every second
                 logger.warning(
                     "router.otlp_traces_endpoint=%s takes no traces: %r", self.url, error
                 )

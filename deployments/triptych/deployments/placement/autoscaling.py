@@ -1,6 +1,6 @@
-"""What Serve's controller runs for each stage that may grow: it hears from the router's numbers.
+"""Serve's autoscaling policy of a stage: the number of replicas that the router wants.
 
-The controller gets this module by value, so it imports nothing of ours.
+Serve's controller gets this module by value, so it imports no module of Triptych.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ WANTED = "wanted_replicas"
 
 
 def policy(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """As many replicas as the router wants (``router.scaling``), by what any of them was told.
+    """The largest number that any replica reported from the router (``router.passes.autoscaling``).
 
-    Serve applies bounds and delays. Nobody was told anything: all stays as it is.
+    Serve applies bounds and delays. Without any report the number of replicas does not change.
     """
-    told: dict[str, dict[Any, float]] = context.aggregated_metrics or {}
-    wanted = told.get(WANTED) or {}
+    metrics: dict[str, dict[Any, float]] = context.aggregated_metrics or {}
+    wanted = metrics.get(WANTED) or {}
     return max(wanted.values(), default=float(context.target_num_replicas)), {}

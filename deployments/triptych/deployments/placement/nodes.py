@@ -1,4 +1,4 @@
-"""Where actors go: to the nodes of the application, each of which has a pool of its own."""
+"""The nodes of the application, which actors are placed on; each of them has a pool."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -6,28 +6,28 @@ from collections.abc import Callable, Mapping, Sequence
 from triptych.core.errors import ConfigError
 
 NODE_WAIT_S = 900.0
-"""How long a cluster may take to bring up a node: a GPU machine is bought in minutes."""
-LOOK_EVERY_S = 2.0
-SLIVER = 0.001
-"""What an actor takes of the nodes' resource: it says where, not how many."""
+"""How long to wait for nodes: a cluster may take minutes to start a GPU machine."""
+POLL_INTERVAL_S = 2.0
+AFFINITY_AMOUNT = 0.001
+"""Amount of the node resource that an actor takes: small, as it only restricts placement."""
 
 Resources = Mapping[str, float]
 
 
-def sliver(node_resource: str) -> dict[str, float]:
-    """The ``resources`` that make Ray put an actor on one of the application's nodes."""
-    return {node_resource: SLIVER} if node_resource else {}
+def node_affinity(node_resource: str) -> dict[str, float]:
+    """The ``resources`` with which Ray places an actor on one of the application's nodes."""
+    return {node_resource: AFFINITY_AMOUNT} if node_resource else {}
 
 
-def homes(node_resource: str, nodes: Sequence[Resources]) -> list[Resources]:
-    """What each of the application's nodes has: of those with the resource, or of all.
+def application_nodes(node_resource: str, nodes: Sequence[Resources]) -> list[Resources]:
+    """Resources of the application's nodes: those with ``node_resource``, or all if it is empty.
 
     Each of them gets a pool, since any may get a worker.
     """
     return [node for node in nodes if not node_resource or node.get(node_resource, 0.0) > 0]
 
 
-def wait_for_homes(
+def wait_for_nodes(
     node_resource: str,
     nodes: Callable[[], Sequence[Resources]],
     *,
@@ -35,16 +35,16 @@ def wait_for_homes(
     wait_s: float = NODE_WAIT_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Resources]:
-    """What the application's nodes have, as soon as enough of them have joined the cluster.
+    """Wait until ``at_least`` of the application's nodes have joined; returns their resources.
 
-    Raises: ConfigError if they do not come
+    Raises: ConfigError if they do not join within ``wait_s``
     """
     found = list[Resources]()
-    for _ in range(max(1, int(wait_s / LOOK_EVERY_S))):
-        found = homes(node_resource, nodes())
+    for _ in range(max(1, int(wait_s / POLL_INTERVAL_S))):
+        found = application_nodes(node_resource, nodes())
         if len(found) >= at_least:
             return found
-        sleep(LOOK_EVERY_S)
+        sleep(POLL_INTERVAL_S)
     if found or not node_resource:
         raise ConfigError(
             f"min_nodes={at_least}: the application had {len(found)} nodes after {wait_s:.0f} s: "

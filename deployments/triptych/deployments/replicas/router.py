@@ -1,4 +1,4 @@
-"""The router's shell: clock, mailbox and peers around the pure coordinator."""
+"""The Serve deployment of the router: clock and message channel around the pure ``Scheduler``."""
 
 import asyncio
 import contextlib
@@ -19,119 +19,121 @@ from triptych.core.messages import (
 )
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.dashboard_state import SHOWN_PAGES, DashboardState
-from triptych.deployments.monitoring.explain import explained, summary
+from triptych.deployments.monitoring.explain import explanations, summary
 from triptych.deployments.monitoring.pool_group import PoolGroup
 from triptych.deployments.monitoring.status import Status
 from triptych.deployments.monitoring.tracing import Tracer
-from triptych.deployments.replicas.gc_tuning import settle_heap
+from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name
-from triptych.router import Patience
 from triptych.router.passes.autoscaling import wanted
 from triptych.router.replay import end_recording, open_scheduler
+from triptych.router.scheduler import Timeouts
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 TRACE_S = 1.0
 REFUSE_S = 3.0
-"""How long a request waits for a stage that its cell lacks before it is to ask another cell."""
-SHOWN_LIVES = 256
-"""Requests that the dashboard gets, of all cells."""
+"""How long a request waits for a missing stage before its shard rejects it for another one."""
+SHOWN_TRACES = 256
+"""Request traces that the dashboard shows, over all shards."""
 RECLAIM_S = 2.0
-"""The pool notices a dead process of its node at its next sweep, long before a lease expires."""
+"""The pool finds a dead process of its node in its next sweep, well before a lease expires."""
 LEAVING_S = 5.0
-"""How long the router, told to leave, waits for the workers to do so before it."""
+"""How long a router that is shut down waits for the workers to exit first."""
 
 
 class RouterReplica:
-    """Feeds messages, losses and the clock to the coordinator, and posts what it answers."""
+    """Passes messages, lost peers and the clock to the scheduler, and posts what it returns."""
 
     async def __init__(self, plan: AppPlan) -> None:
-        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
-        plan = self._site.plan
-        self._coordinator = open_scheduler(
+        self._node = await asyncio.to_thread(NodeContext.enter, plan)
+        plan = self._node.plan
+        self._scheduler = open_scheduler(
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
-            Patience(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.cells > 1 else None),
+            Timeouts(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.shards > 1 else None),
         )
-        self._pools = PoolGroup(plan.pool_address, self._site.network)
+        self._pools = PoolGroup(plan.pool_address, self._node.network)
         self._names = dict[str, str]()
-        """Of workers, by address."""
+        """Names of workers, by address."""
         self._watched = set[str]()
         self._reports = dict[str, Report]()
         self._asking = set[asyncio.Task[None]]()
         self._in_order = asyncio.Lock()
-        self._mailbox = PeerChannel(
-            plan.router_address, self._receive, self._on_lost, self._site.routes
+        self._channel = PeerChannel(
+            plan.router_address, self._receive, self._on_lost, self._node.routes
         )
-        settle_heap()
-        await self._mailbox.start()
+        freeze_heap()
+        await self._channel.start()
         self._ticking = asyncio.create_task(self._tick())
         url = plan.config.router.otlp_traces_endpoint
         self._tracing = asyncio.create_task(self._trace(Tracer(url))) if url else None
 
     async def status(self) -> Status:
-        """What runs where, what is booked, and why: for /health and /metrics."""
-        snapshot = self._coordinator.snapshot(time.monotonic())
-        ledgers = await asyncio.to_thread(self._pools.stat)
-        return Status(snapshot, ledgers, tuple(self._reports.values()))
+        """Workers, reserved memory and counters, for /health and /metrics."""
+        snapshot = self._scheduler.snapshot(time.monotonic())
+        pool_stats = await asyncio.to_thread(self._pools.stat)
+        return Status(snapshot, pool_stats, tuple(self._reports.values()))
 
-    async def board(self) -> DashboardState:
-        """What happens in this cell at this moment, for the dashboard."""
-        plan, router = self._site.plan, self._coordinator
+    async def dashboard_state(self) -> DashboardState:
+        """A snapshot of this shard, for the dashboard."""
+        plan, router = self._node.plan, self._scheduler
         status, pages = await asyncio.gather(
-            self.status(), asyncio.to_thread(self._pools.map, SHOWN_PAGES // plan.cells)
+            self.status(), asyncio.to_thread(self._pools.map, SHOWN_PAGES // plan.shards)
         )
         now = time.monotonic()
         return DashboardState(
             status,
             pages,
-            router.lives(SHOWN_LIVES // plan.cells),
+            router.traces(SHOWN_TRACES // plan.shards),
             router.handles(),
             router.report_ages_s(now),
             now,
-            plan.cells,
-            plan.cell,
+            plan.shards,
+            plan.shard,
         )
 
     async def explain(self, client_id: str) -> list[dict[str, object]]:
-        """What was decided about a client's request; empty if nobody knows it any more."""
-        now, router = time.monotonic(), self._coordinator
-        lives = router.decisions(client_id)
+        """The decisions about a client's request; empty if it is no longer in the history."""
+        now, router = time.monotonic(), self._scheduler
+        traces = router.decisions(client_id)
         under_way = {
-            life.request: found for life in lives if (found := router.explain(life.request, now))
+            trace.request: found
+            for trace in traces
+            if (found := router.explain(trace.request, now))
         }
-        return explained(lives, under_way, now)
+        return explanations(traces, under_way, now)
 
     async def decision(self, client_id: str) -> str:
-        """The same in one line, for a client."""
-        return summary(self._coordinator.decisions(client_id))
+        """The decisions in one line, for the response header."""
+        return summary(self._scheduler.decisions(client_id))
 
     async def wanted_replicas(self, stages: Sequence[Stage]) -> float:
-        """How many replicas should have these stages: what Serve's autoscaling asks."""
-        demand = self._coordinator.demand(time.monotonic())
-        config = self._site.plan.config
+        """How many replicas with these stages the load needs, for Serve's autoscaling."""
+        demand = self._scheduler.demand(time.monotonic())
+        config = self._node.plan.config
         return max(
             wanted(stage, demand, config.autoscaling(stages[-1]).target_utilization)
             for stage in stages
         )
 
     async def __del__(self) -> None:
-        """Serve ends the application: whoever is told something by the router goes first."""
+        """Wait until the workers have exited, then stop: they still need the router."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_S):
-                while self._coordinator.snapshot(time.monotonic()).workers:  # noqa: ASYNC110
+                while self._scheduler.snapshot(time.monotonic()).workers:  # noqa: ASYNC110
                     await asyncio.sleep(TICK_S)
         self._ticking.cancel()
         if self._tracing is not None:
             self._tracing.cancel()
-        await self._mailbox.stop()
-        end_recording(self._coordinator)
+        await self._channel.stop()
+        end_recording(self._scheduler)
         await asyncio.to_thread(self._pools.close)
-        self._site.run_dir.leave()
+        self._node.run_dir.leave()
 
     def check_health(self) -> None:
         if self._ticking.done():
@@ -145,42 +147,42 @@ class RouterReplica:
                 self._names[message.address] = message.name
                 if message.address not in self._watched:
                     self._watched.add(message.address)
-                    self._mailbox.watch(message.address)
-        self._post(self._coordinator.receive(messages, sender, time.monotonic()))
+                    self._channel.watch(message.address)
+        self._post(self._scheduler.receive(messages, sender, time.monotonic()))
 
     def _on_lost(self, address: str) -> None:
         self._watched.discard(address)
         self._reports.pop(address, None)
         name = self._names.pop(address, "")
-        if name and self._site.network:
+        if name and self._node.network:
             self._begin_to_ask(
                 Expel(worker=guest_name(name))
-            )  # what it was fetching is nobody's any more
-        self._post(self._coordinator.lost(address, time.monotonic()))
+            )  # frees the pages that it was fetching
+        self._post(self._scheduler.lost(address, time.monotonic()))
 
     async def _tick(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 await asyncio.sleep(TICK_S)
-                self._post(self._coordinator.tick(time.monotonic()))
+                self._post(self._scheduler.tick(time.monotonic()))
 
     async def _trace(self, tracer: Tracer) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 await asyncio.sleep(TRACE_S)
                 epoch_s = time.time() - time.monotonic()
-                await tracer.post(self._coordinator.lives(), epoch_s)
+                await tracer.post(self._scheduler.traces(), epoch_s)
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
             if isinstance(send.message, Expel | BorrowCacheMemory):
                 self._begin_to_ask(send.message)
             else:
-                self._mailbox.post(send.to, send.message)
+                self._channel.post(send.to, send.message)
 
     def _begin_to_ask(self, message: Expel | BorrowCacheMemory) -> None:
         task = asyncio.create_task(self._ask_pools(message))
-        self._asking.add(task)  # or the garbage collector may take it
+        self._asking.add(task)  # keeps the garbage collector away
         task.add_done_callback(self._asking.discard)
 
     async def _ask_pools(self, message: Expel | BorrowCacheMemory) -> None:
@@ -188,9 +190,9 @@ class RouterReplica:
             if isinstance(message, Expel):
                 await asyncio.to_thread(self._pools.expel, message.worker)
                 return
-            async with self._in_order:  # or an older answer may be heard last
+            async with self._in_order:  # so that answers are handled in the order of the calls
                 lent = await asyncio.to_thread(self._pools.lend, message.bytes)
                 if lent is not None:
-                    self._post(self._coordinator.on(lent, POOL, time.monotonic()))
-        except PoolError as error:  # then nothing is left of anybody, and nothing is lent
-            logger.warning("a pool does not hear %s: %s", message, error)
+                    self._post(self._scheduler.on(lent, POOL, time.monotonic()))
+        except PoolError as error:  # a pool that is gone holds no pages, and lends none
+            logger.warning("pool unavailable for %s: %s", message, error)

@@ -1,6 +1,6 @@
 # Ray's handles lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""A worker's shell: model, engines and their loop in one replica, a link to the router."""
+"""The Serve deployment of a worker: model, stage engines and step loop, linked to the router."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from triptych.core.messages import ROUTER, Message, Register, Send, Stage
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
 from triptych.deployments.placement.autoscaling import WANTED
-from triptych.deployments.replicas.gc_tuning import settle_heap
+from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
@@ -31,64 +31,64 @@ logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 0.5
 STUCK_STEP_S = 120.0
 POOL_ANSWER_S = 30.0
-"""How long one attempt to join a pool waits for its answer; another follows."""
+"""How long one attempt to connect to the pool waits; another attempt follows."""
 POOL_GRACE_S = 300.0
-"""How long a worker waits for a pool that is being started anew.
+"""How long a worker without a pool waits for a new one before it fails its health check.
 
-A worker that is replaced waits for the same pool, and loads its model again meanwhile, on cores
-that the pool needs to start. So this is only for one that cannot join a pool that others have.
+Replacing the worker does not help: its replacement waits for the same pool, and loads the model on
+cores that the pool needs to start. This limit is for a worker that alone cannot connect.
 """
 
 
 def _checkpoint_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
-    """Only decode has more to leave than can be computed again at once."""
+    """Bytes for the decode checkpoint; 0 for workers without the decode stage."""
     slots = plan.config.decode.max_num_seqs
     return checkpoint_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
 
 
 class WorkerReplica:
-    """One replica of a stage, or of all three when they are colocated.
+    """One replica of a stage, or of all three stages when they are colocated.
 
-    The model is loaded once. When the pool is lost, everything around it is made anew: another
-    name, another registration, engines that hold nothing.
+    The model is loaded once. When the pool is lost, the worker connects to the next one under a
+    new name: it registers again and makes new, empty engines.
     """
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
-        self._site = await asyncio.to_thread(NodeContext.arrive, plan)
-        self._plan, self._stages = self._site.plan, tuple(stages)
+        self._node = await asyncio.to_thread(NodeContext.enter, plan)
+        self._plan, self._stages = self._node.plan, tuple(stages)
         plan = self._plan
         self._events = asyncio.get_running_loop()
         self._pool, self._lost_since = await asyncio.to_thread(self._join_pool), 0.0
         self._device = await asyncio.to_thread(device_of, plan.config, self._stages)
         logger.info("%s: computes on %s", self._pool.worker, self._device.name)
-        self._brain = await asyncio.to_thread(
+        self._loaded_model = await asyncio.to_thread(
             load_model, plan.config, plan.pages, plan.model_path, stages, self._device
         )
-        brain = self._brain
-        self._onlooker = LiveProfiler(
-            self._stages, brain.answers.model.network.step_bytes if brain else 0
+        model = self._loaded_model
+        self._live_profiler = LiveProfiler(
+            self._stages, model.answers.model.network.step_bytes if model else 0
         )
         self._loop = await asyncio.to_thread(self._make_loop)
         self._address = plan.address(self._pool.worker)
         self._inbound = self._make_inbound()
-        self._mailbox = PeerChannel(self._address, self._receive, self._on_lost, self._site.routes)
+        self._channel = PeerChannel(self._address, self._receive, self._on_lost, self._node.routes)
         self._link = RouterLink(
-            self._mailbox,
-            self._hello,
+            self._channel,
+            self._registration,
             plan.router_address,
             on_found=self._report,
             on_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
-        settle_heap()
+        freeze_heap()
         self._loop.start()
-        await self._mailbox.start()
+        await self._channel.start()
         self._link.start()
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     def check_health(self) -> None:
-        """Fail, so that Serve replaces this replica, if it can do no more work."""
-        if self._pool.is_lost:  # and the loop may have ended of it
+        """Raise, so that Serve replaces this replica, if it can do no more work."""
+        if self._pool.is_lost:  # the loop may have ended because of it
             lost_s = time.monotonic() - self._lost_since if self._lost_since else 0.0
             if lost_s > POOL_GRACE_S:
                 raise RuntimeError(f"{self._pool.worker}: no pool for {lost_s:.0f} s")
@@ -99,15 +99,15 @@ class WorkerReplica:
             raise RuntimeError(f"{self._pool.worker}: a step is stuck for {age_s:.0f} s")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve asks if this stage may grow: the router knows how much there is to do."""
+        """Serve's autoscaling metric of this stage: how many replicas the router wants."""
         application = serve.get_replica_context().app_name
         router: Any = serve.get_deployment_handle(self._plan.named("Router"), application)
         return {WANTED: await router.wanted_replicas.remote(self._stages)}
 
     async def profile(self, steps: int, seconds: float, *, trace: bool) -> Json | None:
-        """What the next steps of this worker are made of; None while somebody looks on already."""
+        """Profile the next steps of this worker; None if a profile is being taken already."""
         name, loop = self._pool.worker, self._loop
-        return await self._onlooker.look_on(name, loop, steps, seconds, trace=trace)
+        return await self._live_profiler.profile(name, loop, steps, seconds, trace=trace)
 
     async def __del__(self) -> None:
         self._reporting.cancel()
@@ -116,9 +116,9 @@ class WorkerReplica:
         await asyncio.to_thread(self._close_inbound)
         await asyncio.to_thread(self._loop.stop)
         self._link.stop()
-        await self._mailbox.stop()
+        await self._channel.stop()
         await asyncio.to_thread(self._pool.close)
-        self._site.run_dir.leave()
+        self._node.run_dir.leave()
 
     # ---------------------------------------------------------------- the pool
 
@@ -139,7 +139,7 @@ class WorkerReplica:
         engines = make_engines(
             plan.config,
             plan.pages,
-            self._brain,
+            self._loaded_model,
             self._pool,
             self._stages,
             prefixes=self._prefixes,
@@ -149,8 +149,8 @@ class WorkerReplica:
         return StageLoop(self._pool.worker, engines, self._deliver, cores)
 
     def _make_inbound(self) -> RemoteFetch | None:
-        """What fetches pages of other nodes; None if there is only one node."""
-        network = self._site.network
+        """The fetcher of pages from other nodes; None if there is only one node."""
+        network = self._node.network
         if network is None:
             return None
         fetcher = Fetcher(self._pool, network.find_pool, network.access)
@@ -161,7 +161,7 @@ class WorkerReplica:
             self._inbound.close()
 
     @property
-    def _hello(self) -> Register:
+    def _registration(self) -> Register:
         config = self._plan.config
         return Register(
             name=self._pool.worker,
@@ -172,7 +172,7 @@ class WorkerReplica:
         )
 
     async def _rejoin_pool(self) -> None:
-        """Begin anew with the next pool; the router fails what was here when it hears of it."""
+        """Connect to the next pool; the new registration tells the router that all is lost."""
         self._lost_since = self._lost_since or time.monotonic()
         logger.warning("%s: the pool is gone; waiting for the next one", self._pool.worker)
         await asyncio.to_thread(self._close_inbound)
@@ -185,20 +185,20 @@ class WorkerReplica:
         self._loop, self._lost_since = await asyncio.to_thread(self._make_loop), 0.0
         self._inbound = self._make_inbound()
         self._loop.start()
-        self._link.introduce(self._hello)
+        self._link.register(self._registration)
         self._report()
 
     # ---------------------------------------------------------------- messages
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         if self._pool.is_lost:
-            return  # the router gives these requests up when this worker has a new name
+            return  # the router fails these requests when this worker registers again
         take = self._inbound.take if self._inbound else self._loop.post
         for message in messages:
             take(message)
 
     def _deliver(self, sends: Sequence[Send]) -> None:
-        """From the compute thread into the event loop."""
+        """Hand messages from the compute thread to the event loop."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed: we are shutting down
             self._events.call_soon_threadsafe(self._post, sends)
 
@@ -207,7 +207,7 @@ class WorkerReplica:
             if send.to == ROUTER:
                 self._link.post(send.message)
             else:
-                self._mailbox.post(send.to, send.message)
+                self._channel.post(send.to, send.message)
 
     def _on_lost(self, address: str) -> None:
         self._link.lost(address)
@@ -219,9 +219,9 @@ class WorkerReplica:
         self._loop.cancel_all()
 
     def _report(self) -> None:
-        """Until the router has heard this it takes the worker for full."""
+        """Send a load report; without one the router treats the worker as full."""
         skipped = dict(self._prefixes.skipped) if self._prefixes else dict[str, int]()
-        report = self._loop.report(self._pool.taken_pages, self._pool.bytes_copied, skipped)
+        report = self._loop.report(self._pool.allocated_pages, self._pool.bytes_copied, skipped)
         if self._inbound:
             report = self._inbound.completed(report)
         self._link.post(report)

@@ -1,11 +1,11 @@
 # grpcio has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Where mailboxes listen, and the way from one to another.
+"""Addresses of peer channels: unix sockets on one node, a directory of endpoints between nodes.
 
-On one node an address is that of a unix socket, and says all. Between nodes an address is a
-name, nothing more: where the process of that name listens, it has announced in a directory that
-only members of the cluster write. So what a message says is looked up, and never connected to.
+On one node an address is that of a unix socket. With several nodes an address is only a name. The
+process of that name publishes its endpoint in a directory that only members of the cluster can
+write. So an address from a message is looked up there, and never connected to directly.
 """
 
 import asyncio
@@ -30,47 +30,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to reach a mailbox."""
+    """How to reach a peer channel."""
 
     target: str
-    """In gRPC's form."""
+    """gRPC target."""
     access: Access | None = None
-    """What to show there."""
-    is_far: bool = False
+    """Credentials to present there."""
+    is_remote: bool = False
     """Whether it is on another node."""
 
 
 class Routes(Protocol):
-    """The ways that mailboxes of one process have."""
+    """Listens at and resolves addresses of peer channels, for one process."""
 
     @property
     def access(self) -> Access | None:
-        """What who comes in must show."""
+        """What incoming calls must present; None if everything is accepted."""
         ...
 
     async def open(self, address: str, server: grpc.aio.Server) -> None:
-        """Have the server of a mailbox listen at its address."""
+        """Make the server of a channel listen at its address."""
         ...
 
     async def find(self, address: str) -> Route:
-        """The way to another mailbox.
+        """The route to another channel.
 
         Raises: LookupError if there is none
         """
         ...
 
     async def close(self, address: str) -> None:
-        """Nobody listens there any more."""
+        """Withdraw an address."""
         ...
 
 
 class LocalRoutes:
-    """Unix sockets of one node: an address is the way."""
+    """Unix sockets of one node: the address is the gRPC target."""
 
     access = None
 
     async def open(self, address: str, server: grpc.aio.Server) -> None:
-        _make_way(address)
+        _prepare_socket(address)
         server.add_insecure_port(address)
 
     async def find(self, address: str) -> Route:
@@ -84,29 +84,29 @@ LOCAL = LocalRoutes()
 
 
 class Directory(Protocol):
-    """Small values by key that all nodes see. Calls block for a moment."""
+    """A key-value store that all nodes share. Calls block for a moment."""
 
     def put(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes | None: ...
     def remove(self, key: str) -> None: ...
     def keys(self, prefix: str) -> list[str]: ...
     def nodes(self) -> set[str]:
-        """The nodes that are alive: what others have put is there still."""
+        """Ids of live nodes; entries of dead nodes stay in the store."""
         ...
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a process announces: where it listens."""
+class Endpoint:
+    """Where a process listens, as it is published in the directory."""
 
     node: str
     host: str
     port: int
     pages_port: int = 0
-    """Of a pool: where its pages are read."""
+    """Port of a pool from which other nodes read pages; 0 for other processes."""
     arena: str = ""
-    """Of a pool."""
+    """Arena of a pool; empty for other processes."""
 
     def __post_init__(self) -> None:
         for port in (self.port, self.pages_port):
@@ -116,92 +116,92 @@ class Place:
 
 @dataclass(frozen=True)
 class Network:
-    """One node of several: where it is, whom it believes, and where the others are."""
+    """One node of several: its address, its credentials and the directory of the others."""
 
     node: str
     host: str
-    """Address of this node as others reach it."""
+    """Address of this node as other nodes reach it."""
     run_dir: Path
-    """Holds the sockets for processes of this node."""
+    """Directory of the sockets for processes of this node."""
     directory: Directory
     access: Access
     pool: str = "pool"
-    """What pools of this cell are called: those of another one are none of its business."""
+    """Directory prefix of this shard's pools; pools of other shards have another one."""
 
-    # ---------------------------------------------------------------- mailboxes
+    # ---------------------------------------------------------------- peer channels
 
     async def open(self, address: str, server: grpc.aio.Server) -> None:
         unix = self._unix(address)
-        _make_way(unix)
+        _prepare_socket(unix)
         server.add_insecure_port(unix)
         credentials, outside = self.access.server_credentials, f"{bracketed(self.host)}:0"
         if credentials is None:
             port = server.add_insecure_port(outside)
         else:
             port = server.add_secure_port(outside, credentials)
-        place = Place(node=self.node, host=self.host, port=port)
-        await asyncio.to_thread(self._announce, f"mailbox/{address}", place)
+        endpoint = Endpoint(node=self.node, host=self.host, port=port)
+        await asyncio.to_thread(self._announce, f"mailbox/{address}", endpoint)
 
     async def find(self, address: str) -> Route:
         unix = self._unix(address)
-        place = await asyncio.to_thread(self._place, f"mailbox/{address}")
-        if place is None:
-            raise LookupError(f"nobody called {address!r} has said where it listens")
-        if place.node == self.node:
+        endpoint = await asyncio.to_thread(self._endpoint, f"mailbox/{address}")
+        if endpoint is None:
+            raise LookupError(f"the directory has no endpoint of {address!r}")
+        if endpoint.node == self.node:
             return Route(unix, self.access)
-        return Route(f"{bracketed(place.host)}:{place.port}", self.access, is_far=True)
+        return Route(f"{bracketed(endpoint.host)}:{endpoint.port}", self.access, is_remote=True)
 
     async def close(self, address: str) -> None:
         await asyncio.to_thread(self.directory.remove, f"mailbox/{address}")
 
     def _unix(self, address: str) -> str:
         if not _NAME.fullmatch(address):
-            raise LookupError(f"{address!r:.80} is not the name of a mailbox")
+            raise LookupError(f"{address!r:.80} is not the name of a process")
         return f"unix:{self.run_dir / address}.sock"
 
     # ---------------------------------------------------------------- pools
 
     def announce_pool(self, arena: str, address: PoolAddress) -> None:
-        """Say where the pool of this node is; the one before it is gone."""
+        """Publish the endpoint of this node's pool in place of its predecessor's."""
         ports = {"port": address.calls, "pages_port": address.pages}
-        place = Place(node=self.node, host=address.host, arena=arena, **ports)
-        self._announce(f"{self.pool}/{self.node}", place)
+        endpoint = Endpoint(node=self.node, host=address.host, arena=arena, **ports)
+        self._announce(f"{self.pool}/{self.node}", endpoint)
 
     def forget_pool(self) -> None:
         self.directory.remove(f"{self.pool}/{self.node}")
 
     def pools(self) -> dict[str, PoolAddress]:
-        """Where the pools of the cell are, one on each node, by arena."""
+        """Addresses of the shard's pools on live nodes, by arena."""
         alive = self.directory.nodes()
-        places = [self._place(key) for key in self.directory.keys(f"{self.pool}/")]
+        endpoints = [self._endpoint(key) for key in self.directory.keys(f"{self.pool}/")]
         return {
-            place.arena: PoolAddress(place.host, place.port, place.pages_port)
-            for place in places
-            if place is not None and place.node in alive
+            endpoint.arena: PoolAddress(endpoint.host, endpoint.port, endpoint.pages_port)
+            for endpoint in endpoints
+            if endpoint is not None and endpoint.node in alive
         }
 
     def find_pool(self, arena: str) -> PoolAddress | None:
-        """Where the pool of an arena is; None if nobody has said."""
+        """Address of the pool of an arena; None if it is unknown."""
         return self.pools().get(arena)
 
     # ---------------------------------------------------------------- the directory
 
-    def _announce(self, key: str, place: Place) -> None:
-        self.directory.put(key, pack([place]))
+    def _announce(self, key: str, endpoint: Endpoint) -> None:
+        self.directory.put(key, pack([endpoint]))
 
-    def _place(self, key: str) -> Place | None:
+    def _endpoint(self, key: str) -> Endpoint | None:
         value = self.directory.get(key)
         if value is None:
             return None
         match unpack(value):
-            case [Place() as place]:
-                return place
+            case [Endpoint() as endpoint]:
+                return endpoint
             case _:
-                raise MessageError(f"{key} in the directory is no place")
+                raise MessageError(f"{key} in the directory is no endpoint")
 
 
-class Doorkeeper(grpc.aio.ServerInterceptor):
-    """Lets nobody in who does not show the token."""
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Rejects calls that do not present the token."""
 
     def __init__(self, access: Access, refused: Callable[[str], None]) -> None:
         self._access, self._refused = access, refused
@@ -225,8 +225,8 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-def _make_way(address: str) -> None:
-    """Make a unix socket's directory, for this user alone, and remove a dead one's socket."""
+def _prepare_socket(address: str) -> None:
+    """Make a unix socket's directory, private to this user, and remove a stale socket."""
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 # Ray's runtime context lacks types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
-"""Where an actor finds itself: the directory of its node, and the way to other nodes."""
+"""The node that an actor runs on: its run directory, model path and network to other nodes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +25,9 @@ NAMESPACE = "triptych"
 
 @dataclass(frozen=True)
 class RayDirectory:
-    """Announcements of one application, in the key-value store of the Ray cluster.
+    """The directory of one application's endpoints, in the key-value store of the Ray cluster.
 
-    Who can write there can run code in the cluster anyway.
+    Any process that can write there can run code in the cluster anyway.
     """
 
     app: str
@@ -50,7 +50,7 @@ class RayDirectory:
         return {str(node["NodeID"]) for node in nodes if node["Alive"]}
 
     def clear(self) -> None:
-        """Forget the application."""
+        """Remove all entries of the application."""
         _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
 
     def _key(self, key: str) -> str:
@@ -59,17 +59,17 @@ class RayDirectory:
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What an actor needs to know about where it is."""
+    """What an actor needs to know about the node that it runs on."""
 
     plan: AppPlan
-    """As it is on this node."""
+    """The plan with the paths of this node."""
     run_dir: RunDir
     network: Network | None
-    """None if the application keeps to one node."""
+    """None if the application runs on one node."""
 
     @classmethod
-    def arrive(cls, plan: AppPlan) -> "NodeContext":
-        """Find out where this process is, and stay in the directory of its node.
+    def enter(cls, plan: AppPlan) -> "NodeContext":
+        """Find this process's node, and hold its run directory until ``run_dir.leave()``.
 
         Raises: ConfigError, ModelError if this node lacks files that the builder's node has
         """
@@ -97,13 +97,13 @@ class NodeContext:
 
 
 def _address_of(node: str) -> str:
-    """The IP address that a node has told the cluster."""
+    """The IP address under which a node is known to the Ray cluster."""
     nodes = cast("list[dict[str, object]]", ray.nodes())
     return next(str(one["NodeManagerAddress"]) for one in nodes if one["NodeID"] == node)
 
 
 def _model_here(plan: AppPlan) -> Path:
-    # torch comes with it, which pool, router and ingress do without: that is seconds of a restart
+    # It imports torch, which pool, router and ingress do without to start seconds earlier.
     from triptych.workers.models.store.model_store import resolve  # noqa: PLC0415
 
     return resolve(plan.config.model.name)

@@ -3,10 +3,9 @@
 # pyright: reportUnknownArgumentType=false
 """Messages between the processes of one application: msgpack frames over gRPC, no pickle.
 
-Every process has one mailbox. Messages to a peer wait in that peer's outbox, and whatever has
-gathered there travels in one frame, in order: tokens of a whole decode step are one message.
-A peer that is watched and whose connection breaks is lost; that is the death notice, and it
-comes at once, long before a health check would notice.
+Every process has one channel. Messages to a peer are queued in its outbox, and all that are queued
+are sent in one frame, in order: the tokens of a whole decode step are one frame. A watched peer is
+lost when its connection breaks, which is noticed long before a health check would fail.
 """
 
 import asyncio
@@ -20,13 +19,13 @@ import grpc.aio
 
 from triptych.core.errors import MessageError
 from triptych.core.messages import MAX_FRAME_BYTES, Message, pack, unpack
-from triptych.deployments.transport.addressing import LOCAL, Doorkeeper, Route, Routes
+from triptych.deployments.transport.addressing import LOCAL, Route, Routes, TokenInterceptor
 from triptych.kvpool.rpc.auth import failure
 
 logger = logging.getLogger(__name__)
 
 SERVICE = "triptych.Mailbox"
-"""The same in every release, so that a process of another one gets a sentence as its answer."""
+"""Unchanged between releases, so that a process of another release gets a readable error."""
 DELIVER, WATCH = f"/{SERVICE}/Deliver", f"/{SERVICE}/Watch"
 SENDER = "triptych-sender"
 DELIVER_TIMEOUT_S = 20.0
@@ -45,12 +44,12 @@ OPTIONS = [
 Receive = Callable[[Sequence[Message], str], None]
 """Called in the event loop with the messages of a frame and their sender's address."""
 Lost = Callable[[str], None]
-"""Called in the event loop once for a peer that is gone."""
+"""Called in the event loop, once per lost peer, with its address."""
 
 
 @dataclass(eq=False)
 class Peer:
-    """The sending side towards one other mailbox."""
+    """The sending side of the connection to one peer."""
 
     connecting: asyncio.Task[tuple[grpc.aio.Channel, Route]]
     outbox: asyncio.Queue[Message] = field(default_factory=asyncio.Queue[Message])
@@ -58,21 +57,21 @@ class Peer:
 
 
 class PeerChannel:
-    """One process's address, what it receives there, and its connections to others."""
+    """A process's gRPC server at its address, and its connections to peers."""
 
     def __init__(self, address: str, receive: Receive, lost: Lost, routes: Routes = LOCAL) -> None:
         self.address = address
         self._receive, self._lost, self._routes = receive, lost, routes
         self._peers = dict[str, Peer]()
         self.refused = 0
-        """Frames that were no messages, and calls that showed no or a wrong token."""
-        doorkeepers = [Doorkeeper(routes.access, self._refuse)] if routes.access else []
-        self._server = grpc.aio.server(options=OPTIONS, interceptors=doorkeepers)
+        """Number of frames that could not be decoded, and of calls without the right token."""
+        interceptors = [TokenInterceptor(routes.access, self._refuse)] if routes.access else []
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         self._open = asyncio.Event()
 
     async def start(self) -> None:
-        """Listen. A socket file that a dead process left behind is replaced."""
+        """Start to listen; a socket file that a dead process left is replaced."""
         await self._routes.open(self.address, self._server)
         await self._server.start()
 
@@ -84,14 +83,14 @@ class PeerChannel:
         await self._routes.close(self.address)
 
     def post(self, to: str, message: Message) -> None:
-        """Send a message, in order, as soon as the ones before it are through."""
+        """Queue a message for a peer; messages to one peer arrive in order."""
         if to == self.address:
             self._receive([message], to)
             return
         self._peer(to).outbox.put_nowait(message)
 
     def watch(self, address: str, found: Callable[[], None] = lambda: None) -> None:
-        """From now on, say when this peer is gone; ``found`` is called once it answers."""
+        """Report this peer when it is lost; ``found`` is called when it first answers."""
         peer = self._peer(address)
         peer.tasks.append(asyncio.create_task(self._watch(address, peer, found)))
 
@@ -137,7 +136,7 @@ class PeerChannel:
 
     async def _connect(self, address: str) -> tuple[grpc.aio.Channel, Route]:
         route = await self._routes.find(address)
-        options, access = OPTIONS, route.access if route.is_far else None
+        options, access = OPTIONS, route.access if route.is_remote else None
         if access is None or access.channel_credentials is None:
             return grpc.aio.insecure_channel(route.target, options=options), route
         options = [*options, *access.channel_options]
@@ -148,7 +147,7 @@ class PeerChannel:
         try:
             channel, route = await asyncio.shield(peer.connecting)
         except (LookupError, MessageError) as error:
-            logger.info("%s is not there: %s", address, error)
+            logger.info("cannot resolve %s: %s", address, error)
             self._report_lost(address, peer)
             return
         deliver = channel.unary_unary(DELIVER)
@@ -181,7 +180,7 @@ class PeerChannel:
         self._report_lost(address, peer)
 
     def _report_lost(self, address: str, peer: Peer) -> None:
-        """Say it once, and forget the peer: a later message opens a new connection."""
+        """Report a lost peer once and drop it; a later message opens a new connection."""
         if self._peers.get(address) is peer:
             del self._peers[address]
             closing = asyncio.create_task(self._close(peer))
@@ -198,7 +197,7 @@ class PeerChannel:
         for task in peer.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        peer.connecting.cancel()  # no more than a request if it is done
+        peer.connecting.cancel()  # has no effect if it is done
         with contextlib.suppress(asyncio.CancelledError, LookupError, MessageError):
             channel, _ = await peer.connecting
             await channel.close()

@@ -1,4 +1,4 @@
-"""The private directory of a running application: its sockets, and who still uses them."""
+"""The private directory of a running application, with its sockets and a lock per process."""
 
 import contextlib
 import fcntl
@@ -17,34 +17,34 @@ from triptych.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 POOL_SOCKETS = "pool*.sock"
-"""One for each cell of an application (``AppPlan.named``)."""
+"""One pool socket for each shard of an application (``AppPlan.named``)."""
 _LOCK = "lock"
 
 
 def base_dir() -> Path:
-    """Where this user's applications have their directories.
+    """The parent of the run directories of this user's applications.
 
-    It is short and in the temporary directory, since the path of a socket ends at 107 bytes.
+    It is a short path in the temporary directory, since a socket path has at most 107 bytes.
     """
     return Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
 
 
 def new_run_dir() -> Path:
-    """A path that no application has had. ``RunDir.enter`` makes the directory."""
+    """A new unique path. ``RunDir.enter`` creates the directory."""
     return base_dir() / f"app-{secrets.token_hex(4)}"
 
 
 def pool_sockets() -> list[Path]:
-    """Sockets of the pools of this user's applications, dead ones among them."""
+    """Pool sockets of this user's applications, including those of dead ones."""
     return sorted(base_dir().glob(f"app-*/{POOL_SOCKETS}"))
 
 
 class RunDir:
-    """One process's stay in the directory of its application.
+    """A process's shared lock on the run directory of its application.
 
-    Every process of the application shares a file lock there for as long as it lives. The
-    kernel takes the lock from a process whichever way it dies, so a directory whose lock
-    nobody shares is an orphan. The last process to leave removes it.
+    Every process of the application holds a shared file lock there while it runs. The kernel
+    releases the lock however a process dies, so a directory whose lock no process holds is an
+    orphan. The last process to leave removes the directory.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -52,17 +52,17 @@ class RunDir:
 
     @classmethod
     def enter(cls, path: Path) -> Self:
-        """Make the directory if it is not there, for this user alone, and stay in it.
+        """Create the directory if necessary, private to this user, and take its shared lock.
 
-        Raises: ConfigError if the directory around it belongs to somebody else
+        Raises: ConfigError if the parent directory belongs to another user
         """
         while True:
             _make_private(path.parent)
-            with contextlib.suppress(FileExistsError):  # mkdir(exist_ok) would look again, too late
+            with contextlib.suppress(FileExistsError):  # mkdir(exist_ok) checks again, too late
                 path.mkdir(mode=0o700)
             try:
                 descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the last one before us removed the directory just now
+            except FileNotFoundError:  # the last process to leave removed the directory just now
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if os.fstat(descriptor).st_nlink:
@@ -71,9 +71,9 @@ class RunDir:
 
     @contextlib.contextmanager
     def only_one(self, role: str) -> Generator[None]:
-        """Be the only process in that role here; wait until a former one has ended.
+        """Hold the exclusive lock of a role; waits until the process that has it ends.
 
-        The kernel ends the wait whichever way that one dies.
+        The kernel releases the lock however that process dies.
         """
         descriptor = os.open(
             self.path / f"{role}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -85,7 +85,7 @@ class RunDir:
             os.close(descriptor)
 
     def leave(self) -> None:
-        """Leave; if nobody else is there, the directory goes too. Once is enough."""
+        """Release the lock; the last process removes the directory. Repeated calls do nothing."""
         if self._descriptor >= 0:
             _remove_if_unused(self.path, self._descriptor)
             os.close(self._descriptor)
@@ -93,29 +93,29 @@ class RunDir:
 
 
 def remove_orphans() -> list[Path]:
-    """Remove the directories of this user's applications that died, and return their paths."""
+    """Remove run directories of this user's dead applications; returns their paths."""
     removed = list[Path]()
     for path in base_dir().glob("app-*"):
         try:
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # somebody is just making it, or it is none of ours
+        except OSError:  # it is just being created, or belongs to another user
             continue
         if _remove_if_unused(path, descriptor):
             removed.append(path)
-            logger.info("removed %s of an application that is dead", path)
+            logger.info("removed run directory %s of a dead application", path)
         os.close(descriptor)
     return removed
 
 
 def find_orphans() -> list[Path]:
-    """The directories of this user's applications that died."""
+    """Run directories of this user's dead applications."""
     found = list[Path]()
     for path in sorted(base_dir().glob("app-*")):
         try:
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
-        with contextlib.suppress(BlockingIOError):  # somebody lives there
+        with contextlib.suppress(BlockingIOError):  # a process holds the lock
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found.append(path)
         os.close(descriptor)
@@ -123,12 +123,12 @@ def find_orphans() -> list[Path]:
 
 
 def check_base_dir() -> None:
-    """Raise ConfigError unless applications of this user can have their directories."""
+    """Raise ConfigError if run directories cannot be created for this user."""
     _make_private(base_dir())
 
 
 def _remove_if_unused(path: Path, descriptor: int) -> bool:
-    """Remove the directory if this process alone has its lock; the lock is gone either way."""
+    """Remove the directory if no other process holds its lock; this process's lock is released."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What every method is given, and what it hands back."""
+"""Cases that every method runs, and their outcomes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A prompt to compress, then tokens that are forced, then tokens that are free.
+    """A prompt to compress, then teacher-forced tokens, then greedy tokens.
 
-    Only the prompt is seen by the compressor. What is forced comes after: a text's
-    continuation, or the question about the prompt.
+    The compressor sees the prompt alone. Forced tokens follow: a text's continuation, or the
+    question about the prompt.
     """
 
     name: str
     prompt: tuple[int, ...]
     forced: tuple[int, ...] = ()
-    """Tokens after the prompt, whatever the model would say."""
+    """Teacher-forced tokens after the prompt."""
     free_tokens: int = 0
-    """Tokens of the greedy answer after them."""
+    """Number of greedy tokens after them."""
     scored: bool = False
     """Whether the logits before ``forced[1:]`` are kept; the first comes from the prompt alone."""
 
@@ -32,45 +32,45 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one compressed prompt, next to its keys and values in 16 bits."""
+    """Bytes of one compressed prompt, and of its keys and values in 16 bits."""
 
     full_bytes: int
     """Keys and values of all tokens in 16 bits, nothing else."""
     data_bytes: int
-    """What attention reads: codes and scales of the tokens that are stored; of a method that
-    leaves out pages, those that it reads, on the mean of its steps, and their summaries."""
+    """What attention reads: codes and scales of the stored tokens. For page retrieval: the mean
+    over steps of the pages read, and all summaries."""
     all_in_bytes: int
-    """All that is held for the prompt: whole pages with scores and positions, and their tables."""
+    """All bytes stored for the prompt: whole pages with scores and positions, and their tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a method did with a case."""
+    """Result of a method on a case."""
 
     logits: Tensor | None
     """[forced tokens - 1, vocab] float32, before each of ``forced[1:]``, if the case is scored."""
     tokens: tuple[int, ...]
-    """The free tokens."""
+    """The greedy tokens."""
     footprint: Footprint
     hit: float | None = None
-    """Share of all attention that goes to what is read, where a method's masks tell."""
+    """Share of all attention on the tokens read, for methods with masks."""
 
 
 class Method(Protocol):
-    """A way to keep a prompt's keys and values."""
+    """A way to store a prompt's keys and values."""
 
     @property
     def name(self) -> str: ...
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Take the cases one by one or together; the outcomes come in their order."""
+        """Run the cases, together or one by one; outcomes are in the order of the cases."""
         ...
 
 
 @dataclass(frozen=True)
 class EqualBytes:
-    """A method that is given as many bytes as another one took."""
+    """A method that gets as many bytes as another one used."""
 
     name: str
     at: Callable[[float], Method]
-    """Makes the method from a share of the bytes that 16 bits take."""
+    """Makes the method from a share of the bytes in 16 bits."""

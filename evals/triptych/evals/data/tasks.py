@@ -1,7 +1,7 @@
 """Generated tasks whose question comes after the prompt was compressed.
 
 All are seeded and need no data file. The filler is the prose of a split. A small model fails
-some of them with its full cache already, so every score stands next to that one.
+some of them even with its full cache, so every score is reported next to the full cache's.
 """
 
 import random
@@ -15,8 +15,8 @@ from triptych.evals.data.texts import Split, prose
 from triptych.evals.data.vocabulary import Vocabulary
 
 DEEPEST = 0.85
-"""Facts lie before this share of the context, so that no recent window holds them."""
-WORDS = ("river", "candle", "anchor", "violin", "garden", "marble", "saddle", "lantern", "pepper")
+"""Facts are placed before this share of the context, outside of recent windows."""
+NOUNS = ("river", "candle", "anchor", "violin", "garden", "marble", "saddle", "lantern", "pepper")
 REPETITIONS = 100
 DISTRACTORS = 4
 RARE_TOKENS = 4
@@ -36,8 +36,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Maker:
-    """What the generators of tasks share."""
+class TaskBuilder:
+    """Builds tasks from facts, a question and an answer."""
 
     vocabulary: Vocabulary
     filler: Sequence[int]
@@ -52,23 +52,23 @@ class Maker:
         question: str,
         answer: str,
     ) -> Task:
-        """Put facts at their depths into filler, and split question and answer into tokens."""
+        """Insert facts into the filler at their depths, and tokenize question and answer."""
         prompt = self._place([(depth, self.vocabulary.encode(fact)) for depth, fact in facts])
-        return self.asked(kind, number, prompt, question, answer)
+        return self.with_prompt(kind, number, prompt, question, answer)
 
-    def asked(
+    def with_prompt(
         self, kind: str, number: int, prompt: Sequence[int], question: str, answer: str
     ) -> Task:
-        """The question is what is the same with and without the answer behind it."""
+        """A task; the question's tokens are those that the answer after it does not change."""
         alone = self.vocabulary.encode(question)
         whole = self.vocabulary.encode(question + answer)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(alone, whole, strict=False))
-        asked = tuple(token for token, _ in same)
-        expected = tuple(whole[len(asked) :])
+        forced = tuple(token for token, _ in same)
+        expected = tuple(whole[len(forced) :])
         case = Case(
             name=f"{kind}-{number}",
             prompt=tuple(prompt),
-            forced=asked,
+            forced=forced,
             free_tokens=len(expected),
         )
         return Task(kind=kind, case=case, expected=expected)
@@ -88,46 +88,46 @@ class Maker:
         return prompt + list(self.filler[used:room])
 
 
-Generate = Callable[[Maker, random.Random, int, float], Task]
-"""Maker, randomness, number of the task and depth of its fact, to a task."""
+Generate = Callable[[TaskBuilder, random.Random, int, float], Task]
+"""From builder, randomness, task number and depth of its fact to a task."""
 
 
-def passkey(maker: Maker, draw: random.Random, number: int, depth: float) -> Task:
+def passkey(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
     """One number somewhere in the text."""
-    key = draw.randrange(10_000, 100_000)
+    key = rng.randrange(10_000, 100_000)
     fact = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
     question = "\nWhat is the pass key? The pass key is"
-    return maker.task("passkey", number, [(depth, fact)], question, f" {key}")
+    return builder.task("passkey", number, [(depth, fact)], question, f" {key}")
 
 
-def needles(maker: Maker, draw: random.Random, number: int, depth: float) -> Task:
-    """Several numbers under different names; one is asked for."""
-    names = draw.sample(WORDS, DISTRACTORS + 1)
-    numbers = [draw.randrange(10_000, 100_000) for _ in names]
-    places = [depth, *(draw.uniform(0, DEEPEST) for _ in names[1:])]
+def needles(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
+    """Several numbers under different names; the question names one."""
+    names = rng.sample(NOUNS, DISTRACTORS + 1)
+    numbers = [rng.randrange(10_000, 100_000) for _ in names]
+    places = [depth, *(rng.uniform(0, DEEPEST) for _ in names[1:])]
     facts = [
         (place, f"\nThe magic number for {name} is {value}.\n")
         for place, name, value in zip(places, names, numbers, strict=True)
     ]
     question = f"\nWhat is the magic number for {names[0]}? The magic number for {names[0]} is"
-    return maker.task("needles", number, facts, question, f" {numbers[0]}")
+    return builder.task("needles", number, facts, question, f" {numbers[0]}")
 
 
-def repetition(maker: Maker, draw: random.Random, number: int, depth: float) -> Task:
-    """The same random words a hundred times over; after the first half, the rest is asked for."""
+def repetition(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
+    """The same random words 100 times; the question is their first half, the answer the rest."""
     del depth
-    words = draw.sample(WORDS, 6)
-    line = " ".join(words)
-    prompt = maker.vocabulary.encode(f"{line}.\n" * REPETITIONS)
-    half = " ".join(words[:3])
-    return maker.asked("repetition", number, prompt, half, line.removeprefix(half))
+    nouns = rng.sample(NOUNS, 6)
+    line = " ".join(nouns)
+    prompt = builder.vocabulary.encode(f"{line}.\n" * REPETITIONS)
+    half = " ".join(nouns[:3])
+    return builder.with_prompt("repetition", number, prompt, half, line.removeprefix(half))
 
 
-def rare(maker: Maker, draw: random.Random, number: int, depth: float) -> Task:
-    """A phrase of tokens that the rest of the text does not have."""
-    used, decode = set(maker.filler), maker.vocabulary.decode
+def rare(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
+    """A phrase of tokens that occur nowhere else in the text."""
+    used, decode = set(builder.filler), builder.vocabulary.decode
     phrase = ""
-    for token in draw.sample(range(maker.vocabulary.size), maker.vocabulary.size):
+    for token in rng.sample(range(builder.vocabulary.size), builder.vocabulary.size):
         text = decode([token])
         if token not in used and text.startswith(" ") and text[1:].isalpha() and text.isascii():
             phrase += text
@@ -135,19 +135,19 @@ def rare(maker: Maker, draw: random.Random, number: int, depth: float) -> Task:
             break
     fact = f"\nThe secret phrase is:{phrase}.\n"
     question = "\nWhat is the secret phrase? The secret phrase is:"
-    return maker.task("rare", number, [(depth, fact)], question, phrase)
+    return builder.task("rare", number, [(depth, fact)], question, phrase)
 
 
-def aliasing(maker: Maker, draw: random.Random, number: int, depth: float) -> Task:
+def aliasing(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
     """Two facts that differ in one letter and in their numbers."""
-    right, wrong = (draw.randrange(1_000, 10_000) for _ in range(2))
-    names = draw.sample(("Anna", "Anne"), 2)
+    right, wrong = (rng.randrange(1_000, 10_000) for _ in range(2))
+    names = rng.sample(("Anna", "Anne"), 2)
     facts = [
         (depth, f"\n{names[0]}'s code is {right}.\n"),
-        (draw.uniform(0, DEEPEST), f"\n{names[1]}'s code is {wrong}.\n"),
+        (rng.uniform(0, DEEPEST), f"\n{names[1]}'s code is {wrong}.\n"),
     ]
     question = f"\nWhat is {names[0]}'s code? {names[0]}'s code is"
-    return maker.task("aliasing", number, facts, question, f" {right}")
+    return builder.task("aliasing", number, facts, question, f" {right}")
 
 
 TASKS: dict[str, Generate] = {
@@ -164,19 +164,19 @@ def make_tasks(
     count: int,
     seed: int,
 ) -> list[Task]:
-    """``count`` tasks of each kind, facts at depths that are spread evenly.
+    """``count`` tasks of each kind, with facts at evenly spaced depths.
 
-    Raises: ConfigError for a kind that there is not, or a context that filler cannot fill
+    Raises: ConfigError for an unknown kind, or a context that is longer than the filler
     """
     tokens = vocabulary.encode(prose(split))
     made = list[Task]()
     for kind in kinds:
         if kind not in TASKS:
             raise ConfigError(f"task {kind!r}: expected one of {sorted(TASKS)}")
-        draw = random.Random(f"{seed} {kind}")
+        rng = random.Random(f"{seed} {kind}")
         for number in range(count):
-            start = draw.randrange(max(1, len(tokens) - context))
-            maker = Maker(vocabulary, tokens[start : start + context], context)
+            start = rng.randrange(max(1, len(tokens) - context))
+            builder = TaskBuilder(vocabulary, tokens[start : start + context], context)
             depth = DEEPEST * (number + 0.5) / count
-            made.append(TASKS[kind](maker, draw, number, depth))
+            made.append(TASKS[kind](builder, rng, number, depth))
     return made

@@ -1,9 +1,9 @@
-"""Texts that are on every Python machine, cut into documents for calibration and evaluation.
+"""Texts from Python's standard library, cut into documents for calibration and evaluation.
 
 Prose: ``pydoc_data.topics``, the language reference as Python carries it for ``help()``. Code:
 modules of the standard library. Both are under the PSF licence, which allows use and copies;
 nothing is downloaded and nothing is stored here. Every source belongs to one split, so a
-profile that was calibrated on one split has not seen a line of the other.
+profile calibrated on one split uses no line of the other.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ CODE: dict[Split, tuple[str, ...]] = {
     "evaluation": ("argparse", "inspect", "subprocess", "ipaddress", "dataclasses", "statistics"),
     "calibration": ("typing", "tarfile", "doctest", "enum", "threading", "configparser"),
 }
-"""Modules that are one large file in every Python since 3.11."""
+"""Modules that are one large file in every Python version from 3.11 on."""
 
-SEEN_LIMIT = 0.1
-"""Share of known paragraphs from which a topic counts as a copy."""
+DUPLICATE_LIMIT = 0.1
+"""A topic with a larger share of known paragraphs is left out as a duplicate."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A context to compress and what the text says after it."""
+    """A context to compress, and the text after it."""
 
     name: str
     context: tuple[int, ...]
@@ -43,17 +43,17 @@ class Document:
 
 @cache
 def prose(split: Split) -> str:
-    """Topics of a split, one after another.
+    """Topics of a split, joined.
 
     Some topics repeat sections of others. A topic that shares paragraphs with an earlier one
-    is left out, so that the two splits share none; the rest go to the splits in turns.
+    is left out, so that the two splits share none; the others alternate between the splits.
     """
     kept = list[str]()
     known = set[str]()
     by_size = sorted(pydoc_data.topics.topics.items(), key=lambda item: (-len(item[1]), item[0]))
     for _, text in by_size:
         paragraphs = {part.strip() for part in text.split("\n\n") if len(part.strip()) > 40}
-        if len(paragraphs & known) <= SEEN_LIMIT * len(paragraphs):
+        if len(paragraphs & known) <= DUPLICATE_LIMIT * len(paragraphs):
             kept.append("\n\n".join(p for p in text.split("\n\n") if p.strip() not in known))
         known |= paragraphs
     return "\n\n".join(kept[0 if split == "evaluation" else 1 :: 2])
@@ -67,7 +67,7 @@ def sources(split: Split) -> list[tuple[str, str]]:
 
 
 def text_hash(split: Split) -> str:
-    """Changes with any character of a split: Python versions differ in their texts."""
+    """Hash of all texts of a split: Python versions differ in their texts."""
     joined = "\0".join(text for _, text in sources(split))
     return hashlib.sha256(joined.encode()).hexdigest()[:12]
 
@@ -75,24 +75,24 @@ def text_hash(split: Split) -> str:
 def documents(
     encode: Encode, split: Split, *, context: int, continuation: int, count: int, seed: int = 0
 ) -> list[Document]:
-    """Cut ``count`` documents that share no token, prose and code by turns.
+    """Cut ``count`` disjoint documents, alternating between prose and code.
 
-    Each ``seed`` but 0 cuts elsewhere, and takes the pieces in another order; documents of two
-    seeds may overlap in part.
+    Each ``seed`` above 0 has other cuts and another order of documents; documents of two seeds may
+    overlap in part.
 
     Units:   ``context`` and ``continuation`` in tokens
     Raises:  ConfigError if the split holds too little text
     """
     (first, text), *code = sources(split)
     size = context + continuation
-    draw = random.Random(seed) if seed else None
-    if draw:
-        draw.shuffle(code)
+    rng = random.Random(seed) if seed else None
+    if rng:
+        rng.shuffle(code)
     piles = [
-        _cut(first, encode(text), context, size, draw),
-        _by_turns([_cut(name, encode(body), context, size, draw) for name, body in code]),
+        _cut(first, encode(text), context, size, rng),
+        _interleave([_cut(name, encode(body), context, size, rng) for name, body in code]),
     ]
-    found = list(_by_turns(piles))
+    found = list(_interleave(piles))
     if len(found) < count:
         raise ConfigError(
             f"{count} documents of {size} tokens: the {split} texts hold {len(found)}; "
@@ -102,18 +102,18 @@ def documents(
 
 
 def _cut(
-    name: str, tokens: Sequence[int], context: int, size: int, draw: random.Random | None
+    name: str, tokens: Sequence[int], context: int, size: int, rng: random.Random | None
 ) -> Iterator[Document]:
     spare = len(tokens) - size
-    first = draw.randrange(max(1, min(size, spare))) if draw else 0
+    first = rng.randrange(max(1, min(size, spare))) if rng else 0
     starts = list(range(first, spare + 1, size))
-    if draw:
-        draw.shuffle(starts)
+    if rng:
+        rng.shuffle(starts)
     for start in starts:
         middle, end = start + context, start + size
         yield Document(f"{name}@{start}", tuple(tokens[start:middle]), tuple(tokens[middle:end]))
 
 
-def _by_turns(piles: Sequence[Iterator[Document]]) -> Iterator[Document]:
+def _interleave(piles: Sequence[Iterator[Document]]) -> Iterator[Document]:
     rounds = chain.from_iterable(zip_longest(*piles))
     return (document for document in rounds if document is not None)

@@ -1,7 +1,7 @@
 # tokenizers has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Text to tokens and back, without templates, special tokens or limits of length."""
+"""Tokenizer without templates, special tokens or length limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any
 from triptych.workers.models.pretrained import read_tokenizer
 
 LONG = 10_000
-"""Characters from which on a text is a source, and worth remembering."""
+"""Texts of at least this many characters are cached."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Vocabulary:
         return int(self._backend.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
-        return list(_read(self, text) if len(text) >= LONG else self._encode(text))
+        return list(_encode_cached(self, text) if len(text) >= LONG else self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -41,6 +41,6 @@ class Vocabulary:
 
 
 @lru_cache(maxsize=32)
-def _read(vocabulary: Vocabulary, text: str) -> list[int]:
-    """Each source is cut many times, with other seeds and context lengths."""
+def _encode_cached(vocabulary: Vocabulary, text: str) -> list[int]:
+    """Sources are cut many times, with other seeds and context lengths."""
     return vocabulary._encode(text)  # pyright: ignore[reportPrivateUsage]

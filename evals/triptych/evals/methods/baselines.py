@@ -1,4 +1,4 @@
-"""Baselines by name, each at the bytes of another method or at a share that is told."""
+"""Baselines by name, each at the bytes of another method or at a given share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.evals.data.cases import Case, EqualBytes, Footprint, Method, Outcome
-from triptych.evals.methods.eviction import EVICTIONS, Evict
+from triptych.evals.methods.eviction import EVICTIONS, EvictionPolicy
 from triptych.evals.methods.full_cache import FullCache
 from triptych.evals.methods.masked_attention import MaskedModel
-from triptych.evals.methods.page_retrieval import Rank, Step, page_scores, visible_tokens
+from triptych.evals.methods.page_retrieval import LayerQueries, Rank, page_scores, visible_tokens
 from triptych.kernels.select import Rule
 from triptych.kernels.select.summary import summary_bytes
 
@@ -31,15 +31,15 @@ Settings = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evicted:
-    """Only some tokens of the prompt are kept, in 16 bits.
+class EvictionBaseline:
+    """An eviction baseline: some tokens of the prompt are kept, in 16 bits.
 
     Their bytes are counted without pages, tables or positions, in the baselines' favour.
     """
 
     name: str
     model: MaskedModel
-    policy: Evict
+    policy: EvictionPolicy
     keep: float
     """Share of the tokens."""
 
@@ -47,34 +47,34 @@ class Evicted:
         return [self._outcome(case) for case in cases]
 
     def _outcome(self, case: Case) -> Outcome:
-        seen = self.model.read(case.prompt).seen
-        kept = self.policy(seen, round(self.keep * seen.tokens))
+        prompt = self.model.prefill(case.prompt).attention
+        kept = self.policy(prompt, round(self.keep * prompt.tokens))
         masks = tuple(kept)
 
-        def look(layer: int, step: Step) -> Tensor:
-            return with_newer(masks[layer], step)
+        def mask(layer: int, queries: LayerQueries) -> Tensor:
+            return with_newer(masks[layer], queries)
 
-        logits, tokens, tally = self.model.follow(case, look)
+        logits, tokens, counts = self.model.run(case, mask)
         token_bytes = 4 * self.model.facts.geometry.head_dim
         held = int(kept.sum()) * token_bytes
         footprint = Footprint(
             full_bytes=kept.numel() * token_bytes, data_bytes=held, all_in_bytes=held
         )
-        return Outcome(logits=logits, tokens=tokens, footprint=footprint, hit=tally.hit_share)
+        return Outcome(logits=logits, tokens=tokens, footprint=footprint, hit=counts.hit_share)
 
 
-def with_newer(kept: Tensor, step: Step) -> Tensor:
-    """What was kept of the prompt and all that came after it: [KH, N] -> [KH, T, n]."""
-    queries = step.query.shape[2]
-    total, prompt = step.keys.shape[1], kept.shape[1]
-    seen = kept.new_ones(kept.shape[0], queries, total).tril(step.first)
-    seen[..., :prompt] = kept[:, None]
-    return seen
+def with_newer(kept: Tensor, queries: LayerQueries) -> Tensor:
+    """Mask of the kept prompt tokens and all tokens after the prompt: [KH, N] -> [KH, T, n]."""
+    count = queries.query.shape[2]
+    total, prompt = queries.keys.shape[1], kept.shape[1]
+    mask = kept.new_ones(kept.shape[0], count, total).tril(queries.first)
+    mask[..., :prompt] = kept[:, None]
+    return mask
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paged:
-    """Everything is kept in 16 bits, and some pages of it are read."""
+class PageRetrievalBaseline:
+    """A page retrieval baseline: all tokens are kept in 16 bits, some pages are read."""
 
     name: str
     model: MaskedModel
@@ -87,7 +87,7 @@ class Paged:
         return [self._outcome(case) for case in cases]
 
     def _outcome(self, case: Case) -> Outcome:
-        logits, tokens, tally = self.model.follow(case, self._look)
+        logits, tokens, counts = self.model.run(case, self._mask)
         geometry = self.model.facts.geometry
         full = len(case.prompt) * geometry.head_rows * geometry.head_dim * 4
         choosing = geometry.head_rows * max(0, geometry.layers - self.dense_layers)
@@ -95,22 +95,22 @@ class Paged:
         summaries = pages * _summary_bytes(self.rank, geometry.head_dim)
         footprint = Footprint(
             full_bytes=full,
-            data_bytes=round(full * tally.read_share) + summaries,
+            data_bytes=round(full * counts.read_share) + summaries,
             all_in_bytes=full + summaries,
         )
-        return Outcome(logits=logits, tokens=tokens, footprint=footprint, hit=tally.hit_share)
+        return Outcome(logits=logits, tokens=tokens, footprint=footprint, hit=counts.hit_share)
 
-    def _look(self, layer: int, step: Step) -> Tensor | None:
+    def _mask(self, layer: int, queries: LayerQueries) -> Tensor | None:
         if layer < self.dense_layers:
             return None
-        scores = page_scores(self.rank, step, self.page_tokens)
-        tokens = step.keys.shape[1]
-        return visible_tokens(scores, self.rule, step.first, tokens, self.page_tokens)
+        scores = page_scores(self.rank, queries, self.page_tokens)
+        tokens = queries.keys.shape[1]
+        return visible_tokens(scores, self.rule, queries.first, tokens, self.page_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmasked:
-    """The full cache in the layers of the baselines, so that they need not read a prompt again."""
+class UnmaskedFullCache:
+    """The full cache, run by the baselines' model, which has already prefilled each prompt."""
 
     model: MaskedModel
     name: str = "full"
@@ -119,33 +119,33 @@ class Unmasked:
         return [self._outcome(case) for case in cases]
 
     def _outcome(self, case: Case) -> Outcome:
-        logits, tokens, _ = self.model.follow(case, _every_token)
+        logits, tokens, _ = self.model.run(case, _every_token)
         geometry = self.model.facts.geometry
         full = len(case.prompt) * geometry.head_rows * geometry.head_dim * 4
         footprint = Footprint(full_bytes=full, data_bytes=full, all_in_bytes=full)
         return Outcome(logits=logits, tokens=tokens, footprint=footprint)
 
 
-def _every_token(layer: int, step: Step) -> None:
-    del layer, step
+def _every_token(layer: int, queries: LayerQueries) -> None:
+    del layer, queries
 
 
 def reference_of(methods: Sequence[Method | EqualBytes], model_path: Path) -> Method:
-    """The full cache: of transformers as it is, unless all methods are baselines with masks."""
-    masked = [one for one in methods if isinstance(one, Evicted | Paged)]
+    """The full-cache reference: transformers' own, or the masked model if all methods use it."""
+    masked = [one for one in methods if isinstance(one, EvictionBaseline | PageRetrievalBaseline)]
     if len(masked) == len(methods):
-        return Unmasked(model=masked[0].model)
+        return UnmaskedFullCache(model=masked[0].model)
     return FullCache(model_path)
 
 
 def is_baseline(name: str) -> bool:
-    """Whether a method's name, with settings or without, is that of a baseline."""
+    """Whether a method's name, with or without settings, names a baseline."""
     return name.partition("+")[0] in (*EVICTIONS, *PAGED)
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Makes the baselines of one model, which read each prompt once for all of them."""
+    """Makes the baselines of one model; they share each prompt's prefill."""
 
     model_path: Path
     _model: MaskedModel = field(init=False)
@@ -156,8 +156,8 @@ class Baselines:
     def parse(self, name: str) -> Method | EqualBytes:
         """``h2o``, ``h2o+keep=0.5``, ``quest+page=32+keep=0.3+dense_layers=0``.
 
-        ``keep`` is the share of tokens that are kept, or of pages that are read; without it the
-        method gets the bytes of another one. Of pages, those are the bytes that are read.
+        ``keep`` is the share of tokens that are kept, or of pages that are read. Without it the
+        method gets as many bytes as another one; for page retrieval, as many bytes read.
 
         Raises: ConfigError for a setting that the baseline does not have
         """
@@ -173,12 +173,12 @@ class Baselines:
             return make(given[KEEP])
         return EqualBytes(name, self._fitted(PAGED[kind], make, given) if kind in PAGED else make)
 
-    def _evicted(self, name: str, policy: Evict, keep: float) -> Method:
-        return Evicted(name=name, model=self._model, policy=policy, keep=min(1.0, keep))
+    def _evicted(self, name: str, policy: EvictionPolicy, keep: float) -> Method:
+        return EvictionBaseline(name=name, model=self._model, policy=policy, keep=min(1.0, keep))
 
     def _paged(self, name: str, rank: Rank, given: Settings, keep: float) -> Method:
         sinks, window = int(given["sink_tokens"]), int(given["window_tokens"])
-        return Paged(
+        return PageRetrievalBaseline(
             name=name,
             model=self._model,
             rank=rank,
@@ -190,7 +190,7 @@ class Baselines:
     def _fitted(
         self, rank: Rank, make: Callable[[float], Method], given: Settings
     ) -> Callable[[float], Method]:
-        """Turn a share of bytes into one of pages: dense layers and summaries are read, too."""
+        """Convert a share of bytes into a share of pages: dense layers and summaries count too."""
         geometry = self._model.facts.geometry
         dense = min(1.0, given["dense_layers"] / geometry.layers)
         summary = _summary_bytes(rank, geometry.head_dim)
@@ -204,16 +204,16 @@ class Baselines:
 
 
 def _summary_bytes(rank: Rank, head_dim: int) -> int:
-    """Bytes of a page's summary; what no kernel serves counts as the smaller one."""
+    """Bytes of a page's summary; a ranking without a kernel counts as the smaller one."""
     if rank == "static":
         return 0
     return summary_bytes("moments" if rank == "moments" else "box", head_dim)
 
 
 def settings_of(name: str, usual: Settings) -> Settings:
-    """Numbers behind a baseline's name, over the usual ones.
+    """Settings in a baseline's name, over the defaults.
 
-    Raises: ConfigError naming what the baseline knows
+    Raises: ConfigError naming the known settings
     """
     found = dict(usual)
     for setting in name.split("+")[1:]:

@@ -1,10 +1,10 @@
 # transformers leaves the calls of its models and caches untyped.
 # pyright: reportUnknownMemberType=false
-"""Methods without our engines: the full cache of transformers, and formats that we do not serve.
+"""Methods that run transformers alone: the full cache, and simulated page formats.
 
 ``full`` is the reference of every comparison. ``simulated:k4v8`` rounds the cache of
-transformers with the reference quantizer, for formats that no page has: negative controls, and
-what a format would bring before it has kernels.
+transformers with the reference quantizer, for formats without pages and kernels: negative
+controls, and estimates of a format before it is implemented.
 """
 
 import re
@@ -28,22 +28,22 @@ from triptych.workers.models.pretrained import read_config, read_weights
 
 SIMULATED = re.compile(r"k([1-8]|16)v([1-8]|16)(?::([1248]):([1248]))?")
 
-Alter = Callable[[DynamicCache], None]
+EditCache = Callable[[DynamicCache], None]
 
 
 @dataclass(frozen=True)
 class FullCache:
-    """transformers in float32 with all keys and values as they are."""
+    """transformers in float32 with its full, unquantized cache."""
 
     model_path: Path
     name: str = "full"
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        runner = PlainRunner(self.model_path)
+        runner = TransformersRunner(self.model_path)
         return [self._outcome(case, runner) for case in cases]
 
-    def _outcome(self, case: Case, runner: "PlainRunner") -> Outcome:
-        logits, tokens = runner.run(case, _leave_as_is)
+    def _outcome(self, case: Case, runner: "TransformersRunner") -> Outcome:
+        logits, tokens = runner.run(case, _unchanged)
         full = runner.full_bytes(len(case.prompt))
         footprint = Footprint(full_bytes=full, data_bytes=full, all_in_bytes=full)
         return Outcome(logits=logits, tokens=tokens, footprint=footprint)
@@ -51,10 +51,10 @@ class FullCache:
 
 @dataclass(frozen=True)
 class SimulatedFormat:
-    """transformers in float32, the prompt's cache rounded as if pages of ``format`` held it.
+    """transformers in float32, the prompt's cache rounded to ``format``.
 
-    The newest ``window_tokens`` stay as they are. Unlike the engines, tokens that come after
-    the prompt stay so too, and the window ends at a token instead of at a page.
+    The newest ``window_tokens`` are not rounded. Unlike in the engines, tokens after the prompt are
+    not rounded either, and the window ends at a token instead of at a page.
     """
 
     model_path: Path
@@ -66,11 +66,11 @@ class SimulatedFormat:
         return f"simulated:{self.format.name}"
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        runner = PlainRunner(self.model_path)
+        runner = TransformersRunner(self.model_path)
         return [self._outcome(case, runner) for case in cases]
 
-    def _outcome(self, case: Case, runner: "PlainRunner") -> Outcome:
-        logits, tokens = runner.run(case, self._alter)
+    def _outcome(self, case: Case, runner: "TransformersRunner") -> Outcome:
+        logits, tokens = runner.run(case, self._round_old)
         count = len(case.prompt)
         recent = min(count, self.window_tokens)
         geometry = runner.facts.geometry
@@ -79,7 +79,7 @@ class SimulatedFormat:
         footprint = of_rows(rows, geometry.head_dim, page, runner.full_bytes(count))
         return Outcome(logits=logits, tokens=tokens, footprint=footprint)
 
-    def _alter(self, cache: DynamicCache) -> None:
+    def _round_old(self, cache: DynamicCache) -> None:
         for layer in cache.layers:
             layer = cast("Any", layer)  # its tensors are declared optional
             old = max(0, layer.keys.shape[2] - self.window_tokens)
@@ -105,19 +105,19 @@ def simulated_format(name: str) -> PageFormat:
     return PageFormat(name.lower(), int(key_bits), int(value_bits), key_groups, value_groups)
 
 
-def _leave_as_is(_cache: DynamicCache) -> None:
+def _unchanged(_cache: DynamicCache) -> None:
     return
 
 
 def _round(vectors: Tensor, bits: int, groups: int) -> None:
-    """Replace vectors by what a page would give back. Shapes: [..., d]"""
+    """Replace vectors by their quantized and dequantized values. Shapes: [..., d]"""
     flat = vectors.reshape(-1, vectors.shape[-1])
     vectors.copy_(decode(encode(flat, bits, groups)).view_as(vectors))
 
 
 @dataclass(frozen=True)
-class PlainRunner:
-    """One model of transformers that takes cases: prompt, change of the cache, the rest."""
+class TransformersRunner:
+    """Runs cases on a transformers model: prefill, edit the cache, decode."""
 
     model_path: Path
     facts: ModelFacts = field(init=False)
@@ -131,16 +131,16 @@ class PlainRunner:
         return read_weights(path, read_config(path), "float32", "cpu", "sdpa")
 
     def full_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens in 16 bits."""
+        """Bytes of the keys and values of this many tokens in 16 bits."""
         geometry = self.facts.geometry
         return tokens * geometry.head_rows * geometry.head_dim * 4
 
     @torch.inference_mode()
-    def run(self, case: Case, alter: Alter) -> tuple[Tensor | None, tuple[int, ...]]:
+    def run(self, case: Case, edit: EditCache) -> tuple[Tensor | None, tuple[int, ...]]:
         """Logits before each of ``forced[1:]`` if scored, and the free tokens."""
         cache = DynamicCache(config=self.model.config)
         last = self._feed(case.prompt, cache, keep=1)
-        alter(cache)
+        edit(cache)
         kept = None
         if case.forced:
             every = self._feed(case.forced, cache, keep=len(case.forced))

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.flatten untyped in part.
-"""A model whose attention after the prompt sees only what a baseline lets it see.
+"""A transformers model in float32 whose attention after the prompt is masked by a baseline.
 
-transformers' own layers in float32 with an attention of our own in the middle: first over the
-prompt, noting what the baselines want to know, then over what follows it, with a mask. All
-tokens of a text are fed at once: each sees what it would see if they came one by one.
+The prompt runs with full attention, which records what the baselines need. The tokens after it run
+with a mask. All tokens of a continuation are fed at once; the mask gives each the tokens that it
+would read one by one.
 """
 
 from collections import OrderedDict
@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from triptych.core.errors import ModelError
 from triptych.evals.data.cases import Case
-from triptych.evals.methods.eviction import WINDOW_TOKENS, Seen
-from triptych.evals.methods.page_retrieval import Step
+from triptych.evals.methods.eviction import WINDOW_TOKENS, PromptAttention
+from triptych.evals.methods.page_retrieval import LayerQueries
 from triptych.evals.studies.runner import BATCH_CASES
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.facts import ModelFacts, describe
@@ -30,24 +30,24 @@ from triptych.workers.models.hf_model import ATTENTION, run_hf_model
 from triptych.workers.models.pretrained import read_config, read_weights
 
 BLOCK_QUERIES = 256
-"""Queries of a prompt whose weights exist at once."""
+"""Queries of a prompt whose attention weights are in memory at once."""
 TINY = float(torch.finfo(torch.float32).tiny)
-"""Keeps a query whose attention is all elsewhere from dividing by nothing."""
+"""Smallest divisor when attention is normalized over the tokens that are read."""
 
 
-class Look(Protocol):
-    """Which tokens the queries of a layer read."""
+class TokenMask(Protocol):
+    """Chooses the tokens that the queries of a layer read."""
 
-    def __call__(self, layer: int, step: Step) -> Tensor | None:
-        """bool [KH, T, n]; None: all of those that came before them."""
+    def __call__(self, layer: int, queries: LayerQueries) -> Tensor | None:
+        """bool [KH, T, n]; None: all tokens before each query."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt that was read once, for all baselines."""
+class PrefilledPrompt:
+    """A prompt after prefill, shared by all baselines."""
 
-    seen: Seen
+    attention: PromptAttention
     values: tuple[Tensor, ...]
     """Of each layer: [KH, N, d] float32."""
     significance: Tensor
@@ -57,15 +57,16 @@ class Prompt:
 
 
 @dataclass
-class Tally:
-    """What a run read of what it could have read."""
+class ReadCounts:
+    """What a run read, and what full attention would have read."""
 
     hit: float = 0.0
-    """Attention that the tokens that were read have of all, summed over queries and heads."""
+    """Attention weight on the tokens that were read, summed over queries and heads."""
     queries: int = 0
     read: int = 0
     """Tokens, summed over queries and KV heads."""
-    whole: int = 0
+    total: int = 0
+    """Tokens that full attention reads, summed likewise."""
 
     @property
     def hit_share(self) -> float:
@@ -73,11 +74,11 @@ class Tally:
 
     @property
     def read_share(self) -> float:
-        return self.read / max(1, self.whole)
+        return self.read / max(1, self.total)
 
 
-class Watching(Attend):
-    """Attention over a prompt; keeps keys, values and who received how much."""
+class RecordingAttention(Attend):
+    """Attention over a prompt; records keys, values and the attention each token received."""
 
     def __init__(self) -> None:
         self.keys = list[Tensor]()
@@ -115,14 +116,14 @@ class Watching(Attend):
         return _ungrouped(out)
 
 
-class Reading(Attend):
-    """Attention of what follows a prompt, through a ``Look``."""
+class MaskedAttention(Attend):
+    """Attention of the tokens after a prompt, through a ``TokenMask``."""
 
-    def __init__(self, prompt: Prompt, look: Look) -> None:
-        self._prompt, self._look = prompt, look
-        self._keys = list(prompt.seen.keys)
+    def __init__(self, prompt: PrefilledPrompt, mask: TokenMask) -> None:
+        self._prompt, self._mask = prompt, mask
+        self._keys = list(prompt.attention.keys)
         self._values = list(prompt.values)
-        self.tally = Tally()
+        self.counts = ReadCounts()
 
     @property
     def tokens(self) -> int:
@@ -147,36 +148,36 @@ class Reading(Attend):
         self._keys[layer], self._values[layer] = keys, values
         grouped = _by_kv_head(query, key.shape[1]) * scale
         weights = _weights(grouped, keys, first)
-        whole = weights.shape[0] * sum(range(first + 1, first + len(query) + 1))
-        step = Step(
+        total = weights.shape[0] * sum(range(first + 1, first + len(query) + 1))
+        queries = LayerQueries(
             query=grouped,
             keys=keys,
             weights=weights,
             first=first,
             significance=self._prompt.significance[layer],
         )
-        seen = self._look(layer, step)
-        tally = self.tally
-        tally.queries += weights.shape[0] * weights.shape[1] * weights.shape[2]
-        tally.whole += whole
-        if seen is None:
-            tally.hit += float(weights.sum())
-            tally.read += whole
+        mask = self._mask(layer, queries)
+        counts = self.counts
+        counts.queries += weights.shape[0] * weights.shape[1] * weights.shape[2]
+        counts.total += total
+        if mask is None:
+            counts.hit += float(weights.sum())
+            counts.read += total
             return _ungrouped(weights @ values[:, None])
-        read = weights * seen[:, None]
+        read = weights * mask[:, None]
         hit = read.sum(-1, keepdim=True)
-        tally.hit += float(hit.sum())
-        tally.read += int(seen.sum())
+        counts.hit += float(hit.sum())
+        counts.read += int(mask.sum())
         return _ungrouped((read / hit.clamp_min(TINY)) @ values[:, None])
 
 
 @dataclass
 class MaskedModel:
-    """The model, and the prompts that it has read last."""
+    """The model, and its last ``BATCH_CASES`` prompts after prefill."""
 
     model_path: Path
-    _read: OrderedDict[tuple[int, ...], Prompt] = field(
-        default_factory=OrderedDict[tuple[int, ...], Prompt]
+    _prompts: OrderedDict[tuple[int, ...], PrefilledPrompt] = field(
+        default_factory=OrderedDict[tuple[int, ...], PrefilledPrompt]
     )
 
     @cached_property
@@ -189,46 +190,46 @@ class MaskedModel:
         return describe(self.model_path)
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int]) -> Prompt:
-        """Read a prompt, or find it among the last ``BATCH_CASES``.
+    def prefill(self, tokens: Sequence[int]) -> PrefilledPrompt:
+        """Prefill a prompt, or return it if it is among the last ``BATCH_CASES``.
 
-        Raises: ModelError if the model's attention is not the plain one
+        Raises: ModelError for sliding windows or softcaps
         """
         name = tuple(tokens)
-        if name not in self._read:
-            watching = Watching()
-            logits = self._feed(name, 0, watching, keep=1)[0]
-            seen = Seen(
-                keys=tuple(watching.keys),
-                sums=torch.stack(watching.sums),
-                last=torch.stack(watching.last),
+        if name not in self._prompts:
+            recording = RecordingAttention()
+            logits = self._feed(name, 0, recording, keep=1)[0]
+            attention = PromptAttention(
+                keys=tuple(recording.keys),
+                sums=torch.stack(recording.sums),
+                last=torch.stack(recording.last),
             )
-            self._read[name] = Prompt(
-                seen=seen,
-                values=tuple(watching.values),
-                significance=seen.significance,
+            self._prompts[name] = PrefilledPrompt(
+                attention=attention,
+                values=tuple(recording.values),
+                significance=attention.significance,
                 logits=logits,
             )
-            if len(self._read) > BATCH_CASES:
-                self._read.popitem(last=False)
-        self._read.move_to_end(name)
-        return self._read[name]
+            if len(self._prompts) > BATCH_CASES:
+                self._prompts.popitem(last=False)
+        self._prompts.move_to_end(name)
+        return self._prompts[name]
 
     @torch.inference_mode()
-    def follow(self, case: Case, look: Look) -> tuple[Tensor | None, tuple[int, ...], Tally]:
+    def run(self, case: Case, mask: TokenMask) -> tuple[Tensor | None, tuple[int, ...], ReadCounts]:
         """Logits before each of ``forced[1:]`` if scored, the free tokens, and what was read."""
-        prompt = self.read(case.prompt)
-        reading = Reading(prompt, look)
+        prompt = self.prefill(case.prompt)
+        attend = MaskedAttention(prompt, mask)
         kept, last = None, prompt.logits
         if case.forced:
-            every = self._feed(case.forced, reading.tokens, reading, keep=len(case.forced))
+            every = self._feed(case.forced, attend.tokens, attend, keep=len(case.forced))
             kept, last = (every[:-1] if case.scored else None), every[-1]
         tokens = list[int]()
         while len(tokens) < case.free_tokens:
             if tokens:
-                last = self._feed(tokens[-1:], reading.tokens, reading, keep=1)[0]
+                last = self._feed(tokens[-1:], attend.tokens, attend, keep=1)[0]
             tokens.append(int(last.argmax()))
-        return kept, tuple(tokens), reading.tally
+        return kept, tuple(tokens), attend.counts
 
     def _feed(self, tokens: Sequence[int], first: int, attend: Attend, *, keep: int) -> Tensor:
         """Logits after the last ``keep`` tokens, [keep, vocab]."""

@@ -1,6 +1,6 @@
 # transformers leaves the calls of its models and caches untyped.
 # pyright: reportUnknownMemberType=false
-"""Mean keys of a model: what can be taken from all keys of a head without attention noticing."""
+"""Mean keys of a model: subtracting a head's mean key leaves its attention unchanged."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from triptych.evals.methods.full_cache import PlainRunner
+from triptych.evals.methods.full_cache import TransformersRunner
 
 
 @torch.inference_mode()
-def mean_keys(runner: PlainRunner, texts: Iterable[Sequence[int]]) -> Tensor:
+def mean_keys(runner: TransformersRunner, texts: Iterable[Sequence[int]]) -> Tensor:
     """Mean key of each head after RoPE over all tokens but the first of each text.
 
-    The first token attracts attention that has nowhere to go; its key lies far from all others.
+    The first token is an attention sink; its key is far from all others.
 
     Shapes:  -> [layers, kv_heads, head_dim] float32
     """

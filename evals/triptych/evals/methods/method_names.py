@@ -1,4 +1,4 @@
-"""Names of methods, as on the command line, and what they stand for."""
+"""Parses method names from the command line into methods."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -35,10 +35,10 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
     """The method that a name stands for.
 
     ``full``, ``default`` (the settings of ``base``), ``simulated:<format>``, or a policy of
-    the compressor with settings behind it: ``uniform:k8v4+recent_window_tokens=128``, or
+    the compressor with settings after it: ``uniform:k8v4+recent_window_tokens=128``, or
     ``default+selection.method=moments`` for those of ``decode.selection``.
 
-    Raises: ConfigError if the name or a setting is none that we know
+    Raises: ConfigError if the name or a setting is unknown
     """
     if name == FULL:
         return FullCache(model_path)
@@ -56,10 +56,10 @@ def parse_methods(
 ) -> list[Method | EqualBytes]:
     """Methods in the order of their names; a name that comes twice counts once.
 
-    Baselines (``h2o``, ``quest+page=32``, ...) take as many bytes as the first method that is
-    none, or what ``+keep=`` says.
+    Baselines (``h2o``, ``quest+page=32``, ...) take as many bytes as the first method that is not
+    a baseline, or the share in ``+keep=``.
 
-    Raises: ConfigError if there is no method, or none that says how many bytes baselines get
+    Raises: ConfigError if there is no method, or nothing states the bytes of the baselines
     """
     wanted = [name for name in dict.fromkeys(names) if name != FULL]
     if not wanted:
@@ -78,7 +78,7 @@ def parse_methods(
 
 
 def _with_settings(name: str, base: AppConfig) -> AppConfig:
-    """The settings of ``base`` with those behind the policy's name, which stand for themselves."""
+    """``base`` with the settings in a method's name; a policy starts from its own defaults."""
     policy, *settings = name.split("+")
     given: dict[str, object] = {"profile": base.compressor.profile, "policy": policy}
     compressor = asdict(base.compressor) if policy == DEFAULT else given

@@ -1,15 +1,15 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.unflatten, amax and others untyped in part.
-"""Baselines that store everything and read the pages that a query needs.
+"""Page retrieval baselines: the whole cache is stored, each query reads the best pages.
 
-The rankings of ``decode.selection`` and three more, for pages of any size, on keys that are not
-rounded. The served kernels have 13 tokens in a 16-bit page and byte summaries; here the idea
-alone is measured, all queries of a text at once.
+The rankings of ``decode.selection`` and three more, for pages of any size, on unquantized keys.
+The served kernels have 13 tokens in a 16-bit page and summaries in bytes; these baselines measure
+the ranking alone, for all queries of a text at once.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,41 +19,40 @@ from triptych.kernels.select.reference import moments
 from triptych.kernels.select.summary import DEVIATIONS
 
 Rank = Literal["box", "moments", "mean", "oracle", "static"]
-"""By what pages are ranked: the corner of the box around their keys (Quest, TinyServe), means and
-deviations of their blocks of keys, the mean of all keys alone, the largest weight that attention
-gives to one of their tokens (which no summary can know), or the attention that they received in the
-prompt's pass, whatever the query is."""
-RANKS: tuple[Rank, ...] = get_args(Rank)
+"""How pages are ranked. ``box``: the corner of the box around a page's keys (Quest, TinyServe).
+``moments``: mean and standard deviation of blocks of keys. ``mean``: the mean key of a page.
+``oracle``: the largest true attention weight of a token in the page, which no summary can know.
+``static``: the attention that the page received during prefill, for every query the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One layer's T queries, at positions ``first`` and on, over all n keys so far."""
+class LayerQueries:
+    """T queries of one layer, at positions from ``first`` on, with all n keys so far."""
 
     query: Tensor
     """[KH, G, T, d] float32, scaled."""
     keys: Tensor
     """[KH, n, d] float32."""
     weights: Tensor
-    """[KH, G, T, n]: attention over all keys that the queries may see."""
+    """[KH, G, T, n]: causal attention weights over all keys."""
     first: int
     significance: Tensor
-    """[KH, N]: mean attention that the prompt's tokens received in its pass."""
+    """[KH, N]: mean attention that each prompt token received during prefill."""
 
 
-def page_scores(rank: Rank, step: Step, page_tokens: int) -> Tensor:
-    """How promising each full page is to each query, the largest of its group: [KH, T, full].
+def page_scores(rank: Rank, queries: LayerQueries, page_tokens: int) -> Tensor:
+    """Score of each full page for each query, the largest of its query group: [KH, T, full].
 
     Source: Quest, TinyServe section 3 (box); moments are ours (docs/log.md)
     """
-    full = step.keys.shape[1] // page_tokens
+    full = queries.keys.shape[1] // page_tokens
     if rank == "oracle":
-        weights = step.weights[..., : full * page_tokens].unflatten(-1, (full, page_tokens))
+        weights = queries.weights[..., : full * page_tokens].unflatten(-1, (full, page_tokens))
         return weights.amax((1, -1))
     if rank == "static":
-        return _received(step, full, page_tokens)
-    pages = step.keys[:, : full * page_tokens].unflatten(1, (full, page_tokens))
-    query = step.query.flatten(1, 2)
+        return _received(queries, full, page_tokens)
+    pages = queries.keys[:, : full * page_tokens].unflatten(1, (full, page_tokens))
+    query = queries.query.flatten(1, 2)
     if rank == "box":
         most, least = pages.amax(2), pages.amin(2)
         scores = query.relu() @ most.mT + query.clamp(max=0) @ least.mT
@@ -61,7 +60,7 @@ def page_scores(rank: Rank, step: Step, page_tokens: int) -> Tensor:
         scores = query @ pages.mean(2).mT
     else:
         scores = _by_moments(query, pages)
-    return scores.unflatten(1, step.query.shape[1:3]).amax(1)
+    return scores.unflatten(1, queries.query.shape[1:3]).amax(1)
 
 
 def _by_moments(query: Tensor, pages: Tensor) -> Tensor:
@@ -74,23 +73,22 @@ def _by_moments(query: Tensor, pages: Tensor) -> Tensor:
     return torch.stack(every).amax(0)
 
 
-def _received(step: Step, full: int, page_tokens: int) -> Tensor:
-    """Pages that hold tokens from after the prompt have received nothing yet: they are read."""
-    known = min(full, step.significance.shape[1] // page_tokens)
-    sums = step.significance[:, : known * page_tokens].unflatten(1, (known, page_tokens)).sum(-1)
+def _received(queries: LayerQueries, full: int, page_tokens: int) -> Tensor:
+    """Attention per page during prefill: [KH, T, full]; infinity for pages after the prompt."""
+    known = min(full, queries.significance.shape[1] // page_tokens)
+    sums = queries.significance[:, : known * page_tokens].unflatten(1, (known, page_tokens)).sum(-1)
     scores = torch.full((len(sums), full), float("inf"))
     scores[:, :known] = sums
-    return scores[:, None].expand(-1, step.query.shape[2], -1)
+    return scores[:, None].expand(-1, queries.query.shape[2], -1)
 
 
-def marked_scores(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:
-    """Scores of all pages; infinity for those that are read in any case, and less than nothing for
-    those behind a query.
+def masked_scores(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:
+    """Scores of all pages: infinity where always read, minus infinity for later pages.
 
-    Read in any case are pages that hold a first or a newest token, and the page that is being
-    filled.
+    Always read are pages that hold a sink token or a token of the recent window, and the page that
+    is not full yet.
 
-    Shapes:  scores [KH, T, full pages] -> [KH, T, pages]; queries stand at ``first`` and on
+    Shapes:  scores [KH, T, full pages] -> [KH, T, pages]; queries are at ``first`` and on
     """
     heads, queries, full = scores.shape
     pages = -(-tokens // page_tokens)
@@ -106,15 +104,15 @@ def marked_scores(scores: Tensor, rule: Rule, first: int, tokens: int, page_toke
 
 
 def visible_tokens(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:
-    """Which tokens each query reads, its own among them: bool [KH, T, tokens].
+    """Mask of the tokens that each query reads, its own included: bool [KH, T, tokens].
 
-    Beside those that are read in any case, which count, the best are read.
+    Pages that are always read count towards the number of pages; the best others fill the rest.
 
-    Shapes:  scores [KH, T, full pages]; queries stand at ``first`` to ``first + T - 1``
+    Shapes:  scores [KH, T, full pages]; queries are at ``first`` to ``first + T - 1``
     """
     queries = scores.shape[1]
     position = torch.arange(first, first + queries)[:, None]
-    padded = marked_scores(scores, rule, first, tokens, page_tokens)
+    padded = masked_scores(scores, rule, first, tokens, page_tokens)
     page = torch.arange(padded.shape[2])
     there = range(first + 1, first + queries + 1)  # tokens that each query may see
     counts = torch.tensor([rule.pages(-(-seen // page_tokens), seen) for seen in there])

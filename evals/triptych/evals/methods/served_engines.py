@@ -1,4 +1,4 @@
-"""Methods that are ours: the served engines themselves, teacher-forced."""
+"""The served engines as methods, with teacher forcing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,33 +11,35 @@ from triptych.core.errors import ModelError
 from triptych.core.messages import Compressed, Message, Sampling
 from triptych.evals.data.cases import Case, Outcome
 from triptych.evals.metrics.footprint import of_handle
-from triptych.evals.metrics.teacher_forcing import Script, Teacher
+from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
 from triptych.workers.local import LocalServer
 
 
 @dataclass(frozen=True)
 class EngineMethod:
-    """Prefill, compressor and decode stage with the settings that a server would have."""
+    """Prefill, compress and decode stage with a server's settings."""
 
     name: str
     config: AppConfig
     model_path: Path
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Serve the cases together, and no case what another one left behind.
+        """Serve the cases together, without a prefix cache between them.
 
-        Raises:  ModelError if a request fails, as when it is longer than the pool can hold
+        Raises:  ModelError if a request fails, as when the pool is too small for it
         """
-        teacher = Teacher([Script(case.forced, keep=case.scored) for case in cases])
+        teacher = TeacherForcing(
+            [ForcedTokens(case.forced, keep_logits=case.scored) for case in cases]
+        )
         handles = dict[str, Compressed]()
 
-        def watch(message: Message) -> None:
+        def on_message(message: Message) -> None:
             if isinstance(message, Compressed):
                 handles[message.request] = message
 
-        alone = replace(self.config.pool, prefix_bytes=0, disk_path="", disk_bytes=0)
-        config = replace(self.config, pool=alone)
-        with LocalServer(config, self.model_path, teacher.draw, watch) as server:
+        no_cache = replace(self.config.pool, prefix_bytes=0, disk_path="", disk_bytes=0)
+        config = replace(self.config, pool=no_cache)
+        with LocalServer(config, self.model_path, teacher.sample, on_message) as server:
             plan = server.plan
             requests = [
                 server.request(case.prompt, _sampling(case, number))

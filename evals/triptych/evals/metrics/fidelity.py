@@ -1,8 +1,8 @@
 # torch leaves Tensor.tolist untyped.
 # pyright: reportUnknownMemberType=false
-"""How far a method's next-token distributions are from the full cache's, with confidence.
+"""Distance of a method's next-token distributions from the full cache's, with intervals.
 
-Needs torch and numpy alone, so that baselines in environments of their own use the same lines.
+Needs torch and numpy alone, so that baselines in other environments can import it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Steps:
-    """One document, step by step: each array has one value per teacher-forced token."""
+    """Per-token figures of one document: each array has one value per teacher-forced token."""
 
     kl: Floats
     """KL(full || method), in nats."""
     agree: Floats
-    """1 where both find the same token most likely, else 0."""
+    """1 where both have the same most likely token, else 0."""
     nll_full: Floats
     """Negative log likelihood of the text's next token with the full cache, in nats."""
     nll: Floats
@@ -50,7 +50,7 @@ def compare(full: Tensor, method: Tensor, targets: Sequence[int]) -> Steps:
     """Compare two runs over the same text.
 
     Shapes:  full, method [steps, vocab], logits before each of ``targets``
-    Dtypes:  any float; compared in float64, since a good method's KL is below float32's noise
+    Dtypes:  any float; compared in float64, float32 rounds more than a good method's KL
     """
     starts = range(0, len(targets), CHUNK_STEPS)
     slices = [slice(start, start + CHUNK_STEPS) for start in starts]
@@ -75,7 +75,7 @@ def _compare(full: Tensor, method: Tensor, targets: Sequence[int]) -> tuple[Floa
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A method over all documents of a row; intervals hold 95 % of the bootstrap over documents."""
+    """A method over all documents of a row; intervals are 95 % bootstraps over documents."""
 
     documents: int
     tokens: int
@@ -92,10 +92,10 @@ class Summary:
 
 
 def summarize(documents: Sequence[Sequence[Steps]]) -> Summary:
-    """Put documents together; each may hold several pieces, as at several context lengths.
+    """Summarize documents; each may have several pieces, as at several context lengths.
 
-    A piece of one document resembles its other pieces, so documents are resampled, not pieces.
-    All differences are paired: method and full cache saw the same tokens.
+    Pieces of one document are correlated, so documents are resampled, not pieces. All differences
+    are paired: method and full cache ran on the same tokens.
     """
     joined = [_join(pieces) for pieces in documents]
     every = _join(joined)
@@ -117,14 +117,14 @@ def summarize(documents: Sequence[Sequence[Steps]]) -> Summary:
 
 
 def kl_means(documents: Sequence[Sequence[Steps]]) -> list[float]:
-    """Mean KL of each document: what two methods are compared by, document by document."""
+    """Mean KL of each document, for paired comparisons of two methods."""
     return [float(_join(pieces).kl.mean()) for pieces in documents]
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:
-    """95 % interval of the mean over documents, by resampling them; none for a single one.
+    """95 % bootstrap interval of the mean over documents; None for a single document.
 
-    For two methods over the same documents, pass the differences: the interval is then paired.
+    For a paired interval of two methods over the same documents, pass the differences.
     """
     if len(values) < 2:
         return None
@@ -143,7 +143,7 @@ def _join(pieces: Sequence[Steps]) -> Steps:
 
 
 def first_divergence(full: Sequence[int], answer: Sequence[int]) -> int | None:
-    """How many tokens agree before the answers part; None if they are the same."""
+    """Tokens before the first difference of two answers; None if they are the same."""
     for at, (ours, theirs) in enumerate(zip(full, answer, strict=True)):
         if ours != theirs:
             return at

@@ -1,4 +1,4 @@
-"""Bytes of a compressed prompt, counted from the handle that the decode stage gets."""
+"""Bytes of a compressed prompt, counted from the handle that the decode stage receives."""
 
 from collections.abc import Iterable
 
@@ -14,11 +14,11 @@ TABLE_ENTRY_BYTES = 4
 
 
 def of_handle(handle: KVHandle, plan: PagePlan) -> Footprint:
-    """Count what the pages of a handle hold and take.
+    """Count data bytes and all-in bytes of the pages of a handle.
 
-    All-in: whole pages, so scores, positions, the recent window and unfilled cells are in it,
-    and the page table's entries. What all requests share (the free list, a model's key basis)
-    is not.
+    All-in bytes are whole pages, so scores, positions, the recent window and unfilled slots are
+    included, and the page table's entries. What all requests share (the free list, a model's mean
+    keys) is not.
     """
     runs = [(page_format(run.format), np.frombuffer(run.tokens, "<i4")) for run in handle.runs]
     rows = ((form, int(count)) for form, counts in runs for count in counts)
@@ -28,7 +28,7 @@ def of_handle(handle: KVHandle, plan: PagePlan) -> Footprint:
 def of_rows(
     rows: Iterable[tuple[PageFormat, int]], head_dim: int, page_bytes: int, full_bytes: int
 ) -> Footprint:
-    """The same from the tokens that each head row holds in each format."""
+    """As ``of_handle``, from the tokens of each head row in each format."""
     data = all_in = 0
     for form, tokens in rows:
         pages = PageLayout(form, head_dim, page_bytes).pages(tokens)

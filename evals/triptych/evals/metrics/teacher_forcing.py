@@ -1,4 +1,4 @@
-"""Teacher forcing: what would the served engines have said next, given this text so far?"""
+"""Teacher forcing: logits of the served engines at each token of a given text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,37 +14,37 @@ from triptych.workers.sampling.sampler import Drawn, SamplerRow
 
 
 @dataclass(frozen=True)
-class Script:
-    """Tokens that an answer begins with, whatever the model finds likely; then it is greedy."""
+class ForcedTokens:
+    """Tokens that an output must begin with; after them it is greedy."""
 
-    forced: Sequence[int]
-    keep: bool = True
-    """Whether to keep the logits that the forced tokens were drawn against."""
+    tokens: Sequence[int]
+    keep_logits: bool = True
+    """Whether to keep the logits before each forced token."""
 
 
 @dataclass
-class Teacher:
-    """Draws answers by script. A request's ``seed`` is the number of its script."""
+class TeacherForcing:
+    """A sampler that forces tokens. A request's ``seed`` is the index of its ``outputs`` entry."""
 
-    scripts: Sequence[Script]
+    outputs: Sequence[ForcedTokens]
     logits: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
-    """By script, the logits before each of its forced tokens: (vocab,) float32."""
+    """By index, the logits before each forced token: (vocab,) float32."""
 
-    def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
         """Shapes: logits (N, vocab), one row each"""
-        return [self._next(row, seen) for row, seen in zip(rows, logits, strict=True)]
+        return [self._next(row, row_logits) for row, row_logits in zip(rows, logits, strict=True)]
 
-    def _next(self, row: SamplerRow, seen: Tensor) -> Drawn:
+    def _next(self, row: SamplerRow, logits: Tensor) -> Drawn:
         number = row.sampling.seed
-        script = self.scripts[number]
-        if row.length >= len(script.forced):
-            return Drawn(token=int(seen.argmax()))
-        if script.keep:
-            self.logits.setdefault(number, []).append(seen.to("cpu", copy=True))
-        return Drawn(token=script.forced[row.length])
+        output = self.outputs[number]
+        if row.length >= len(output.tokens):
+            return Drawn(token=int(logits.argmax()))
+        if output.keep_logits:
+            self.logits.setdefault(number, []).append(logits.to("cpu", copy=True))
+        return Drawn(token=output.tokens[row.length])
 
 
-def forced_logits(
+def teacher_forced_logits(
     config: AppConfig,
     model_path: Path,
     prompts: Sequence[Sequence[int]],
@@ -55,11 +55,11 @@ def forced_logits(
     Shapes:  -> for each prompt a list of (vocab,) float32, as long as its continuation
     Raises:  ModelError if a request fails
     """
-    teacher = Teacher([Script(said) for said in continuations])
-    with LocalServer(config, model_path, draw=teacher.draw) as server:
+    teacher = TeacherForcing([ForcedTokens(tokens) for tokens in continuations])
+    with LocalServer(config, model_path, draw=teacher.sample) as server:
         requests = [
-            server.request(prompt, Sampling(max_tokens=len(said), ignore_eos=True, seed=number))
-            for number, (prompt, said) in enumerate(zip(prompts, continuations, strict=True))
+            server.request(prompt, Sampling(max_tokens=len(tokens), ignore_eos=True, seed=number))
+            for number, (prompt, tokens) in enumerate(zip(prompts, continuations, strict=True))
         ]
         for answer in server.complete(requests):
             if answer.error is not None:

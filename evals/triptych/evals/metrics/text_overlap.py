@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingImports=false
 # ruff: noqa: PLC0415 - the libraries come with the extra `eval` alone
-"""How alike two texts are, by the usual libraries."""
+"""BLEU and ROUGE-L of texts, by sacrebleu and rouge_score."""
 
 from collections.abc import Sequence
 

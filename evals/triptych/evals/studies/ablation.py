@@ -1,4 +1,4 @@
-"""What each setting is worth: one changed at a time, over several draws of texts and tasks."""
+"""Ablations: one setting changed at a time, over several seeds of texts and tasks."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from triptych.evals.studies.report import Row, TaskRow
 from triptych.evals.studies.study import Prepared, Results, Study, measure, prepare, report
 
 BASE = "moments+keep=0.3"
-"""What axes of reading change: pages of 16 tokens, two dense layers, 4 first and 64 newest."""
+"""Base of the page selection axes: pages of 16 tokens, 2 dense layers, 4 sink tokens, window 64."""
 DEFAULT = "default"
 
 AXES: dict[str, dict[str, str]] = {
@@ -42,11 +42,11 @@ AXES: dict[str, dict[str, str]] = {
         "one class, high": "uniform:k8v4",
     },
 }
-"""By name of the axis: label of the setting, and the method that has it."""
+"""By axis: label of each setting, and the method that has it."""
 
 DIAGNOSTICS = ("passkey", "repetition", "rare", "aliasing")
 DIAGNOSED = (DEFAULT, *BASELINES)
-"""Methods that get the generated tasks; baselines at the bytes of the first."""
+"""Methods that run the generated tasks; baselines at the bytes of the first."""
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -57,26 +57,26 @@ T_975 = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """What is asked."""
+    """Axes, texts and tasks of an ablation."""
 
     model: str = ""
     """Name or path; empty: that of ``base``."""
     base: AppConfig = field(default_factory=AppConfig)
     axes: tuple[str, ...] = tuple(AXES)
     seeds: int = 5
-    """Draws of texts and tasks; each has its own."""
+    """Number of seeds; each has its own texts and tasks."""
     context: int = 1024
     """Tokens that are compressed."""
     documents: int = 2
-    """Texts of each draw."""
+    """Texts of each seed."""
     steps: int = 64
-    """Tokens that are scored after each."""
+    """Tokens that are scored after each text."""
     tasks: tuple[str, ...] = DIAGNOSTICS
     methods: tuple[str, ...] = DIAGNOSED
-    """Which methods get the tasks."""
+    """Methods that run the tasks."""
     task_context: int = 1024
     task_count: int = 2
-    """Tasks of each kind and draw."""
+    """Tasks of each kind and seed."""
 
     def __post_init__(self) -> None:
         require(2 <= self.seeds <= len(T_975) + 1, "seeds", self.seeds, f"2 to {len(T_975) + 1}")
@@ -88,15 +88,15 @@ class Ablation:
 
     @property
     def studies(self) -> list[Study]:
-        """One for the texts and one for the tasks of each draw; no draw is that of seed 0."""
+        """For each seed one study of texts and one of tasks; seed 0 is left out."""
         return [study for seed in range(1, self.seeds + 1) for study in self._of(seed)]
 
     def _of(self, seed: int) -> Iterable[Study]:
-        draw = Study(model=self.model, base=self.base, greedy_tokens=0, seed=seed)
+        seeded = Study(model=self.model, base=self.base, greedy_tokens=0, seed=seed)
         if self.axes:
             names = dict.fromkeys(name for axis in self.axes for name in AXES[axis].values())
             yield replace(
-                draw,
+                seeded,
                 methods=tuple(names),
                 contexts=(self.context,),
                 documents=self.documents,
@@ -105,7 +105,7 @@ class Ablation:
             )
         if self.tasks:
             yield replace(
-                draw,
+                seeded,
                 methods=self.methods,
                 texts=False,
                 tasks=self.tasks,
@@ -115,17 +115,17 @@ class Ablation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A figure over the draws."""
+class SeedStats:
+    """Mean, standard deviation and 95 % interval of a figure over seeds."""
 
     mean: float
     deviation: float
-    """Of single draws."""
+    """Standard deviation of a single seed."""
     ci95: tuple[float, float]
-    """Student's interval of the mean."""
+    """Student's t interval of the mean."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "SeedStats":
         middle, deviation = mean(values), stdev(values)
         reach = T_975[len(values) - 2] * deviation / sqrt(len(values))
         return cls(mean=middle, deviation=deviation, ci95=(middle - reach, middle + reach))
@@ -140,27 +140,27 @@ class Point:
     method: str
     bytes_read_ratio: float
     bytes_held_ratio: float
-    attention_hit: Spread | None
-    kl: Spread
-    top1_agreement: Spread
-    perplexity_ratio: Spread
+    attention_hit: SeedStats | None
+    kl: SeedStats
+    top1_agreement: SeedStats
+    perplexity_ratio: SeedStats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Right answers of one method in one kind of task."""
+    """Share of correct answers of one method in one kind of task."""
 
     method: str
     task: str
     cases: int
-    """Of all draws together."""
-    score: Spread
-    full_score: Spread
+    """Of all seeds together."""
+    score: SeedStats
+    full_score: SeedStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ablated:
-    """What came out, and under which conditions."""
+class AblationResults:
+    """Points and scores, with the conditions of the run."""
 
     conditions: dict[str, object]
     points: list[Point]
@@ -175,11 +175,12 @@ class Ablated:
 
 
 Begin = Callable[[str, int], None]
-"""Told the name of a study and how many cases it will take, all methods together."""
+"""Called with the name of a study and its number of cases, all methods together."""
 Advance = Callable[[str, int], None]
+"""Called with the name of a study and the number of cases that were finished."""
 
 
-def ablate(plan: Ablation, begin: Begin, advance: Advance) -> Ablated:
+def ablate(plan: Ablation, begin: Begin, advance: Advance) -> AblationResults:
     """Run all studies.
 
     Raises: ConfigError for a wrong setting, before anything runs; ModelError if a request fails
@@ -193,12 +194,12 @@ def ablate(plan: Ablation, begin: Begin, advance: Advance) -> Ablated:
         return report(one, records)
 
     found = list[Results]()
-    while waiting:  # what a study has read is let go of before the next one begins
+    while waiting:  # frees the prompts of a study before the next one begins
         found.append(run(*waiting.popleft()))
-    told = {key: value for key, value in vars(plan).items() if key not in {"base", "model"}}
+    settings = {key: value for key, value in vars(plan).items() if key not in {"base", "model"}}
     known = ("model", "model_revision", "text_hash", "default_compressor")
-    return Ablated(
-        conditions={key: found[0].conditions[key] for key in known} | told,
+    return AblationResults(
+        conditions={key: found[0].conditions[key] for key in known} | settings,
         points=points_of(plan.axes, [one.rows for one in found if one.rows]),
         scores=scores_of([one.tasks for one in found if one.tasks]),
     )
@@ -209,19 +210,19 @@ def name_of(study: Study) -> str:
 
 
 def cases_of(prepared: Prepared) -> int:
-    """Of the full cache and all methods."""
+    """Cases of the full cache and all methods together."""
     return (1 + len(prepared.methods)) * sum(len(group.cases) for group in prepared.groups)
 
 
-def points_of(axes: Sequence[str], draws: Sequence[Sequence[Row]]) -> list[Point]:
-    """Rows of each draw, put together by method."""
+def points_of(axes: Sequence[str], seeds: Sequence[Sequence[Row]]) -> list[Point]:
+    """One point per axis and setting from the rows of each seed."""
     by_name: Mapping[str, list[Row]] = {
-        row.method: [next(r for r in rows if r.method == row.method) for rows in draws]
-        for row in (draws[0] if draws else ())
+        row.method: [next(r for r in rows if r.method == row.method) for rows in seeds]
+        for row in (seeds[0] if seeds else ())
     }
     return [
         _point(axis, label, name, by_name[name])
-        for axis in (axes if draws else ())
+        for axis in (axes if seeds else ())
         for label, name in AXES[axis].items()
     ]
 
@@ -234,22 +235,22 @@ def _point(axis: str, label: str, name: str, rows: Sequence[Row]) -> Point:
         method=name,
         bytes_read_ratio=mean(row.bytes_data_ratio for row in rows),
         bytes_held_ratio=mean(row.bytes_all_in_ratio for row in rows),
-        attention_hit=Spread.of(hits) if hits else None,
-        kl=Spread.of([row.summary.kl for row in rows]),
-        top1_agreement=Spread.of([row.summary.top1_agreement for row in rows]),
-        perplexity_ratio=Spread.of([row.summary.perplexity_ratio for row in rows]),
+        attention_hit=SeedStats.of(hits) if hits else None,
+        kl=SeedStats.of([row.summary.kl for row in rows]),
+        top1_agreement=SeedStats.of([row.summary.top1_agreement for row in rows]),
+        perplexity_ratio=SeedStats.of([row.summary.perplexity_ratio for row in rows]),
     )
 
 
-def scores_of(draws: Sequence[Sequence[TaskRow]]) -> list[Score]:
-    """Task rows of each draw, which come in the same order, put together."""
+def scores_of(seeds: Sequence[Sequence[TaskRow]]) -> list[Score]:
+    """One score per method and task from the task rows of each seed, which have the same order."""
     return [
         Score(
             method=rows[0].method,
             task=rows[0].task,
             cases=sum(row.cases for row in rows),
-            score=Spread.of([row.score for row in rows]),
-            full_score=Spread.of([row.full_score for row in rows]),
+            score=SeedStats.of([row.score for row in rows]),
+            full_score=SeedStats.of([row.full_score for row in rows]),
         )
-        for rows in zip(*draws, strict=True)
+        for rows in zip(*seeds, strict=True)
     ]

@@ -1,7 +1,8 @@
-"""Finds, for one model, the fewest bytes at a wanted fidelity, and writes down how.
+"""Calibration: the compression point of a model with the fewest bytes at a target fidelity.
 
-Nothing is trained: mean keys are measured once, then every candidate runs through the engines on
-texts that no evaluation uses, and the smallest one that is near enough to the full cache wins.
+Nothing is trained. Mean keys are measured once, then every candidate runs through the engines on
+the calibration split, which no evaluation uses. The candidate with the fewest bytes that meets the
+target becomes the profile.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from triptych.core.errors import ModelError
 from triptych.core.profile import Fidelity, Profile, Settings
 from triptych.evals.data.texts import documents, text_hash
 from triptych.evals.data.vocabulary import Vocabulary
-from triptych.evals.methods.full_cache import PlainRunner
+from triptych.evals.methods.full_cache import TransformersRunner
 from triptych.evals.methods.mean_keys import mean_keys
 from triptych.evals.studies.report import Row
 from triptych.evals.studies.study import Results, Study
@@ -29,14 +30,14 @@ RunStudy = Callable[[Study], Results]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """How near to the full cache is near enough."""
+    """The required fidelity to the full cache."""
 
     kl: float = 0.01
-    """Largest mean divergence, in nats."""
+    """Largest mean KL divergence, in nats."""
     top1_agreement: float = 0.96
-    """Smallest share of steps at which both find the same token most likely."""
+    """Smallest share of steps at which both have the same most likely token."""
     perplexity_ratio: float = 1.01
-    """Largest perplexity next to that of the full cache."""
+    """Largest ratio of perplexities, method to full cache."""
 
     def __post_init__(self) -> None:
         require(self.kl > 0, "max_kl", self.kl, "> 0")
@@ -54,14 +55,14 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What is tried, and on how much text."""
+    """Candidates, and the texts that they run on."""
 
     model: str
     target: Target = Target()
     high_format: str = "k8v4"
     low_formats: tuple[str, ...] = ("k4v2", "k4v4")
     alphas: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-    """Candidates for ``alpha_high``. Nothing is dropped: it costs more than it saves."""
+    """Candidates for ``alpha_high``. No candidate drops tokens."""
     windows: tuple[int, ...] = (16, 32)
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
@@ -70,7 +71,7 @@ class Calibration:
 
     @property
     def candidates(self) -> dict[str, Settings]:
-        """Settings by the name of the method that a study knows them by."""
+        """Settings by the method name that a study parses."""
         return {
             f"diffkv+high_format={self.high_format}+low_format={low}+alpha_high={alpha:.9g}"
             f"+recent_window_tokens={window}": Settings(
@@ -85,20 +86,20 @@ class Calibration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrated:
-    """The profile, and every candidate's row, the chosen one among them."""
+class CalibrationResult:
+    """The profile, every candidate's row, and the name of the chosen one."""
 
     profile: Profile
     rows: list[Row]
     chosen: str
 
 
-def calibrate(plan: Calibration, run: RunStudy) -> Calibrated:
+def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
     """Measure mean keys, then the candidates, and choose.
 
-    Raises: ModelError if no candidate is near enough; ConfigError for a wrong setting
+    Raises: ModelError if no candidate meets the target; ConfigError for a wrong setting
     """
-    uncalibrated = profile_with_centre(plan)
+    uncalibrated = profile_with_mean_keys(plan)
     with TemporaryDirectory(prefix="triptych-") as folder:
         path = Path(folder) / "profile.json"
         uncalibrated.write(path)
@@ -110,13 +111,13 @@ def calibrate(plan: Calibration, run: RunStudy) -> Calibrated:
         settings=plan.candidates[chosen.method],
         measured=tuple(_fidelity(row) for row in results.rows if _is_of(row, chosen.method)),
     )
-    return Calibrated(profile=profile, rows=rows, chosen=chosen.method)
+    return CalibrationResult(profile=profile, rows=rows, chosen=chosen.method)
 
 
 def choose(rows: Sequence[Row], target: Target) -> Row:
     """The row with the fewest bytes among those that meet the target.
 
-    Raises: ModelError naming the nearest miss
+    Raises: ModelError naming the candidate with the lowest KL
     """
     good = [row for row in rows if target.is_met(row)]
     if good:
@@ -130,12 +131,14 @@ def choose(rows: Sequence[Row], target: Target) -> Row:
     )
 
 
-def profile_with_centre(plan: Calibration) -> Profile:
-    """A profile that knows the model's mean keys, and nothing else yet."""
+def profile_with_mean_keys(plan: Calibration) -> Profile:
+    """A profile with the model's mean keys, before settings are chosen."""
     path = resolve(plan.model)
     facts = describe(path)
     packed = b""
-    if not any(layer.softcap for layer in facts.layers):  # a cap sees what is subtracted
+    if not any(
+        layer.softcap for layer in facts.layers
+    ):  # with a softcap, subtracting a mean changes attention
         texts = documents(
             Vocabulary(path).encode,
             "calibration",
@@ -143,7 +146,7 @@ def profile_with_centre(plan: Calibration) -> Profile:
             continuation=1,
             count=plan.documents,
         )
-        centre = mean_keys(PlainRunner(path), [text.context for text in texts])
+        centre = mean_keys(TransformersRunner(path), [text.context for text in texts])
         packed = centre.numpy().astype(np.dtype("<f2")).tobytes()
     return Profile(
         model=plan.model,

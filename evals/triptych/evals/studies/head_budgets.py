@@ -1,12 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.unflatten, amax and others untyped in part.
-"""Finds how the pages that a decode step reads are best spread over head rows.
+"""Finds head budgets: how many of its pages each head row reads in a decode step.
 
-For each head row the square of the attention that its queries miss is measured, if it reads this or
-that share of its pages. Pages are then given one share after the other to whoever misses the least
-by it. By the square, since what a miss does to the logits grows faster than the miss: shared out by
-the plain sum, heads that look everywhere a little get what others need more (docs/log.md).
+For each head row and each share of its pages, the square of the attention that its queries miss is
+measured. Shares are then allocated greedily, each to the row where it saves most. Squares are used
+because the error of the logits grows faster than the missed attention; with the plain sum, heads
+with flat attention get pages that other heads need more (docs/log.md).
 """
 
 import heapq
@@ -19,26 +19,26 @@ from torch import Tensor
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS, Spread, encode_spread
+from triptych.core.head_budgets import BUDGET_STEPS, HeadBudgets, encode_head_budgets
 from triptych.core.profile import Profile, Settings
 from triptych.evals.data.cases import Case
 from triptych.evals.data.texts import documents
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.masked_attention import MaskedModel
-from triptych.evals.methods.page_retrieval import Step, marked_scores, page_scores
+from triptych.evals.methods.page_retrieval import LayerQueries, masked_scores, page_scores
 from triptych.kernels.select import Rule
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 
 PAGE_TOKENS = 32
-"""Of K8V4 pages at a head size of 64; what is found for these holds for the others."""
-FORCED = Rule.of(0.0)
-"""What is read in any case: as the server has it unless told otherwise."""
+"""Of K8V4 pages at a head size of 64; the budgets are used for all page sizes."""
+ALWAYS_READ = Rule.of(0.0)
+"""Sink and window that are always read: the server's defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """On how much text heads are looked at."""
+class HeadBudgetStudy:
+    """The texts on which head rows are measured."""
 
     context: int
     """Tokens before those whose attention is measured."""
@@ -47,26 +47,26 @@ class Measuring:
 
 
 @dataclass
-class Missed:
-    """By layer, what queries miss at each share: a ``Look`` that reads everything."""
+class MissedAttention:
+    """A ``TokenMask`` that reads everything, and adds up what queries miss at each share."""
 
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """[KH, ``SPREAD_STEPS`` + 1], over texts."""
+    """[KH, ``SPREAD_STEPS`` + 1], summed over texts."""
 
-    def __call__(self, layer: int, step: Step) -> None:
-        """Sum up the squares, as a mean over queries and query heads."""
-        tokens = step.weights.shape[3]
-        scores = page_scores("moments", step, PAGE_TOKENS)
-        scores = marked_scores(scores, FORCED, step.first, tokens, PAGE_TOKENS)
-        seen, pages = scores.isneginf().logical_not().sum(2), scores.shape[2]
-        padded = torch.nn.functional.pad(step.weights, (0, pages * PAGE_TOKENS - tokens))
+    def __call__(self, layer: int, queries: LayerQueries) -> None:
+        """Add the squares, as means over queries and query heads."""
+        tokens = queries.weights.shape[3]
+        scores = page_scores("moments", queries, PAGE_TOKENS)
+        scores = masked_scores(scores, ALWAYS_READ, queries.first, tokens, PAGE_TOKENS)
+        visible, pages = scores.isneginf().logical_not().sum(2), scores.shape[2]
+        padded = torch.nn.functional.pad(queries.weights, (0, pages * PAGE_TOKENS - tokens))
         mass = padded.unflatten(3, (pages, PAGE_TOKENS)).sum(4)
         order = scores.argsort(dim=2, descending=True, stable=True)
         got = mass.gather(3, order[:, None].expand_as(mass)).cumsum(3)
         forced = scores.isposinf().sum(2)
         missed = list[Tensor]()
         for part in range(SPREAD_STEPS + 1):
-            count = (-(-seen * part // SPREAD_STEPS)).maximum(forced)
+            count = (-(-visible * part // SPREAD_STEPS)).maximum(forced)
             at = (count - 1)[:, None, :, None].expand(*mass.shape[:3], 1)
             missed.append((1 - got.gather(3, at)[..., 0]).clamp_min(0).square().mean((1, 2)))
         here = torch.stack(missed, 1)
@@ -74,19 +74,18 @@ class Missed:
 
     @property
     def curves(self) -> Tensor:
-        """[L, KH, ``SPREAD_STEPS`` + 1]"""
+        """[L, KH, ``BUDGET_STEPS`` + 1]"""
         return torch.stack([self.sums[layer] for layer in sorted(self.sums)])
 
 
-def find_spread(model: Path, plan: Measuring, done: Callable[[str], None]) -> Spread:
-    """Read texts with the whole cache, and spread pages by what each head would have missed.
+def find_head_budgets(model: Path, plan: HeadBudgetStudy, done: Callable[[str], None]) -> Spread:
+    """Run texts with the full cache, and allocate pages by the attention each row would miss.
 
-    ``done`` hears of each document.
+    ``done`` is called with the name of each finished document.
 
-    Raises: ConfigError if the texts are too short; ModelError if the model's attention is not
-            the plain one
+    Raises: ConfigError if the texts are too short; ModelError for sliding windows or softcaps
     """
-    masked, missed = MaskedModel(model), Missed()
+    masked, missed = MaskedModel(model), MissedAttention()
     longest = masked.facts.context_tokens
     if plan.context + plan.steps > longest:
         raise ConfigError(
@@ -101,9 +100,9 @@ def find_spread(model: Path, plan: Measuring, done: Callable[[str], None]) -> Sp
         count=plan.documents,
     )
     for text in texts:
-        masked.follow(Case(name=text.name, prompt=text.context, forced=text.continuation), missed)
+        masked.run(Case(name=text.name, prompt=text.context, forced=text.continuation), missed)
         done(text.name)
-    return encode_spread(spread_out(missed.curves.flatten(0, 1).tolist()))
+    return encode_spread(allocate_budgets(missed.curves.flatten(0, 1).tolist()))
 
 
 def profile_to_extend(config: AppConfig, path: Path) -> Profile:
@@ -114,14 +113,14 @@ def profile_to_extend(config: AppConfig, path: Path) -> Profile:
     )
 
 
-def spread_out(curves: Sequence[Sequence[float]]) -> list[float]:
+def allocate_budgets(curves: Sequence[Sequence[float]]) -> list[float]:
     """Shares of all head rows for every mean share, row after row.
 
-    ``curves``: of each row, what it costs to read no part of its pages, one part, and on. Always
-    the step that saves most per part comes next; a step may take several parts, where the first
-    of them alone save little.
+    ``curves``: the cost of each row when it reads 0, 1, 2, ... parts of its pages. The allocation
+    is greedy: the next step is the one that saves most per part. A step may be several parts, if
+    the first of them alone save little.
     """
-    rows, parts = len(curves), SPREAD_STEPS
+    rows, parts = len(curves), BUDGET_STEPS
     have = [0] * rows
     shares = [[0.0] * (parts + 1) for _ in range(rows)]
     steps = [(-gain, row, to) for row in range(rows) for gain, to in [_best_step(curves[row], 0)]]
@@ -141,7 +140,7 @@ def spread_out(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _best_step(curve: Sequence[float], start: int) -> tuple[float, int]:
-    """The steepest way down from ``start``: what it saves per part, and where it leads."""
+    """The step from ``start`` that saves most per part: the saving, and the parts after it."""
     gains = [
         ((curve[start] - curve[to]) / (to - start), -to) for to in range(start + 1, len(curve))
     ]

@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingImports=false
 # ruff: noqa: PLC0415 - the library comes with the extra `eval` alone
-"""The picture of accuracy against memory: every method a point, lower left is better."""
+"""Plots: KL against bytes with a point per method, and KL along the axes of an ablation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 FAMILIES = {"kvpress": "s", "simulated": "x", "uniform": "o"}
 OURS, DROPS, READS = "D", "v", "^"
 """Markers: squares for kvpress, crosses for simulated formats, diamonds for our policies,
-triangles for baselines: down for those that drop tokens, up for those that read some pages."""
+triangles for baselines: down for eviction, up for page retrieval."""
 PANELS = 3
 """Panels of an ablation side by side."""
 LEAST_KL = 1e-5
-"""Where the logarithmic axis ends."""
+"""Lower end of the logarithmic axis."""
 
 
-def draw(rows: Sequence[Row], context: Context, stem: Path) -> list[Path]:
-    """Write ``stem.png`` and ``stem.svg`` for one context length, and say where they are.
+def plot_quality(rows: Sequence[Row], context: Context, stem: Path) -> list[Path]:
+    """Plot KL against bytes for one context length; returns ``stem.png`` and ``stem.svg``.
 
     Raises: ConfigError if matplotlib is not installed, or if no row has that context
     """
@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], context: Context, stem: Path) -> list[Path]:
     return _save(figure, stem)
 
 
-def draw_axes(points: Sequence[Point], stem: Path) -> list[Path]:
+def plot_axes(points: Sequence[Point], stem: Path) -> list[Path]:
     """Write KL along each axis of an ablation, with intervals, as ``stem.png`` and ``stem.svg``.
 
     Raises: ConfigError if matplotlib is not installed, or if there is no point
@@ -77,7 +77,7 @@ def draw_axes(points: Sequence[Point], stem: Path) -> list[Path]:
 
 
 def _panel(axes: "Axes", name: str, points: Sequence[Point]) -> None:
-    """One axis: a setting each, in the order of the table."""
+    """One axis of an ablation: a point per setting, in the order of the table."""
     middle = [max(point.kl.mean, LEAST_KL) for point in points]
     low = [max(point.kl.ci95[0], LEAST_KL) for point in points]
     down = [max(0.0, a - b) for a, b in zip(middle, low, strict=True)]
@@ -102,15 +102,22 @@ def _save(figure: "Figure", stem: Path) -> list[Path]:
 
 def _point(axes: "Axes", row: Row, colour: str) -> None:
     kl, interval = max(row.summary.kl, LEAST_KL), row.summary.kl_ci95
-    spread = None
+    errors = None
     if interval is not None:
         low, high = max(interval[0], LEAST_KL), max(interval[1], LEAST_KL)
-        spread = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
+        errors = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
     kind = row.method.partition("+")[0]
     reads = kind in PAGED
     usual = READS if reads else DROPS if kind in EVICTIONS else OURS
     marker = FAMILIES.get(row.method.partition(":")[0], usual)
     at = row.bytes_data_ratio if reads else row.bytes_all_in_ratio
     axes.errorbar(
-        [at], [kl], yerr=spread, fmt=marker, color=colour, markersize=6, capsize=2, label=row.method
+        [at],
+        [kl],
+        yerr=errors,
+        fmt=marker,
+        color=colour,
+        markersize=6,
+        capsize=2,
+        label=row.method,
     )

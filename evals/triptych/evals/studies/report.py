@@ -1,4 +1,4 @@
-"""From records to rows: one per method and context length, and one over all lengths."""
+"""Rows of a report: one per method and context length, and one over all lengths."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,14 +23,14 @@ Context = int | Literal["all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method at one context length, or over all of them."""
+    """Figures of a method at one context length, or over all of them."""
 
     method: str
     context: Context
     bytes_data_ratio: float
     bytes_all_in_ratio: float
     attention_hit: float | None
-    """Share of all attention that goes to what the method reads, where its masks tell."""
+    """Share of all attention on the tokens that the method reads, where it is known."""
     summary: Summary
     kl_over_first_ci95: Interval | None
     """Paired 95 % interval of this method's KL less that of the first method that is not full."""
@@ -95,7 +95,7 @@ class TaskRow:
     cases: int
     score: float
     full_score: float
-    """What the full cache reaches: no method can be judged by a task that the model fails."""
+    """Score of the full cache: an upper reference, since a small model fails some tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class AnswerRow:
     identical: float
     """Share of answers that are the same to the last token."""
     first_divergence: float
-    """Mean number of tokens before the answers part; all of them where they do not."""
+    """Mean number of tokens before the first difference; all of them where there is none."""
     bleu: float
     rouge_l: float
 
@@ -155,8 +155,8 @@ def _answer_row(
     name: str, group: Group, full: list[Record], ours: list[Record], vocabulary: Vocabulary
 ) -> AnswerRow:
     pairs = list(zip(full, ours, strict=True))
-    parted = [first_divergence(a.tokens, b.tokens) for a, b in pairs]
-    said = [vocabulary.decode(record.tokens) for record in full]
+    divergences = [first_divergence(a.tokens, b.tokens) for a, b in pairs]
+    reference = [vocabulary.decode(record.tokens) for record in full]
     answers = [vocabulary.decode(record.tokens) for record in ours]
     tokens = group.cases[0].free_tokens
     return AnswerRow(
@@ -164,10 +164,10 @@ def _answer_row(
         context=group.context_tokens,
         answers=len(pairs),
         tokens=tokens,
-        identical=_mean(float(at is None) for at in parted),
-        first_divergence=_mean(float(tokens if at is None else at) for at in parted),
-        bleu=bleu(said, answers),
-        rouge_l=rouge_l(said, answers),
+        identical=_mean(float(at is None) for at in divergences),
+        first_divergence=_mean(float(tokens if at is None else at) for at in divergences),
+        bleu=bleu(reference, answers),
+        rouge_l=rouge_l(reference, answers),
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs methods over groups of cases, each next to the full cache, and keeps what came out."""
+"""Runs methods over groups of cases, and compares each with the full cache."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from triptych.evals.data.texts import Document
 from triptych.evals.metrics.fidelity import Steps, compare
 
 BATCH_CASES = 8
-"""Cases that a method gets at once: each scored one keeps its logits until compared."""
+"""Cases that a method runs at once; the logits of scored cases are kept until compared."""
 
 Advance = Callable[[str, int], None]
-"""Told a method's name and how many of its cases are done more."""
+"""Called with a method's name and the number of its cases that were finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is kept of one case: figures, not logits."""
+    """Result of one case: figures, not logits."""
 
     case: str
     steps: Steps | None
@@ -44,9 +44,9 @@ Records = dict[str, list[Record]]
 
 
 def text_group(documents: Sequence[Document]) -> Group:
-    """Each document's continuation is forced; its first token is not scored.
+    """A group whose cases force each document's continuation; its first token is not scored.
 
-    That token's logits come from the prompt's own pass, before anything was compressed.
+    That token's logits come from prefill, before anything was compressed.
     """
     context = len(documents[0].context)
     cases = [
@@ -57,14 +57,14 @@ def text_group(documents: Sequence[Document]) -> Group:
 
 
 def answer_group(documents: Sequence[Document], tokens: int) -> Group:
-    """Greedy answers to each document's context."""
+    """A group of greedy answers to each document's context."""
     context = len(documents[0].context)
     cases = [Case(name=one.name, prompt=one.context, free_tokens=tokens) for one in documents]
     return Group(name=f"answers@{context}", context_tokens=context, cases=tuple(cases))
 
 
 def task_group(tasks: Sequence[Task], context: int) -> Group:
-    """All tasks; the question is forced, the answer free."""
+    """A group of all tasks; the question is forced, the answer is greedy."""
     cases = tuple(task.case for task in tasks)
     return Group(name="tasks", context_tokens=context, cases=cases)
 
@@ -88,8 +88,8 @@ def evaluate(
 ) -> dict[str, Records]:
     """Run every method over every group; the reference's own records come first.
 
-    Methods take turns over some cases at a time, so that those which read a prompt alike can
-    read it once. Methods of equal bytes get what the first of the others took for these cases.
+    All methods run one batch of cases before the next batch, so that baselines share the prefill of
+    a prompt. ``EqualBytes`` methods get the bytes that the first other method used in the batch.
     """
     named = (reference, *methods)
     records: dict[str, Records] = {one.name: {g.name: [] for g in groups} for one in named}
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def _share(outcomes: Sequence[Outcome]) -> float:
-    """Bytes, all included, of those that 16 bits take."""
+    """All-in bytes as a share of the bytes in 16 bits."""
     held = sum(one.footprint.all_in_bytes for one in outcomes)
     return held / sum(one.footprint.full_bytes for one in outcomes)
 

@@ -1,4 +1,4 @@
-"""A study: which methods, on which texts, how long; and what came out, with its conditions."""
+"""A study: methods, texts and tasks to run, and the results with their conditions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,16 +35,16 @@ from triptych.workers.models.store.model_store import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is asked."""
+    """Methods, texts and tasks of a study."""
 
     model: str = ""
     """Name or path; empty: that of ``base``."""
     methods: tuple[str, ...] = COMPARED
-    """Names as in ``methods.parse_method``."""
+    """Names as in ``method_names.parse_method``."""
     base: AppConfig = field(default_factory=AppConfig)
-    """Settings that methods start from; ``default`` is exactly these."""
+    """Settings that methods start from; ``default`` uses them unchanged."""
     dtype: DType = "float32"
-    """In which the engines compute: float32 shows the cache alone, as the full cache is float32."""
+    """Of the engines: float32 as in the full cache, so that only the cache differs."""
     contexts: tuple[int, ...] = (1024, 2048, 4096)
     """Tokens that are compressed."""
     documents: int = 6
@@ -52,9 +52,9 @@ class Study:
     steps: int = 128
     """Tokens that are forced and scored after each context."""
     split: Split = "evaluation"
-    """Which texts: what a setting was tuned on must not be what it is judged on."""
+    """Texts: settings are tuned on one split and evaluated on the other."""
     texts: bool = True
-    """Whether the continuations of documents are scored; if not, tasks alone."""
+    """Whether continuations of documents are scored; if not, tasks alone."""
     tasks: tuple[str, ...] = tuple(TASKS)
     """Generated tasks; none: texts alone."""
     task_context: int = 1024
@@ -64,7 +64,7 @@ class Study:
     greedy_tokens: int = 256
     """Tokens of a greedy answer to each document of the shortest context; 0: none."""
     seed: int = 0
-    """Of the tasks; other than 0, of where the texts are cut, too."""
+    """Of the tasks; above 0 also of the cuts of the texts."""
 
     def __post_init__(self) -> None:
         require(bool(self.contexts), "contexts", self.contexts, "one context length or more")
@@ -84,7 +84,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A study with its model found and its cases made."""
+    """A study with its model resolved and its cases generated."""
 
     study: Study
     path: Path
@@ -96,7 +96,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What came out, and under which conditions; the machine is the caller's to add."""
+    """Rows of a study, with its conditions; the caller adds the host."""
 
     conditions: dict[str, object]
     rows: list[Row]
@@ -113,7 +113,7 @@ class Results:
 
 
 def prepare(study: Study) -> Prepared:
-    """Find the model, read the methods, make the cases.
+    """Resolve the model, parse the methods, generate the cases.
 
     Raises: ConfigError for a wrong setting, ModelError if there is no such model
     """
@@ -139,7 +139,7 @@ def prepare(study: Study) -> Prepared:
 def measure(
     prepared: Prepared, advance: Advance, announce: Callable[[str, int], None]
 ) -> dict[str, Records]:
-    """Run all methods; ``announce`` is told each one and how many cases it will take.
+    """Run all methods; ``announce`` is called with each name and its number of cases.
 
     Raises: ModelError if a request fails
     """
@@ -151,7 +151,7 @@ def measure(
 
 
 def report(prepared: Prepared, records: Mapping[str, Records]) -> Results:
-    """Rows of all methods that have records; the full cache is the first of them."""
+    """Rows of all methods that have records; the full cache is the first."""
     by_name = {group.name: group for group in prepared.groups}
     answers = [group for name, group in by_name.items() if name.startswith("answers@")]
     vocabulary = Vocabulary(prepared.path)
@@ -186,11 +186,11 @@ def _groups(study: Study, vocabulary: Vocabulary, tasks: list[Task]) -> list[Gro
 def _conditions(prepared: Prepared) -> dict[str, object]:
     study = prepared.study
     left_out = {"base", "model"}
-    told = {key: value for key, value in vars(study).items() if key not in left_out}
+    settings = {key: value for key, value in vars(study).items() if key not in left_out}
     return {
         "model": study.model_name,
         "model_revision": prepared.facts.revision,
         "text_hash": text_hash(study.split),
         "default_compressor": asdict(study.base.compressor),
-        **told,
+        **settings,
     }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triptych.core.head_budgets import SPREAD_STEPS
+from triptych.core.head_budgets import BUDGET_STEPS
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
 from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
@@ -150,7 +150,7 @@ def _select() -> Iterator[Planned]:
             f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
             select.plan(
                 _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule, lists,
-                0.1, _meta(8, SPREAD_STEPS + 1),
+                0.1, _meta(8, BUDGET_STEPS + 1),
             ),
         )  # fmt: skip
 

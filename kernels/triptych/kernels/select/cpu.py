@@ -24,7 +24,7 @@ from triptych.kernels.select.summary import (
     NUMBERS,
     Rule,
     Summaries,
-    check_spread,
+    check_head_budgets,
     check_summaries,
 )
 
@@ -80,7 +80,7 @@ def select_pages(
     lists: PageLists,
     *,
     scale: float,
-    spread: Tensor | None = None,
+    head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
     """See ``reference.select_pages``."""
@@ -90,7 +90,7 @@ def select_pages(
         *(tuple(sections[1:]), tuple(summaries), rule, heads, dim),
     )
     check_indices(slots, positions)
-    check_spread(spread, table.kv_heads)
+    check_head_budgets(head_budgets, table.kv_heads)
     query = unrotated(query.float(), table.summaries).contiguous()
     slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
     job = np.empty(cpu_choice.JOB_WORDS, np.int64)
@@ -105,7 +105,7 @@ def select_pages(
         rows,
         lists_of.data_ptr(),
         *list_words(lists, rows, table.kv_heads),
-        0 if spread is None else spread.data_ptr(),
+        0 if head_budgets is None else head_budgets.data_ptr(),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
         *table.words,
         scale,

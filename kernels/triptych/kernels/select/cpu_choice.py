@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from triptych.core.head_budgets import SPREAD_STEPS
+from triptych.core.head_budgets import BUDGET_STEPS
 from triptych.kernels.codegen.numba_runtime import (
     call_score_tile,
     fetch_add,
@@ -25,7 +25,7 @@ TILE_AT, TILE_SLOT, TILE_HEAD, TILE_COUNT = range(6, 10)
 SECTION_COLUMNS = 10
 """Columns of the table of sections; without summaries ``TILE_AT`` is 0."""
 
-SPREAD_SIZE = WHOLE // SPREAD_STEPS
+BUDGET_STEP_SIZE = WHOLE // BUDGET_STEPS
 SERIAL_PAGES = 512
 """So few pages (10 us) are scored sooner by one thread than a sleeping one wakes up."""
 
@@ -33,7 +33,7 @@ Job = namedtuple(
     "Job",
     "counter bad query slots positions rows"
     " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
-    " spread scores score_row score_head"
+    " head_budgets scores score_row score_head"
     " kv_heads group dim sections section_count step keep budget sinks window"
     " is_box codes numbers"
     " scale omitted",
@@ -124,13 +124,13 @@ def _choose(job, sections, row, keys, found, query, masses):
 def _share(job, head, tokens):
     """Of ``WHOLE`` parts of a head row's pages those that are read (``Rule.pages``)."""
     mean = min(WHOLE, max(job.keep, job.budget * WHOLE // max(1, tokens)))
-    if job.spread == 0:
+    if job.head_budgets == 0:
         return mean
-    step, rest = mean // SPREAD_SIZE, mean % SPREAD_SIZE
-    first = head * (SPREAD_STEPS + 1)
-    low = np.int64(_word(job.spread, first + step))
-    high = np.int64(_word(job.spread, first + min(step + 1, SPREAD_STEPS)))
-    return low + -(-(high - low) * rest // SPREAD_SIZE)
+    step, rest = mean // BUDGET_STEP_SIZE, mean % BUDGET_STEP_SIZE
+    first = head * (BUDGET_STEPS + 1)
+    low = np.int64(_word(job.head_budgets, first + step))
+    high = np.int64(_word(job.head_budgets, first + min(step + 1, BUDGET_STEPS)))
+    return low + -(-(high - low) * rest // BUDGET_STEP_SIZE)
 
 
 @kernel

@@ -23,7 +23,7 @@ from triptych.kernels.select.summary import (
     DEVIATIONS,
     Rule,
     Summaries,
-    check_spread,
+    check_head_budgets,
     check_summaries,
 )
 from triptych.kernels.triton.launch import Argument, Launch, check_device, power_of_two, processors
@@ -62,7 +62,7 @@ def select_pages(
     lists: PageLists,
     *,
     scale: float,
-    spread: Tensor | None = None,
+    head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
     """See ``reference.select_pages``.
@@ -70,7 +70,7 @@ def select_pages(
     Nothing waits for the device, so wrong slots cannot raise: their lists are empty.
     """
     for launch in plan(
-        query, sections, summaries, slots, positions, rule, lists, scale, spread, scores
+        query, sections, summaries, slots, positions, rule, lists, scale, head_budgets, scores
     ):
         launch.run()
 
@@ -84,7 +84,7 @@ def plan(
     rule: Rule,
     lists: PageLists,
     scale: float,
-    spread: Tensor | None = None,
+    head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> list[Launch]:
     """The launches of one call: one, or one that scores spans of pages and one that chooses."""
@@ -95,9 +95,9 @@ def plan(
     if known is None:
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
     check_lists(lists, rows, kv_heads)
-    check_spread(spread, kv_heads)
+    check_head_budgets(head_budgets, kv_heads)
     check_indices(slots, positions)
-    check_device("select_pages", query, slots, positions, scores, spread, lists.ordinals)
+    check_device("select_pages", query, slots, positions, scores, head_budgets, lists.ordinals)
     pages = sum(section.pages.shape[2] for section in sections)
     scores = _scores(query, (rows, kv_heads, pages), scores)
     means = None
@@ -127,7 +127,7 @@ def plan(
     choose = Launch(
         choose_pages,
         (1, kv_heads, rows),
-        (*given, places, *found, *how, wanted, spread, rule.keep, rule.budget_tokens,
+        (*given, places, *found, *how, wanted, head_budgets, rule.keep, rule.budget_tokens,
          float(rule.omitted_mass)),
         constants | {"FUSED": is_fused, "CHUNK": chunk, "GROUP": power_of_two(group)},
     )  # fmt: skip

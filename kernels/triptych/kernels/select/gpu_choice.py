@@ -11,19 +11,19 @@ threshold, whatever the length of the row, and one more writes the list in its o
 import triton
 import triton.language as tl
 
-from triptych.core import head_budgets as core_spread
+from triptych.core import head_budgets as core_budgets
 from triptych.kernels.select import summary
 from triptych.kernels.select.gpu_scores import asked_of, pages_of, score_pages
 
 WHOLE = tl.constexpr(summary.WHOLE)
-STEPS = tl.constexpr(core_spread.SPREAD_STEPS)
+STEPS = tl.constexpr(core_budgets.BUDGET_STEPS)
 DIGITS = tl.constexpr(256)
 
 
 @triton.jit
 def choose_pages(
     query, slots, positions, sections, scores, by_row, by_head, means, all_pages,
-    scale, deviations, sinks, window, lists, spread, keep, budget, omitted,
+    scale, deviations, sinks, window, lists, head_budgets, keep, budget, omitted,
     KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
     FUSED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
@@ -53,7 +53,7 @@ def choose_pages(
         if FUSED:
             tl.debug_barrier()  # each thread reads what others wrote
         found = scores + request.to(tl.int64) * by_row + head * by_head
-        wanted = tl.minimum(share_of(total, tokens, spread, keep, budget), total)
+        wanted = tl.minimum(share_of(total, tokens, head_budgets, keep, budget), total)
         wanted = tl.maximum(wanted, always_read(found, total, CHUNK))
         if means is not None:
             row = (request * tl.num_programs(1) + head).to(tl.int64)
@@ -68,15 +68,15 @@ def choose_pages(
 
 
 @triton.jit
-def share_of(total, tokens, spread, keep, budget):
+def share_of(total, tokens, head_budgets, keep, budget):
     """``Rule.pages``, before the number of pages limits it."""
     # A tensor, since an argument that is 1 comes as a constant, which has no wider type.
     whole = tl.full([], WHOLE, tl.int64)
     own = tl.minimum(budget * whole // tl.maximum(tokens, 1), whole).to(tl.int32)
     own = tl.maximum(own, keep)
-    if spread is not None:
+    if head_budgets is not None:
         size: tl.constexpr = WHOLE // STEPS
-        steps = spread + tl.program_id(1) * (STEPS + 1)
+        steps = head_budgets + tl.program_id(1) * (STEPS + 1)
         step, rest = own // size, own % size
         low, high = tl.load(steps + step), tl.load(steps + tl.minimum(step + 1, STEPS))
         own = low + ((high - low) * rest + size - 1) // size

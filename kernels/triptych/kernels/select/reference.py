@@ -19,7 +19,7 @@ from triptych.kernels.select.summary import (
     Rule,
     Summaries,
     block_ends,
-    check_spread,
+    check_head_budgets,
     check_summaries,
 )
 
@@ -41,7 +41,7 @@ def summarize_pages(
 
     Page ``pages[i]`` is page ``columns[i]`` in the list of head row ``rows[i]``, counted
     ``slot * KV heads + head``. From decoded keys, so that a box bounds the logits that
-    attention computes, in whatever basis and format the keys are.
+    attention computes, in whatever coordinates and format the keys are.
 
     Shapes:  arena [P, page_bytes]; pages, rows, columns [n]
     Dtypes:  arena uint8; the others int32
@@ -135,7 +135,7 @@ def select_pages(
     lists: PageLists,
     *,
     scale: float,
-    spread: Tensor | None = None,
+    head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
     """Choose the pages that each KV head of each request reads, and write them to ``lists``.
@@ -151,18 +151,19 @@ def select_pages(
     is expected to be ``n exp(q mean + sum of q**2 deviation**2 / 2)``, as if its keys were normally
     distributed: an estimate, no bound (a bound by boxes says nothing in practice).
 
-    ``summaries`` has one entry for each section; None: all its pages are read. ``spread`` says how
-    the pages that are read are spread over KV heads (``Rule.pages``); None: evenly. ``scores``, if
-    given, receives the score of every page that competes, and infinity for those that need not.
+    ``summaries`` has one entry for each section; None: all its pages are read. ``head_budgets`` is
+    the share of pages that each KV head reads (``Rule.pages``); None: all heads read the same.
+    ``scores``, if given, receives the score of every page that competes, and infinity for those
+    that need not.
 
-    Shapes:  query [R, H, d]; slots, positions [R]; spread int32 [KH, ``SPREAD_STEPS`` + 1];
+    Shapes:  query [R, H, d]; slots, positions [R]; head_budgets int32 [KH, ``BUDGET_STEPS`` + 1];
              scores float32 [R, KH, M]
     Promise: lists are sorted and without doubles; if the rule keeps all pages, all are listed
     Source:  TinyServe, section 3 (Algorithm 1); Quest; one set per KV head is ours
     """
     known, kv_heads = check_summaries(summaries, rule), sections[0].tokens.shape[1]
-    check_spread(spread, kv_heads)
-    steps: list[list[int]] = [[]] * kv_heads if spread is None else spread.tolist()
+    check_head_budgets(head_budgets, kv_heads)
+    steps: list[list[int]] = [[]] * kv_heads if head_budgets is None else head_budgets.tolist()
     asked = query.float() if known is None else unrotated(query.float(), known)
     grouped = asked.unflatten(1, (kv_heads, -1)) * scale
     for request, place in enumerate(lists.rows.tolist()):

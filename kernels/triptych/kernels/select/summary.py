@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.head_budgets import SPREAD_STEPS
+from triptych.core.head_budgets import BUDGET_STEPS
 
 Kind = Literal["box", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -156,34 +156,38 @@ class Rule:
             omitted_mass=omitted_mass,
         )
 
-    def pages(self, pages: int, tokens: int, spread: Sequence[int] = ()) -> int:
+    def pages(self, pages: int, tokens: int, head_budgets: Sequence[int] = ()) -> int:
         """Pages to read of a head row that has so many, rounded up.
 
-        ``spread``: what this head reads, of ``WHOLE``, where all together are to read 0, 1 and on
-        to ``SPREAD_STEPS`` of as many parts of their pages; none: the same.
+        ``head_budgets``: what this head reads, of ``WHOLE``, where all together read 0, 1 and
+        on to ``BUDGET_STEPS`` of as many parts of their pages; none: the same.
         """
         mean = min(WHOLE, max(self.keep, self.budget_tokens * WHOLE // max(1, tokens)))
-        own = between(spread, mean) if spread else mean
+        own = between(head_budgets, mean) if head_budgets else mean
         return min(pages, -(-pages * own // WHOLE))
 
 
-def between(spread: Sequence[int], mean: int) -> int:
+def between(head_budgets: Sequence[int], mean: int) -> int:
     """What a head reads for any mean share, on the line between two steps, rounded up."""
-    size = WHOLE // SPREAD_STEPS
+    size = WHOLE // BUDGET_STEPS
     step, rest = divmod(mean, size)
-    low, high = spread[step], spread[min(step + 1, SPREAD_STEPS)]
+    low, high = head_budgets[step], head_budgets[min(step + 1, BUDGET_STEPS)]
     return low + -(-(high - low) * rest // size)
 
 
-def check_spread(spread: Tensor | None, kv_heads: int) -> None:
-    """Raises: ConfigError if it is not int32 [KV heads, ``SPREAD_STEPS`` + 1], dense"""
-    if spread is None:
+def check_head_budgets(head_budgets: Tensor | None, kv_heads: int) -> None:
+    """Raises: ConfigError if it is not int32 [KV heads, ``BUDGET_STEPS`` + 1], dense"""
+    if head_budgets is None:
         return
-    shape = (kv_heads, SPREAD_STEPS + 1)
-    if spread.dtype != torch.int32 or spread.shape != shape or not spread.is_contiguous():
+    shape = (kv_heads, BUDGET_STEPS + 1)
+    if (
+        head_budgets.dtype != torch.int32
+        or head_budgets.shape != shape
+        or not head_budgets.is_contiguous()
+    ):
         raise ConfigError(
-            f"select_pages: spread {tuple(spread.shape)} {spread.dtype}: expected a dense int32 "
-            f"{shape}"
+            f"select_pages: head_budgets {tuple(head_budgets.shape)} {head_budgets.dtype}: "
+            f"expected a dense int32 {shape}"
         )
 
 

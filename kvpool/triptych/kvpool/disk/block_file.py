@@ -61,7 +61,7 @@ class Damaged(PoolError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectMeta:
-    """What an object holds: enough to find it again, and to put it where it belongs."""
+    """Description of an object: its block, namespace, tenant and size."""
 
     key: bytes
     """Of the block; SHA-256, as are the other digests."""
@@ -73,11 +73,11 @@ class ObjectMeta:
     tokens: bytes
     """Token ids of the block, little-endian int32."""
     tenant: str
-    """Whose quota it counts against; who may read it is in the namespace."""
+    """The tenant whose quota it counts against."""
     pages: int
     page_bytes: int
     seconds: float = 0.0
-    """What the block took to compute: what it is worth when it is back in memory."""
+    """Seconds that the block took to compute: used by the eviction policy."""
 
     def __post_init__(self) -> None:
         digests = (self.key, self.parent, self.namespace)
@@ -227,7 +227,7 @@ def _unpacked(packed: bytes) -> ObjectMeta:
 
 
 def read_pages(descriptor: int, header: Header, into: Iterable[Rows]) -> int:
-    """Read all pages of an object into buffers, check them, and say how many reads it took.
+    """Read all pages of an object into buffers and check them; returns the number of reads.
 
     Raises: Damaged if a part does not have its checksum: then the buffers hold anything;
         ValueError unless they have room for exactly these pages; OSError
@@ -293,7 +293,7 @@ def _sum_of(part: Iterable[memoryview]) -> int:
 
 
 def _transfer(call: _Transfer, descriptor: int, views: Sequence[memoryview], at: int) -> int:
-    """Read or write all of the buffers, and say how many calls it took."""
+    """Read or write all of the buffers; returns the number of system calls."""
     left, calls = views, 0
     while left:
         done = call(descriptor, left, at)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class TokenBucket:
-    """Bytes that may move: so many per second, and a burst of what was saved up.
+    """Token bucket over bytes: a rate per second, and a burst.
 
     Whoever comes while the bucket holds anything may go, however large it is; what it took too
     much is a debt that those after it wait for. So over any time that starts with a full bucket
@@ -31,7 +31,7 @@ class TokenBucket:
         self._level, self._seen = burst_bytes, now
 
     def wait_s(self, now: float) -> float:
-        """Seconds until somebody may go; 0 if it may now."""
+        """Seconds until the next transfer may start; 0: now."""
         self._fill(now)
         return 0.0 if self._level > 0 else max(1e-6, -self._level / self.rate_bytes_s)
 
@@ -113,7 +113,7 @@ class IoQueue:
         return job.future
 
     def close(self, *, finish: bool = True) -> None:
-        """Take no more, then finish what waits, at full speed, or cancel it; and end the thread.
+        """Refuse new work, finish or cancel queued work at full speed, and end the thread.
 
         What runs already is finished in both cases.
         """
@@ -135,7 +135,7 @@ class IoQueue:
                 self._runs = False
 
     def _next(self) -> _Job | None:
-        """The piece whose turn it is, as soon as there is one; None when the queue is closed."""
+        """The next piece of work, once there is one; None when the queue is closed."""
         with self._changed:
             while True:
                 while line := self._line():

@@ -1,4 +1,4 @@
-"""The disk tier: objects in one directory, whole or not there, the oldest used evicted first."""
+"""The store of the disk tier: objects in one directory, complete or absent, evicted by LRU."""
 
 import errno
 import fcntl
@@ -27,7 +27,7 @@ from triptych.kvpool.disk.block_file import (
     read_pages,
     write_object,
 )
-from triptych.kvpool.pool.directory_space import free_bytes, require_room
+from triptych.kvpool.pool.arena import free_bytes, require_room
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a pipe must no
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load read."""
+    """Result of a load."""
 
     meta: ObjectMeta
     nbytes: int
@@ -65,12 +65,12 @@ class DiskStoreStats:
     loaded: int
     loaded_bytes: int
     missed: int
-    """Loads of what was not there, or no longer whole."""
+    """Loads of objects that were absent or damaged."""
     evicted: int
     damaged: int
     """Files that were torn, corrupt or foreign, and were removed."""
     failed: int
-    """Stores that the disk did not take: it was full, as a rule."""
+    """Writes that failed, in most cases because the disk was full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class DiskStore:
         *,
         wait_s: float = 0.0,
     ) -> None:
-        """Take the directory, which is made if it is missing, and find what is there.
+        """Lock the directory, which is made if it is missing, and index its objects.
 
         ``tenant_bytes`` is the most that the objects of one tenant take; None: all. ``wait_s``
         is how long another tier, which may be about to end, is waited for.
@@ -127,9 +127,9 @@ class DiskStore:
         self._files = threading.Lock()
         """Held while a file that the index names comes or goes; taken before the other."""
         self._open_folder = _open_directory(directory)
-        self._hold = _CLOSED
+        self._pin = _CLOSED
         try:
-            self._hold = _lock_directory(self._folder, directory, time.monotonic() + wait_s)
+            self._pin = _lock_directory(self._folder, directory, time.monotonic() + wait_s)
             self.scan()
         except BaseException:
             self.close()
@@ -137,9 +137,9 @@ class DiskStore:
 
     def close(self) -> None:
         """Let go of the directory; the objects stay. Nothing else may use the tier any more."""
-        for descriptor in {self._hold, self._open_folder} - {_CLOSED}:
+        for descriptor in {self._pin, self._open_folder} - {_CLOSED}:
             os.close(descriptor)
-        self._hold = self._open_folder = _CLOSED
+        self._pin = self._open_folder = _CLOSED
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +160,7 @@ class DiskStore:
             return list(self._objects)
 
     def describe(self, key: bytes) -> ObjectMeta | None:
-        """What the object with this key holds, if it is there."""
+        """The description of the object with this key, if it is there."""
         with self._lock:
             entry = self._objects.get(key)
         return entry.meta if entry else None
@@ -452,7 +452,7 @@ class DiskStore:
                 self._discard(_name(key), error)
 
     def _discard(self, name: str, error: Exception) -> None:
-        """Remove a file that is no whole object."""
+        """Remove a file that is not a complete object."""
         logger.warning("%s/%s is removed: %s", self.directory, name, error)
         self._add(damaged=1)
         with suppress(OSError):  # a directory, say: it stays, and is never an object
@@ -490,7 +490,7 @@ def usable_bytes(directory: Path, capacity_bytes: int) -> int:
 
 
 def _stamp(descriptor: int) -> None:
-    """Say that a file is used now; the kernel's own times stand still for milliseconds."""
+    """Set a file's time of use to now; the kernel's own times advance in steps of milliseconds."""
     now = time.time_ns()
     os.utime(descriptor, ns=(now, now))
 
@@ -516,7 +516,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _lock_directory(folder: int, directory: Path, until: float) -> int:
-    """Hold a lock on the directory until the descriptor is closed, however we end."""
+    """Lock the directory until the descriptor is closed, however the process ends."""
     try:
         flags = os.O_CREAT | os.O_RDWR | _OPEN
         descriptor = os.open(_LOCK, flags, _PRIVATE, dir_fd=folder)

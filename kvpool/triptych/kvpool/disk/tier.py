@@ -17,7 +17,7 @@ from triptych.kvpool.disk.io_queue import IoQueue
 from triptych.kvpool.disk.store import DiskStore
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
-from triptych.kvpool.prefix.blocks import Block, BlockKey, Hold, Namespace, Publication, TokenIds
+from triptych.kvpool.prefix.blocks import Block, BlockKey, Namespace, Pin, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PrefixCache
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STAGED_BYTES = 64 << 20
-"""The most that copies of evicted blocks take until they are written."""
+"""Most bytes that copies of evicted blocks take until they are written."""
 COMPLAIN_EVERY_S = 60.0
 LOCK_WAIT_S = 5.0
 """How long a pool that starts waits for the one before it to finish its writes."""
@@ -34,7 +34,7 @@ BURST_S = 0.25
 
 
 class Mover(Protocol):
-    """What runs the work that moves bytes, later and elsewhere; ``IoQueue`` as a rule."""
+    """Runs transfers in the background; ``IoQueue`` in production."""
 
     def __len__(self) -> int: ...
     def submit(
@@ -45,7 +45,7 @@ class Mover(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSettings:
-    """What the disk tier may take, resolved."""
+    """Limits of the disk tier, resolved."""
 
     path: Path
     capacity_bytes: int
@@ -68,7 +68,7 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A tier, what moves bytes to and from it, and the pages that they are of."""
+    """A store, the queue of its transfers, and the pages in memory."""
 
     tier: DiskStore
     mover: Mover
@@ -76,7 +76,7 @@ class Disk:
 
     @classmethod
     def open(cls, settings: DiskSettings, pages: Pages) -> Self:
-        """Find what an earlier pool left, and start the thread that moves bytes.
+        """Index the objects of an earlier pool, and start the thread of the transfers.
 
         Raises: PoolError if the directory cannot be had
         """
@@ -91,18 +91,18 @@ class Disk:
         return cls(tier, IoQueue(rate, rate * BURST_S), pages)
 
     def close(self) -> None:
-        """Write what waits, and let go of the directory."""
+        """Finish queued writes, and unlock the directory."""
         self.mover.close()
         self.tier.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Blocks of a prompt that are on their way into memory."""
+    """Blocks of a prompt that are being loaded into memory."""
 
     blocks: int
     seconds: float
-    """What it would take to compute them: nobody should wait longer."""
+    """Seconds to compute them: a request should not wait longer than this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,7 @@ class _Restore:
     tenant: str
     metas: list[ObjectMeta]
     pages: list[PageIds]
-    hold: Hold | None
+    pin: Pin | None
     """On the resident blocks before those that are still to come."""
     arrived: int = 0
 
@@ -153,7 +153,7 @@ class DiskTier:
                 self._submit(block, lambda block=block: self._write_resident(block))
 
     def evicted(self, blocks: Sequence[Block]) -> None:
-        """Write blocks whose pages are free from now on, unless the disk has them."""
+        """Write evicted blocks to disk, unless it has them; their pages are free from now on."""
         for block in reversed(blocks):
             if self._disk.tier.touch(block.key):
                 continue
@@ -187,7 +187,7 @@ class DiskTier:
                 self._staged_bytes -= block.nbytes
 
     def _store(self, block: Block, pages: Pages) -> None:
-        """Write a block; a disk that does not take it costs nothing but the block."""
+        """Write a block; if that fails, only the block is lost."""
         try:
             self._disk.tier.store(_meta_of(block, self._disk.tier.page_bytes), [pages])
         except PoolError as error:
@@ -204,7 +204,7 @@ class DiskTier:
     # -------------------------------------------------------------- from disk
 
     def restore(self, namespace: Namespace, tokens: TokenIds, tenant: str) -> Coming:
-        """Begin to bring back what continues the resident beginning of a prompt.
+        """Begin to load the blocks that continue the resident prefix of a prompt.
 
         Call it again until no block is coming any more. At least one token is left to compute.
         What is brought back counts against the quota of ``tenant``.
@@ -225,15 +225,15 @@ class DiskTier:
         keys: Sequence[BlockKey],
         first: int,
     ) -> None:
-        """Set pages aside for what is on disk, as far as they go, and have it read."""
+        """Reserve pages for blocks on disk, as many as fit, and queue the reads."""
         metas = list(self._found(namespace, tokens, keys, first))
         if not metas:
             return
-        hold = self._cache.hold(keys[first - 1]) if first else None
+        pin = self._cache.pin(keys[first - 1]) if first else None
         pages, evicted = self._cache.expect(tenant, [meta.pages for meta in metas])
         self.evicted(evicted)
         end = (first + len(pages)) * self._cache.block_tokens
-        run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, hold)
+        run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, pin)
         if not pages:
             self._give_up(run)
             return
@@ -273,7 +273,7 @@ class DiskTier:
                 self._give_up(run)
 
     def _arrive(self, run: _Restore, meta: ObjectMeta, ids: PageIds) -> None:
-        """Make a block resident, and hold it until the next one is; the last is not waited for."""
+        """Make a block resident, and pin it until the next one is; the last one is not pinned."""
         behind = (len(run.metas) - run.arrived - 1) * self._cache.block_tokens
         new = Publication(
             namespace=run.namespace,
@@ -284,23 +284,23 @@ class DiskTier:
         )
         run.arrived += 1
         del self._coming[BlockKey(meta.key)]
-        hold = self._cache.arrive(new)
+        pin = self._cache.arrive(new)
         self._let_go(run)
-        run.hold = hold
+        run.pin = pin
         if run.arrived == len(run.metas):
             self._let_go(run)
 
     def _give_up(self, run: _Restore) -> None:
-        """Let go of what a restore holds: nothing more comes of it."""
+        """Release the pin and the pages of a restore that ends."""
         for meta in run.metas[run.arrived :]:
             self._coming.pop(BlockKey(meta.key), None)
         self._cache.expect_no_more(run.tenant, run.pages[run.arrived :])
         self._let_go(run)
 
     def _let_go(self, run: _Restore) -> None:
-        if run.hold:
-            self._cache.unpin(run.hold)
-            run.hold = None
+        if run.pin:
+            self._cache.unpin(run.pin)
+            run.pin = None
 
     # -------------------------------------------------------------- reports
 

@@ -1,4 +1,4 @@
-"""Arenas: the shared memory that pages lie in, owned by the pool process."""
+"""Arenas: shared memory for pages, owned by the pool process, and the space of a directory."""
 
 import ctypes
 import fcntl
@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import PoolError, StaleHandle
+from triptych.core.errors import ConfigError, PoolError, StaleHandle
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
 
 def shared_memory_dir() -> Path:
-    """Where arenas lie unless told otherwise: ``/dev/shm``, or else the temporary directory."""
+    """The default directory of arenas: ``/dev/shm``, or else the temporary directory."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -38,12 +38,12 @@ def shared_memory_dir() -> Path:
 class Arena:
     """A region of ``pages`` x ``page_bytes`` that any process of this user and machine can map.
 
-    The file is taken in full when it is created: without that, a full ``/dev/shm`` would kill
-    whoever writes first. Its owner holds a lock on it for as long as it lives. The kernel drops
-    the lock whichever way the owner dies, so a file without a lock is an orphan; a pid in the
-    file could belong to somebody else by now.
+    The whole file is reserved when it is created: without that, a full ``/dev/shm`` would kill
+    the first process that writes. Its owner locks it for as long as it lives. The kernel drops the
+    lock however the owner dies, so a file without a lock is an orphan; a pid in the file could
+    belong to another process by now.
 
-    It lies in memory, or on a disk: then memory holds what was touched lately.
+    It lies in memory, or on a disk: then the kernel keeps recently used pages in memory.
     """
 
     def __init__(self, name: str, mapping: mmap.mmap, shape: tuple[int, int], path: Path | None):
@@ -53,7 +53,7 @@ class Arena:
         self._mapping = mapping
         self._path = path
         self.is_on_disk = path is not None and path.parent != shared_memory_dir()
-        """Whether what was not touched for long may have to be read."""
+        """Whether pages that were not used for long may have to be read from disk."""
         # What lies beside a page on a disk is another row's: reading it as well costs more room
         # in memory than the page itself.
         mapping.madvise(mmap.MADV_RANDOM)
@@ -119,7 +119,7 @@ class Arena:
         return self._data
 
     def will_need(self, ids: NDArray[np.int32]) -> None:
-        """Have the disk read these pages, many at once; who touches them waits for them.
+        """Have the kernel read these pages from disk ahead of their use, many at once.
 
         In memory they are all there, and this does nothing.
         """
@@ -142,9 +142,33 @@ class Arena:
             logger.debug("arena %s stays mapped: there are still arrays over it", self.id)
 
     def unlink(self) -> None:
-        """Remove the file; whoever has it mapped keeps the memory until it is unmapped."""
+        """Remove the file; processes that have it mapped keep the memory until they unmap it."""
         if self._path:
             self._path.unlink(missing_ok=True)
+
+
+def free_bytes(setting: str, directory: Path) -> int:
+    """Bytes that are free in a directory, which need not be there yet. Nothing is made or changed.
+
+    Raises: ConfigError if this user cannot write there, or make it
+    """
+    above = next(path for path in (directory, *directory.parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{setting}={directory}: {above} is no directory that this user can write to: "
+            "make the directory for this user, or choose another"
+        )
+    space = os.statvfs(above)
+    return space.f_bavail * space.f_frsize
+
+
+def require_room(free: int, setting: str, directory: Path, size_setting: str, wanted: int) -> None:
+    """Raise ConfigError if less is free than is wanted."""
+    if free < wanted:
+        raise ConfigError(
+            f"{size_setting}={wanted}: {directory} has room for {free}: lower it, make room there, "
+            f"or choose another {setting}"
+        )
 
 
 def remove_orphans(directory: Path) -> list[str]:
@@ -201,7 +225,7 @@ def _reserve(descriptor: int, size: int, directory: Path) -> None:
         f"the page pool needs {size:,} bytes in {directory}, where {free:,} are free: "
         "lower pool.kv_cache_memory_bytes, or make room there"
     )
-    # Asking first keeps a hopeless reservation from starving everybody else for a moment.
+    # The check keeps a reservation that cannot succeed from filling the file system meanwhile.
     if size > free:
         raise PoolError(message)
     try:

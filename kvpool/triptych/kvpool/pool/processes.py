@@ -1,4 +1,4 @@
-"""Which process is meant, and whether it still lives: a pid alone is used again by the next one."""
+"""Identity of a process, and whether it still runs: a pid alone is reused by later processes."""
 
 import os
 import select
@@ -62,7 +62,7 @@ def end(process: ProcessKey, timeout_s: float = 5.0) -> bool:
     except ProcessLookupError:
         return True
     try:
-        # Asked only now: the handle keeps the pid from meaning another process.
+        # Checked only now: the handle keeps the pid from being reused.
         if not is_alive(process):
             return True
         with suppress(ProcessLookupError):

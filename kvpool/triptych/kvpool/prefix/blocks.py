@@ -1,4 +1,4 @@
-"""Blocks of tokens that requests share: their keys, what they hold, and who may share them."""
+"""Blocks of tokens that requests share: keys, pages, namespaces and publications."""
 
 import hashlib
 import math
@@ -14,9 +14,9 @@ from triptych.kvpool.pool.free_list import PageIds
 BlockKey = NewType("BlockKey", bytes)
 """SHA-256 of a block and all before it; names it in memory and on disk."""
 
-HoldId = NewType("HoldId", int)
+PinId = NewType("PinId", int)
 
-GuardId = NewType("GuardId", int)
+SoftPinId = NewType("SoftPinId", int)
 
 Digest = Callable[[bytes], bytes]
 
@@ -38,7 +38,7 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Everything but the tokens that keys and values depend on, and who may share them."""
+    """Everything besides the tokens that keys and values depend on, and the salt for sharing."""
 
     salt: bytes
     """Of the tenant; tenants share prefixes if, and only if, theirs are equal."""
@@ -59,7 +59,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One resident block. It never changes: its pages are shared by whoever reads them."""
+    """One resident block. It never changes: requests share its pages."""
 
     key: BlockKey
     parent: BlockKey
@@ -71,14 +71,14 @@ class Block:
     """Opaque to the index. Read only."""
     nbytes: int
     seconds: float
-    """What it took to compute, given all blocks before it."""
+    """Seconds to compute it, given all blocks before it."""
     tenant: str
-    """Whose quota it counts against: whoever published it first."""
+    """The tenant that published it first, whose quota it counts against."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """What a publisher brings for one block."""
+    """One block to publish: pages, size, and seconds to compute."""
 
     pages: PageIds
     nbytes: int
@@ -91,7 +91,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Publication:
-    """What a worker brings to be kept: the last ``len(blocks)`` blocks of ``tokens``."""
+    """Blocks to add to the cache: the last ``len(blocks)`` blocks of ``tokens``."""
 
     namespace: Namespace
     tokens: TokenIds
@@ -99,33 +99,33 @@ class Publication:
     blocks: Sequence[PageIds]
     """Pages of each block."""
     seconds: float
-    """What one block took to compute."""
+    """Seconds to compute one block."""
     tenant: str
-    """Whose quota it counts against."""
+    """The tenant whose quota they count against."""
     formats: Sequence[FormatPages] = ()
-    """Pages of each block by format; none: nobody has said."""
+    """Pages of each block by format; none: not stated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hold:
+class Pin:
     """A chain of blocks, from the first, that stays resident until it is released."""
 
-    id: HoldId
+    id: PinId
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
-    """A chain of blocks, from the first, that is evicted after all that have no guard."""
+class SoftPin:
+    """A chain of blocks, from the first, that is evicted after all blocks without a soft pin."""
 
-    id: GuardId
+    id: SoftPinId
     blocks: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What became of a publish.
+    """Result of a publication.
 
     The pages of the last ``added`` payloads are the index's now. The others stay the
     caller's, who frees them: of a refused publish all, else those of known blocks. The pages of
@@ -133,8 +133,8 @@ class Published:
     """
 
     added: int = 0
-    hold: Hold | None = None
-    """On the whole chain, if it was not refused: the publisher goes on reading it."""
+    pin: Pin | None = None
+    """A pin on the whole chain, if it was not refused: the publisher still reads it."""
     evicted: tuple[Block, ...] = ()
     """In the order in which they went: no block before its children."""
     refused: Refusal | None = None
@@ -142,7 +142,7 @@ class Published:
     @property
     def new(self) -> tuple[Block, ...]:
         """The blocks that were added."""
-        return self.hold.blocks[len(self.hold.blocks) - self.added :] if self.hold else ()
+        return self.pin.blocks[len(self.pin.blocks) - self.added :] if self.pin else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStats:
-    """The index's numbers; those after ``holds`` count since the start."""
+    """Statistics of the index; fields after ``pins`` count since the start."""
 
     blocks: int
     nbytes: int
@@ -170,7 +170,7 @@ class IndexStats:
     bytes_by_tenant: dict[str, int]
     """Reserved ones included."""
     reserved_by_tenant: dict[str, int]
-    holds: int
+    pins: int
     hits: int
     """Lookups that found at least one block."""
     misses: int

@@ -1,4 +1,4 @@
-"""Prefixes of prompts in the pool's pages: the books of pages and the index of blocks, joined."""
+"""The prefix cache: blocks of the prefix index, stored in pages of the pool."""
 
 import math
 from collections.abc import Sequence
@@ -9,21 +9,22 @@ import numpy as np
 
 from triptych.core.config import PoolConfig
 from triptych.core.errors import NotRegistered, PoolError
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.pages import PagePlan
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import About, Commit, Pool, Share, WorkerId
+from triptych.kvpool.pool.leases import About, Commit, SharedPages, WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.pool.stats import PrefixStats
 from triptych.kvpool.prefix.blocks import (
     Block,
     BlockKey,
-    Hold,
-    HoldId,
     Limits,
     Namespace,
     Payload,
+    Pin,
+    PinId,
     Publication,
     Published,
     TokenIds,
@@ -35,12 +36,12 @@ from triptych.kvpool.prefix.index import PrefixIndex
 from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
 
 PREFIX_WORKER = "prefix"
-"""Name under which the pool's process holds the pages of resident blocks, and their label."""
+"""The pool's own worker, which has the leases of cached blocks; also their label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSettings:
-    """What the cache of prefixes may hold, resolved."""
+    """Limits of the prefix cache, resolved."""
 
     block_tokens: int
     total_bytes: int
@@ -50,7 +51,7 @@ class PrefixSettings:
     session_ttl_s: float = 0.0
     """Seconds after its last turn for which a conversation's blocks are evicted last; 0: none."""
     session_tenant_bytes: int = 0
-    """The most that one tenant's conversations have of that."""
+    """The most bytes that one tenant's conversations have of that."""
 
     @classmethod
     def of(cls, config: PoolConfig, plan: PagePlan) -> Self | None:
@@ -75,9 +76,9 @@ class PrefixSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundPrefix:
-    """A prefix whose pages stay as they are until the hold is released."""
+    """A cached prefix whose pages stay resident until the pin is released."""
 
-    hold: HoldId
+    pin: PinId
     tokens: int
     """Tokens of the prompt that the blocks cover."""
     blocks: tuple[PageIds, ...]
@@ -85,14 +86,14 @@ class FoundPrefix:
 
 
 class PrefixCache:
-    """Joins the pool's books with an index of blocks. No lock, no clock, no bytes.
+    """A prefix index whose blocks have leases in the pool. No lock, no clock, no bytes.
 
-    Resident blocks belong to a worker of the pool's own, which never dies: one request lease
-    each. So the pool's books account for every page, and a publisher's death cannot take a
-    block away. A hold belongs to the worker that asked, and ends with its registration; or it is
-    handed off with a request that reads some of its pages, and ends with the request's last lease.
+    Each resident block has a request lease of a worker of the pool's own, which never dies. So
+    the pool accounts for every page, and a block survives its publisher. A pin belongs to the
+    worker that made it, and ends with its registration; or it is handed off with a request that
+    reads some of its pages, and ends with the request's last lease.
 
-    Every operation does all that it says or, if it refuses or raises, nothing.
+    A call that is refused or raises has changed nothing.
     """
 
     def __init__(self, pool: Pool, settings: PrefixSettings) -> None:
@@ -102,11 +103,11 @@ class PrefixCache:
         self._index = PrefixIndex(settings.block_tokens, limits, policy)
         self._worker = pool.register(PREFIX_WORKER, this_process(), math.inf)
         self._leases = dict[BlockKey, LeaseId]()
-        self._holds = dict[HoldId, WorkerId]()
-        self._pins = set[HoldId]()
-        """Holds of the level below."""
-        self._shared = set[HoldId]()
-        """Holds of requests."""
+        self._worker_pins = dict[PinId, WorkerId]()
+        self._disk_pins = set[PinId]()
+        """Pins of the disk tier."""
+        self._shared = set[PinId]()
+        """Pins of requests."""
         pool.let_go = self._let_go
         self._sessions = SessionTable(
             ttl_s=settings.session_ttl_s,
@@ -117,46 +118,46 @@ class PrefixCache:
     # -------------------------------------------------------------- calls of workers
 
     def find(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
-        """Find the longest known prefix and hold it; at least the last token is never part of it.
+        """Find the longest cached prefix and pin it; the last token is never part of it.
 
         Raises: NotRegistered
         """
         self._require_registered(worker)
         return self._found(worker, self._index.acquire(namespace, tokens))
 
-    def hold_all(
+    def pin_all(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
-        """Hold all whole blocks of these tokens, or none if one is not known; not counted as a use.
+        """Pin all whole blocks of these tokens, or none if one is not cached; not counted as a use.
 
         Raises: NotRegistered
         """
         self._require_registered(worker)
         return self._found(worker, self._index.pin_all(namespace, tokens))
 
-    def _found(self, worker: WorkerId, hold: Hold | None) -> FoundPrefix | None:
-        if hold is None:
+    def _found(self, worker: WorkerId, pin: Pin | None) -> FoundPrefix | None:
+        if pin is None:
             return None
-        self._holds[hold.id] = worker
-        blocks = tuple(block.pages for block in hold.blocks)
-        return FoundPrefix(hold.id, len(blocks) * self._index.block_tokens, blocks)
+        self._worker_pins[pin.id] = worker
+        blocks = tuple(block.pages for block in pin.blocks)
+        return FoundPrefix(pin.id, len(blocks) * self._index.block_tokens, blocks)
 
     def known(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
-        """How many blocks of these tokens need not be published.
+        """The number of cached blocks of these tokens, which need not be published.
 
         Raises: NotRegistered
         """
         self._require_registered(worker)
         return self._index.resident(namespace, tokens)
 
-    def release(self, worker: WorkerId, hold: HoldId) -> None:
-        """End a hold.
+    def release(self, worker: WorkerId, pin: PinId) -> None:
+        """Release a pin.
 
         Raises: PoolError if the worker does not have it
         """
-        self._require_hold(worker, hold)
-        del self._holds[hold]
-        self._index.release(hold)
+        self._require_pin(worker, pin)
+        del self._worker_pins[pin]
+        self._index.release(pin)
 
     def handoff(
         self,
@@ -166,36 +167,36 @@ class PrefixCache:
         *,
         keep: bool,
         about: Sequence[About],
-        holds: Sequence[HoldId | None],
-    ) -> list[Claim]:
-        """Hand requests on as ``Pool.handoff`` does; each may read pages of a hold of the worker.
+        pins: Sequence[PinId | None],
+    ) -> list[LeaseRef]:
+        """Hand requests off as ``Pool.handoff`` does; each may read pages of a pin of the worker.
 
-        From then on the hold is the request's.
+        From then on the pin belongs to the request.
 
-        Raises: PoolError if the worker does not have a hold; NotHeld, StaleHandle, NotRegistered
+        Raises: PoolError if the worker does not have a pin; NotHeld, StaleHandle, NotRegistered
         """
-        shares = [None if hold is None else self._share_of(worker, hold) for hold in holds]
-        claims = self._pool.handoff(
+        shares = [None if pin is None else self._share_of(worker, pin) for pin in pins]
+        lease_refs = self._pool.handoff(
             worker, commits, releases, keep=keep, about=about, shares=shares
         )
-        for hold in holds:
-            if hold is not None:
-                del self._holds[hold]
-                self._shared.add(hold)
-        return claims
+        for pin in pins:
+            if pin is not None:
+                del self._worker_pins[pin]
+                self._shared.add(pin)
+        return lease_refs
 
-    def _share_of(self, worker: WorkerId, hold: HoldId) -> Share:
-        self._require_hold(worker, hold)
-        return Share(hold, np.concatenate([block.pages for block in self._index.held(hold)]))
+    def _share_of(self, worker: WorkerId, pin: PinId) -> SharedPages:
+        self._require_pin(worker, pin)
+        return SharedPages(pin, np.concatenate([block.pages for block in self._index.held(pin)]))
 
-    def _require_hold(self, worker: WorkerId, hold: HoldId) -> None:
-        if self._holds.get(hold) != worker:
-            raise PoolError(f"hold {hold} of a prefix: {worker!r} does not have it")
+    def _require_pin(self, worker: WorkerId, pin: PinId) -> None:
+        if self._worker_pins.get(pin) != worker:
+            raise PoolError(f"hold {pin} of a prefix: {worker!r} does not have it")
 
-    def _let_go(self, hold: HoldId) -> None:
-        """End the hold of a request whose last lease has ended."""
-        self._shared.remove(hold)
-        self._index.release(hold)
+    def _let_go(self, pin: PinId) -> None:
+        """Release the pin of a request whose last lease has ended."""
+        self._shared.remove(pin)
+        self._index.release(pin)
 
     def publish(self, worker: WorkerId, new: Publication) -> Published:
         """Keep blocks for later requests.
@@ -208,8 +209,8 @@ class PrefixCache:
         Raises: PoolError if tokens and blocks do not fit together; NotHeld, NotRegistered
         """
         done = self._keep(worker, new)
-        if done.hold:
-            self._index.release(done.hold.id)
+        if done.pin:
+            self._index.release(done.pin.id)
         return done
 
     def _keep(self, worker: WorkerId, new: Publication) -> Published:
@@ -227,11 +228,11 @@ class PrefixCache:
         moved = [(PREFIX_WORKER, block.pages) for block in done.new]
         formats = new.formats[-done.added :] if new.formats and done.added else [()] * done.added
         about = [About(new.tenant, each) for each in formats]
-        claims = self._pool.handoff(worker, moved, about=about)
+        lease_refs = self._pool.handoff(worker, moved, about=about)
         pages = (block.pages for block in done.new)
-        self._pool.attach(self._worker, list(zip(claims, pages, strict=True)))
-        for block, claim in zip(done.new, claims, strict=True):
-            self._leases[block.key] = claim.lease
+        self._pool.attach(self._worker, list(zip(lease_refs, pages, strict=True)))
+        for block, lease_ref in zip(done.new, lease_refs, strict=True):
+            self._leases[block.key] = lease_ref.lease
         return done
 
     def keep_session(
@@ -243,7 +244,7 @@ class PrefixCache:
         session: str,
         now: float,
     ) -> int:
-        """Guard what is resident of a conversation for its time-to-live, and nothing else of it.
+        """Soft-pin the resident blocks of a conversation for its TTL, and no others of it.
 
         Guarded blocks are evicted after all others, so that they stay while there is anything
         else to evict, and never keep a request or another prefix from memory.
@@ -254,11 +255,15 @@ class PrefixCache:
         self._require_registered(worker)
         own = child_key(namespace.digest(), tenant.encode())
         key = SessionKey(child_key(own, session.encode()))
-        guard = self._index.guard(namespace, tokens, self._sessions.most_bytes)
-        ended = self._sessions.open(key, tenant, guard, now) if guard else self._sessions.close(key)
+        soft_pin = self._index.soft_pin(namespace, tokens, self._sessions.most_bytes)
+        ended = (
+            self._sessions.open(key, tenant, soft_pin, now)
+            if soft_pin
+            else self._sessions.close(key)
+        )
         for each in ended:
-            self._index.unguard(each)
-        return guard.blocks if guard else 0
+            self._index.soft_unpin(each)
+        return soft_pin.blocks if soft_pin else 0
 
     # -------------------------------------------------------------- calls of the level below
 
@@ -267,9 +272,9 @@ class PrefixCache:
         return self._index.block_tokens
 
     @property
-    def holds(self) -> int:
-        """Chains that somebody holds now."""
-        return len(self._holds) + len(self._pins) + len(self._shared)
+    def pins(self) -> int:
+        """Number of pins."""
+        return len(self._worker_pins) + len(self._disk_pins) + len(self._shared)
 
     def cut(self, tokens: TokenIds) -> list[bytes]:
         """The whole blocks of tokens, encoded."""
@@ -283,7 +288,7 @@ class PrefixCache:
         """How many blocks of these tokens are resident, in a chain from the first."""
         return self._index.resident(namespace, tokens)
 
-    def hold(self, key: BlockKey) -> Hold | None:
+    def pin(self, key: BlockKey) -> Pin | None:
         """Keep the chain that ends with a block resident; None if the block is not."""
         return self._pinned(self._index.pin(key))
 
@@ -291,10 +296,10 @@ class PrefixCache:
         """Whether this very block is resident; not if it went, and an equal one came."""
         return self._index.block(block.key) is block
 
-    def unpin(self, hold: Hold) -> None:
-        """End what ``hold`` or ``arrive`` began."""
-        self._pins.remove(hold.id)
-        self._index.release(hold.id)
+    def unpin(self, pin: Pin) -> None:
+        """Release a pin of ``pin`` or ``arrive``."""
+        self._disk_pins.remove(pin.id)
+        self._index.release(pin.id)
 
     def expect(self, tenant: str, counts: Sequence[int]) -> tuple[list[PageIds], tuple[Block, ...]]:
         """Set pages aside for the first blocks of a run, as many as find room.
@@ -315,30 +320,30 @@ class PrefixCache:
         if total > self._pool.free_pages:
             self._index.unreserve(tenant, total * size)
             return [], evicted
-        ids = self._pool.grant(self._worker, total)
+        ids = self._pool.allocate(self._worker, total)
         return np.split(ids, ends[: fitting - 1]), evicted
 
-    def arrive(self, new: Publication) -> Hold | None:
-        """Make an expected block resident, its pages written, and hold it.
+    def arrive(self, new: Publication) -> Pin | None:
+        """Make an expected block resident, after its pages are written, and pin it.
 
         If an equal block came by another way, that one is held, and the pages are free.
         """
         self._index.unreserve(new.tenant, self._bytes_of(new.blocks))
         done = self._keep(self._worker, new)
         for ids in new.blocks[: len(new.blocks) - done.added]:
-            self._pool.give_back(self._worker, ids)
-        return self._pinned(done.hold)
+            self._pool.free(self._worker, ids)
+        return self._pinned(done.pin)
 
     def expect_no_more(self, tenant: str, blocks: Sequence[PageIds]) -> None:
         """Free the pages that were set aside for blocks that do not come."""
         if blocks:
             self._index.unreserve(tenant, self._bytes_of(blocks))
-            self._pool.give_back(self._worker, np.concatenate(blocks))
+            self._pool.free(self._worker, np.concatenate(blocks))
 
-    def _pinned(self, hold: Hold | None) -> Hold | None:
-        if hold:
-            self._pins.add(hold.id)
-        return hold
+    def _pinned(self, pin: Pin | None) -> Pin | None:
+        if pin:
+            self._disk_pins.add(pin.id)
+        return pin
 
     def _bytes_of(self, blocks: Sequence[PageIds]) -> int:
         return sum(ids.size for ids in blocks) * self._pool.page_bytes
@@ -348,8 +353,8 @@ class PrefixCache:
 
     # -------------------------------------------------------------- calls of the router
 
-    def lend(self, nbytes: int) -> tuple[int, tuple[Block, ...]]:
-        """Give up so much of the memory in all, or what is not in use now; or take it back.
+    def borrow_cache_memory(self, nbytes: int) -> tuple[int, tuple[Block, ...]]:
+        """Set how many bytes of the cache's memory requests may use in all; pinned blocks stay.
 
         Returns: bytes that are given up, and the blocks that were evicted for it
         """
@@ -365,16 +370,16 @@ class PrefixCache:
     # -------------------------------------------------------------- upkeep
 
     def end_sessions(self, now: float) -> None:
-        """Let the blocks of conversations whose time is over be evicted as all others."""
-        for guard in self._sessions.expire(now):
-            self._index.unguard(guard)
+        """Remove the soft pins of conversations whose TTL has passed."""
+        for soft_pin in self._sessions.expire(now):
+            self._index.soft_unpin(soft_pin)
 
     def forget_lost(self) -> None:
-        """End the holds of workers whose registration does not count any more."""
-        lost = [hold for hold, who in self._holds.items() if not self._pool.is_registered(who)]
-        for hold in lost:
-            del self._holds[hold]
-            self._index.release(hold)
+        """Release the pins of workers that are no longer registered."""
+        lost = [pin for pin, who in self._worker_pins.items() if not self._pool.is_registered(who)]
+        for pin in lost:
+            del self._worker_pins[pin]
+            self._index.release(pin)
 
     def line(self) -> PrefixStats:
         """The numbers as they are."""
@@ -382,7 +387,7 @@ class PrefixCache:
         return PrefixStats(
             blocks=stat.blocks,
             bytes=stat.nbytes,
-            lent_bytes=self._lent_bytes,
+            borrowed_bytes=self._lent_bytes,
             hits=stat.hits,
             misses=stat.misses,
             asked_tokens=stat.asked_tokens,
@@ -396,7 +401,7 @@ class PrefixCache:
         )
 
     def check(self) -> list[str]:
-        """Where the index, the leases and the holds differ; empty: all is well."""
+        """Contradictions between index, leases and pins; empty if there are none."""
         wrong, stat = self._index.check(), self._index.stat()
         ledger = self._pool.stat(0.0)
         (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)
@@ -417,21 +422,21 @@ class PrefixCache:
             wrong.append("blocks and leases do not name each other")
         if mine.extent_pages * ledger.page_bytes != stat.reserved_bytes:
             wrong.append(f"{stat.reserved_bytes} bytes are reserved: its worker holds {mine}")
-        if self.holds != stat.holds:
-            wrong.append(f"the index has {stat.holds} holds, workers and the disk {self.holds}")
-        if self._index.guards != self._sessions.guards():
+        if self.pins != stat.pins:
+            wrong.append(f"the index has {stat.pins} holds, workers and the disk {self.pins}")
+        if self._index.soft_pins != self._sessions.soft_pins():
             wrong.append("guards and sessions do not name each other")
         return wrong + self._check_shares()
 
     def _check_shares(self) -> list[str]:
         shares = self._pool.shares
-        if sorted(share.hold for share in shares) != sorted(self._shared):
+        if sorted(share.pin for share in shares) != sorted(self._shared):
             return ["leases and holds of requests do not name each other"]
         wrong = list[str]()
         for share in shares:
-            held = np.concatenate([block.pages for block in self._index.held(share.hold)])
+            held = np.concatenate([block.pages for block in self._index.held(share.pin)])
             if not np.isin(share.pages, held).all():
-                wrong.append(f"hold {share.hold} does not keep the pages that are read with it")
+                wrong.append(f"hold {share.pin} does not keep the pages that are read with it")
         return wrong
 
     def _require_registered(self, worker: WorkerId) -> None:

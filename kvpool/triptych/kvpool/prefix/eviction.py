@@ -11,11 +11,11 @@ MIN_SECONDS = 1e-9
 MIN_COMPACT = 64
 
 Rank = tuple[bool, float]
-"""Whether a session guards the block, then what the policy says: the lowest goes first."""
+"""Whether the block has a soft pin, then the policy's value: the lowest is evicted first."""
 
 
 class EvictionPolicy(Protocol):
-    """Gives each block a rank; of the blocks that may be evicted, the lowest goes first."""
+    """Gives each block a rank; of the blocks that may be evicted, the lowest is evicted first."""
 
     def rank(self, before: float | None, seconds: float, nbytes: int, tick: int) -> float:
         """The rank of a block after a use at ``tick``; ``before`` is None for a new block.
@@ -59,7 +59,7 @@ class CostPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LruPolicy:
-    """Evict what was not used for longest; the baseline."""
+    """Evict the least recently used block; the baseline."""
 
     def rank(self, before: float | None, seconds: float, nbytes: int, tick: int) -> float:
         return float(tick)

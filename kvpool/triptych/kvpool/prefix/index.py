@@ -1,4 +1,4 @@
-"""Which pages hold a known prefix: a hash chain over blocks of tokens, and what may be evicted."""
+"""Index of cached prefixes: a hash chain over blocks of tokens, with quotas and eviction."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,16 @@ from triptych.kvpool.prefix.blocks import (
     Block,
     BlockKey,
     Digest,
-    Guard,
-    GuardId,
-    Hold,
-    HoldId,
     IndexStats,
     Limits,
     Namespace,
     Payload,
+    Pin,
+    PinId,
     Published,
     Refusal,
+    SoftPin,
+    SoftPinId,
     TokenIds,
     chain_keys,
     child_key,
@@ -35,19 +35,19 @@ class _Node:
     block: Block
     parent: "_Node | None"
     worth: float
-    """What the policy says."""
+    """The policy's value: blocks with the lowest are evicted first."""
     children: int = 0
     pins: int = 0
-    guards: int = 0
+    soft_pins: int = 0
     stamp: int = 0
     """Number of its entry in the heaps of leaves; 0: it may not be evicted."""
 
     @property
     def rank(self) -> Rank:
-        return self.guards > 0, self.worth
+        return self.soft_pins > 0, self.worth
 
     def continues(self, parent: "_Node | None", namespace: Namespace, tokens: bytes) -> bool:
-        """Whether it really is this block after that parent, whatever its key says."""
+        """Whether it is this block after that parent; keys alone may collide."""
         if self.parent is not parent or self.block.tokens != tokens:
             return False
         return parent is not None or self.block.namespace == namespace
@@ -72,20 +72,20 @@ class _Account:
 
 
 class PrefixIndex:
-    """Bookkeeping of shared prefixes, without bytes, clock or lock.
+    """The state of shared prefixes, without bytes, clock or lock.
 
     A prefix is a chain of blocks of ``block_tokens`` tokens. The key of a block hashes the key
     of its parent and its tokens, so a chain is found with one look-up per block. A key is only
     a hint: every hit compares all tokens and the parent itself, so a collision is a miss.
 
-    A hold pins all blocks of its chain. So whatever follows an idle block is idle too, and all
+    A pin covers all blocks of its chain. So the blocks after an idle block are idle too, and all
     idle bytes can be evicted, leaves first. Only across tenants that share a salt is there an
     exception: a tenant's block may have children that count against another tenant's quota.
 
-    A guard is weaker than a hold: the blocks of its chain may be evicted, but only after all that
-    have none. So guards never keep anybody from memory, and no book of bytes knows of them.
+    A soft pin is weaker: the blocks of its chain may be evicted, but only after all blocks without
+    one. So soft pins never reserve memory, and no account of bytes contains them.
 
-    Every operation does all that it says or, if it refuses or raises, nothing.
+    A call that is refused or raises has changed nothing.
 
     Source: vLLM (hash chain over blocks); the quotas, the full compare and the order of
         eviction are ours
@@ -104,21 +104,21 @@ class PrefixIndex:
         self.block_tokens, self.limits = block_tokens, limits
         self._policy, self._digest = policy, digest
         self._nodes = dict[BlockKey, _Node]()
-        self._holds = dict[HoldId, _Node]()
-        self._guards = dict[GuardId, _Node]()
-        """The last block of each guarded chain, whether it was evicted since or not."""
+        self._pins = dict[PinId, _Node]()
+        self._soft_pins = dict[SoftPinId, _Node]()
+        """The last block of each chain with a soft pin, whether it was evicted since or not."""
         self._all = _Account()
         self._tenants = dict[str, _Account]()
         self._reserved = Counter[str]()
-        """Bytes that tenants have set aside for blocks that are on their way."""
-        self._tick = self._last_stamp = self._last_hold = self._last_guard = 0
+        """Bytes that are reserved for blocks that are being loaded, by tenant."""
+        self._tick = self._last_stamp = self._last_pin = self._last_soft_pin = 0
         self._count = Counter[str]()
         self._refused = Counter[Refusal]()
 
     # -------------------------------------------------------------- readers
 
     def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
-        """The keys of all whole blocks, resident or not: what to look for elsewhere."""
+        """The keys of all whole blocks, resident or not."""
         pieces = cut(encode(tokens), self.block_tokens)
         return list(chain_keys(namespace, pieces, self._digest))[1:]
 
@@ -139,26 +139,26 @@ class PrefixIndex:
         node = self._nodes.get(key)
         return node.block if node else None
 
-    def pin(self, key: BlockKey) -> Hold | None:
-        """Hold the chain that ends with a block; nothing is counted, and None if it is gone."""
+    def pin(self, key: BlockKey) -> Pin | None:
+        """Pin the chain that ends with a block; nothing is counted, and None if it is gone."""
         node = self._nodes.get(key)
-        return self._hold(node) if node else None
+        return self._pin(node) if node else None
 
-    def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
-        """Hold the chain of all whole blocks of these tokens; nothing is counted, and None if one
+    def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
+        """Pin the chain of all whole blocks of these tokens; nothing is counted, and None if one
         of them is not resident, or there is none."""
         pieces = cut(encode(tokens), self.block_tokens)
         chain = self._walk(namespace, pieces)
-        return self._hold(chain[-1]) if chain and len(chain) == len(pieces) else None
+        return self._pin(chain[-1]) if chain and len(chain) == len(pieces) else None
 
-    def held(self, hold: HoldId) -> tuple[Block, ...]:
-        """The chain that a hold keeps.
+    def held(self, pin: PinId) -> tuple[Block, ...]:
+        """The blocks of a pin.
 
         Raises: KeyError if it ended before
         """
-        return tuple(node.block for node in self._holds[hold].chain())[::-1]
+        return tuple(node.block for node in self._pins[pin].chain())[::-1]
 
-    def acquire(self, namespace: Namespace, tokens: TokenIds) -> Hold | None:
+    def acquire(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
         """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
         self._tick += 1
         chain = self._walk(namespace, self._lookable(tokens))
@@ -167,26 +167,26 @@ class PrefixIndex:
         self._count["hits" if chain else "misses"] += 1
         if not chain:
             return None
-        hold = self._hold(chain[-1])
+        pin = self._pin(chain[-1])
         self._touch(chain)
-        return hold
+        return pin
 
-    def release(self, hold: HoldId) -> None:
-        """End a hold.
+    def release(self, pin: PinId) -> None:
+        """Release a pin.
 
         Raises: PoolError if it ended before
         """
-        node = self._holds.pop(hold, None)
+        node = self._pins.pop(pin, None)
         if node is None:
-            raise PoolError(f"hold {hold} of a prefix was released before")
+            raise PoolError(f"hold {pin} of a prefix was released before")
         for each in node.chain():
             each.pins -= 1
             if each.pins == 0:
                 self._add_idle(each, each.block.nbytes)
                 self._offer(each)
 
-    def guard(self, namespace: Namespace, tokens: TokenIds, most_bytes: int) -> Guard | None:
-        """Have the resident beginning of these tokens evicted after all that is not guarded.
+    def soft_pin(self, namespace: Namespace, tokens: TokenIds, most_bytes: int) -> SoftPin | None:
+        """Soft-pin the resident prefix of these tokens: it is evicted after all other blocks.
 
         It covers as many of the first blocks as ``most_bytes`` allow; None if that is not one.
         """
@@ -198,27 +198,27 @@ class PrefixIndex:
             chain.append(node)
         if not chain:
             return None
-        self._last_guard += 1
-        guard = Guard(GuardId(self._last_guard), len(chain), nbytes)
-        self._guards[guard.id] = chain[-1]
-        self._add_guards(chain[-1], 1)
-        return guard
+        self._last_soft_pin += 1
+        soft_pin = SoftPin(SoftPinId(self._last_soft_pin), len(chain), nbytes)
+        self._soft_pins[soft_pin.id] = chain[-1]
+        self._add_soft_pins(chain[-1], 1)
+        return soft_pin
 
-    def unguard(self, guard: GuardId) -> None:
-        """End a guard: what is left of the chain is as any other.
+    def soft_unpin(self, soft_pin: SoftPinId) -> None:
+        """Remove a soft pin; the rest of the chain is evicted as any other.
 
         Raises: KeyError if it ended before
         """
-        self._add_guards(self._guards.pop(guard), -1)
+        self._add_soft_pins(self._soft_pins.pop(soft_pin), -1)
 
     @property
-    def guards(self) -> set[GuardId]:
+    def soft_pins(self) -> set[SoftPinId]:
         """Those that have not ended."""
-        return set(self._guards)
+        return set(self._soft_pins)
 
-    def _add_guards(self, tail: _Node, count: int) -> None:
+    def _add_soft_pins(self, tail: _Node, count: int) -> None:
         for node in tail.chain():
-            was, node.guards = node.rank, node.guards + count
+            was, node.soft_pins = node.rank, node.soft_pins + count
             if node.stamp and node.rank != was:
                 self._offer(node)
 
@@ -274,7 +274,7 @@ class PrefixIndex:
         return self._evicted(victims)
 
     def unreserve(self, tenant: str, nbytes: int) -> None:
-        """Give back what was reserved: the blocks are published next, or never."""
+        """Release reserved bytes: the blocks are published next, or never."""
         self._reserved[tenant] -= nbytes
         for account in (self._all, self._tenants[tenant]):
             account.nbytes -= nbytes
@@ -308,7 +308,7 @@ class PrefixIndex:
             pinned_bytes=self._all.nbytes - self._all.idle_bytes - self._reserved.total(),
             bytes_by_tenant={name: account.nbytes for name, account in self._tenants.items()},
             reserved_by_tenant=dict(self._reserved),
-            holds=len(self._holds),
+            pins=len(self._pins),
             hits=self._count["hits"],
             misses=self._count["misses"],
             asked_tokens=self._count["asked_tokens"],
@@ -320,9 +320,9 @@ class PrefixIndex:
         )
 
     def check(self) -> list[str]:
-        """Compare all books with each other and say where they differ; empty: all is well."""
+        """Contradictions between all tables; empty if there are none."""
         nodes = self._nodes.values()
-        pins = Counter(n.block.key for tail in self._holds.values() for n in tail.chain())
+        pins = Counter(n.block.key for tail in self._pins.values() for n in tail.chain())
         children = Counter(n.parent.block.key for n in nodes if n.parent)
         everything = _faults(self._all, list(nodes), self._reserved.total())
         wrong = [f"the total: {fault}" for fault in everything]
@@ -335,10 +335,10 @@ class PrefixIndex:
                 wrong.append(f"tenant {name!r} is over its quota")
         if self._all.nbytes > self.limits.total_bytes:
             wrong.append("the total is over its limit")
-        guards = Counter(node for tail in self._guards.values() for node in tail.chain())
+        soft_pins = Counter(node for tail in self._soft_pins.values() for node in tail.chain())
         for key, node in self._nodes.items():
-            if node.guards != guards[node]:
-                wrong.append(f"block {key.hex()}: {node.guards} guards: {guards[node]}")
+            if node.soft_pins != soft_pins[node]:
+                wrong.append(f"block {key.hex()}: {node.soft_pins} guards: {soft_pins[node]}")
             said = (node.pins, node.children, node.stamp > 0)
             found = (pins[key], children[key], not pins[key] and not children[key])
             if said != found:
@@ -373,8 +373,8 @@ class PrefixIndex:
     def _add(
         self, chain: list[_Node], new: Sequence[Block], tenant: str, known: Sequence[_Node]
     ) -> Published:
-        """Append blocks to a chain, if they fit, and hold all of it."""
-        guard = self._hold(chain[-1]) if chain else None
+        """Append blocks to a chain, if they fit, and pin all of it."""
+        soft_pin = self._pin(chain[-1]) if chain else None
         try:
             victims = self._make_room(tenant, sum(block.nbytes for block in new))
             if isinstance(victims, str):
@@ -385,23 +385,23 @@ class PrefixIndex:
                 chain.append(_Node(block, chain[-1] if chain else None, worth))
                 self._insert(chain[-1])
             self._count["added"] += len(new)
-            hold = self._hold(chain[-1])
-            return Published(added=len(new), hold=hold, evicted=self._evicted(victims))
+            pin = self._pin(chain[-1])
+            return Published(added=len(new), pin=pin, evicted=self._evicted(victims))
         finally:
-            if guard:
-                self.release(guard.id)
+            if soft_pin:
+                self.release(soft_pin.id)
 
-    def _hold(self, node: _Node) -> Hold:
-        self._last_hold += 1
-        hold = HoldId(self._last_hold)
-        self._holds[hold] = node
+    def _pin(self, node: _Node) -> Pin:
+        self._last_pin += 1
+        pin = PinId(self._last_pin)
+        self._pins[pin] = node
         chain = list(node.chain())
         for each in chain:
             if each.pins == 0:
                 self._add_idle(each, -each.block.nbytes)
             each.pins += 1
             each.stamp = 0
-        return Hold(hold, tuple(each.block for each in reversed(chain)))
+        return Pin(pin, tuple(each.block for each in reversed(chain)))
 
     def _touch(self, pinned: Sequence[_Node]) -> None:
         """Note a use. Pinned blocks are in no heap, so their rank may change."""
@@ -442,7 +442,7 @@ class PrefixIndex:
                 account.leaves.push(node)
 
     def _make_room(self, tenant: str, nbytes: int) -> "list[_Node] | Refusal":
-        """Evict what must go for ``nbytes`` more of a tenant, or nothing and say why."""
+        """Evict enough for ``nbytes`` more of a tenant, or nothing and return the reason."""
         mine = self._tenants.get(tenant, _Account())
         over_quota = mine.nbytes + nbytes - self.limits.of(tenant)
         over_limit = self._all.nbytes + nbytes - self.limits.total_bytes

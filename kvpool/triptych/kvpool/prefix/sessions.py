@@ -1,11 +1,11 @@
-"""Which conversations have their prefixes guarded, and until when: no lock, no clock, no bytes."""
+"""Sessions whose cached prefixes have soft pins, with expiry: no lock, no clock, no bytes."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NewType
 
-from triptych.kvpool.prefix.blocks import Guard, GuardId
+from triptych.kvpool.prefix.blocks import SoftPin, SoftPinId
 
 SessionKey = NewType("SessionKey", bytes)
 """Of a namespace and the name that its client gave: no two clients' sessions are the same one."""
@@ -16,7 +16,7 @@ class Session:
     """One conversation."""
 
     tenant: str
-    guard: Guard
+    soft_pin: SoftPin
     until: float
     """When it ends unless there is another turn, in seconds of the pool's clock."""
 
@@ -44,48 +44,48 @@ class SessionTable:
 
     @property
     def nbytes(self) -> int:
-        """Guarded bytes; what two sessions share counts twice."""
+        """Bytes with soft pins; blocks that two sessions share count twice."""
         return self._bytes.total()
 
     @property
     def most_bytes(self) -> int:
-        """The most that one session may guard; 0: there are no sessions."""
+        """The most bytes that one session may soft-pin; 0: there are no sessions."""
         return min(self.tenant_bytes, self.total_bytes) if self.ttl_s > 0 else 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, key: SessionKey, tenant: str, guard: Guard, now: float) -> list[GuardId]:
+    def open(self, key: SessionKey, tenant: str, soft_pin: SoftPin, now: float) -> list[SoftPinId]:
         """Begin a session, or go on with it: its time begins anew.
 
         Returns: guards that are to end now, its former one among them
         """
         ended = self.close(key)
-        self._open[key] = Session(tenant, guard, now + self.ttl_s)
-        self._bytes[tenant] += guard.nbytes
+        self._open[key] = Session(tenant, soft_pin, now + self.ttl_s)
+        self._bytes[tenant] += soft_pin.nbytes
         while self._bytes[tenant] > self.tenant_bytes:
             ended += self._close_first(key, tenant)
         while self.nbytes > self.total_bytes:
             ended += self._close_first(key, None)
         return ended
 
-    def close(self, key: SessionKey) -> list[GuardId]:
-        """End a session, if there is one; returns its guard."""
+    def close(self, key: SessionKey) -> list[SoftPinId]:
+        """End a session, if there is one; returns its soft pin."""
         session = self._open.pop(key, None)
         if session is None:
             return []
-        self._bytes[session.tenant] -= session.guard.nbytes
+        self._bytes[session.tenant] -= session.soft_pin.nbytes
         if not self._bytes[session.tenant]:
             del self._bytes[session.tenant]
-        return [session.guard.id]
+        return [session.soft_pin.id]
 
-    def expire(self, now: float) -> list[GuardId]:
-        """End the sessions whose time is over; returns their guards."""
-        return [guard for key in list(self._over(now)) for guard in self.close(key)]
+    def expire(self, now: float) -> list[SoftPinId]:
+        """End the sessions whose TTL has passed; returns their soft pins."""
+        return [soft_pin for key in list(self._over(now)) for soft_pin in self.close(key)]
 
-    def guards(self) -> set[GuardId]:
+    def soft_pins(self) -> set[SoftPinId]:
         """Those of all sessions."""
-        return {session.guard.id for session in self._open.values()}
+        return {session.soft_pin.id for session in self._open.values()}
 
     def _over(self, now: float) -> Iterator[SessionKey]:
         for key, session in self._open.items():
@@ -93,7 +93,7 @@ class SessionTable:
                 return
             yield key
 
-    def _close_first(self, but: SessionKey, tenant: str | None) -> list[GuardId]:
+    def _close_first(self, but: SessionKey, tenant: str | None) -> list[SoftPinId]:
         """End the session that would end first, of one tenant or of all, but for one.
 
         There is one: what a single session guards is within both limits.

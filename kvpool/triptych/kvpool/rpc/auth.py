@@ -1,7 +1,7 @@
 # grpcio has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Whom processes of different nodes believe: a shared token, and certificates if there are any.
+"""Authentication between nodes: a shared token, and TLS certificates if the settings name some.
 
 On one node a unix socket in a private directory says who may come in. Over TCP anybody can
 knock, so every call shows the token, and with TLS both sides show a certificate.
@@ -29,7 +29,7 @@ Options = Sequence[tuple[str, int | str]]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files, read: what this process shows, and whom it believes."""
+    """Contents of PEM files: the certificate of this process, and the authority that it trusts."""
 
     certificate: bytes
     key: bytes = field(repr=False)
@@ -43,7 +43,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a process shows to those of other nodes, and asks of them."""
+    """Credentials that a process presents to other nodes, and requires of them."""
 
     token: str = field(repr=False)
     tls: Tls | None = None
@@ -73,7 +73,7 @@ class Access:
 
     @property
     def metadata(self) -> Metadata:
-        """What goes with every call."""
+        """Metadata of every call."""
         return ((TOKEN_KEY, self.token),)
 
     @property
@@ -97,7 +97,7 @@ class Access:
 
     @property
     def channel_options(self) -> Options:
-        """What a client's channel needs beside them."""
+        """Options of a client's channel beside them."""
         if self.tls is None or not self.tls.server_name:
             return ()
         return (("grpc.ssl_target_name_override", self.tls.server_name),)
@@ -142,7 +142,7 @@ class Access:
 
 
 def failure(address: str, code: grpc.StatusCode, details: str | None) -> PoolUnavailable:
-    """What it means that a peer did not answer."""
+    """The error for a call that a peer did not answer."""
     told = details or code.name
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return AccessRefused(address, told)
@@ -173,7 +173,7 @@ def _read(name: str, path: str) -> bytes:
 
 
 def _check_pair(config: NetworkConfig) -> None:
-    """See that the files are what they are named, before gRPC says less about it."""
+    """Check that the files are certificates and keys; gRPC's own errors say less."""
     for name in ("tls_cert_file", "tls_key_file", "tls_ca_file"):
         path = str(getattr(config, name))
         if b"-----BEGIN " not in _read(name, path):

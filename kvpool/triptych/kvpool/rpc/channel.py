@@ -37,7 +37,7 @@ KEEPALIVE = [
 ]
 CALL_THREADS = 4
 _RECONNECT_MS = 200
-"""A worker waits that long at most for a new pool that is there; a try on a node costs nothing."""
+"""Longest pause between attempts to connect on the same node."""
 _FAR_RECONNECT_MS = 1_000
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ Answer = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a server needs to be open to other nodes."""
+    """Settings of a server that is open to other nodes."""
 
     access: Access
     refused: Callable[[str], None]
-    """Is told why a call was not answered."""
+    """Called with the reason why a call was refused."""
 
 
 class FrameServer:
@@ -69,7 +69,7 @@ class FrameServer:
         self._server = grpc.server(
             ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="pool-call"),
             options=[*_LIMITS, *KEEPALIVE, ("grpc.so_reuseport", 0)],
-            interceptors=[_Doorkeeper(outside)] if outside else [],
+            interceptors=[_TokenInterceptor(outside)] if outside else [],
         )
         self._server.add_generic_rpc_handlers(_handlers(answer))
         credentials = outside.access.server_credentials if outside else None
@@ -104,8 +104,8 @@ def _handlers(answer: Answer) -> tuple[grpc.GenericRpcHandler, ...]:
     )
 
 
-class _Doorkeeper(grpc.ServerInterceptor):
-    """Lets nobody in who does not show the token; health probes need none."""
+class _TokenInterceptor(grpc.ServerInterceptor):
+    """Refuses calls without the token; health probes need none."""
 
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
@@ -133,7 +133,7 @@ class FrameChannel:
     """Sends frames to a server and waits for the answers; safe to use from several threads."""
 
     def __init__(self, address: str, access: Access | None = None) -> None:
-        """``access``: what to show to a server of another node."""
+        """``access``: credentials for a server of another node."""
         if access is None:
             _require_local(address)
         self.address = address

@@ -1,4 +1,4 @@
-"""A worker's access to the pool: take and give pages, hand requests on, attach them."""
+"""A worker's access to the pool: allocate and free pages, hand requests off, attach them."""
 
 import logging
 import math
@@ -12,17 +12,17 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable, StaleHandle
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_map import PageMap
-from triptych.kvpool.pool.page_pool import About, Commit, Pool
+from triptych.kvpool.pool.leases import About, Commit
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.pool.stats import PoolStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.pool.stats import PageMap, PoolStats
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds
 from triptych.kvpool.prefix.cache import FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
@@ -30,7 +30,6 @@ from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.rpc.messages import PoolCalls, Registered
 from triptych.kvpool.rpc.page_cache import PageCache
 from triptych.kvpool.rpc.stub import PoolStub
-from triptych.kvpool.transfer.transport import SharedMemory, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +40,20 @@ CONNECT_TIMEOUT_S = 30.0
 class WorkerPool:
     """One worker's registration with a pool; ``PoolClient`` and ``LocalPool`` make one.
 
-    ``take`` and ``give`` work on a local stock and ask the pool only when the stock runs low
-    or too high. Any thread may call; calls wait for each other.
+    ``allocate`` and ``free`` work on a local page cache and call the pool only when the cache
+    has too few or too many pages. Any thread may call; calls wait for each other.
 
-    After an error that leaves open whether the pool heard a call (``PoolUnavailable``), or
+    After an error that leaves open whether the pool executed a call (``PoolUnavailable``), or
     when the pool no longer knows this worker (``NotRegistered``), both sides may disagree
-    about who holds what. From then on every call raises the same error: close this and
-    connect anew. The pool takes back what was held.
+    about ownership. From then on every call raises the same error: close this and connect
+    anew. The pool reclaims the pages.
     """
 
     def __init__(
         self,
         calls: PoolCalls,
         worker: str,
-        transport: Callable[[Registered], Transport],
+        open_arena: Callable[[Registered], Arena],
         open_checkpoint: Callable[[str, int], Arena],
         checkpoint_bytes: int = 0,
     ) -> None:
@@ -72,19 +71,15 @@ class WorkerPool:
             if checkpoint_bytes
             else None
         )
-        self._transport = transport(self._registered)
-        self._stock = PageCache(worker, self._registered.pages)
+        self.arena = open_arena(self._registered)
+        """The pages' memory, mapped into this process."""
+        self._page_cache = PageCache(worker, self._registered.pages)
 
     # -------------------------------------------------------------- memory
 
     @property
-    def arena(self) -> Arena:
-        """The pages' memory, mapped into this process."""
-        return self._transport.arena
-
-    @property
     def checkpoint(self) -> NDArray[np.uint8] | None:
-        """Memory that outlives this process, for what its successor must know; zeros at first."""
+        """Memory that outlives this process, for its takeover worker; zeros at first."""
         return None if self._checkpoint is None else self._checkpoint.data[0]
 
     @property
@@ -97,33 +92,33 @@ class WorkerPool:
 
     @property
     def lease_ttl_s(self) -> float:
-        """Seconds of silence after which the pool takes back what is held here."""
+        """Seconds without a call after which the pool reclaims the pages of this worker."""
         return self._registered.lease_ttl_s
 
     @property
     def idle_pages(self) -> int:
-        """Pages that ``take`` hands out without asking the pool."""
-        return len(self._stock)
+        """Pages that ``allocate`` returns without a call to the pool."""
+        return len(self._page_cache)
 
     @property
     def extent_pages(self) -> int:
-        """Pages that it asks the pool for at once; 0: no more than it needs."""
+        """Pages that one call to the pool allocates; 0: exactly as many as are needed."""
         return self._registered.extent_pages
 
     @property
-    def taken_pages(self) -> int:
-        """Pages of the stock that are in use: taken, and neither given back nor handed on."""
-        return self._stock.taken
+    def allocated_pages(self) -> int:
+        """Pages that are allocated here and neither freed nor handed off."""
+        return self._page_cache.allocated
 
     @property
     def is_lost(self) -> bool:
-        """Whether the registration is void: every further call raises."""
+        """Whether the registration is lost: every further call raises."""
         return self._lost is not None
 
     @property
     def bytes_copied(self) -> int:
         """Bytes of keys and values that were copied to bring them from stage to stage."""
-        return self._transport.bytes_copied + self._fetched_bytes
+        return self._fetched_bytes
 
     def note_fetched(self, count: int) -> None:
         """Count bytes that came into the arena from another node."""
@@ -132,36 +127,36 @@ class WorkerPool:
 
     # -------------------------------------------------------------- pages
 
-    def take(self, count: int) -> PageIds:
-        """Take pages to write into.
+    def allocate(self, count: int) -> PageIds:
+        """Allocate pages to write into.
 
         Shapes:  -> (count,) ids, rows of ``arena.data``
         Raises:  PoolExhausted, and nothing is lost; PoolUnavailable; NotRegistered
         """
         with self._lock:
             self._require_registered()
-            short = count - len(self._stock)
+            short = count - len(self._page_cache)
             if short > 0:
                 pages = max(short, self._registered.extent_pages)
                 with self._certain():
-                    granted = self._calls.grant(self._id, pages, at_least=short)
-                # A pool in one process grants just what is asked for: most grants end here.
-                if granted.size == count and not len(self._stock):
-                    return self._stock.take_granted(granted)
-                self._stock.add(granted)
-            return self._stock.take(count)
+                    allocated = self._calls.allocate(self._id, pages, at_least=short)
+                # A pool in one process allocates exactly as many as are needed: the usual case.
+                if allocated.size == count and not len(self._page_cache):
+                    return self._page_cache.allocate_granted(allocated)
+                self._page_cache.add(allocated)
+            return self._page_cache.allocate(count)
 
-    def give(self, ids: PageIds) -> None:
-        """Give back pages that were taken, or kept from a released lease.
+    def free(self, ids: PageIds) -> None:
+        """Free pages that were allocated here, or kept from a released lease.
 
         Raises: NotHeld if one was not, or comes twice; nothing changes
         """
         with self._lock:
             self._require_registered()
-            self._stock.give(ids)
+            self._page_cache.free(ids)
             extent = self._registered.extent_pages
-            if len(self._stock) > 2 * extent:
-                self._give_back(len(self._stock) - extent)
+            if len(self._page_cache) > 2 * extent:
+                self._free_idle(len(self._page_cache) - extent)
 
     # -------------------------------------------------------------- requests
 
@@ -172,221 +167,199 @@ class WorkerPool:
         *,
         keep: bool = False,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]:
-        """Put pages under leases of their own, for the next stage, and end other leases.
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]:
+        """Put pages under new leases for the next stage, and end other leases, in one step.
 
-        ``commits`` are (request, ids): pages taken here, or of leases attached here, in any
-        mix. What is left in the released leases becomes free in the same step; with ``keep``
-        it is as if taken here, to be used and given back. Until another worker attaches a
-        claim, ``release`` takes the commit back. ``about`` says of each commit, or of none, whose
-        it is and what formats its pages have; that is for the pool's books alone.
+        ``commits`` are (request, ids): pages allocated here, or of leases attached here, in any
+        mix. The pages left in the released leases become free in the same step; with ``keep``
+        they count as allocated here. Until another worker attaches a lease, ``release`` ends it.
+        ``about`` gives the tenant and the page formats of each commit, or of none; the pool uses
+        it for statistics only.
 
-        The last pages of a commit may be a cached prefix's: of one of ``holds``, which are this
-        worker's and say it of each commit or of none, or of a released lease of the same request.
-        The hold goes on with the request, and is not to be released here any more.
+        The last pages of a commit may belong to a cached prefix: to one of ``pins``, which are
+        pins of this worker, one per commit or none at all, or to a released lease of the same
+        request. The pin moves on with the request, and must not be released here any more.
 
         Raises: NotHeld, StaleHandle, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
+        with self._call() as calls:
             for _, ids in commits:
-                self._stock.require_in_use(ids)
-            with self._certain():
-                claims = self._calls.handoff(
-                    self._id, commits, releases, keep=keep, about=about, holds=holds
-                )
-            for claim, (_, ids) in zip(claims, commits, strict=True):
-                self._stock.committed(claim.lease, _own(claim, ids))
-            self._stock.released(releases, keep=keep)
-            return claims
+                self._page_cache.require_in_use(ids)
+            lease_refs = calls.handoff(
+                self._id, commits, releases, keep=keep, about=about, pins=pins
+            )
+            for lease_ref, (_, ids) in zip(lease_refs, commits, strict=True):
+                self._page_cache.committed(lease_ref.lease, _own(lease_ref, ids))
+            self._page_cache.released(releases, keep=keep)
+            return lease_refs
 
-    def attach(self, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
-        """Become the holder of committed pages; returns the claims that now hold.
+    def attach(self, wanted: Sequence[tuple[LeaseRef, PageIds]]) -> list[LeaseRef]:
+        """Take over leases that another worker handed off; returns the new references to them.
 
-        ``wanted`` are claims with all page ids of their handles, in any order, but those that are
-        shared come last.
+        ``wanted`` are references with all page ids of their handles, in any order, except that
+        shared pages come last.
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            within = [(claim, self._transport.fetch(claim, ids)) for claim, ids in wanted]
-            with self._certain():
-                claims = self._calls.attach(self._id, within)
-            for claim, (_, ids) in zip(claims, within, strict=True):
-                self._stock.attached(claim.lease, _own(claim, ids))
-            return claims
+        with self._call() as calls:
+            for lease_ref, _ in wanted:
+                if lease_ref.arena != self.arena.id:
+                    raise StaleHandle(
+                        lease_ref.lease, f"arena {lease_ref.arena} is not {self.arena.id}"
+                    )
+            lease_refs = calls.attach(self._id, wanted)
+            for lease_ref, (_, ids) in zip(lease_refs, wanted, strict=True):
+                self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
+            return lease_refs
 
     def release(self, leases: Sequence[LeaseId], *, keep: bool = False) -> None:
-        """End leases held here; the pages become free, or with ``keep`` as if taken here.
+        """End leases of this worker; their pages become free, or with ``keep`` allocated here.
 
         Raises: StaleHandle: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                self._calls.release(self._id, leases, keep=keep)
-            self._stock.released(leases, keep=keep)
+        with self._call() as calls:
+            calls.release(self._id, leases, keep=keep)
+            self._page_cache.released(leases, keep=keep)
 
     def withdraw(self, requests: Sequence[str]) -> None:
-        """End whatever is held here of these requests, committed or attached; the pages are free.
+        """End all leases that this worker has for these requests, and free their pages.
 
-        What another worker attached meanwhile is not touched.
+        A lease that another worker has attached is not touched.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                ended = self._calls.withdraw(self._id, requests)
-            self._stock.released(ended, keep=False)
+        with self._call() as calls:
+            ended = calls.withdraw(self._id, requests)
+            self._page_cache.released(ended, keep=False)
 
     def withdraw_all(self) -> None:
-        """End whatever is held here of any request, also what waits for the next worker.
+        """End all request leases of this worker, also those that nobody has attached yet.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                ended = self._calls.withdraw_all(self._id)
-            self._stock.released(ended, keep=False)
+        with self._call() as calls:
+            ended = calls.withdraw_all(self._id)
+            self._page_cache.released(ended, keep=False)
 
-    # -------------------------------------------------------------- what the dead left
+    # -------------------------------------------------------------- takeover
 
     def inherit(self, previous_worker: str) -> NDArray[np.uint8]:
-        """The checkpoint of a dead worker. If it still lives, it does not afterwards.
+        """Map the checkpoint of a dead worker. If the worker still runs, the pool ends it first.
 
-        Raises: StaleHandle if it left nothing; PoolUnavailable
+        Raises: StaleHandle if there is none; PoolUnavailable
         """
         left = self._calls.inherit(previous_worker)
         return self._open_checkpoint(left.checkpoint, left.checkpoint_bytes).data[0]
 
     def adopt(
         self, previous_worker: str, request: str, lease: LeaseId | None, ids: PageIds
-    ) -> Claim:
-        """Take over one request of a dead worker: exactly these of its pages, shared ones last.
+    ) -> LeaseRef:
+        """Take over one request of a dead worker with exactly these pages, shared ones last.
 
-        None for ``lease``: whichever the pool has for it.
+        None for ``lease``: the last lease that the pool has for the request.
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                claim = self._calls.adopt(self._id, previous_worker, request, lease, ids)
-            self._stock.attached(claim.lease, _own(claim, ids))
-            return claim
+        with self._call() as calls:
+            lease_ref = calls.adopt(self._id, previous_worker, request, lease, ids)
+            self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
+            return lease_ref
 
     # -------------------------------------------------------------- prefixes of prompts
 
     def find_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
-        """Hold the longest known prefix of a prompt, never all of it; None if nothing is known.
+        """Pin the longest cached prefix of a prompt, never all of it; None if nothing is cached.
 
-        Its pages are read only, and stay as they are until ``release_prefix``.
-
-        Raises: PoolUnavailable; NotRegistered
-        """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.find_prefix(self._id, namespace, tokens)
-
-    def hold_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
-        """Hold all whole blocks of these tokens; None if not all are known.
-
-        Its pages are read only, and stay as they are until ``release_prefix``, or until the
-        request ends that the hold was handed off with.
+        Its pages are read only, and stay resident until ``release_prefix``.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.hold_prefix(self._id, namespace, tokens)
+        with self._call() as calls:
+            return calls.find_prefix(self._id, namespace, tokens)
+
+    def pin_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
+        """Pin all whole blocks of these tokens; None if not all are cached.
+
+        Its pages are read only, and stay resident until ``release_prefix``, or until the
+        request ends that the pin was handed off with.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        with self._call() as calls:
+            return calls.pin_prefix(self._id, namespace, tokens)
 
     @property
     def restores(self) -> bool:
-        """Whether prefixes may come back from disk."""
+        """Whether the prefix cache has a disk tier to load from."""
         return self._registered.restores
 
     def restore_prefix(self, namespace: Namespace, tokens: TokenIds, tenant: str) -> Coming:
-        """Begin to bring back from disk what continues the known beginning of a prompt.
+        """Begin to load from disk the blocks that continue the cached prefix of a prompt.
 
-        To be called again until no block is coming any more, or the caller would rather
-        compute. What comes back counts against the quota of ``tenant``.
+        Call again until no block is on its way, or the caller prefers to compute. Loaded
+        blocks count against the quota of ``tenant``.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.restore_prefix(self._id, namespace, tokens, tenant)
+        with self._call() as calls:
+            return calls.restore_prefix(self._id, namespace, tokens, tenant)
 
-    def release_prefix(self, hold: HoldId) -> None:
-        """End a hold.
+    def release_prefix(self, pin: PinId) -> None:
+        """Release a pin.
 
         Raises: PoolError if it is not one of this worker; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                self._calls.release_prefix(self._id, hold)
+        with self._call() as calls:
+            calls.release_prefix(self._id, pin)
 
     def known_prefix(self, namespace: Namespace, tokens: TokenIds) -> int:
-        """How many blocks of these tokens are known, in a chain from the first.
+        """The number of blocks of these tokens that are cached, in a chain from the first.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.known_prefix(self._id, namespace, tokens)
+        with self._call() as calls:
+            return calls.known_prefix(self._id, namespace, tokens)
 
     def publish_prefix(self, new: Publication) -> int:
-        """Keep blocks for later requests; how many were added.
+        """Add blocks to the prefix cache; returns how many were added.
 
-        Their pages are taken here and written. Those of the last blocks, as many as were
-        added, are the pool's from then on, and must not be written any more; the others are to
-        be given back.
+        Their pages are allocated here and written. The pages of the last blocks, as many as
+        were added, belong to the pool from then on, and must not be written any more; the
+        caller frees the others.
 
         Raises: NotHeld, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
+        with self._call() as calls:
             for pages in new.blocks:
-                self._stock.require_in_use(pages)
-            with self._certain():
-                added = self._calls.publish_prefix(self._id, new)
+                self._page_cache.require_in_use(pages)
+            added = calls.publish_prefix(self._id, new)
             for pages in new.blocks[len(new.blocks) - added :]:
-                self._stock.left(pages)
+                self._page_cache.left(pages)
             return added
 
     def keep_session(
         self, namespace: Namespace, tokens: TokenIds, tenant: str, session: str
     ) -> int:
-        """Have what is known of a conversation evicted last for its time-to-live; how many blocks.
+        """Evict the cached blocks of a conversation last, for its TTL; returns how many.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._lock:
-            self._require_registered()
-            with self._certain():
-                return self._calls.keep_session(self._id, namespace, tokens, tenant, session)
+        with self._call() as calls:
+            return calls.keep_session(self._id, namespace, tokens, tenant, session)
 
     # -------------------------------------------------------------- the pool as a whole
 
     def stat(self) -> PoolStats:
-        """The pool's books."""
+        """Statistics of the pool."""
         return self._calls.stat()
 
     def expel(self, worker: str) -> bool:
-        """Tell the pool that a worker is dead; whether the pool knew it."""
+        """Have the pool reclaim all pages of a dead worker; whether the pool knew it."""
         return self._calls.expel(worker)
 
     def close(self) -> None:
-        """Leave: everything that is held here becomes free, and the memory is unmapped."""
+        """Unregister: all pages of this worker become free, and the memory is unmapped."""
         with self._lock:
             if self._lost is None:
                 self._lost = PoolUnavailable(f"worker {self.worker!r} has left the pool")
@@ -401,28 +374,39 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -------------------------------------------------------------- standing with the pool
+    # -------------------------------------------------------------- registration
 
     def _renew(self) -> None:
-        """Tell the pool that this worker lives, and help out others if it says they lack pages."""
+        """Renew the registration, and free idle pages if other workers lack pages."""
         asked_s = time.monotonic()
         with self._certain():
             lacking = self._calls.renew(self._id)
         self._renewed_s = asked_s
         with self._lock:
             if lacking and self._lost is None:
-                self._give_back(min(lacking, len(self._stock)))
+                self._free_idle(min(lacking, len(self._page_cache)))
 
-    def _give_back(self, count: int) -> None:
+    def _free_idle(self, count: int) -> None:
         with self._certain():
-            self._calls.give_back(self._id, self._stock.remove(count))
+            self._calls.free(self._id, self._page_cache.remove(count))
 
     def _require_registered(self) -> None:
-        """Refuse when the registration is lost, also if this process slept through its loss."""
+        """Raise if the registration is lost, also if it expired while this process was frozen."""
         if self._lost:
             raise type(self._lost)(*self._lost.args)
         if time.monotonic() - self._renewed_s > self._registered.lease_ttl_s:
             self._renew()
+
+    @contextmanager
+    def _call(self) -> Generator[PoolCalls, None, None]:
+        """Hold the lock and the registration for one call to the pool."""
+        with self._lock:
+            self._require_registered()
+            try:
+                yield self._calls
+            except (PoolUnavailable, NotRegistered) as error:
+                self._lost = self._lost or error
+                raise
 
     @contextmanager
     def _certain(self) -> Generator[None, None, None]:
@@ -434,9 +418,9 @@ class WorkerPool:
             raise
 
 
-def _own(claim: Claim, ids: PageIds) -> PageIds:
-    """Those of the pages of a claim that are not shared."""
-    return ids[: ids.size - claim.shared]
+def _own(lease_ref: LeaseRef, ids: PageIds) -> PageIds:
+    """The pages of a lease that are not shared."""
+    return ids[: ids.size - lease_ref.shared]
 
 
 class PoolClient(WorkerPool):
@@ -454,19 +438,19 @@ class PoolClient(WorkerPool):
     ) -> None:
         """Connect, wait until the pool is there, and map its arena.
 
-        ``worker`` is a name of one process and start: whoever registers with it next takes
-        its place. ``directory`` is where the pool was told to share memory, and
-        ``arena_directory`` where its arena lies, if not there. With ``checkpoint_bytes`` there is a
-        checkpoint, and what this worker holds is left to others when it dies.
+        ``worker`` names one start of one process: the next registration under it replaces this
+        one. ``directory`` is the pool's directory of shared memory, and ``arena_directory`` that
+        of its arena, if it is another one. With ``checkpoint_bytes`` there is a checkpoint, and
+        the leases of this worker wait for a takeover worker when it dies.
 
         Raises: PoolUnavailable if the pool does not answer in time
         """
         self._remote = PoolStub(FrameChannel(address), connect_timeout_s)
         self._leaving = threading.Event()
 
-        def map_arena(pool: Registered) -> Transport:
+        def map_arena(pool: Registered) -> Arena:
             shape = (pool.pages, pool.page_bytes)
-            return SharedMemory(Arena.open(pool.arena, shape, arena_directory or directory))
+            return Arena.open(pool.arena, shape, arena_directory or directory)
 
         def open_checkpoint(name: str, size: int) -> Arena:
             return Arena.open(name, (1, size), directory)
@@ -497,39 +481,39 @@ class PoolClient(WorkerPool):
 
 
 class PoolWatcher:
-    """Reads the pool's books from any process that is no worker."""
+    """Reads statistics of a pool from a process that is not a worker."""
 
     def __init__(self, address: str, timeout_s: float = 2.0, access: Access | None = None) -> None:
         """``access``: what to show to a pool of another node."""
         self._remote = PoolStub(FrameChannel(address, access), timeout_s)
 
     def stat(self) -> PoolStats | None:
-        """The books; None if the pool does not answer."""
+        """Statistics; None if the pool does not answer."""
         try:
             return self._remote.stat()
         except PoolUnavailable:
             return None
 
     def map(self, max_cells: int) -> PageMap | None:
-        """Whose each page is; None if the pool does not answer."""
+        """The map of pages; None if the pool does not answer."""
         try:
             return self._remote.map(max_cells)
         except PoolUnavailable:
             return None
 
     def expel(self, worker: str) -> None:
-        """Have what a dead worker left freed.
+        """Have the pool reclaim all pages of a dead worker.
 
         Raises: PoolUnavailable
         """
         self._remote.expel(worker)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
-        """Have so much of the memory for prefixes lent to requests, in all.
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
+        """Set how many bytes of the prefix cache requests may use, in all.
 
         Raises: PoolUnavailable
         """
-        return self._remote.lend(nbytes)
+        return self._remote.borrow_cache_memory(nbytes)
 
     def close(self) -> None:
         self._remote.close()
@@ -538,7 +522,7 @@ class PoolWatcher:
 class LocalPool(WorkerPool):
     """A pool, its memory and one worker in this process, for stages that share it.
 
-    With no process in between there is no stock: each ``take`` asks the books directly.
+    There is no process in between and no page cache: each ``allocate`` goes to the pool.
     """
 
     def __init__(
@@ -562,26 +546,24 @@ class LocalPool(WorkerPool):
         books = Pool(pages, page_bytes, self._memory.id, math.inf)
         self._disk = Disk.open(disk, self._memory.data) if disk and prefixes else None
         self._pool = LockedPool(books, extent_pages=0, prefixes=prefixes, disk=self._disk)
-        super().__init__(self._pool, worker, self._transport_of, self._checkpoint_of)
+        super().__init__(self._pool, worker, self._arena_of, self._checkpoint_of)
 
     def join(self, worker: str, checkpoint_bytes: int = 0) -> WorkerPool:
         """Another worker of the same pool."""
-        return WorkerPool(
-            self._pool, worker, self._transport_of, self._checkpoint_of, checkpoint_bytes
-        )
+        return WorkerPool(self._pool, worker, self._arena_of, self._checkpoint_of, checkpoint_bytes)
 
-    def _transport_of(self, _: Registered) -> Transport:
-        return SharedMemory(self._memory)
+    def _arena_of(self, _: Registered) -> Arena:
+        return self._memory
 
     def _checkpoint_of(self, name: str, _: int) -> Arena:
         return self._pool.checkpoint(name)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
-        """Have so much of the memory for prefixes lent to requests, in all."""
-        return self._pool.lend(nbytes)
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
+        """Set how many bytes of the prefix cache requests may use, in all."""
+        return self._pool.borrow_cache_memory(nbytes)
 
     def check(self) -> list[str]:
-        """Contradictions in the pool's books; empty if there are none."""
+        """Contradictions between the pool's tables; empty if there are none."""
         return self._pool.check()
 
     def close(self) -> None:

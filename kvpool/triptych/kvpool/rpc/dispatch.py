@@ -1,4 +1,4 @@
-"""From a frame to what it asks of a pool, and back: no socket, no clock."""
+"""Decodes a frame, makes the call of the pool, and encodes the reply: no socket, no clock."""
 
 from triptych.core.errors import MessageError, TriptychError
 from triptych.core.messages import BorrowCacheMemory, Message, pack, unpack
@@ -8,7 +8,7 @@ from triptych.kvpool.rpc.local_pool import LockedPool
 
 
 def answer(calls: LockedPool, frame: bytes) -> bytes:
-    """Answer one frame; what goes wrong is part of the answer, and changes nothing."""
+    """Answer one frame. An error becomes the answer, and the call has changed nothing."""
     try:
         return pack([ask(calls, unpack_question(frame))])
     except TriptychError as error:
@@ -29,7 +29,7 @@ def unpack_question(frame: bytes) -> Message:
 
 
 def ask(calls: LockedPool, asked: Message) -> Message:
-    """Do what a message asks.
+    """Make the call that a message asks for.
 
     Raises: what ``PoolCalls`` raise; MessageError if it is not a question
     """
@@ -38,21 +38,21 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             return calls.register(asked.name, asked.process, asked.checkpoint_bytes)
         case messages.RenewWorker():
             return messages.Renewed(lacking_pages=calls.renew(asked.worker))
-        case messages.GrantPages():
-            ids = calls.grant(asked.worker, asked.pages, asked.at_least)
-            return messages.Granted(pages=page_ranges.pack(ids))
-        case messages.GiveBackPages():
-            calls.give_back(asked.worker, page_ranges.unpack(asked.pages, calls.pages))
+        case messages.AllocatePages():
+            ids = calls.allocate(asked.worker, asked.pages, asked.at_least)
+            return messages.PagesAllocated(pages=page_ranges.pack(ids))
+        case messages.FreePages():
+            calls.free(asked.worker, page_ranges.unpack(asked.pages, calls.pages))
         case messages.HandOff():
             commits = [(c.label, page_ranges.unpack(c.pages, calls.pages)) for c in asked.commits]
-            about, holds = [c.about for c in asked.commits], [c.hold for c in asked.commits]
+            about, pins = [c.about for c in asked.commits], [c.pin for c in asked.commits]
             made = calls.handoff(
-                asked.worker, commits, asked.releases, keep=asked.keep, about=about, holds=holds
+                asked.worker, commits, asked.releases, keep=asked.keep, about=about, pins=pins
             )
-            return messages.Claims(claims=tuple(made))
+            return messages.LeaseRefs(lease_refs=tuple(made))
         case messages.AttachLeases():
-            wanted = [(w.claim, page_ranges.unpack(w.pages, calls.pages)) for w in asked.wanted]
-            return messages.Claims(claims=tuple(calls.attach(asked.worker, wanted)))
+            wanted = [(w.lease_ref, page_ranges.unpack(w.pages, calls.pages)) for w in asked.wanted]
+            return messages.LeaseRefs(lease_refs=tuple(calls.attach(asked.worker, wanted)))
         case messages.ReleaseLeases():
             calls.release(asked.worker, asked.leases, keep=asked.keep)
         case messages.WithdrawRequests():
@@ -68,11 +68,13 @@ def ask(calls: LockedPool, asked: Message) -> Message:
             return calls.inherit(asked.previous_worker)
         case messages.AdoptRequest():
             ids = page_ranges.unpack(asked.pages, calls.pages)
-            claim = calls.adopt(asked.worker, asked.previous_worker, asked.label, asked.lease, ids)
-            return messages.Claims(claims=(claim,))
+            lease_ref = calls.adopt(
+                asked.worker, asked.previous_worker, asked.label, asked.lease, ids
+            )
+            return messages.LeaseRefs(lease_refs=(lease_ref,))
         case (
             messages.FindPrefix()
-            | messages.HoldPrefix()
+            | messages.PinPrefix()
             | messages.KnowPrefix()
             | messages.PublishPrefix()
             | messages.RestorePrefix()
@@ -80,9 +82,9 @@ def ask(calls: LockedPool, asked: Message) -> Message:
         ):
             return _answer_prefix(calls, asked)
         case messages.ReleasePrefix():
-            calls.release_prefix(asked.worker, asked.hold)
+            calls.release_prefix(asked.worker, asked.pin)
         case BorrowCacheMemory():
-            return calls.lend(asked.bytes)
+            return calls.borrow_cache_memory(asked.bytes)
         case messages.StatPool():
             return calls.stat()
         case messages.MapPages():
@@ -97,7 +99,7 @@ def ask(calls: LockedPool, asked: Message) -> Message:
 def _answer_prefix(
     calls: LockedPool,
     asked: messages.FindPrefix
-    | messages.HoldPrefix
+    | messages.PinPrefix
     | messages.KnowPrefix
     | messages.PublishPrefix
     | messages.RestorePrefix
@@ -108,8 +110,8 @@ def _answer_prefix(
         case messages.FindPrefix():
             found = calls.find_prefix(asked.worker, asked.namespace, tokens)
             return messages.PrefixFound.of(found)
-        case messages.HoldPrefix():
-            found = calls.hold_prefix(asked.worker, asked.namespace, tokens)
+        case messages.PinPrefix():
+            found = calls.pin_prefix(asked.worker, asked.namespace, tokens)
             return messages.PrefixFound.of(found)
         case messages.KnowPrefix():
             blocks = calls.known_prefix(asked.worker, asked.namespace, tokens)

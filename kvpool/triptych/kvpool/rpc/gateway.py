@@ -1,8 +1,8 @@
-"""What a pool answers to other nodes: guests that fetch pages, and whoever reads its books.
+"""The pool's calls for other nodes: workers that fetch pages, and readers of statistics.
 
-A *guest* is a worker of another node. It attaches a lease as any worker would, so that nobody
-else can, reads its pages, and releases it. It cannot write, take or commit pages. When it is
-silent for longer than a lease lasts, the pool takes back what it held.
+A *guest* is a worker of another node. It attaches a lease as any worker does, so that no other
+worker can, reads its pages, and releases it. It cannot write, allocate or hand off pages. When
+its registration expires, the pool reclaims its leases.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from triptych.core.errors import MessageError, PoolError, TriptychError
 from triptych.core.messages import Message, pack
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import WorkerId
+from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.auth import Access
@@ -21,7 +21,7 @@ from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.transfer.page_stream import PageSender
 
 GUEST = "guest/"
-"""Names of guests begin so: no message from another node can speak for a worker of this one."""
+"""Prefix of guests' names: a message from another node cannot act for a worker of this one."""
 
 PUBLIC = (messages.StatPool, messages.CheckPool, messages.ExpelWorker)
 GUESTS = (
@@ -33,18 +33,18 @@ GUESTS = (
 
 
 def guest_name(worker: str) -> str:
-    """What the pools of other nodes call a worker."""
+    """The name of a worker at pools of other nodes."""
     return GUEST + worker
 
 
 def is_guest(name: str) -> bool:
-    """Whether a pool calls a worker of another node so."""
+    """Whether this is the name of a worker of another node."""
     return name.startswith(GUEST)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """Where other nodes find a pool."""
+    """The address of a pool for other nodes."""
 
     host: str
     calls: int
@@ -63,7 +63,7 @@ class Gateway:
         self._calls, self._sender = calls, sender
 
     def answer(self, frame: bytes) -> bytes:
-        """Answer one frame; what goes wrong is part of the answer, and changes nothing."""
+        """Answer one frame. An error becomes the answer, and the call has changed nothing."""
         try:
             return pack([self._answer(unpack_question(frame))])
         except TriptychError as error:
@@ -98,8 +98,8 @@ class Gateway:
         return messages.PagesOffered(ticket=self._sender.offer(asked.lease, ids, still))
 
 
-class Door:
-    """A pool's two ports for other nodes: one for calls, one for pages."""
+class PeerPorts:
+    """The two ports of a pool for other nodes: one for calls, one for pages."""
 
     def __init__(self, calls: LockedPool, arena: Arena, host: str, access: Access) -> None:
         """Open free ports of ``host``.
@@ -133,7 +133,7 @@ class Door:
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a port."""
+    """A host as it is written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

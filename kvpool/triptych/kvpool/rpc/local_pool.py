@@ -1,4 +1,4 @@
-"""A pool with a clock and a lock: what one process asks directly, and the service answers with."""
+"""A pool with a clock and a lock, used by the server, and directly by stages in one process."""
 
 import logging
 import threading
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from triptych.core.errors import PoolError, StaleHandle
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_map import PageMap
-from triptych.kvpool.pool.page_pool import About, Commit, Pool, WorkerId
+from triptych.kvpool.pool.leases import About, Commit, WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end
-from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds
+from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PageMap, PoolStats, PrefixStats
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixCache, PrefixSettings
 from triptych.kvpool.rpc.messages import Inheritance, Registered
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class LockedPool:
     """``PoolCalls`` over a ``Pool`` of this process, from any number of threads.
 
-    It also owns the *checkpoints*: memory in which a worker writes down what another one must know
-    to go on in its place. A checkpoint lives as long as the pages that it tells of.
+    It also owns the *checkpoints*: memory in which a decode worker records what its takeover worker
+    needs. A checkpoint lives as long as the pages that it describes.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class LockedPool:
         disk: Disk | None = None,
         disk_fault: str = "",
     ) -> None:
-        """``make_memory`` takes pages and bytes per page. No ``prefixes``: none is ever kept.
+        """``make_memory`` takes pages and bytes per page. Without ``prefixes`` there is no cache.
 
-        ``disk_fault`` says why there is no disk where there should be one.
+        ``disk_fault`` is the reason why there is no disk tier although the settings name one.
         """
         self.pages = pool.pages
         self._pool = pool
@@ -79,7 +79,7 @@ class LockedPool:
             )
 
     def inherit(self, previous_worker: str) -> Inheritance:
-        """Shut a dead worker out for good, and say where its checkpoint is."""
+        """End a worker's process and registration, and return its checkpoint."""
         if previous_worker == PREFIX_WORKER:
             raise StaleHandle(0, f"worker {previous_worker!r} is the pool's own")
         self._fence(previous_worker)
@@ -98,7 +98,7 @@ class LockedPool:
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim:
+    ) -> LeaseRef:
         with self._lock:
             return self._heard(worker).adopt(worker, previous_worker, label, lease, ids)
 
@@ -135,13 +135,13 @@ class LockedPool:
             self._forget_lost()
             return was_there
 
-    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
+    def allocate(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
         with self._lock:
-            return self._heard(worker).grant(worker, pages, at_least)
+            return self._heard(worker).allocate(worker, pages, at_least)
 
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
+    def free(self, worker: WorkerId, ids: PageIds) -> None:
         with self._lock:
-            self._heard(worker).give_back(worker, ids)
+            self._heard(worker).free(worker, ids)
 
     def handoff(
         self,
@@ -151,17 +151,19 @@ class LockedPool:
         *,
         keep: bool,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]:
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]:
         with self._lock:
             pool = self._heard(worker)
-            if all(hold is None for hold in holds):
+            if all(pin is None for pin in pins):
                 return pool.handoff(worker, commits, releases, keep=keep, about=about)
             return self._require_prefixes().handoff(
-                worker, commits, releases, keep=keep, about=about, holds=holds
+                worker, commits, releases, keep=keep, about=about, pins=pins
             )
 
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]:
         with self._lock:
             return self._heard(worker).attach(worker, wanted)
 
@@ -170,7 +172,7 @@ class LockedPool:
             self._heard(worker).release(worker, leases, keep=keep)
 
     def require_lease(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> None:
-        """Refuse to show pages that are not of a lease that the worker holds."""
+        """Raise unless these pages are in a lease that the worker has."""
         with self._lock:
             self._heard(worker).require_lease(worker, lease, ids)
 
@@ -194,12 +196,12 @@ class LockedPool:
             self._heard(worker)
             return self._prefixes and self._prefixes.find(worker, namespace, tokens)
 
-    def hold_prefix(
+    def pin_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
         with self._lock:
             self._heard(worker)
-            return self._prefixes and self._prefixes.hold_all(worker, namespace, tokens)
+            return self._prefixes and self._prefixes.pin_all(worker, namespace, tokens)
 
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
         with self._lock:
@@ -243,20 +245,20 @@ class LockedPool:
                 return Coming(0, 0.0)
             return self._disk.restore(namespace, tokens, tenant)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
-        """Let requests have so much of the memory for prefixes, in all; what is in use stays."""
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
+        """Set how many bytes of the prefix cache requests may use, in all; pinned blocks stay."""
         with self._lock:
             lent = 0
             if self._prefixes:
-                lent, evicted = self._prefixes.lend(nbytes)
+                lent, evicted = self._prefixes.borrow_cache_memory(nbytes)
                 if self._disk:
                     self._disk.evicted(evicted)
             return CacheMemoryBorrowed(arena=self._pool.arena_id, bytes=lent)
 
-    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
+    def release_prefix(self, worker: WorkerId, pin: PinId) -> None:
         with self._lock:
             self._heard(worker)
-            self._require_prefixes().release(worker, hold)
+            self._require_prefixes().release(worker, pin)
 
     def _require_prefixes(self) -> PrefixCache:
         if self._prefixes is None:
@@ -278,13 +280,13 @@ class LockedPool:
             return self._pool.map(max_cells)
 
     def check(self) -> list[str]:
-        """Contradictions in the pool's books; empty if there are none."""
+        """Contradictions between the pool's tables; empty if there are none."""
         with self._lock:
             wrong = self._pool.check()
             return wrong + self._prefixes.check() if self._prefixes else wrong
 
     def sweep(self, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
-        """Take back what lost workers held, and return the workers' names."""
+        """Reclaim the pages of lost workers, and return the workers' names."""
         with self._lock:
             silent = self._pool.silent(self._clock())
         for name in silent:
@@ -295,14 +297,14 @@ class LockedPool:
             return lost
 
     def _fence(self, name: str) -> None:
-        """End the worker's process, if there is one, before its pages are somebody else's."""
+        """End the worker's process, if there is one, before its pages get another owner."""
         with self._lock:
             process = self._pool.process_of(name)
         if process not in (None, ELSEWHERE) and not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
 
     def _forget_lost(self, and_of: str = "") -> None:
-        """Drop checkpoints that tell of no pages any more, and holds of workers that are gone."""
+        """Drop checkpoints of workers without pages, and pins of workers that are gone."""
         if self._prefixes:
             self._prefixes.forget_lost()
         for name in list(self._checkpoints):

@@ -1,4 +1,4 @@
-"""What the pool process and its workers say to each other: messages, answers and errors."""
+"""Messages between the pool process and its workers: requests, replies and errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,17 @@ from triptych.core.errors import (
     StaleHandle,
     TriptychError,
 )
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import message
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_map import MAX_CELLS, PageMap
-from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, Commit, WorkerId
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import PoolStats
+from triptych.kvpool.pool.stats import MAX_CELLS, PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import (
     FormatPages,
-    HoldId,
     Namespace,
+    PinId,
     Publication,
     TokenIds,
     decode,
@@ -40,19 +39,19 @@ MAX_FORMATS = 16
 
 
 class PoolCalls(Protocol):
-    """What a worker may ask of a pool, whichever side of a socket it is on.
+    """The calls of the pool, on either side of a socket.
 
     Meaning and errors are those of ``pool.page_pool.Pool``, and for prefixes those of
     ``prefix.cache.PrefixCache`` and ``disk.tier.DiskTier``.
-    Every call is also a sign of life of the worker that makes it.
+    Every call also extends the leases of the worker that makes it.
     """
 
     def register(self, name: str, process: ProcessKey, checkpoint_bytes: int) -> "Registered": ...
     def renew(self, worker: WorkerId) -> int: ...
     def unregister(self, worker: WorkerId) -> None: ...
     def expel(self, name: str) -> bool: ...
-    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds: ...
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None: ...
+    def allocate(self, worker: WorkerId, pages: int, at_least: int) -> PageIds: ...
+    def free(self, worker: WorkerId, ids: PageIds) -> None: ...
     def handoff(
         self,
         worker: WorkerId,
@@ -61,9 +60,11 @@ class PoolCalls(Protocol):
         *,
         keep: bool,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]: ...
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]: ...
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]: ...
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]: ...
     def release(self, worker: WorkerId, leases: Sequence[LeaseId], *, keep: bool) -> None: ...
     def withdraw(self, worker: WorkerId, labels: Sequence[str]) -> list[LeaseId]: ...
     def withdraw_all(self, worker: WorkerId) -> list[LeaseId]: ...
@@ -75,11 +76,11 @@ class PoolCalls(Protocol):
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim: ...
+    ) -> LeaseRef: ...
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None: ...
-    def hold_prefix(
+    def pin_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None: ...
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int: ...
@@ -95,12 +96,12 @@ class PoolCalls(Protocol):
         tenant: str,
         session: str,
     ) -> int: ...
-    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None: ...
+    def release_prefix(self, worker: WorkerId, pin: PinId) -> None: ...
     def stat(self) -> PoolStats: ...
     def map(self, max_cells: int) -> PageMap: ...
 
 
-# ------------------------------------------------------------------ questions
+# ------------------------------------------------------------------ requests
 
 
 @message
@@ -109,7 +110,7 @@ class RegisterWorker:
     name: str
     process: ProcessKey
     checkpoint_bytes: int = 0
-    """Memory that it wants for what another worker must know to go on in its place."""
+    """Size of the memory for its checkpoint."""
 
     def __post_init__(self) -> None:
         _require_short(self.name)
@@ -139,7 +140,7 @@ class ExpelWorker:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantPages:
+class AllocatePages:
     worker: WorkerId
     pages: int
     at_least: int
@@ -151,7 +152,7 @@ class GrantPages:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveBackPages:
+class FreePages:
     worker: WorkerId
     pages: bytes
     """Packed by ``triptych.kvpool.rpc.page_ranges``, as everywhere below."""
@@ -162,8 +163,8 @@ class CommitPages:
     label: str
     pages: bytes
     about: About = NOTHING_TOLD
-    hold: HoldId | None = None
-    """A hold of the worker, whose pages the last ones are."""
+    pin: PinId | None = None
+    """A pin of the worker; the last pages are the pinned prefix's."""
 
     def __post_init__(self) -> None:
         _require_short(self.label)
@@ -181,8 +182,8 @@ class HandOff:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimedPages:
-    claim: Claim
+class LeasePages:
+    lease_ref: LeaseRef
     pages: bytes
 
 
@@ -190,7 +191,7 @@ class ClaimedPages:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachLeases:
     worker: WorkerId
-    wanted: tuple[ClaimedPages, ...]
+    wanted: tuple[LeasePages, ...]
 
 
 @message
@@ -217,7 +218,7 @@ class WithdrawAll:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InheritFrom:
-    """Shut a dead worker out, and say where its checkpoint is."""
+    """End a dead worker's registration, and return its checkpoint."""
 
     previous_worker: str
 
@@ -238,7 +239,7 @@ class AdoptRequest:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindPrefix:
-    """Hold the longest known prefix of a prompt."""
+    """Pin the longest cached prefix of a prompt."""
 
     worker: WorkerId
     namespace: Namespace
@@ -251,8 +252,8 @@ class FindPrefix:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldPrefix:
-    """Hold all whole blocks of these tokens; the answer is a ``PrefixFound``."""
+class PinPrefix:
+    """Pin all whole blocks of these tokens; the reply is a ``PrefixFound``."""
 
     worker: WorkerId
     namespace: Namespace
@@ -265,7 +266,7 @@ class HoldPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnowPrefix:
-    """How many blocks of these tokens are known?"""
+    """Count the blocks of these tokens that are cached."""
 
     worker: WorkerId
     namespace: Namespace
@@ -278,7 +279,7 @@ class KnowPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPrefix:
-    """Keep the last blocks of these tokens."""
+    """Add the last blocks of these tokens to the cache."""
 
     worker: WorkerId
     namespace: Namespace
@@ -303,7 +304,7 @@ class PublishPrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePrefix:
-    """Bring back from disk what continues the known beginning of a prompt."""
+    """Load from disk the blocks that continue the cached prefix of a prompt."""
 
     worker: WorkerId
     namespace: Namespace
@@ -318,7 +319,7 @@ class RestorePrefix:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSession:
-    """Let what is known of these tokens be evicted last while the conversation may go on."""
+    """Evict the cached blocks of these tokens last, while the conversation's TTL runs."""
 
     worker: WorkerId
     namespace: Namespace
@@ -336,13 +337,13 @@ class KeepSession:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasePrefix:
     worker: WorkerId
-    hold: HoldId
+    pin: PinId
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPages:
-    """Have the bytes of these pages of a lease sent that the worker holds, in this order."""
+    """Get a ticket for the bytes of these pages of a lease, in this order."""
 
     worker: WorkerId
     lease: LeaseId
@@ -370,16 +371,16 @@ class MapPages:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPool:
-    """Compare the pool's books with each other."""
+    """Compare the pool's tables with each other."""
 
 
-# ------------------------------------------------------------------ answers
+# ------------------------------------------------------------------ replies
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Where the books contradict each other; empty: nowhere."""
+    """Contradictions between the tables; empty: none."""
 
     faults: tuple[str, ...]
 
@@ -393,7 +394,7 @@ class Withdrawn:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What a worker must know about the pool."""
+    """What a worker needs to know about the pool."""
 
     worker: WorkerId
     arena: str
@@ -402,9 +403,9 @@ class Registered:
     lease_ttl_s: float
     extent_pages: int
     checkpoint: str
-    """Name of its checkpoint's memory; empty if it wanted none."""
+    """Name of its checkpoint's memory; empty: no checkpoint."""
     restores: bool
-    """Whether prefixes may come back from disk."""
+    """Whether the prefix cache has a disk tier to load from."""
 
 
 @message
@@ -420,7 +421,7 @@ class Inheritance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
     lacking_pages: int
-    """What other workers could not get; whoever has idle pages gives some back."""
+    """Pages that other workers could not get; a worker with idle pages frees some."""
 
 
 @message
@@ -431,45 +432,45 @@ class Expelled:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class PagesAllocated:
     pages: bytes
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
-    claims: tuple[Claim, ...]
+class LeaseRefs:
+    lease_refs: tuple[LeaseRef, ...]
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixFound:
-    """A hold, and the pages of each block; no blocks: nothing is known, and nothing held."""
+    """A pin, and the pages of each block; no blocks: nothing is cached, and nothing pinned."""
 
-    hold: HoldId
+    pin: PinId
     tokens: int
     blocks: tuple[bytes, ...]
 
     @classmethod
     def of(cls, found: FoundPrefix | None) -> Self:
         if found is None:
-            return cls(hold=HoldId(0), tokens=0, blocks=())
+            return cls(pin=PinId(0), tokens=0, blocks=())
         blocks = tuple(map(page_ranges.pack, found.blocks))
-        return cls(hold=found.hold, tokens=found.tokens, blocks=blocks)
+        return cls(pin=found.pin, tokens=found.tokens, blocks=blocks)
 
     def found(self, pages: int) -> FoundPrefix | None:
         """Undo ``of``, for a pool of so many pages.
 
-        Raises: MessageError if a page is none of the pool's
+        Raises: MessageError if a page is not one of the pool's
         """
         blocks = tuple(page_ranges.unpack(packed, pages) for packed in self.blocks)
-        return FoundPrefix(self.hold, self.tokens, blocks) if blocks else None
+        return FoundPrefix(self.pin, self.tokens, blocks) if blocks else None
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBlocks:
-    """How many blocks are known, were added, or are guarded."""
+    """The number of blocks that are cached, were added, or have a soft pin."""
 
     blocks: int
 
@@ -477,7 +478,7 @@ class PrefixBlocks:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixComing:
-    """Blocks that are on their way from disk, and what it would take to compute them."""
+    """Blocks that are being loaded from disk, and the seconds that it takes to compute them."""
 
     blocks: int
     seconds: float
@@ -486,7 +487,7 @@ class PrefixComing:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesOffered:
-    """Shown at the pool's other port, a ticket brings the pages that were asked for, once."""
+    """A ticket that is good for one transfer of these pages from the pool's page port."""
 
     ticket: bytes
 
@@ -494,13 +495,13 @@ class PagesOffered:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDone:
-    """Done, and there is nothing to say about it."""
+    """The call succeeded and returns nothing."""
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRefused:
-    """Nothing was changed, and this is why."""
+    """The call failed and changed nothing; the error."""
 
     error: str
     details: tuple[int | str, ...]
@@ -519,11 +520,11 @@ _ERRORS: dict[str, tuple[type[TriptychError], tuple[type, ...]]] = {
         (PoolError, (str,)),
     )
 }
-"""What may travel, and with what; nothing else is ever constructed from a peer's words."""
+"""The errors that a peer may send, with the types of their arguments; others are refused."""
 
 
 def refusal(error: TriptychError) -> PoolRefused:
-    """Put an error into words; one without a place in the table becomes a ``PoolError``."""
+    """The message for an error; one that is not in the table becomes a ``PoolError``."""
     name = type(error).__name__
     if name not in _ERRORS:
         return PoolRefused(error=PoolError.__name__, details=(f"{name}: {error}",))
@@ -533,7 +534,7 @@ def refusal(error: TriptychError) -> PoolRefused:
 def refused(answer: PoolRefused) -> TriptychError:
     """The error that the other side raised.
 
-    Raises: MessageError if the words are not of the table
+    Raises: MessageError if the error is not in the table
     """
     kind, arguments = _ERRORS.get(answer.error, (TriptychError, ()))
     if not arguments or tuple(type(detail) for detail in answer.details) != arguments:

@@ -1,4 +1,4 @@
-"""A worker's own view of its pages: which lie idle, which are in use, which are a request's."""
+"""A worker's record of its pages: idle, allocated, or in a request's lease."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from triptych.core.handles import LeaseId
 from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
 
 _ELSEWHERE, _IDLE, _TAKEN = 0, -1, -2
-"""Whereabouts of a page; a positive number is the lease that it was last seen in."""
+"""State of a page; a positive number is the lease that it was last in."""
 
 
 class PageCache:
-    """The pages of a worker's extent, handed out and taken back without asking the pool.
+    """The pages of a worker's extent, allocated and freed without a call to the pool.
 
     Every step is a few array operations, so thousands of pages cost microseconds. A page that
-    is given twice, or was never taken, is found here, before it can be handed out twice.
+    is freed twice, or was never allocated, is found here, before it can be allocated twice.
     """
 
     def __init__(self, worker: str, pages: int) -> None:
@@ -28,32 +28,32 @@ class PageCache:
         self._attached = dict[LeaseId, PageIds]()
 
     def __len__(self) -> int:
-        """How many pages lie idle."""
+        """The number of idle pages."""
         return len(self._idle)
 
     @property
-    def taken(self) -> int:
-        """How many pages are handed out."""
+    def allocated(self) -> int:
+        """The number of allocated pages."""
         return int(np.count_nonzero(self._where == _TAKEN))
 
     def add(self, ids: PageIds) -> None:
-        """Put pages into stock that the pool granted."""
+        """Add pages that the pool allocated, as idle ones."""
         self._where[ids] = _IDLE
-        self._idle.give(ids)
+        self._idle.free(ids)
 
-    def take(self, count: int) -> PageIds:
-        """Hand out idle pages. Raises: PoolExhausted if there are fewer."""
-        ids = self._idle.take(count)
+    def allocate(self, count: int) -> PageIds:
+        """Allocate idle pages. Raises: PoolExhausted if there are fewer."""
+        ids = self._idle.allocate(count)
         self._where[ids] = _TAKEN
         return ids
 
-    def take_granted(self, ids: PageIds) -> PageIds:
-        """Hand out pages that the pool granted, without laying them in stock first."""
+    def allocate_granted(self, ids: PageIds) -> PageIds:
+        """Mark pages from the pool as allocated, without adding them as idle ones first."""
         self._where[ids] = _TAKEN
         return ids
 
-    def give(self, ids: PageIds) -> None:
-        """Take back pages that were handed out.
+    def free(self, ids: PageIds) -> None:
+        """Mark allocated pages as idle.
 
         Raises: NotHeld if one was not, or comes twice; nothing changes
         """
@@ -62,16 +62,16 @@ class PageCache:
         if wrong:
             raise NotHeld(self._worker, wrong)
         self._where[ids] = _IDLE
-        self._idle.give(ids)
+        self._idle.free(ids)
 
     def remove(self, count: int) -> PageIds:
-        """Take idle pages out of stock, to give them back to the pool."""
-        ids = self._idle.take(count)
+        """Remove idle pages, to free them at the pool."""
+        ids = self._idle.allocate(count)
         self._where[ids] = _ELSEWHERE
         return ids
 
     def require_in_use(self, ids: PageIds) -> None:
-        """Refuse to hand on pages that lie idle here, or are named twice; the pool sees the rest.
+        """Raise if pages are idle here, or named twice; the pool checks the rest.
 
         Raises: NotHeld
         """
@@ -81,20 +81,20 @@ class PageCache:
             raise NotHeld(self._worker, idle)
 
     def left(self, ids: PageIds) -> None:
-        """Note that pages that were taken are somebody else's now."""
+        """Note that allocated pages now have another owner."""
         self._where[ids] = _ELSEWHERE
 
     def committed(self, lease: LeaseId, ids: PageIds) -> None:
-        """Note that pages went into a new lease."""
+        """Note that pages are in a new lease."""
         self._where[ids] = lease
 
     def attached(self, lease: LeaseId, ids: PageIds) -> None:
-        """Note that the pages of a lease are in this worker's hands."""
+        """Note that this worker has attached a lease."""
         self._where[ids] = lease
         self._attached[lease] = ids
 
     def released(self, leases: Sequence[LeaseId], *, keep: bool) -> None:
-        """Note that leases ended; ``keep``: what was left in them is handed out by this stock."""
+        """Note that leases ended; ``keep``: the pages left in them are allocated here."""
         for lease in leases:
             ids = self._attached.pop(lease, None)
             if ids is None:  # committed here and never attached by anybody: rare

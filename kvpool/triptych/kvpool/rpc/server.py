@@ -1,4 +1,4 @@
-"""The pool process: it owns the arena and the books, and answers workers over a socket."""
+"""The pool process: it owns the arena and the leases, and serves workers over a socket."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from triptych.kvpool.prefix.cache import PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameServer
 from triptych.kvpool.rpc.dispatch import answer
-from triptych.kvpool.rpc.gateway import Door, PoolAddress
+from triptych.kvpool.rpc.gateway import PeerPorts, PoolAddress
 from triptych.kvpool.rpc.local_pool import LockedPool
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _SOCKET_PATH_LIMIT = 107
 
 
 class PoolServer:
-    """One device's page pool: arena, books, socket, and a sweeper for what the dead left."""
+    """One node's page pool: arena, leases, socket, and a sweep for dead workers."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class PoolServer:
 
         ``address`` is ``unix:/path`` or ``127.0.0.1:port``; empty: a socket in a new private
         directory. ``directory`` is where memory is shared, ``/dev/shm`` unless given; the arena
-        lies there, or in ``config.arena_path``. Without ``prefixes`` none is kept. ``outside`` is
-        this node's host name or address for other nodes, and what they must show.
+        lies there, or in ``config.arena_path``. Without ``prefixes`` there is no cache.
+        ``outside`` is this node's host for other nodes, and the credentials that they need.
 
         Raises: ConfigError if not one page fits; PoolError if there is not enough memory
         """
@@ -76,12 +76,12 @@ class PoolServer:
         self._address = address or f"unix:{_socket_dir(self._arena.id)}/pool.sock"
         self._server: FrameServer | None = None
         self._outside = outside
-        self._door: Door | None = None
+        self._door: PeerPorts | None = None
         self._stopping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="pool-sweeper", daemon=True)
 
     def start(self) -> str:
-        """Begin to answer, and return the address at which.
+        """Start to serve, and return the address.
 
         Raises: PoolError if the address cannot be had
         """
@@ -89,7 +89,7 @@ class PoolServer:
             _prepare_socket(self._address)
             self._server = FrameServer(lambda frame: answer(self._calls, frame), self._address)
             if self._outside:
-                self._door = Door(self._calls, self._arena, *self._outside)
+                self._door = PeerPorts(self._calls, self._arena, *self._outside)
         except PoolError:
             self.stop()
             raise
@@ -98,7 +98,7 @@ class PoolServer:
         return self._server.address
 
     def stop(self) -> None:
-        """Stop answering and remove the arena; workers keep what they mapped until they close."""
+        """Stop serving and remove the arena; workers keep their mappings until they close."""
         self._stopping.set()
         if self._door:
             self._door.close()
@@ -115,11 +115,11 @@ class PoolServer:
         shutil.rmtree(_socket_dir(self._arena.id), ignore_errors=True)
 
     def stat(self) -> PoolStats:
-        """The books as they are."""
+        """Statistics of the pool."""
         return self._calls.stat()
 
     def check(self) -> list[str]:
-        """Contradictions in the books; empty if there are none."""
+        """Contradictions between the tables; empty if there are none."""
         return self._calls.check()
 
     def __enter__(self) -> Self:
@@ -131,12 +131,12 @@ class PoolServer:
 
     @property
     def address(self) -> str:
-        """Where workers find the pool; known once it has started."""
+        """The pool's address for workers; known once it has started."""
         return self._server.address if self._server else self._address
 
     @property
     def outside(self) -> PoolAddress | None:
-        """Where other nodes find the pool; None if they cannot, or before it has started."""
+        """The pool's address for other nodes; None if there is none, or before it has started."""
         return self._door.address if self._door else None
 
     @property

@@ -1,18 +1,17 @@
-"""The pool as a worker sees it through a socket."""
+"""The pool's calls over a socket."""
 
 from collections.abc import Sequence
 from typing import TypeVar
 
 from triptych.core.errors import MessageError
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import BorrowCacheMemory, CacheMemoryBorrowed, Message, pack, unpack
 from triptych.kvpool.disk.tier import Coming
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_map import PageMap
-from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, Commit, WorkerId
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import PoolStats
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication, TokenIds, encode
+from triptych.kvpool.pool.stats import PageMap, PoolStats
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds, encode
 from triptych.kvpool.prefix.cache import FoundPrefix
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.channel import FrameChannel
@@ -21,12 +20,12 @@ A = TypeVar("A")
 
 
 class PoolStub:
-    """``PoolCalls`` over a channel. Errors of the pool are raised here as what they are there."""
+    """``PoolCalls`` over a channel. Errors of the pool are raised here with the same type."""
 
     def __init__(
         self, channel: FrameChannel, connect_timeout_s: float, *, wait: bool = True
     ) -> None:
-        """``wait`` for a pool that is still starting, or take a closed door for an answer."""
+        """``wait`` for a pool that is still starting, or fail at once if it is not there."""
         self._channel = channel
         self._wait = wait
         self._connect_timeout_s = connect_timeout_s
@@ -42,8 +41,8 @@ class PoolStub:
         frame = self._channel.ask(pack([asked]), self._connect_timeout_s, wait=self._wait)
         made = _only(frame, messages.Registered)
         self._pages = made.pages
-        # A worker that waited longer than this for an answer has lost its lease anyway.
-        # A guest asks several pools, and must not let one that is stuck cost it the others.
+        # A worker that waited longer than this for an answer has lost its leases anyway.
+        # A guest calls several pools: one that is stuck must not cost it its leases at others.
         self._timeout_s = made.lease_ttl_s if self._wait else made.lease_ttl_s / 4
         return made
 
@@ -57,12 +56,12 @@ class PoolStub:
     def expel(self, name: str) -> bool:
         return self._ask(messages.ExpelWorker(name=name), messages.Expelled).was_there
 
-    def grant(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
-        asked = messages.GrantPages(worker=worker, pages=pages, at_least=at_least)
-        return page_ranges.unpack(self._ask(asked, messages.Granted).pages, self._pages)
+    def allocate(self, worker: WorkerId, pages: int, at_least: int) -> PageIds:
+        asked = messages.AllocatePages(worker=worker, pages=pages, at_least=at_least)
+        return page_ranges.unpack(self._ask(asked, messages.PagesAllocated).pages, self._pages)
 
-    def give_back(self, worker: WorkerId, ids: PageIds) -> None:
-        asked = messages.GiveBackPages(worker=worker, pages=page_ranges.pack(ids))
+    def free(self, worker: WorkerId, ids: PageIds) -> None:
+        asked = messages.FreePages(worker=worker, pages=page_ranges.pack(ids))
         self._ask(asked, messages.PoolDone)
 
     def handoff(
@@ -73,23 +72,27 @@ class PoolStub:
         *,
         keep: bool,
         about: Sequence[About] = (),
-        holds: Sequence[HoldId | None] = (),
-    ) -> list[Claim]:
+        pins: Sequence[PinId | None] = (),
+    ) -> list[LeaseRef]:
         told = about or [NOTHING_TOLD] * len(commits)
-        held = holds or [None] * len(commits)
+        held = pins or [None] * len(commits)
         asked = messages.HandOff(
             worker=worker,
             commits=tuple(
-                messages.CommitPages(label, page_ranges.pack(ids), each, hold)
-                for (label, ids), each, hold in zip(commits, told, held, strict=True)
+                messages.CommitPages(label, page_ranges.pack(ids), each, pin)
+                for (label, ids), each, pin in zip(commits, told, held, strict=True)
             ),
             releases=tuple(releases),
             keep=keep,
         )
         return self._ask_claims(asked, len(commits))
 
-    def attach(self, worker: WorkerId, wanted: Sequence[tuple[Claim, PageIds]]) -> list[Claim]:
-        pages = tuple(messages.ClaimedPages(claim, page_ranges.pack(ids)) for claim, ids in wanted)
+    def attach(
+        self, worker: WorkerId, wanted: Sequence[tuple[LeaseRef, PageIds]]
+    ) -> list[LeaseRef]:
+        pages = tuple(
+            messages.LeasePages(lease_ref, page_ranges.pack(ids)) for lease_ref, ids in wanted
+        )
         asked = messages.AttachLeases(worker=worker, wanted=pages)
         return self._ask_claims(asked, len(wanted))
 
@@ -116,7 +119,7 @@ class PoolStub:
         label: str,
         lease: LeaseId | None,
         ids: PageIds,
-    ) -> Claim:
+    ) -> LeaseRef:
         asked = messages.AdoptRequest(
             worker=worker,
             previous_worker=previous_worker,
@@ -124,8 +127,8 @@ class PoolStub:
             lease=lease,
             pages=page_ranges.pack(ids),
         )
-        (claim,) = self._ask_claims(asked, 1)
-        return claim
+        (lease_ref,) = self._ask_claims(asked, 1)
+        return lease_ref
 
     def find_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
@@ -133,10 +136,10 @@ class PoolStub:
         asked = messages.FindPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
         return self._ask(asked, messages.PrefixFound).found(self._pages)
 
-    def hold_prefix(
+    def pin_prefix(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
     ) -> FoundPrefix | None:
-        asked = messages.HoldPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
+        asked = messages.PinPrefix(worker=worker, namespace=namespace, tokens=encode(tokens))
         return self._ask(asked, messages.PrefixFound).found(self._pages)
 
     def known_prefix(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
@@ -181,10 +184,10 @@ class PoolStub:
         )
         return self._ask(asked, messages.PrefixBlocks).blocks
 
-    def release_prefix(self, worker: WorkerId, hold: HoldId) -> None:
-        self._ask(messages.ReleasePrefix(worker=worker, hold=hold), messages.PoolDone)
+    def release_prefix(self, worker: WorkerId, pin: PinId) -> None:
+        self._ask(messages.ReleasePrefix(worker=worker, pin=pin), messages.PoolDone)
 
-    def lend(self, nbytes: int) -> CacheMemoryBorrowed:
+    def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         return self._ask(BorrowCacheMemory(bytes=nbytes), CacheMemoryBorrowed)
 
     def stat(self) -> PoolStats:
@@ -194,11 +197,11 @@ class PoolStub:
         return self._ask(messages.MapPages(max_cells=max_cells), PageMap)
 
     def check(self) -> list[str]:
-        """Contradictions in the pool's books; empty if there are none."""
+        """Contradictions between the pool's tables; empty if there are none."""
         return list(self._ask(messages.CheckPool(), messages.Checked).faults)
 
     def read(self, worker: WorkerId, lease: LeaseId, ids: PageIds) -> bytes:
-        """A ticket for pages that the worker holds in another node's arena."""
+        """A ticket for pages of a lease that the worker has attached in another node's arena."""
         asked = messages.ReadPages(worker=worker, lease=lease, pages=page_ranges.pack(ids))
         return self._ask(asked, messages.PagesOffered).ticket
 
@@ -209,11 +212,11 @@ class PoolStub:
     def _ask(self, asked: Message, expected: type[A]) -> A:
         return _only(self._channel.ask(pack([asked]), self._timeout_s), expected)
 
-    def _ask_claims(self, asked: Message, count: int) -> list[Claim]:
-        claims = list(self._ask(asked, messages.Claims).claims)
-        if len(claims) != count:
-            raise MessageError(f"{len(claims)} claims from the pool: expected {count}")
-        return claims
+    def _ask_claims(self, asked: Message, count: int) -> list[LeaseRef]:
+        lease_refs = list(self._ask(asked, messages.LeaseRefs).lease_refs)
+        if len(lease_refs) != count:
+            raise MessageError(f"{len(lease_refs)} claims from the pool: expected {count}")
+        return lease_refs
 
 
 def _only(frame: bytes, expected: type[A]) -> A:

@@ -1,16 +1,15 @@
 """Fetches the pages of a request from the pool of another node into this node's arena.
 
-Two phases, so that whoever dies in between loses no page: the pages stay the fetcher's in the
-pool they come from until they are committed in the pool they go to.
+Two phases, so that no death in between loses a page: the fetcher keeps the lease at the source
+pool until the pages have a lease at the target pool.
 
-    reserve   pages of this worker's own stock, here
-    hold      the lease, there: nobody else can attach it, and its producer may die
+    allocate  pages of this worker, here
+    attach    the lease, there: no other worker can attach it, and its producer may die
     copy      chunk after chunk, each with its checksum; after a break, from the last good page on
-    commit    here: from now on they are a request's pages like any other
+    handoff   here: from now on they are a request's pages like any other
     release   there
 
-If this worker dies, the pool here takes back what it had, and the pool there what it held, when
-the worker was silent for as long as a lease lasts.
+If this worker dies, both pools reclaim its pages when its leases expire.
 """
 
 import logging
@@ -30,9 +29,9 @@ from triptych.core.errors import (
     PoolUnavailable,
     StaleHandle,
 )
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import NOTHING_TOLD, About, WorkerId
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
@@ -54,7 +53,7 @@ MAX_BAD_CHUNKS = 8
 
 @dataclass
 class Traffic:
-    """What went wrong on the way of pages to a worker, since it started."""
+    """Failures of transfers to a worker, since it started."""
 
     resumed: int = 0
     """Times that a broken transfer went on."""
@@ -64,7 +63,7 @@ class Traffic:
 
 @dataclass(eq=False)
 class Guest:
-    """This worker's standing with the pool of another node."""
+    """This worker's registration with the pool of another node."""
 
     address: PoolAddress
     calls: PoolStub
@@ -84,7 +83,7 @@ class Guest:
 
 
 class Fetcher:
-    """Brings pages from the arenas of other nodes into that of one worker; any thread may call."""
+    """Copies pages from the arenas of other nodes into that of one worker; any thread may call."""
 
     def __init__(
         self, pool: WorkerPool, find: Callable[[str], PoolAddress | None], access: Access
@@ -102,12 +101,12 @@ class Fetcher:
     def fetch(
         self,
         label: str,
-        claim: Claim,
+        lease_ref: LeaseRef,
         ids: PageIds,
         cancelled: Callable[[], bool] = lambda: False,
         about: About = NOTHING_TOLD,
-    ) -> tuple[Claim, PageIds]:
-        """Bring the pages of a claim here: another claim, and where they are now, in that order.
+    ) -> tuple[LeaseRef, PageIds]:
+        """Copy the pages of a lease here; returns the new lease and its page ids.
 
         ``about`` is what the pool here is told of them.
 
@@ -115,23 +114,23 @@ class Fetcher:
             the other pool was out of reach for as long as a lease lasts; Cancelled. Then nothing
             is held, neither here nor there. PoolExhausted
         """
-        mine = self._pool.take(ids.size)
+        mine = self._pool.allocate(ids.size)
         try:
-            guest = self._guest(claim.arena, claim.lease)
+            guest = self._guest(lease_ref.arena, lease_ref.lease)
             try:
-                guest = self._hold(guest, claim, ids)
-                self._copy(guest, claim.lease, ids, mine, cancelled)
+                guest = self._attach_registered(guest, lease_ref, ids)
+                self._copy(guest, lease_ref.lease, ids, mine, cancelled)
                 (made,) = self._pool.handoff([(label, mine)], about=[about])
             finally:
-                self._release(guest, claim.lease)
+                self._release(guest, lease_ref.lease)
         except BaseException:
             if not self._pool.is_lost:
-                self._pool.give(mine)
+                self._pool.free(mine)
             raise
         return made, mine
 
     def close(self) -> None:
-        """Leave all other pools; they take back what was held there."""
+        """Unregister from all other pools; they reclaim the leases there."""
         self._closing.set()
         self._heart.join()
         with self._lock:
@@ -143,24 +142,24 @@ class Fetcher:
 
     # ---------------------------------------------------------------- the phases
 
-    def _hold(self, guest: Guest, claim: Claim, ids: PageIds) -> Guest:
+    def _attach_registered(self, guest: Guest, lease_ref: LeaseRef, ids: PageIds) -> Guest:
         """Attach the lease there, as a guest that the pool knows."""
         try:
-            self._attach(guest, claim, ids)
+            self._attach(guest, lease_ref, ids)
         except NotRegistered:  # it was too long since the last sign of life
-            self._forget(claim.arena, guest)
-            guest = self._guest(claim.arena, claim.lease)
-            self._attach(guest, claim, ids)
+            self._forget(lease_ref.arena, guest)
+            guest = self._guest(lease_ref.arena, lease_ref.lease)
+            self._attach(guest, lease_ref, ids)
         return guest
 
-    def _attach(self, guest: Guest, claim: Claim, ids: PageIds) -> None:
-        """Attach the lease there. An attempt without an answer may have been heard."""
+    def _attach(self, guest: Guest, lease_ref: LeaseRef, ids: PageIds) -> None:
+        """Attach the lease there. An attempt without an answer may have succeeded."""
         is_unsure = False
 
         def attach() -> None:
             nonlocal is_unsure
             try:
-                guest.calls.attach(guest.id, [(claim, ids)])
+                guest.calls.attach(guest.id, [(lease_ref, ids)])
             except PoolUnavailable:
                 is_unsure = True
                 raise
@@ -229,14 +228,14 @@ class Fetcher:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _release(self, guest: Guest, lease: LeaseId) -> None:
-        """Let go of a lease there, now or with one of the next heartbeats."""
+        """Release a lease there, now or with one of the next heartbeats."""
         with self._lock:
             guest.owed.add(lease)
         with suppress(PoolError, MessageError):
             self._pay(guest)
 
     def _pay(self, guest: Guest) -> None:
-        """Release what is owed; what is not held any more, or never was, is paid as well."""
+        """Release leases that are still to be released; stale ones count as released."""
         with self._lock:
             owed = sorted(guest.owed)
         for lease in owed:
@@ -297,7 +296,7 @@ class Fetcher:
         guest.calls.close()
 
     def _is_welcome(self, guest: Guest) -> bool:
-        """Give a sign of life, and say whether the pool is there and knows this worker."""
+        """Renew the registration; whether the pool is there and knows this worker."""
         try:
             guest.calls.renew(guest.id)
             guest.heard = time.monotonic()

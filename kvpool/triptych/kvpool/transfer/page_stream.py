@@ -67,7 +67,7 @@ Still = Callable[[PageIds], None]
 
 
 def checksum(lease: LeaseId, first: int, parts: Sequence[memoryview]) -> int:
-    """CRC-32 of page bytes, begun with whose they are and where they belong.
+    """CRC-32 of page bytes, seeded with their lease and position.
 
     So a chunk in the wrong place, or of another request, does not pass for the right one.
     """
@@ -90,7 +90,7 @@ def views(data: Data, ids: PageIds) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a ticket is good for."""
+    """The pages that a ticket stands for."""
 
     lease: LeaseId
     ids: PageIds
@@ -99,7 +99,7 @@ class Offer:
 
 
 class PageSender:
-    """Sends pages to whoever shows a ticket for them."""
+    """Sends pages to a client that presents a ticket for them."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PageSender:
         sent: Callable[[int], None],
         refused: Callable[[str], None],
     ) -> None:
-        """Listen on a free port of ``host``. ``sent`` and ``refused`` are told what to count.
+        """Listen on a free port of ``host``. ``sent`` and ``refused`` are called to count.
 
         Raises: OSError if the address cannot be had
         """
@@ -138,7 +138,7 @@ class PageSender:
         return ticket
 
     def close(self) -> None:
-        """Take no more connections, and break those that there are."""
+        """Refuse new connections, and close open ones."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
         self._acceptor.join()
@@ -212,7 +212,7 @@ class PageSender:
         yield trailer, b"", []
 
     def _take(self, shown: bytes) -> Offer | None:
-        """The offer of a ticket, which is worth nothing afterwards."""
+        """The offer of a ticket, which is valid once."""
         now = time.monotonic()
         with self._lock:
             for ticket, offer in self._offers.items():

@@ -128,12 +128,12 @@ def cell_figures(cells: int, trial: Trial) -> dict[str, object]:
     ``cell_balance``: work of the busiest cell's workers over the mean of all cells.
     ``router_cpu_s``: real CPU time of the busiest router, decisions and ticks.
     """
-    parts = trial.cells.values()
+    parts = trial.shards.values()
     mean_s = sum(part.busy_s for part in parts) / cells or 1e-9
     return {
         "cells": cells,
         "cell_balance": max(part.busy_s for part in parts) / mean_s,
         "cell_requests": [part.requests for part in parts],
-        "cell_choices": trial.cell_choices if cells > 1 else {},
+        "cell_choices": trial.shard_choices if cells > 1 else {},
         "router_cpu_s": max(part.router_s for part in parts),
     }

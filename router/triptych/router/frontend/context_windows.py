@@ -1,4 +1,4 @@
-"""Windows on a sequence that is longer than a model's context."""
+"""Windows over a sequence that is longer than the model's context."""
 
 from dataclasses import dataclass, replace
 
@@ -40,7 +40,7 @@ class Windows:
         return cls(context_tokens, overlap)
 
     def begin(self, tokens: int) -> int:
-        """Where the window begins in which the token behind so many is drawn.
+        """Start of the window in which the token after ``tokens`` tokens is sampled.
 
         >>> windows = Windows(size=8, overlap=3)
         >>> [windows.begin(tokens) for tokens in (0, 7, 8, 12, 13)]
@@ -50,7 +50,7 @@ class Windows:
         return 0 if beyond <= 0 else -(-beyond // stride) * stride
 
     def cut(self, request: Request) -> Request:
-        """The request as a worker can answer it: of its answer only what ends with the window."""
+        """The request limited to its present window."""
         skipped = self.begin(len(request.prompt) + len(request.said))
         room = skipped + self.size - len(request.prompt)
         sampling = request.sampling

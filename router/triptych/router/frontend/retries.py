@@ -1,4 +1,4 @@
-"""One request's way to the end of its answer, over as many workers as it takes."""
+"""Retries at the ingress: attempts at a request until its output is complete."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ FIRST_DELAY_S = 0.5
 
 @dataclass(eq=False)
 class RequestAttempts:
-    """A request, what its client has of the answer, and which attempt is under way.
+    """A request, the output that its client has received, and the present attempt.
 
     When an attempt is lost, or at the end of the model's window, the next one goes on behind the
     tokens that the client has, so the client sees neither a gap nor a repeat. Each attempt has an
@@ -27,22 +27,21 @@ class RequestAttempts:
 
     request: Request
     tell: Callable[[Tokens | Failed], None]
-    """Takes what the client is to hear."""
+    """Sends a message to the client."""
     windows: Windows | None = None
-    """How it is read if it is longer than the model's context; None: it is not."""
+    """Windows for a sequence beyond the model's context; None: not supported."""
     said: list[int] = field(default_factory=list[int])
     attempt: int = 0
     lost: int = 0
-    """Attempts that came to nothing."""
+    """Attempts that were lost."""
     is_at_window_end: bool = False
-    """Whether the present attempt got as far as its window, and the answer goes on."""
+    """Whether the present attempt reached the end of its window and the output continues."""
     _start: tuple[int, ...] = ()
-    """Tokens that the present attempt began behind."""
+    """Output tokens before the present attempt."""
     _cached: int | None = None
     """Tokens of the prompt that were cached, as the first one behind ``_start`` told."""
     _refusal: Failed | None = None
-    """What a cell said that would not take it: of several, the one that is to be asked again first.
-    """
+    """The refusal of a shard; of several, the one with the earliest retry."""
     _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
     """Tokens that overtook those before them: two workers speak in turn, on two connections."""
 
@@ -54,7 +53,7 @@ class RequestAttempts:
 
     @property
     def delay_s(self) -> float:
-        """How long to wait before the present attempt: what lost so many may need time."""
+        """Delay before the present attempt; it grows with lost attempts."""
         return 0.0 if self.lost < 2 else float(FIRST_DELAY_S * 2 ** (self.lost - 2))
 
     def present(self) -> Request:
@@ -116,7 +115,7 @@ class RequestAttempts:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the present attempt has said nothing yet."""
+        """Whether the present attempt has no output yet."""
         return len(self.said) == len(self._start) and not self._early
 
     def refused(self, refusal: Failed) -> Failed:
@@ -127,21 +126,21 @@ class RequestAttempts:
         return self._refusal or refusal
 
     def fail(self, failure: Failed) -> None:
-        """Tell the client that this is the end."""
+        """Send the final error to the client."""
         self.tell(replace(failure, request=self.request.id))
 
 
 def _again_in_s(refusal: Failed) -> float:
-    """In how many seconds whoever refused is to be asked again."""
+    """Seconds until a retry after this refusal."""
     return inf if refusal.retry_after_s is None else refusal.retry_after_s
 
 
 @dataclass
 class AttemptTable:
-    """All journeys of one ingress, by the id of their present attempt."""
+    """All requests of one ingress, by the id of their present attempt."""
 
     windows: Windows | None = None
-    """How what is longer than the model's context is read."""
+    """Windows for sequences beyond the model's context."""
     _by_id: dict[str, RequestAttempts] = field(default_factory=dict[str, RequestAttempts])
 
     def __iter__(self) -> Iterator[RequestAttempts]:
@@ -151,17 +150,17 @@ class AttemptTable:
         return self._by_id.get(attempt)
 
     def start(self, request: Request, tell: Callable[[Tokens | Failed], None]) -> RequestAttempts:
-        journey = self._by_id[request.id] = RequestAttempts(request, tell, self.windows)
-        return journey
+        request_attempts = self._by_id[request.id] = RequestAttempts(request, tell, self.windows)
+        return request_attempts
 
-    def again(self, journey: RequestAttempts) -> bool:
+    def again(self, request_attempts: RequestAttempts) -> bool:
         """Begin another attempt; False if too many were lost."""
-        if not journey.is_at_window_end and journey.lost + 1 >= MAX_ATTEMPTS:
+        if not request_attempts.is_at_window_end and request_attempts.lost + 1 >= MAX_ATTEMPTS:
             return False
-        del self._by_id[journey.id]
-        journey.begin_again()
-        self._by_id[journey.id] = journey
+        del self._by_id[request_attempts.id]
+        request_attempts.begin_again()
+        self._by_id[request_attempts.id] = request_attempts
         return True
 
-    def end(self, journey: RequestAttempts) -> None:
-        self._by_id.pop(journey.id, None)
+    def end(self, request_attempts: RequestAttempts) -> None:
+        self._by_id.pop(request_attempts.id, None)

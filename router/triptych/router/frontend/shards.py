@@ -1,7 +1,7 @@
-"""Which cell of an application takes a request: consistent hashing with bounded loads.
+"""Router shards: which shard gets a request, by consistent hashing with bounded loads.
 
-A cell is a router with pools and workers of its own. An ingress has one of these tables; the
-simulator's has the same.
+A shard is a router with its own pools and workers. Each ingress has one of these tables, and so
+has the simulator.
 """
 
 from collections import Counter
@@ -12,36 +12,37 @@ from typing import Literal
 from triptych.core.messages import Failed, Request
 from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel
+from triptych.router.models.prompt_blocks import PromptToPlace
 from triptych.router.policies.hash_ring import HashRing
-from triptych.router.policies.placement import KEY_BLOCKS, Ask, affinity_key
+from triptych.router.policies.placement import KEY_BLOCKS, affinity_key
 
 SALT = b"cells"
 REFUSALS = (429, 503)
-"""Statuses of what another cell may have room for, or workers."""
+"""Statuses of refusals for which another shard may be tried."""
 
 Reason = Literal["home", "down", "refused", "bound"]
-"""Why a request is where it is: its hash says so, or that cell is down, refused it, or was full."""
+"""Why a request is in its shard: its hash, or that shard is down, refused it, or was full."""
 
 
 @dataclass(slots=True)
-class Seat:
-    """Where a request is, and what it counts for there."""
+class Assignment:
+    """The shard of a request, and the bytes that it counts for."""
 
     key: bytes
     nbytes: int
-    cell: str = ""
-    """Empty while no cell is up."""
+    shard: str = ""
+    """Empty while no shard is up."""
     refused: set[str] = field(default_factory=set[str])
-    """Cells that would not take it."""
+    """Shards that refused it."""
 
 
-class Cells:
-    """Cells of an application by name: who is up, and what each holds of this ingress's requests.
+class Shards:
+    """Shards of an application by name, and the bytes of this ingress's requests in each.
 
-    A request goes to the first cell on the ring, from its key on, that is up, has not refused it,
-    and is below the bound: ``overload`` times the mean of all cells that are up, the request
-    included, and ``free_requests`` of its own size beside that. So some cell is always below it,
-    none is ever above it by more than one request, and a new cell takes no more than its share of
+    A request goes to the first shard on the ring, from its key on, that is up, has not refused it,
+    and is below the bound: ``overload`` times the mean of all shards that are up, the request
+    included, and ``free_requests`` of its own size beside that. So some shard is always below it,
+    none is ever above it by more than one request, and a new shard takes no more than its share of
     keys from the others. If each ingress keeps to its bound, their sum keeps to the sum of them.
 
     Source: Mirrokni, Thorup, Zadimoghaddam, 2018 (consistent hashing with bounded loads): without
@@ -50,80 +51,80 @@ class Cells:
     """
 
     def __init__(self, names: Sequence[str], overload: float, free_requests: int) -> None:
-        """``free_requests``: what a cell may have without a queue, as of its prefill workers."""
+        """``free_requests``: requests of a shard above the bound, e.g. one per prefill worker."""
         self.counters = Counter[Reason]()
-        """Requests by why they went where they went."""
+        """Requests by the reason of their shard."""
         self._overload, self._free = overload, free_requests
         self._held = dict.fromkeys(names, 0)
         self._up = set[str]()
-        self._seats = dict[str, Seat]()
+        self._assignments = dict[str, Assignment]()
         self._ring = HashRing(SALT)
         for name in names:
             self._ring.add(name)
 
     @property
     def up(self) -> list[str]:
-        """Cells whose router is there, in the order of their names as given."""
+        """Shards whose router is up, in the given order."""
         return [name for name in self._held if name in self._up]
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """What the requests that are in each cell will take there at most."""
+        """Upper bound of the bytes of the requests in each shard."""
         return dict(self._held)
 
-    def found(self, cell: str) -> None:
-        """A cell's router is there."""
-        self._up.add(cell)
+    def found(self, shard: str) -> None:
+        """The router of a shard is up."""
+        self._up.add(shard)
 
-    def lost(self, cell: str) -> None:
-        """A cell's router is gone; what was there is to be placed again."""
-        self._up.discard(cell)
+    def lost(self, shard: str) -> None:
+        """The router of a shard is down; its requests must be placed again."""
+        self._up.discard(shard)
 
     def place(self, request: str, key: bytes, nbytes: int) -> str | None:
-        """The cell that takes an attempt at a request; None as long as none is up."""
+        """Assign an attempt to a shard; None while none is up."""
         self.remove(request)
-        seat = self._seats[request] = Seat(key, nbytes)
-        return self._sit(seat)
+        assignment = self._assignments[request] = Assignment(key, nbytes)
+        return self._assign(assignment)
 
     def pass_on(self, request: str) -> str | None:
-        """The cell that takes a request that its cell refused; None if all of them did."""
-        seat = self._seats[request]
-        self._rise(seat)
-        return self._sit(seat)
+        """Assign a refused request to another shard; None if all refused it."""
+        assignment = self._assignments[request]
+        self._release(assignment)
+        return self._assign(assignment)
 
     def where(self, request: str) -> str:
-        """The cell that has a request; empty if none has."""
-        seat = self._seats.get(request)
-        return seat.cell if seat else ""
+        """The shard of a request; empty if it has none."""
+        assignment = self._assignments.get(request)
+        return assignment.shard if assignment else ""
 
     def remove(self, request: str) -> None:
         """A request has ended, or its attempt has."""
-        seat = self._seats.pop(request, None)
-        if seat is not None:
-            self._rise(seat)
+        assignment = self._assignments.pop(request, None)
+        if assignment is not None:
+            self._release(assignment)
 
-    def _rise(self, seat: Seat) -> None:
-        if seat.cell:
-            self._held[seat.cell] -= seat.nbytes
-            seat.refused.add(seat.cell)
-            seat.cell = ""
+    def _release(self, assignment: Assignment) -> None:
+        if assignment.shard:
+            self._held[assignment.shard] -= assignment.nbytes
+            assignment.refused.add(assignment.shard)
+            assignment.shard = ""
 
-    def _sit(self, seat: Seat) -> str | None:
-        present = [self._held[cell] for cell in self._up]
-        mean = (sum(present) + seat.nbytes) / max(1, len(present))
+    def _assign(self, assignment: Assignment) -> str | None:
+        present = [self._held[shard] for shard in self._up]
+        mean = (sum(present) + assignment.nbytes) / max(1, len(present))
         found = choose(
-            dict.fromkeys(self._ring.walk(seat.key)),
+            dict.fromkeys(self._ring.walk(assignment.key)),
             self._held,
-            self._overload * mean + self._free * seat.nbytes,
+            self._overload * mean + self._free * assignment.nbytes,
             up=self._up,
-            refused=seat.refused,
+            refused=assignment.refused,
         )
         if found is None:
             return None
-        seat.cell, reason = found
-        self._held[seat.cell] += seat.nbytes
+        assignment.shard, reason = found
+        self._held[assignment.shard] += assignment.nbytes
         self.counters[reason] += 1
-        return seat.cell
+        return assignment.shard
 
 
 def choose(
@@ -134,27 +135,27 @@ def choose(
     up: Collection[str],
     refused: Collection[str],
 ) -> tuple[str, Reason] | None:
-    """The first cell in ``order`` below the bound, and why it is not the one before it.
+    """The first shard in ``order`` below the bound, and why it is not an earlier one.
 
     None if all that are up have refused. If all below the bound have, it is the one that has least.
     """
     reason: Reason = "home"
     full = list[str]()
-    for cell in order:
-        if cell not in up:
+    for shard in order:
+        if shard not in up:
             reason = "down"
-        elif cell in refused:
+        elif shard in refused:
             reason = "refused"
-        elif held[cell] < bound:
-            return cell, reason
+        elif held[shard] < bound:
+            return shard, reason
         else:
             reason = "bound"
-            full.append(cell)
-    return (min(full, key=lambda cell: held[cell]), "refused") if full else None
+            full.append(shard)
+    return (min(full, key=lambda shard: held[shard]), "refused") if full else None
 
 
 def key_of(request: Request, plan: PagePlan) -> bytes:
-    """What requests have in common that had better be in the same cell, where it is cached.
+    """Hash key of a request: requests with a common prefix belong in the same shard.
 
     The conversation if it is known; else the first blocks of the prompt. Where no prefixes are
     kept there is nothing to share, and requests are spread by their ids.
@@ -163,24 +164,24 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
         return request.id.encode()
     beginning = request.prompt[: KEY_BLOCKS * plan.block_tokens + 1]
     asked = replace(request, prompt=beginning, said=(), cached_at_most=None)
-    return affinity_key(Ask(asked, 0.0, plan.block_tokens))
+    return affinity_key(PromptToPlace(asked, 0.0, plan.block_tokens))
 
 
 def bytes_of(request: Request, plan: PagePlan) -> int:
-    """What a request counts for in its cell: the most that its router will book."""
+    """Bytes that a request counts for in its shard: the most that its router will book."""
     left = max(0, request.sampling.max_tokens - len(request.said))
     return ByteModel(plan).estimate(request.known_tokens, left).peak
 
 
 def may_pass_on(failure: Failed) -> bool:
-    """Whether another cell may take what this one refused; if it has not begun to answer it."""
+    """Whether another shard may take a refused request that has no output yet."""
     return failure.status in REFUSALS and not failure.resumable
 
 
-def names_of(cells: int) -> Iterator[str]:
-    """What cells are called.
+def names_of(shards: int) -> Iterator[str]:
+    """Names of the shards.
 
     >>> list(names_of(2))
     ['0', '1']
     """
-    return (str(index) for index in range(cells))
+    return (str(index) for index in range(shards))

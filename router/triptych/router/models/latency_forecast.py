@@ -1,4 +1,4 @@
-"""How fast the server is at present, and what that means for a request that has a deadline."""
+"""Latency forecasts for requests with an SLO, from recent measurements."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -7,28 +7,28 @@ from math import ceil, inf
 from triptych.core.messages import Slo
 
 WEIGHT = 0.1
-"""Of the newest measurement in a mean."""
+"""Weight of the newest measurement in a mean."""
 BELIEVED_S = 10.0
-"""Age up to which a mean counts. Whoever is refused is not measured: without an end to what is
-believed, one slow moment would refuse everybody for ever."""
+"""Age up to which a mean is valid. Refused requests give no measurements, so without this bound one
+slow moment would cause refusals for ever."""
 LATEST = 40
-"""Forecasts that are compared with what became of them."""
+"""Number of latest forecasts that are compared with their outcomes."""
 SURE = 0.9
-"""Share of them that would have come true with what is added to them now."""
+"""Share of them that the margin must cover."""
 TOKEN_MARGIN = 1.15
 """Times the trend that the tokens of an answer are taken to need: where it just keeps a limit, half
 of them miss it. What was learned instead, as for first tokens, refused too many after a burst."""
 FEW = 10
-"""Of which some must have come later for it to count."""
+"""Number of outcomes below which missing ones count as on time."""
 CAUTION = 1.0
-"""Squared requests of spread that it takes until a slope is believed as much as the guess."""
+"""Variance of x, in squared requests, at which a fitted slope and the prior weigh the same."""
 HEADROOM = 0.5
-"""Share of the time before the latest start after which a request loses patience."""
+"""Share of the time before the latest start after which a request is overdue."""
 
 
 @dataclass
 class Mean:
-    """A mean that forgets, of what was measured a moment ago."""
+    """Exponential moving mean that is valid for ``BELIEVED_S``."""
 
     _value: float = 0.0
     _at: float = -inf
@@ -42,16 +42,16 @@ class Mean:
         return now - self._at <= BELIEVED_S
 
     def at(self, now: float) -> float:
-        """0 if nothing was measured for long: then nothing is known, and nobody is refused."""
+        """The mean; 0 without a recent measurement, so that no request is refused."""
         return self._value if self.is_believed(now) else 0.0
 
 
 @dataclass
 class Trend:
-    """A straight line that forgets, through what was measured a moment ago: y at x.
+    """Exponentially weighted linear fit of y over x, valid for ``BELIEVED_S``.
 
-    As long as all was measured near one x, y is taken to grow in proportion: whoever asks for more
-    than was ever seen is told too much rather than too little. From 0 x on y never falls.
+    While all measurements are near one x, y is assumed proportional to x, which overestimates
+    beyond the measured range. The slope is never negative.
     """
 
     _x: Mean = field(default_factory=Mean)
@@ -70,11 +70,11 @@ class Trend:
         self._y.note(y, now)
 
     def mean(self, now: float) -> float:
-        """What was measured on the mean; 0 as `Mean.at`."""
+        """Mean of y; 0 without a recent measurement."""
         return self._y.at(now)
 
     def at(self, x: float, now: float) -> float:
-        """0 if nothing was measured for long."""
+        """The fit at ``x``; 0 without a recent measurement."""
         if not self._y.is_believed(now):
             return 0.0
         mean_x, mean_y = self._x.at(now), self._y.at(now)
@@ -85,7 +85,7 @@ class Trend:
 
 @dataclass
 class Lateness:
-    """By how much what happened came later than it was forecast, of the latest few."""
+    """Delay of the latest outcomes against their forecasts."""
 
     _latest: deque[tuple[float, float]] = field(
         default_factory=lambda: deque[tuple[float, float]](maxlen=LATEST)
@@ -95,7 +95,7 @@ class Lateness:
         self._latest.append((now, late))
 
     def at(self, now: float) -> float:
-        """What ``SURE`` of them did not exceed; never less than 0, which few say little against."""
+        """Quantile ``SURE`` of the recent delays, at least 0."""
         while self._latest and now - self._latest[0][0] > BELIEVED_S:
             self._latest.popleft()
         ordered = sorted(late for _, late in self._latest)
@@ -105,33 +105,33 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """When a request that comes now would have its tokens, in seconds."""
+    """Forecast times of a request that arrives now, in seconds."""
 
     wait_s: float
-    """In the line."""
-    read_s: float
-    """From the line to the first token."""
+    """In the waiting queue."""
+    prefill_s: float
+    """From the start to the first token."""
     token_s: float
     """Each token after the first."""
-    write_s: float
+    decode_s: float
     """From the first token to the last, compression included."""
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.read_s
+        return self.wait_s + self.prefill_s
 
     @property
     def total_s(self) -> float:
-        return self.ttft_s + self.write_s
+        return self.ttft_s + self.decode_s
 
 
-NO_FORECAST = Forecast(wait_s=0.0, read_s=0.0, token_s=0.0, write_s=0.0)
-"""Of a request that asks for nothing in seconds."""
+NO_FORECAST = Forecast(wait_s=0.0, prefill_s=0.0, token_s=0.0, decode_s=0.0)
+"""Forecast of a request without an SLO."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What of an SLO would not be kept."""
+    """A limit of an SLO that would be missed."""
 
     what: str
     predicted_s: float
@@ -143,11 +143,11 @@ class Miss:
 
 
 def miss(slo: Slo, forecast: Forecast) -> Miss | None:
-    """The limit that is missed most, if any is; a limit of 0 is none.
+    """The limit that would be missed most, if any; a limit of 0 is none.
 
     >>> slo = Slo(ttft_s=1.0, deadline_s=3.0)
-    >>> miss(slo, Forecast(wait_s=0.5, read_s=0.4, token_s=0.1, write_s=2.0))
-    >>> miss(slo, Forecast(wait_s=2.0, read_s=0.5, token_s=0.1, write_s=1.0)).what
+    >>> miss(slo, Forecast(wait_s=0.5, prefill_s=0.4, token_s=0.1, decode_s=2.0))
+    >>> miss(slo, Forecast(wait_s=2.0, prefill_s=0.5, token_s=0.1, decode_s=1.0)).what
     'ttft_slo_ms'
     """
     limits = [
@@ -160,64 +160,64 @@ def miss(slo: Slo, forecast: Forecast) -> Miss | None:
 
 
 def latest_start_s(slo: Slo, forecast: Forecast) -> float:
-    """How long a request may wait and still keep its SLO, if all goes on as at present."""
+    """Longest wait with which a request still meets its SLO, by the forecast."""
     ends = [inf]
     if slo.ttft_s:
-        ends.append(slo.ttft_s - forecast.read_s)
+        ends.append(slo.ttft_s - forecast.prefill_s)
     if slo.deadline_s:
-        ends.append(slo.deadline_s - forecast.read_s - forecast.write_s)
+        ends.append(slo.deadline_s - forecast.prefill_s - forecast.decode_s)
     return max(0.0, min(ends))
 
 
 @dataclass
 class LatencyForecast:
-    """Measures the stages as the router sees them, queues and neighbours included."""
+    """Measures the latency of the stages as the router sees it, queues included."""
 
-    read_token_s: Mean = field(default_factory=Mean)
-    """Seconds for each prompt token that is before a prefill worker."""
+    prefill_token_s: Mean = field(default_factory=Mean)
+    """Seconds for each prompt token in the queue of a prefill worker."""
     token_s: Trend = field(default_factory=Trend)
     """Seconds for each token of an answer behind the first, compression included, at the number of
     requests in work for each decode worker."""
     answer_tokens: Mean = field(default_factory=Mean)
     gap_s: Mean = field(default_factory=Mean)
-    """Between two that leave the line while others wait."""
+    """Time between two starts while requests wait."""
     late_first: Lateness = field(default_factory=Lateness)
-    """First tokens, in seconds: a pause takes as long whether little or much was to be done."""
+    """Delay of first tokens against their forecasts, in seconds."""
     concurrency_s: float = 0.0
     """Requests in work for each decode worker, summed over the seconds until ``_passed``."""
     _passed: float | None = None
     _left: float | None = None
-    """When the last one left a line in which others went on waiting."""
+    """When the last request started while others kept waiting."""
 
-    def passed(self, concurrency: float, now: float) -> None:
+    def record_concurrency(self, concurrency: float, now: float) -> None:
         """Until now, since this was called last, ``concurrency`` requests were in work."""
         if self._passed is not None:
             self.concurrency_s += concurrency * (now - self._passed)
         self._passed = now
 
-    def begin_line(self) -> None:
-        """Nobody waits: what happens until somebody does says nothing of how fast a line moves."""
+    def reset_start_gap(self) -> None:
+        """The queue is empty: the time until the next start is no measurement."""
         self._left = None
 
-    def left_line(self, still_waiting: int, now: float) -> None:
+    def record_start(self, still_waiting: int, now: float) -> None:
         """A waiting request started."""
         if self._left is not None:
             self.gap_s.note(now - self._left, now)
         self._left = now if still_waiting else None
 
-    def read(self, seconds: float, tokens: int, now: float) -> None:
-        """A prompt was read; so many tokens were before its worker when it was sent there."""
-        self.read_token_s.note(seconds / max(1, tokens), now)
+    def record_prefill(self, seconds: float, tokens: int, now: float) -> None:
+        """A prompt was prefilled; ``tokens``: queue of its worker when it was sent there."""
+        self.prefill_token_s.note(seconds / max(1, tokens), now)
 
-    def came(self, seconds: float, forecast: Forecast, now: float) -> None:
-        """A first token came, or would now, so many seconds after its request."""
+    def record_ttft(self, seconds: float, forecast: Forecast, now: float) -> None:
+        """A first token was sampled, or would be now, ``seconds`` after the arrival."""
         if forecast.ttft_s:
             self.late_first.note(seconds - forecast.ttft_s, now)
 
-    def wrote(self, seconds: float, tokens: int, concurrency_s: float, now: float) -> None:
-        """An answer is complete, so many seconds behind its first token.
+    def record_decode(self, seconds: float, tokens: int, concurrency_s: float, now: float) -> None:
+        """An output is complete, ``seconds`` after its first token.
 
-        ``concurrency_s``: what ``self.crowd_s`` was then.
+        ``concurrency_s``: the value of ``self.concurrency_s`` at the first token.
         """
         self.answer_tokens.note(tokens, now)
         if tokens > 1 and seconds > 0:
@@ -225,22 +225,22 @@ class LatencyForecast:
             self.token_s.note((self.concurrency_s - concurrency_s) / seconds, token_s, now)
 
     def forecast(
-        self, *, ahead: int, concurrency: float, read_tokens: int, max_tokens: int, now: float
+        self, *, ahead: int, concurrency: float, prefill_tokens: int, max_tokens: int, now: float
     ) -> Forecast:
-        """What to expect with ``ahead`` requests ahead in the queue, and ``concurrency`` running.
+        """The forecast with ``ahead`` requests ahead in the queue, and ``concurrency`` running.
 
-        ``read_tokens``: those of its prompt, and before them at the worker that would read it. An
-        answer is taken to be as long as others were, and no longer than it may be.
+        ``prefill_tokens``: tokens of its prompt and of the queue of its prefill worker. An answer
+        is assumed to be as long as others were, and no longer than its limit.
         """
         answer = min(float(max_tokens), self.answer_tokens.at(now) or 1.0)
         token_s = self.token_s.at(concurrency, now)
         return Forecast(
             wait_s=ahead * self.gap_s.at(now),
-            read_s=read_tokens * self.read_token_s.at(now),
+            prefill_s=prefill_tokens * self.prefill_token_s.at(now),
             token_s=token_s,
-            write_s=token_s * (answer - 1),
+            decode_s=token_s * (answer - 1),
         )
 
     def cautious(self, forecast: Forecast, now: float) -> Forecast:
-        """The same, with first tokens as late as they have lately been."""
-        return replace(forecast, read_s=forecast.read_s + self.late_first.at(now))
+        """The same forecast with a margin for the recent delay of first tokens."""
+        return replace(forecast, prefill_s=forecast.prefill_s + self.late_first.at(now))

@@ -1,4 +1,4 @@
-"""How many bytes of pages a request will take: upper bounds, before anything has run."""
+"""Upper bounds of the bytes of pages that a request needs, before it runs."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,7 +8,7 @@ from triptych.core.pages import PagePlan
 
 @dataclass(frozen=True, slots=True)
 class RequestBytes:
-    """Bytes of pages that one request takes at the stages of its life."""
+    """Bytes of pages that one request needs in each stage."""
 
     raw: int
     """The prompt in raw 16-bit pages, or as many of its layers as there are at once: from the start
@@ -33,7 +33,7 @@ class RequestBytes:
 
     @property
     def peak(self) -> int:
-        """The most that it holds at any time if all stages share one arena."""
+        """The most that it holds at any time, if all stages share one arena."""
         return max(self.raw + self.encoded, self.grown)
 
     def corrected(self, compressed: int, shared: int = 0) -> Self:
@@ -79,7 +79,7 @@ class ByteModel:
     plan: PagePlan
 
     def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
-        """Bound a request that reads ``prompt_tokens`` and writes up to ``max_tokens``."""
+        """Bound a request of ``prompt_tokens`` and up to ``max_tokens`` output tokens."""
         return RequestBytes(
             raw=self._bytes(self.plan.raw.pages(prompt_tokens)),
             encoded=self._bytes(self._encoded_pages(prompt_tokens)),
@@ -89,9 +89,9 @@ class ByteModel:
         )
 
     def estimate_in_parts(self, prompt_tokens: int, max_tokens: int) -> RequestBytes | None:
-        """The same for a prompt that is encoded layer by layer as it is read; None if it cannot be.
+        """The same with layer-wise prefill; None if the prompt cannot use it.
 
-        Two parts are in raw pages at once: the one that is being read, and the one before it.
+        Two groups of layers are in raw pages at a time: the one in prefill and the one before it.
         """
         every, at_once = self.plan.geometry.layers, self.plan.layers_of(prompt_tokens)
         if 2 * at_once >= every:

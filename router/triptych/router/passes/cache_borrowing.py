@@ -1,4 +1,4 @@
-"""Memory that the pool keeps prefixes in, lent to requests that would have to wait."""
+"""Borrows memory of the prefix cache for requests that would have to wait for bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from triptych.router.snapshot import HeldBy
 from triptych.router.state.cluster_state import ClusterState
 
 KEEP_S = 5.0
-"""Seconds without anybody waiting for memory after which it goes back: a prefix that is evicted
-for each burst of requests and read again after it would cost more than it saves."""
+"""Seconds without a request waiting for memory after which it is returned. Returning it sooner
+would evict prefixes at each burst of requests and compute them again after it."""
 ASK_AGAIN_S = 2.0
-"""Seconds after which a pool is asked again that did not answer, or could not lend all."""
+"""Seconds after which the router repeats a request that the pool did not answer or fulfil."""
 
 
 def enough(shortages: Sequence[int], lent: int, limit: int) -> int:
-    """How much is to be lent in all, so that somebody need not wait.
+    """Total bytes to borrow so that a waiting request can start.
 
-    ``shortages`` are what waiting requests lack, the oldest first. The oldest is helped if that
-    is possible at all, or else the one that lacks least; if nobody can be helped, nothing changes.
+    ``shortages``: bytes that waiting requests lack, the oldest first. The total covers the oldest
+    if that is possible, else the smallest shortage; if none can be covered, it does not change.
     """
     totals = [lent + max(0, short) for short in shortages]
     possible = [total for total in totals if total <= limit]
@@ -31,36 +31,36 @@ def enough(shortages: Sequence[int], lent: int, limit: int) -> int:
 
 @dataclass
 class CacheBorrowing:
-    """Asks the pool for memory when requests wait for it, and gives back what nobody needs.
+    """Borrows cache memory from the pool while requests wait for bytes, and returns it later.
 
-    A request that waits is worth more than the prefixes of others: these are on disk, or can be
-    computed again. So the pool evicts before anybody waits, and long before anybody is refused.
+    A waiting request has priority over cached prefixes, which are on disk or can be computed
+    again. So the pool evicts prefixes before requests wait or are refused.
 
-    The pool is told how much it is to lend in all, and says how much it does. What goes back is
-    taken from the books first, and what comes is entered last, so nothing is ever promised twice.
-    One question is open at a time, and only while all workers share one arena: there is one pool.
+    The router requests a total, and the pool answers with the total that it lends. The ledger
+    releases memory before it is returned and books it after it was lent, so no byte is booked
+    twice. One request is open at a time, and only while all workers share one arena and pool.
     """
 
-    books: ClusterState
+    cluster: ClusterState
     limit_bytes: int
-    """What is set aside for prefixes."""
+    """Bytes of the prefix cache."""
     _asked: float = -inf
-    """When a question was asked that was not answered, or not in full."""
+    """When the last request was sent that was not answered, or not in full."""
     _total: int = 0
-    """What was asked for last."""
+    """Total that was requested last."""
     _pressed: float = -inf
-    """When somebody last waited for memory."""
+    """When a request last waited for memory."""
     _known: set[str] = field(default_factory=set[str])
-    """Arenas whose pool has answered: another router may have borrowed there before."""
+    """Arenas whose pool has answered; an earlier router may have borrowed there."""
 
     def run(self, blocked_reason: HeldBy, now: float) -> None:
-        """Ask for what is lacking, or give back what is not."""
+        """Borrow what waiting requests lack, or return what is not needed."""
         if self.limit_bytes == 0 or now - self._asked < ASK_AGAIN_S:
             return
         arena = self._arena()
         if not arena:
             return
-        ledger = self.books.ledger
+        ledger = self.cluster.ledger
         lent = ledger.lent.get(arena, 0)
         total = lent
         if blocked_reason == "no_bytes":
@@ -73,22 +73,22 @@ class CacheBorrowing:
         if total < lent:
             ledger.lend(arena, total)
         if total != lent:
-            self.books.counters["memory_asked" if total > lent else "memory_returned"] += 1
-        self.books.outbox.post(POOL, BorrowCacheMemory(bytes=total))
+            self.cluster.counters["memory_asked" if total > lent else "memory_returned"] += 1
+        self.cluster.outbox.post(POOL, BorrowCacheMemory(bytes=total))
         self._asked, self._total = now, total
 
-    def heard(self, message: CacheMemoryBorrowed, now: float) -> None:
-        """The pool says how much it lends."""
+    def on_borrowed(self, message: CacheMemoryBorrowed, now: float) -> None:
+        """The pool reports how much it lends."""
         self._asked = now if message.bytes < self._total else -inf
         self._known.add(message.arena)
-        self.books.ledger.lend(message.arena, message.bytes)
+        self.cluster.ledger.lend(message.arena, message.bytes)
 
     def _shortages(self, free: int, now: float) -> list[int]:
-        """What the oldest lacks, and the smallest: nobody between them is asked for first."""
-        line = self.books.requests.line.at(now)
-        both = (line.in_order(), line.smallest_first())
+        """Bytes that the first request in order lacks, and the smallest one."""
+        queue = self.cluster.requests.queue.at(now)
+        both = (queue.in_order(), queue.smallest_first())
         return [one.bytes - free for order in both for one in islice(order, 1)]
 
     def _arena(self) -> str:
-        arenas = self.books.roster.arenas
+        arenas = self.cluster.load_index.arenas
         return next(iter(arenas)) if len(arenas) == 1 else ""

@@ -1,4 +1,4 @@
-"""Writes down why the router decided as it did: cheaply, and only while somebody can still ask."""
+"""Records the reason of each decision in the history of recent requests."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,27 +10,27 @@ from triptych.router.state.history import Alternative, Decision
 from triptych.router.state.request_table import Entry
 
 LOOKED_AT = 3
-"""Alternatives that are noted."""
+"""Alternative workers that a decision records."""
 
 Step = Literal["prefill", "compress", "decode"]
 
 
 @dataclass
 class DecisionLog:
-    """Notes each decision in the history, and counts it by step and reason."""
+    """Records each decision in the history and counts it by step and reason."""
 
-    books: ClusterState
+    cluster: ClusterState
 
     def looked_at(self, step: Step) -> tuple[Alternative, ...]:
-        """The best workers of a stage at this moment: call it before anything is booked."""
-        roster, ledger = self.books.roster, self.books.ledger
+        """The best workers of a stage at present. Call it before anything is booked."""
+        load_index, ledger = self.cluster.load_index, self.cluster.ledger
         return tuple(
             Alternative(
                 worker=address,
-                free_bytes=ledger.free(roster.arena_of(address)),
-                load=roster.load_of(step, address),
+                free_bytes=ledger.free(load_index.arena_of(address)),
+                load=load_index.load_of(step, address),
             )
-            for address in roster.best(step, LOOKED_AT)
+            for address in load_index.best(step, LOOKED_AT)
         )
 
     def started(
@@ -38,16 +38,16 @@ class DecisionLog:
         entry: Entry,
         reason: str,
         placement: str,
-        line: tuple[int, int],
+        queue: tuple[int, int],
         seen: tuple[Alternative, ...],
     ) -> None:
         """A waiting request was sent to a prefill worker.
 
-        ``reason``: why now; ``placement``: why there. ``line``: how many waited, and how many of
+        ``reason``: why now; ``placement``: why there. ``queue``: how many waited, and how many of
         them had come before.
         """
-        waiting, older = line
-        self.books.counters[f"placement:{placement}"] += 1
+        waiting, older = queue
+        self.cluster.counters[f"placement:{placement}"] += 1
         self._note(
             entry, "prefill", reason, entry.worker, seen, entry.since, waiting, older, placement
         )
@@ -55,17 +55,17 @@ class DecisionLog:
     def chosen(
         self, entry: Entry, step: Step | Literal["resume"], reason: str, to: str, now: float
     ) -> None:
-        """A worker was chosen for a request that is under way."""
+        """A worker was chosen for a running request."""
         seen = self.looked_at("decode" if step == "resume" else step)
         self._note(entry, step, reason, to, seen, now)
 
     def refused(self, request: Request, error: TriptychError, now: float) -> None:
-        """A request was not even taken in."""
-        history, code = self.books.requests.history, error.code or "unknown"
+        """A request was refused."""
+        history, code = self.cluster.requests.history, error.code or "unknown"
         history.begin(request, "refused", now)
         history.decided(request.id, Decision(step="refuse", at=now, reason=code))
         history.end(request.id, "failed", now, code=code)
-        self.books.counters[f"refuse:{code}"] += 1
+        self.cluster.counters[f"refuse:{code}"] += 1
 
     def _note(
         self,
@@ -86,11 +86,11 @@ class DecisionLog:
             chosen=to,
             raw_bytes=entry.sizes.raw,
             grown_bytes=entry.sizes.grown,
-            booked_bytes=self.books.ledger.booked_by(entry.id),
+            booked_bytes=self.cluster.ledger.booked_by(entry.id),
             waiting=waiting,
             older=older,
             placement=placement,
             alternatives=seen,
         )
-        self.books.requests.history.decided(entry.id, decision)
-        self.books.counters[f"{step}:{reason}"] += 1
+        self.cluster.requests.history.decided(entry.id, decision)
+        self.cluster.counters[f"{step}:{reason}"] += 1

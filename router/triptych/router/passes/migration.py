@@ -1,4 +1,4 @@
-"""Moves requests from decode workers that have many to those that have few."""
+"""Migration: balances running requests between the decode workers of an arena."""
 
 from dataclasses import dataclass
 
@@ -9,51 +9,51 @@ from triptych.router.state.request_table import Entry, State
 
 @dataclass
 class Migration:
-    """Takes one request at a time back from the fullest decode worker of each arena.
+    """Moves one request at a time from the fullest decode worker of each arena.
 
-    Its pages stay where they are; whoever has most free slots joins it next. A worker that has
-    just started, or come back, so gets its share of what runs already, not only of what comes.
+    Its pages stay where they are, and the worker with most free slots continues it. So a worker
+    that has just started receives running requests, not only new ones.
 
     Source: Llumnix (requests move between instances while they run)
     """
 
-    books: ClusterState
+    cluster: ClusterState
     threshold: int
-    """Requests that a worker must have more than another one; 0: none is ever moved."""
+    """Difference in running requests from which one is moved; 0: never."""
 
     def run(self) -> None:
-        """Ask for requests whose move makes the workers of an arena more even."""
-        crowded = self.books.roster.crowded(self.threshold) if self.threshold else []
-        for address in crowded:
+        """Preempt one request at each worker that exceeds the threshold."""
+        imbalanced = self.cluster.load_index.imbalanced(self.threshold) if self.threshold else []
+        for address in imbalanced:
             entry = self._next_of(address)
             if entry is not None:
-                entry.is_asked_back = True
-                self.books.outbox.post(address, Preempt(requests=(entry.id,)))
+                entry.is_preempt_sent = True
+                self.cluster.outbox.post(address, Preempt(requests=(entry.id,)))
 
     def _next_of(self, address: str) -> Entry | None:
-        """The one that joined last; None while the move before is under way."""
+        """The request that joined last; None while an earlier move is under way."""
         running = [
             entry
-            for entry in self.books.requests.in_state(State.DECODING)
+            for entry in self.cluster.requests.in_state(State.DECODING)
             if entry.worker == address
         ]
-        if any(entry.is_asked_back for entry in running):
+        if any(entry.is_preempt_sent for entry in running):
             return None
         return next((entry for entry in reversed(running) if can_move(entry)), None)
 
 
 def can_move(entry: Entry) -> bool:
-    """Whether its worker may be asked for it: not before that has said that it took it over.
+    """Whether its worker may be told to preempt it: not before a takeover is confirmed.
 
-    Nor if it tells log probabilities: a handle has no room for those that are on their way.
+    Requests with log probabilities do not move: a handle cannot carry those not yet delivered.
     """
-    tells = entry.request.sampling.reports_logprobs
-    return can_go_on(entry) and not entry.previous_worker and not tells
+    has_logprobs = entry.request.sampling.reports_logprobs
+    return can_go_on(entry) and not entry.transfer.previous_worker and not has_logprobs
 
 
 def can_go_on(entry: Entry) -> bool:
-    """Whether another decode worker can go on with a request just where this one is.
+    """Whether another decode worker can continue a request where this one is.
 
-    What was said last may be lost on its way; the checkpoint has it, to be said again.
+    The latest tokens may be lost on the way to the client; the checkpoint has them.
     """
-    return entry.state is State.DECODING and entry.report is not None
+    return entry.state is State.DECODING and entry.transfer.report is not None

@@ -1,4 +1,4 @@
-"""What a placement policy sees: the roster, the ledger and the map of prefixes, for one prompt."""
+"""The view of a placement policy for one prompt: loads, free bytes and the prefix map."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -6,20 +6,21 @@ from itertools import islice
 
 from triptych.core.messages import Request
 from triptych.router.models.latency_forecast import LatencyForecast
+from triptych.router.models.prompt_blocks import PromptToPlace
 from triptych.router.policies.hash_ring import DualHashRing
-from triptych.router.policies.placement import Ask, Choice, PlacementPolicy
+from triptych.router.policies.placement import Choice, PlacementPolicy
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.state.load_index import Fits, LoadIndex
 
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    """The prefill workers with room for one prompt; good until something moves."""
+    """The prefill workers with room for one prompt; valid until any load changes."""
 
-    roster: LoadIndex
-    ask: Ask
+    load_index: LoadIndex
+    prompt: PromptToPlace
     limit_tokens: int
-    """Tokens that a worker takes at once."""
+    """Tokens that a worker takes at a time."""
     fits: Fits
     token_s: float
     prefixes: PrefixMap
@@ -29,41 +30,41 @@ class Snapshot:
     """Workers with room."""
 
     def __post_init__(self) -> None:
-        self._count = self.roster.with_room(self.ask.tokens, self.limit_tokens)
+        self._count = self.load_index.with_room(self.prompt.tokens, self.limit_tokens)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        return islice(self.roster.readers(), self._count)
+        return islice(self.load_index.prefill_workers(), self._count)
 
     def __getitem__(self, place: int, /) -> str:
         if not 0 <= place < self._count:
             raise IndexError(f"place {place} of {self._count} workers")
-        return self.roster.readers().at(place)
+        return self.load_index.prefill_workers().at(place)
 
     def takes(self, worker: str) -> bool:
-        return self._has_bytes(self.roster.arena_of(worker))
+        return self._has_bytes(self.load_index.arena_of(worker))
 
     def arena(self, worker: str) -> str:
-        return self.roster.arena_of(worker)
+        return self.load_index.arena_of(worker)
 
     def tokens_before(self, worker: str) -> int:
-        return self.roster.queue_tokens(worker)
+        return self.load_index.queue_tokens(worker)
 
-    def read_s(self, tokens: int) -> float:
+    def prefill_s(self, tokens: int) -> float:
         return tokens * self.token_s
 
     def best_in(self, arena: str) -> str | None:
-        if not self.roster.with_room(self.ask.tokens, self.limit_tokens, arena):
+        if not self.load_index.with_room(self.prompt.tokens, self.limit_tokens, arena):
             return None
-        return self.roster.readers(arena).first() if self._has_bytes(arena) else None
+        return self.load_index.prefill_workers(arena).first() if self._has_bytes(arena) else None
 
     def cached_tokens(self, arena: str) -> int:
-        return self.prefixes.known(arena, self.ask.keys) * self.ask.block_tokens
+        return self.prefixes.known(arena, self.prompt.keys) * self.prompt.block_tokens
 
     def holders(self) -> Mapping[str, int]:
-        found, block_tokens = self.prefixes.holders(self.ask.keys), self.ask.block_tokens
+        found, block_tokens = self.prefixes.holders(self.prompt.keys), self.prompt.block_tokens
         return {arena: count * block_tokens for arena, count in found.items()}
 
     def homes(self, key: bytes) -> tuple[str, ...]:
@@ -78,51 +79,55 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Placer:
-    """Asks the policy, and remembers what was read where, if the policy wants to know."""
+    """Calls the placement policy, and records where prompts were sent if the policy uses that."""
 
     policy: PlacementPolicy
-    roster: LoadIndex
-    pace: LatencyForecast
+    load_index: LoadIndex
+    latency: LatencyForecast
     block_tokens: int
     prefixes: PrefixMap
     ttft_s: float
-    """For prompts that ask for no time to the first token."""
+    """TTFT limit of prompts without one."""
     _rings: DualHashRing = field(default_factory=DualHashRing)
     _seen: int = -1
-    """The generation of the roster when arenas were last forgotten."""
+    """Generation of the load index when arenas were last removed from the prefix map."""
     _hashed: int = -1
-    """When the rings were last made: if nobody asks for them, never."""
+    """Generation of the load index when the rings were last built; -1: never."""
 
-    def ask(self, request: Request) -> Ask:
-        """A request as placement sees it."""
-        return Ask(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
+    def prompt(self, request: Request) -> PromptToPlace:
+        """The prompt of a request as placement policies see it."""
+        return PromptToPlace(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
 
-    def snapshot(self, ask: Ask, limit_tokens: int, fits: Fits, now: float) -> Snapshot:
-        """The workers as they are at this moment."""
-        if self._seen != self.roster.generation:
-            self._seen = self.roster.generation
-            self.prefixes.forget(self.prefixes.arenas - set(self.roster.reading_arenas))
-        token_s = self.pace.read_token_s.at(now)
-        return Snapshot(self.roster, ask, limit_tokens, fits, token_s, self.prefixes, self._present)
+    def snapshot(
+        self, prompt: PromptToPlace, limit_tokens: int, fits: Fits, now: float
+    ) -> Snapshot:
+        """The view of all prefill workers at present."""
+        if self._seen != self.load_index.generation:
+            self._seen = self.load_index.generation
+            self.prefixes.forget(self.prefixes.arenas - set(self.load_index.prefill_arenas))
+        token_s = self.latency.prefill_token_s.at(now)
+        return Snapshot(
+            self.load_index, prompt, limit_tokens, fits, token_s, self.prefixes, self._present
+        )
 
     def choose(self, snapshot: Snapshot) -> Choice | None:
-        """Who reads the prompt, by the policy."""
-        return self.policy(snapshot.ask, snapshot)
+        """The prefill worker that the policy chooses."""
+        return self.policy(snapshot.prompt, snapshot)
 
-    def sent(self, ask: Ask, arena: str) -> int:
-        """A prompt is read at an arena, which will keep its blocks.
+    def sent(self, prompt: PromptToPlace, arena: str) -> int:
+        """A prompt was sent to an arena, which will cache its blocks.
 
-        Returns: tokens that are probably there already; 0 if the policy did not ask
+        Returns: tokens that are probably cached already; 0 if the policy did not use the keys
         """
-        if not ask.keys_were_read:
+        if not prompt.keys_were_read:
             return 0
-        known = self.prefixes.known(arena, ask.keys)
-        self.prefixes.keep(arena, ask.keys)
+        known = self.prefixes.known(arena, prompt.keys)
+        self.prefixes.keep(arena, prompt.keys)
         return known * self.block_tokens
 
     def _present(self) -> DualHashRing:
-        """The rings of those arenas that have prefill workers now."""
-        if self._hashed != self.roster.generation:
-            self._hashed = self.roster.generation
-            self._rings.hold(self.roster.reading_arenas)
+        """The rings of the arenas that have prefill workers."""
+        if self._hashed != self.load_index.generation:
+            self._hashed = self.load_index.generation
+            self._rings.hold(self.load_index.prefill_arenas)
         return self._rings

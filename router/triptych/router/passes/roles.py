@@ -1,4 +1,4 @@
-"""Which of the workers that have all stages read prompts, and which write answers."""
+"""Assigns prefill or decode to colocated workers, as the load requires."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,108 +11,107 @@ from triptych.router.snapshot import HeldBy, Role, WorkerLoad
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 
-READ_SHARE = 0.8
-"""Share of its time that a worker which only reads is to be busy."""
+PREFILL_SHARE = 0.8
+"""Target share of busy time of a worker with the role ``prefill``."""
 DRAIN_S = 1.0
-"""Time in which what was sent to workers should be read."""
-REMEMBERED_S = 10.0
-"""Time in which what was read counts for less and less."""
+"""Time within which prompts in the queues of workers should be prefilled."""
+DECAY_S = 10.0
+"""Time constant of the decaying sum of prefill work."""
 CALM_S = 10.0
-"""Time without a waiting line before there are roles: where one forms, nobody has time to spare."""
+"""Time without waiting requests before roles are assigned: a queue needs all workers for both."""
 SLACK = 0.25
-"""Workers by which the work may leave the bounds of a division before there is another one."""
+"""Workers by which the demand may leave the range of an assignment before it changes."""
 
 
 def divide(workers: Sequence[WorkerLoad], wanted: float) -> dict[str, Role]:
-    """A role for each worker, by address, so that ``wanted`` of them read.
+    """A role for each worker, by address, so that ``wanted`` of them prefill.
 
-    As many as that is whole only read, one does both for the rest, and at least one reads at all.
-    Each arena keeps one that does not only read, since requests move within an arena. Whoever
-    reads already goes on; of the others those begin that write least.
+    The whole part of ``wanted`` only prefills, one does both for the rest, and at least one can
+    prefill. Each arena keeps a worker that decodes, since requests move within an arena. Workers
+    that prefill already keep their role; of the others those with fewest requests are next.
 
     >>> loads = [WorkerLoad(name, name, "a", ("prefill", "decode"), False) for name in "xyz"]
     >>> divide(loads, 1.5)
-    {'x': 'read', 'y': 'both', 'z': 'write'}
+    {'x': 'prefill', 'y': 'both', 'z': 'decode'}
     >>> divide(loads, 9.0)
-    {'x': 'read', 'y': 'read', 'z': 'both'}
+    {'x': 'prefill', 'y': 'prefill', 'z': 'both'}
     """
-    writing = Counter(worker.arena for worker in workers)
-    readers, rest = list[str](), list[str]()
+    decoding = Counter(worker.arena for worker in workers)
+    prefilling, rest = list[str](), list[str]()
     for worker in sorted(workers, key=_readiness):
-        if len(readers) < int(wanted) and writing[worker.arena] > 1:
-            writing[worker.arena] -= 1
-            readers.append(worker.address)
+        if len(prefilling) < int(wanted) and decoding[worker.arena] > 1:
+            decoding[worker.arena] -= 1
+            prefilling.append(worker.address)
         else:
             rest.append(worker.address)
-    both = max(1, ceil(wanted)) - len(readers)
+    both = max(1, ceil(wanted)) - len(prefilling)
     return {
-        **dict.fromkeys(readers, "read"),
+        **dict.fromkeys(prefilling, "prefill"),
         **dict.fromkeys(rest[:both], "both"),
-        **dict.fromkeys(rest[both:], "write"),
+        **dict.fromkeys(rest[both:], "decode"),
     }
 
 
 def _readiness(worker: WorkerLoad) -> tuple[bool, int, str]:
-    return worker.role != "read", worker.running, worker.name
+    return worker.role != "prefill", worker.running, worker.name
 
 
 @dataclass
-class ReadingWork:
-    """Seconds that workers read in each second: a sum that forgets."""
+class PrefillWork:
+    """Seconds of prefill in each second, as an exponentially decaying sum."""
 
     _sum_s: float = 0.0
     _at: float = -inf
 
     def note(self, seconds: float, now: float) -> None:
-        """A prompt was read, which took a worker so long."""
+        """A worker prefilled a prompt in this time."""
         self._sum_s, self._at = self._faded(now) + seconds, now
 
     def at(self, now: float) -> float:
-        """Workers that would do if they never paused."""
-        return self._faded(now) / REMEMBERED_S
+        """Number of workers that the work would keep busy."""
+        return self._faded(now) / DECAY_S
 
     def _faded(self, now: float) -> float:
-        return self._sum_s * exp((self._at - now) / REMEMBERED_S)
+        return self._sum_s * exp((self._at - now) / DECAY_S)
 
 
 @dataclass
 class Roles:
-    """Divides workers of all stages so that most answers do not wait for chunks of prompts.
+    """Assigns roles to colocated workers so that most decode steps do not wait for prefill.
 
-    A worker with both engines steps them in turn, so whatever it writes waits for whatever it
-    reads. Here as many read as it takes to keep up, and the others write; one that writes nothing
-    at the moment reads as well, since that delays nobody. What a worker was writing when it begins
-    to read moves to others by its handle, as far as they have slots. While a line waits, all do
-    both: then no worker can be spared, and each pause of one that only reads would be lost.
+    A worker with both engines runs them in turn, so its decode waits for its prefill. As many
+    workers prefill as the load needs, and the others decode; a decode worker without requests may
+    prefill as well. Requests of a worker that becomes a prefill worker migrate to others by their
+    handles, as slots allow. While requests wait in the queue, all workers do both.
 
     Source: DistServe (the two disturb each other); Arrow, TaiChi (roles that follow the load)
     """
 
-    books: ClusterState
+    cluster: ClusterState
     is_on: bool
-    _work: ReadingWork = field(default_factory=ReadingWork)
+    _work: PrefillWork = field(default_factory=PrefillWork)
     _token_s: float = 0.0
-    """Seconds that the last prompt took for each of its tokens."""
-    _line_was_seen: float = -inf
+    """Seconds per token of the last prompt."""
+    _queue_seen: float = -inf
     _divided: frozenset[str] = frozenset()
-    """Whom the present division is of; nobody: all do both."""
+    """Workers of the present assignment; empty: all do both."""
     _divided_for: float = 0.0
-    """How many of them were to read."""
+    """Demand for prefill workers at that time."""
 
-    def read(self, entry: Entry, now: float) -> None:
-        """A prompt was read."""
-        tokens = max(0, entry.prompt_tokens - entry.hit_tokens)
-        self._work.note(tokens * entry.token_s, now)
-        self._token_s = entry.token_s or self._token_s
+    def record_prefill(self, entry: Entry, now: float) -> None:
+        """A prompt was prefilled."""
+        tokens = max(0, entry.prompt_tokens - entry.transfer.hit_tokens)
+        self._work.note(tokens * entry.transfer.token_s, now)
+        self._token_s = entry.transfer.token_s or self._token_s
 
     def run(self, blocked_reason: HeldBy, now: float) -> None:
-        """Divide anew if the work asks for it, and clear those that only read."""
+        """Assign roles again if the demand has changed, and drain workers that only prefill."""
         if not self.is_on:
             return
         if blocked_reason:
-            self._line_was_seen = now
-        workers = [load for load in self.books.roster.loads() if _is_able(load)]
-        if now - self._line_was_seen < CALM_S:
+            self._queue_seen = now
+        workers = [load for load in self.cluster.load_index.loads() if _is_able(load)]
+        if now - self._queue_seen < CALM_S:
             self._assign(frozenset(), {load.address: "both" for load in workers})
             return
         wanted, names = self._wanted(now), frozenset(load.address for load in workers)
@@ -124,29 +123,33 @@ class Roles:
 
     def _assign(self, divided: frozenset[str], roles: Mapping[str, Role]) -> None:
         self._divided = divided
-        changed = self.books.roster.assign(roles)
+        changed = self.cluster.load_index.assign(roles)
         if changed:
-            self.books.counters["role_changes"] += changed
+            self.cluster.counters["role_changes"] += changed
 
     def _wanted(self, now: float) -> float:
-        """Workers that would keep up with reading."""
-        queued_s = self.books.roster.queued_tokens * self._token_s
-        return self._work.at(now) / READ_SHARE + queued_s / DRAIN_S
+        """Prefill workers that the demand needs."""
+        queued_s = self.cluster.load_index.queued_tokens * self._token_s
+        return self._work.at(now) / PREFILL_SHARE + queued_s / DRAIN_S
 
     def _clear(self) -> None:
-        """Ask those that only read for what they still write, as far as others have slots."""
-        roster = self.books.roster
-        running = self.books.requests.in_state(State.DECODING)
-        there = [entry for entry in running if roster.role_of(entry.worker) == "read"]
+        """Preempt requests at workers that only prefill, as far as others have slots."""
+        load_index = self.cluster.load_index
+        running = self.cluster.requests.in_state(State.DECODING)
+        there = [entry for entry in running if load_index.role_of(entry.worker) == "prefill"]
         if not there:
             return
-        room = roster.free_slots()
-        room.subtract(entry.final_arena for entry in there if entry.is_asked_back)
+        room = load_index.free_slots()
+        room.subtract(entry.placement.final_arena for entry in there if entry.is_preempt_sent)
         for entry in there:
-            if room[entry.final_arena] > 0 and can_move(entry) and not entry.is_asked_back:
-                room[entry.final_arena] -= 1
-                entry.is_asked_back = True
-                self.books.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
+            if (
+                room[entry.placement.final_arena] > 0
+                and can_move(entry)
+                and not entry.is_preempt_sent
+            ):
+                room[entry.placement.final_arena] -= 1
+                entry.is_preempt_sent = True
+                self.cluster.outbox.post(entry.worker, Preempt(requests=(entry.id,)))
 
 
 def _is_able(worker: WorkerLoad) -> bool:

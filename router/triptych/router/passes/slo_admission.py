@@ -1,6 +1,6 @@
-"""What was asked of requests in seconds: who is refused at once, and who is given up later."""
+"""SLO admission: refuses requests that would miss their SLO, and fails those that missed it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -8,7 +8,6 @@ from triptych.core.errors import DeadlineExceeded, SloUnmeetable
 from triptych.core.messages import NO_SLO, Request
 from triptych.router.models.latency_forecast import (
     HEADROOM,
-    NO_FORECAST,
     Forecast,
     latest_start_s,
     miss,
@@ -16,91 +15,82 @@ from triptych.router.models.latency_forecast import (
 from triptych.router.models.retry_after import MAX_RETRY_S, MIN_RETRY_S
 from triptych.router.passes.completion import RequestCompletion
 from triptych.router.state.cluster_state import ClusterState
-from triptych.router.state.request_table import Entry, State
-
-
-@dataclass(frozen=True, slots=True)
-class SloState:
-    """What a request that comes may expect."""
-
-    due: float
-    """When it loses patience."""
-    latest: float = inf
-    """When it must have started."""
-    forecast: Forecast = NO_FORECAST
-    """Without caution, to be compared with what comes."""
-    refusal: SloUnmeetable | None = None
-    """Why it is not taken in, if it would come too late."""
+from triptych.router.state.request_table import Entry, SloStatus, State
 
 
 @dataclass
 class SloAdmission:
-    """Keeps the server from computing what comes too late, and the line in order of slack.
+    """Keeps the server from computing late responses, and orders the queue by slack.
 
-    Requests without an SLO, and those that were in work before, are let be.
+    It ignores requests without an SLO and retried attempts.
     """
 
-    books: ClusterState
-    endings: RequestCompletion
+    cluster: ClusterState
+    completion: RequestCompletion
     _times: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    """When a request must have started, or ended: a heap."""
+    """Heap of the times by which requests must have started or ended."""
 
-    def make(self, request: Request, due: float, now: float) -> SloState:
-        """For a request that would lose patience at ``due``, SLOs aside."""
-        slo, pace = request.slo, self.books.pace
+    def assess(
+        self, request: Request, due: float, now: float
+    ) -> tuple[SloStatus, SloUnmeetable | None]:
+        """The times of a request that arrives, and the error if its SLO cannot be met.
+
+        ``due``: the time until which others may overtake it, SLOs aside. The forecast for later
+        comparison is without the margin that the decision adds.
+        """
+        slo, latency = request.slo, self.cluster.latency
         if slo == NO_SLO or request.attempt:
-            return SloState(due)
+            return SloStatus(due), None
         forecast = self._forecast(request, due, now)
-        cautious = pace.cautious(forecast, now)
+        cautious = latency.cautious(forecast, now)
         wait_s = latest_start_s(slo, cautious)
-        promise = SloState(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
+        status = SloStatus(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
         missed = miss(slo, cautious)
-        if missed is None or not self.books.requests.in_work:  # who else would say how it is now?
-            return promise
+        if missed is None or not self.cluster.requests.in_work:  # an idle server needs measurements
+            return status, None
         retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
-        error = SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
-        return replace(promise, refusal=error)
+        return status, SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
 
     def _forecast(self, request: Request, due: float, now: float) -> Forecast:
-        roster, line = self.books.roster, self.books.requests.line
-        busy = sum(roster.queue_tokens(address) for address in roster.best("prefill", 1))
-        ahead = line.ahead_of(request.tenant, due)
-        return self.books.pace.forecast(
+        load_index, queue = self.cluster.load_index, self.cluster.requests.queue
+        busy = sum(load_index.queue_tokens(address) for address in load_index.best("prefill", 1))
+        ahead = queue.ahead_of(request.tenant, due)
+        return self.cluster.latency.forecast(
             ahead=ahead,
-            concurrency=self.books.concurrency_with(ahead + 1),
-            read_tokens=busy + request.known_tokens,
+            concurrency=self.cluster.concurrency_with(ahead + 1),
+            prefill_tokens=busy + request.known_tokens,
             max_tokens=request.sampling.max_tokens,
             now=now,
         )
 
     def watch(self, entry: Entry) -> None:
-        """Remember when to give up a request that was taken in."""
-        if entry.latest < inf:
-            heappush(self._times, (entry.latest, entry.id))
+        """Remember when an admitted request has missed its SLO."""
+        if entry.slo.latest < inf:
+            heappush(self._times, (entry.slo.latest, entry.id))
         if entry.request.slo.deadline_s:
             heappush(self._times, (entry.arrived + entry.request.slo.deadline_s, entry.id))
 
-    def give_up(self, now: float) -> None:
-        """End requests that should have started, or ended, by now."""
+    def run(self, now: float) -> None:
+        """Fail requests that should have started or ended by now."""
         while self._times and self._times[0][0] < now:
             _, name = heappop(self._times)
-            entry = self.books.requests.get(name)
+            entry = self.cluster.requests.get(name)
             if entry is None or entry.state is State.LEAVING:
                 continue
             slo = entry.request.slo
             if slo.deadline_s and now > entry.arrived + slo.deadline_s:
-                self.books.counters["slo:deadline_passed"] += 1
+                self.cluster.counters["slo:deadline_passed"] += 1
                 late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
-                self.endings.fail(entry, late, now)
+                self.completion.fail(entry, late, now)
             elif entry.state is State.WAITING and not entry.waits_with_pages:
-                self.books.counters["slo:waited_too_long"] += 1
-                would_be_s = now - entry.arrived + entry.forecast.read_s
-                self.books.pace.came(would_be_s, entry.forecast, now)
-                waiting = len(self.books.requests.line)
-                retry_s = self.books.drain.retry_after_s(waiting, now)
+                self.cluster.counters["slo:waited_too_long"] += 1
+                would_be_s = now - entry.arrived + entry.slo.forecast.prefill_s
+                self.cluster.latency.record_ttft(would_be_s, entry.slo.forecast, now)
+                waiting = len(self.cluster.requests.queue)
+                retry_s = self.cluster.drain.retry_after_s(waiting, now)
                 what, asked_s = _nearest(entry)
                 waited_s = now - entry.arrived
-                self.endings.fail(entry, SloUnmeetable(what, asked_s, waited_s, retry_s), now)
+                self.completion.fail(entry, SloUnmeetable(what, asked_s, waited_s, retry_s), now)
 
 
 def _nearest(entry: Entry) -> tuple[str, float]:

@@ -1,17 +1,17 @@
-"""Batch sizes of the three stages, and when a batch goes: fixed, adapting, or as it comes."""
+"""Schedules: batch sizes of the three stages, fixed, adaptive or continuous."""
 
 import re
 from dataclasses import dataclass, replace
 from typing import Self
 
 from triptych.core.errors import ConfigError
-from triptych.router.policies.batching import BatchPolicy, fifo
-from triptych.router.queue.waiting_queue import Line
+from triptych.router.policies.batching import BatchPolicy, fcfs, greedy_by_memory
+from triptych.router.queue.waiting_queue import QueueView
 from triptych.router.snapshot import Budget, Waiting
 
 STATIC = "static:"
 STATIC_WAIT_S = 0.5
-"""Time after which a static schedule lets a batch go that is not full."""
+"""Time after which a static schedule dispatches a batch that is not full."""
 LARGEST_BATCH = 64
 SHORT_OF_MEMORY = 0.1
 """Share of free bytes below which batches get smaller."""
@@ -25,14 +25,14 @@ class Gate:
     """
 
     least: int = 1
-    """Requests that are enough to go at once."""
+    """Requests that are dispatched at once."""
     most: int | None = None
-    """Requests of one batch; None: as many as the stage has room for, idle or not."""
+    """Requests of one batch; None: continuous, as many as the stage has room for."""
     wait_s: float = 0.0
-    """Time after which fewer go, too."""
+    """Time after which fewer are dispatched."""
 
     def opens(self, count: int, oldest_wait_s: float) -> bool:
-        """Whether ``count`` requests go, of which one has waited for so long.
+        """Whether ``count`` requests are dispatched, of which the oldest has waited this long.
 
         >>> gate = Gate(least=4, most=4, wait_s=1.0)
         >>> gate.opens(4, 0.0), gate.opens(3, 0.9), gate.opens(3, 1.0), gate.opens(0, 9.0)
@@ -41,13 +41,13 @@ class Gate:
         return count >= self.least or (count > 0 and oldest_wait_s >= self.wait_s)
 
     def has_room(self, running: int) -> bool:
-        """Whether a batch of which so many run takes one more that had begun elsewhere."""
+        """Whether a batch with ``running`` requests takes one more from a dead worker."""
         return self.most is None or running < self.most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Who starts next, and in what batches they go through the stages."""
+    """A batch policy, and the batch sizes of the stages."""
 
     choose: BatchPolicy
     prefill: Gate = Gate()
@@ -55,16 +55,27 @@ class Schedule:
     decode: Gate = Gate()
     """With ``most``, a decode batch runs to its end before another one joins."""
     is_adaptive: bool = False
-    """Whether sizes follow what waits and what is free."""
+    """Whether batch sizes follow the queue and free memory."""
 
-    def __call__(self, line: Line, budget: Budget) -> list[Waiting]:
-        """Choose as the policy does, so that a schedule may stand where a policy does."""
-        return self.choose(line, budget)
+    def __call__(self, queue: QueueView, budget: Budget) -> list[Waiting]:
+        """Call the policy, so that a schedule can be used as a policy."""
+        return self.choose(queue, budget)
+
+    @property
+    def has_batch_sizes(self) -> bool:
+        """Whether any stage is dispatched in batches, not continuously."""
+        sizes = (self.prefill.most, self.compress.most, self.decode.most)
+        return self.is_adaptive or any(size is not None for size in sizes)
+
+    @property
+    def runs_batches_to_end(self) -> bool:
+        """Whether a decode batch ends before another one joins, on the worker where it began."""
+        return self.decode.most is not None
 
     def slots(self, worker_slots: int) -> int:
         """Requests that may be chosen for a decode worker that holds ``worker_slots`` at once.
 
-        In a fixed batch one more of them gathers while the other one runs.
+        With fixed batches the next one gathers while one runs.
         """
         return worker_slots if self.decode.most is None else 2 * self.decode.most
 
@@ -119,4 +130,18 @@ def static_schedule(name: str) -> Schedule:
         )
     sizes = [int(size) for size in found.groups()]
     prefill, compress, decode = (Gate(least=n, most=n, wait_s=STATIC_WAIT_S) for n in sizes)
-    return Schedule(choose=fifo, prefill=prefill, compress=compress, decode=decode)
+    return Schedule(choose=fcfs, prefill=prefill, compress=compress, decode=decode)
+
+
+DYNAMIC = Schedule(
+    choose=greedy_by_memory,
+    prefill=Gate(most=1),
+    compress=Gate(most=1),
+    is_adaptive=True,
+)
+"""Greedy by memory, in batches whose sizes follow the load: FastCache's dynamic schedule.
+
+An idle worker gets a batch at once, so no request waits for others at a low rate.
+
+Source: FastCache, section 3.3 (dynamic multi-stage batching)
+"""

@@ -1,4 +1,4 @@
-"""Consistent hashing: who is responsible for a key, and that a new member takes only its share."""
+"""Consistent hashing, with one ring and with two."""
 
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator
@@ -12,7 +12,7 @@ SALTS = (b"first", b"second")
 
 
 def point(salt: bytes, name: bytes) -> int:
-    """Where something lies on a ring.
+    """Position of a name on a ring.
 
     >>> point(b"first", b"a") == point(b"first", b"a") != point(b"second", b"a")
     True
@@ -42,9 +42,9 @@ class HashRing:
         return next((member for member in self.walk(key) if member not in but), None)
 
     def walk(self, key: bytes) -> Iterator[str]:
-        """Whoever a key belongs to, then whoever it would belong to without that one, and so on.
+        """The members from the key's position on; the first one is its home.
 
-        Each member once for each of its points.
+        Each member occurs once for each of its points.
         """
         count = len(self._points)
         at = bisect_right(self._points, (point(self.salt, key), ""))
@@ -70,7 +70,7 @@ class DualHashRing:
     )
 
     def hold(self, members: Iterable[str]) -> None:
-        """Have these members and no others."""
+        """Set the members."""
         wanted = set(members)
         for ring in self._rings:
             for member in sorted(self._members - wanted):

@@ -1,7 +1,6 @@
-"""Which worker of a stage takes a request: pure choices over snapshots, ties by name.
+"""Placement policies: which prefill worker gets a prompt, by load and by cached prefixes.
 
-A placement policy says who reads a prompt: there the cache of prefixes decides what need not be
-computed. Compressor and decode worker are chosen by fixed rules, from exact books (``LoadIndex``).
+Compressors and decode workers are chosen by fixed rules in ``LoadIndex``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,61 +9,22 @@ from hashlib import blake2b
 from heapq import nsmallest
 from typing import Protocol
 
-from triptych.core.messages import Request, pack_tokens
-from triptych.router.policies.prefix_map import block_keys
-
-
-@dataclass(eq=False, slots=True)
-class Ask:
-    """A prompt that is to be read."""
-
-    request: Request
-    ttft_s: float
-    """Time to the first token that it asks for, or, if it does not, ``router.affinity_ttft_s``."""
-    block_tokens: int
-    """Tokens of a block, the unit in which prefixes are kept."""
-    _keys: tuple[bytes, ...] | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.request.known_tokens
-
-    @property
-    def session(self) -> bytes:
-        """Names the conversation, of all clients'; empty: it is part of none."""
-        request = self.request
-        if not request.session:
-            return b""
-        return f"{request.tenant}/{request.cache_salt}/{request.session}".encode()
-
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """Of its blocks. Whoever reads them has the router remember where they went."""
-        if self._keys is None:
-            request = self.request
-            packed = pack_tokens(request.known[: request.cached_at_most])
-            self._keys = block_keys(packed, request.cache_salt, self.block_tokens)
-        return self._keys
-
-    @property
-    def keys_were_read(self) -> bool:
-        return self._keys is not None
+from triptych.router.models.prompt_blocks import PromptToPlace
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who reads a prompt, and in a word or two why."""
+    """The prefill worker of a prompt, and a short reason."""
 
     worker: str
     """Its address."""
     reason: str
 
 
-class Readers(Protocol):
-    """Prefill workers with room for one prompt, at one moment, fewest tokens to read first.
+class PrefillWorkers(Protocol):
+    """Prefill workers with room for one prompt, at one moment, fewest queued tokens first.
 
-    A worker that is silent, dead or full is not among them: it is asked again once it has room.
-    Read lazily: a policy that stops early pays for what it read.
+    It is lazy, and does not contain workers that are full, dead or without a recent report.
     """
 
     def __len__(self) -> int: ...
@@ -74,105 +34,109 @@ class Readers(Protocol):
         ...
 
     def __getitem__(self, place: int, /) -> str:
-        """The address of the one with so many before it."""
+        """The address at a position."""
         ...
 
     def takes(self, worker: str) -> bool:
-        """Whether the prompt can be booked there, with all that it will ever need."""
+        """Whether all bytes that the request can need can be booked with this worker."""
         ...
 
     def arena(self, worker: str) -> str:
-        """Where a worker stores pages: workers of an arena share its cache of prefixes."""
+        """The arena of a worker; workers of an arena share its prefix cache."""
         ...
 
     def tokens_before(self, worker: str) -> int:
-        """Tokens that it reads before it would begin with this prompt, at the most."""
+        """Upper bound of the tokens that it prefills before this prompt."""
         ...
 
-    def read_s(self, tokens: int) -> float:
-        """What reading so many tokens takes at present; 0 if nothing was measured for long."""
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to prefill ``tokens`` at present; 0 without a recent measurement."""
         ...
 
     def best_in(self, arena: str) -> str | None:
-        """The first of an arena that takes the prompt, or None."""
+        """The first worker of an arena that takes the prompt, or None."""
         ...
 
     def cached_tokens(self, arena: str) -> int:
-        """How many tokens of the prompt an arena probably has."""
+        """Prompt tokens that an arena probably has cached."""
         ...
 
     def holders(self) -> Mapping[str, int]:
-        """Arenas that probably have its beginning, with so many tokens of it."""
+        """Arenas that probably have a prefix of the prompt, with its tokens."""
         ...
 
     def homes(self, key: bytes) -> tuple[str, ...]:
-        """Two arenas, by two hashes of a key: the same ones for as long as both are there."""
+        """Two arenas, by two hashes of a key; stable while both exist."""
         ...
 
 
 class PlacementPolicy(Protocol):
-    """Chooses who reads a prompt. The same snapshot gives the same choice."""
+    """Chooses the prefill worker of a prompt, deterministically."""
 
-    def __call__(self, ask: Ask, readers: Readers, /) -> Choice | None:
-        """One of ``readers`` that takes the prompt; None: it waits for another moment.
+    def __call__(self, prompt: PromptToPlace, prefill_workers: PrefillWorkers, /) -> Choice | None:
+        """One of ``prefill_workers`` that takes the prompt; None: it waits.
 
-        While it waits, so do those behind it in the line.
+        While it waits, so do the requests behind it in the queue.
         """
         ...
 
 
-def least_bytes(_ask: Ask, readers: Readers) -> Choice | None:
-    """The worker with the fewest tokens to read whose arena has the bytes."""
-    found = _first(readers)
+def least_bytes(_ask: PromptToPlace, prefill_workers: PrefillWorkers) -> Choice | None:
+    """The worker with fewest queued tokens whose arena has the bytes."""
+    found = _first(prefill_workers)
     return Choice(found, "fewest_tokens") if found else None
 
 
-def power_of_two(ask: Ask, readers: Readers) -> Choice | None:
+def power_of_two(prompt: PromptToPlace, prefill_workers: PrefillWorkers) -> Choice | None:
     """The less loaded of two workers that a hash of the request's id picks.
 
     Source: Mitzenmacher, 2001 (the power of two choices)
     """
-    if len(readers):
-        digest = blake2b(ask.request.id.encode(), digest_size=16).digest()
+    if len(prefill_workers):
+        digest = blake2b(prompt.request.id.encode(), digest_size=16).digest()
         picks = [int.from_bytes(half, "little") for half in (digest[:8], digest[8:])]
-        for place in sorted(pick % len(readers) for pick in picks):  # the less loaded one first
-            if readers.takes(readers[place]):
-                return Choice(readers[place], "of_two")
-    return least_bytes(ask, readers)
+        for place in sorted(
+            pick % len(prefill_workers) for pick in picks
+        ):  # the less loaded one first
+            if prefill_workers.takes(prefill_workers[place]):
+                return Choice(prefill_workers[place], "of_two")
+    return least_bytes(prompt, prefill_workers)
 
 
-def prefix_affinity(ask: Ask, readers: Readers) -> Choice | None:
-    """Where fewest tokens are left to read before the first token: own ones, less cached ones.
+def prefix_affinity(prompt: PromptToPlace, prefill_workers: PrefillWorkers) -> Choice | None:
+    """The worker with fewest tokens to prefill: its queue, and uncached tokens of the prompt.
 
-    So a cached beginning attracts a prompt for as long as the queue there costs less than it saves.
+    A cached prefix attracts a prompt while the queue there costs less than the prefix saves.
 
     Source: Preble, Mooncake (cost of queue and of what is not cached, in one sum)
     """
-    least = _first(readers)
+    least = _first(prefill_workers)
     if least is None:
         return None
-    holders = readers.holders()
-    able = _holding(readers, holders)
-    chosen = min([*able, least], key=lambda worker: (_work(ask, readers, worker), worker))
-    cached = holders.get(readers.arena(chosen), 0)
+    holders = prefill_workers.holders()
+    able = _holding(prefill_workers, holders)
+    chosen = min(
+        [*able, least], key=lambda worker: (_work(prompt, prefill_workers, worker), worker)
+    )
+    cached = holders.get(prefill_workers.arena(chosen), 0)
     return Choice(chosen, "cached" if cached else "fewest_tokens")
 
 
-def single_hash(ask: Ask, readers: Readers) -> Choice | None:
-    """Always where one hash of the prompt's beginning says, however long the queue: a baseline.
+def single_hash(prompt: PromptToPlace, prefill_workers: PrefillWorkers) -> Choice | None:
+    """The arena that a hash of the prompt's prefix gives, however long its queue: a baseline.
 
-    If nobody there has room, the prompt waits, and the line behind it.
+    If that has no room, the prompt waits, and so does the queue.
     """
-    for home in readers.homes(affinity_key(ask))[:1]:
-        found = readers.best_in(home)
+    for home in prefill_workers.homes(affinity_key(prompt))[:1]:
+        found = prefill_workers.best_in(home)
         return Choice(found, "home") if found else None
-    return least_bytes(ask, readers)
+    return least_bytes(prompt, prefill_workers)
 
 
-def dualmap(ask: Ask, readers: Readers) -> Choice | None:
-    """Of two homes of the prompt's beginning the one that has more of it, unless that is too late.
+def dualmap(prompt: PromptToPlace, prefill_workers: PrefillWorkers) -> Choice | None:
+    """Of two arenas hashed from the prefix, the one that caches more, unless it is too slow.
 
-    If the first token would come after ``ask.ttft_s`` there, the prompt goes where it comes
+    If the first token would come after ``prompt.ttft_s`` there, the prompt goes where it comes
     soonest: to the other home, to another arena that has its beginning, or, if the beginning is so
     popular that all of these are late, to the worker with the fewest tokens, which has it from then
     on. A queue that is hot is thus never filled further, and nothing has to be moved out of it.
@@ -180,18 +144,20 @@ def dualmap(ask: Ask, readers: Readers) -> Choice | None:
     Source: DualMap (two hashes, SLO-aware switch, hotspots, dual hash ring). It moves requests from
         the head of a hot queue; here they wait in the router, and are placed when a worker has room
     """
-    homes = readers.homes(affinity_key(ask))
-    able = [found for home in homes if (found := readers.best_in(home))]
+    homes = prefill_workers.homes(affinity_key(prompt))
+    able = [found for home in homes if (found := prefill_workers.best_in(home))]
     if able:
-        affine = max(able, key=lambda worker: readers.cached_tokens(readers.arena(worker)))
-        if readers.read_s(_work(ask, readers, affine)) <= ask.ttft_s:
+        affine = max(
+            able, key=lambda worker: prefill_workers.cached_tokens(prefill_workers.arena(worker))
+        )
+        if prefill_workers.prefill_s(_work(prompt, prefill_workers, affine)) <= prompt.ttft_s:
             return Choice(affine, "affine")
-    others = _holding(readers, readers.holders())
-    least = _first(readers)
+    others = _holding(prefill_workers, prefill_workers.holders())
+    least = _first(prefill_workers)
     if least is None:
         return None
-    chosen = min([*able, *others, least], key=lambda worker: _work(ask, readers, worker))
-    return Choice(chosen, "switched" if readers.arena(chosen) in homes else "moved")
+    chosen = min([*able, *others, least], key=lambda worker: _work(prompt, prefill_workers, worker))
+    return Choice(chosen, "switched" if prefill_workers.arena(chosen) in homes else "moved")
 
 
 KEY_BLOCKS = 4
@@ -202,32 +168,32 @@ HOLDERS = 8
 """Arenas with a prompt's beginning that are looked at: a popular one may be everywhere."""
 
 
-def affinity_key(ask: Ask) -> bytes:
+def affinity_key(prompt: PromptToPlace) -> bytes:
     """What prompts have in common that had better be read in the same arena.
 
     The conversation if it is known; else the first blocks; a prompt without a whole block has
     nothing to share and is spread by its id.
     """
-    if ask.session:
-        return ask.session
-    keys = ask.keys[:KEY_BLOCKS]
-    return keys[-1] if keys else ask.request.id.encode()
+    if prompt.session:
+        return prompt.session
+    keys = prompt.keys[:KEY_BLOCKS]
+    return keys[-1] if keys else prompt.request.id.encode()
 
 
-def _first(readers: Readers) -> str | None:
-    for worker in readers:  # a generator costs as much again
-        if readers.takes(worker):
+def _first(prefill_workers: PrefillWorkers) -> str | None:
+    for worker in prefill_workers:  # a generator costs as much again
+        if prefill_workers.takes(worker):
             return worker
     return None
 
 
-def _holding(readers: Readers, holders: Mapping[str, int]) -> list[str]:
+def _holding(prefill_workers: PrefillWorkers, holders: Mapping[str, int]) -> list[str]:
     """The best workers of the arenas that have most of a prompt."""
     nearest = nsmallest(HOLDERS, holders, key=lambda arena: (-holders[arena], arena))
-    return [found for arena in nearest if (found := readers.best_in(arena))]
+    return [found for arena in nearest if (found := prefill_workers.best_in(arena))]
 
 
-def _work(ask: Ask, readers: Readers, worker: str) -> int:
+def _work(prompt: PromptToPlace, prefill_workers: PrefillWorkers, worker: str) -> int:
     """Tokens that are read at a worker until the prompt has its first token."""
-    cached = readers.cached_tokens(readers.arena(worker))
-    return readers.tokens_before(worker) + max(1, ask.tokens - cached)
+    cached = prefill_workers.cached_tokens(prefill_workers.arena(worker))
+    return prefill_workers.tokens_before(worker) + max(1, prompt.tokens - cached)

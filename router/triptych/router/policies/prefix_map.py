@@ -1,34 +1,13 @@
-"""Which arena probably keeps which beginnings of prompts, as far as the router can know."""
+"""Prefix map: the prefixes that each arena probably has cached, as the router estimates."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-
-KEY_BYTES, TOKEN_BYTES = 16, 4
-
-
-def block_keys(packed: bytes, salt: str, block_tokens: int) -> tuple[bytes, ...]:
-    """A key for each whole block of a prompt in which prefixes are kept, first to last.
-
-    The key of a block hashes that of the block before it, so equal keys mean equal beginnings. The
-    last token is always computed, so it is in no block. Prompts with different salts share nothing.
-    ``packed``: the tokens, as ``pack_tokens`` writes them.
-    """
-    step = block_tokens * TOKEN_BYTES
-    found = list[bytes]()
-    parent = salt.encode()
-    for at in range(0, len(packed) - step, step):
-        hashed = blake2b(packed[at : at + step], digest_size=KEY_BYTES)
-        hashed.update(parent)
-        parent = hashed.digest()
-        found.append(parent)
-    return tuple(found)
 
 
 @dataclass(slots=True)
 class BlockCache:
-    """Blocks of one arena: what was not used for longest goes first, ends before beginnings."""
+    """LRU estimate of the cached blocks of one arena; last blocks of a prompt go first."""
 
     capacity: int
     """Blocks that it keeps."""
@@ -44,14 +23,14 @@ class BlockCache:
         return iter(self._blocks)
 
     def known(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of a chain are here, from its first on."""
+        """Number of blocks of a chain that are cached, from its first on."""
         for count, key in enumerate(keys):
             if key not in self._blocks:
                 return count
         return len(keys)
 
     def keep(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Take in a chain, or use it again; returns what had to go."""
+        """Add or touch a chain; returns evicted blocks."""
         for key in reversed(keys[: self.capacity]):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
@@ -63,11 +42,10 @@ class BlockCache:
 
 @dataclass
 class PrefixMap:
-    """What was sent where, and so will be kept there: a belief, not a fact.
+    """Estimate of the cached prefixes of each arena, from the prompts that were sent there.
 
-    The pool may keep something else, as it evicts by cost, by quota and by conversation. A wrong
-    belief costs one prompt that is computed where it was expected to be known; what it leaves there
-    makes the belief true.
+    The pool may evict other blocks. A wrong estimate costs one prompt that is computed although its
+    prefix was expected in the cache; afterwards the prefix is there.
     """
 
     capacity: int
@@ -76,7 +54,7 @@ class PrefixMap:
     _holders: dict[bytes, set[str]] = field(default_factory=dict[bytes, set[str]])
 
     def keep(self, arena: str, keys: Sequence[bytes]) -> None:
-        """A prompt is read at an arena: its blocks will be kept there."""
+        """A prompt was sent to an arena, which will cache its blocks."""
         cache = self._caches.setdefault(arena, BlockCache(self.capacity))
         for key in keys[: self.capacity]:
             self._holders.setdefault(key, set()).add(arena)
@@ -84,7 +62,7 @@ class PrefixMap:
             self._let_go(arena, key)
 
     def forget(self, arenas: Iterable[str]) -> None:
-        """Arenas are gone."""
+        """Remove arenas."""
         for arena in arenas:
             for key in self._caches.pop(arena, BlockCache(0)):
                 self._let_go(arena, key)
@@ -94,12 +72,12 @@ class PrefixMap:
         return set(self._caches)
 
     def known(self, arena: str, keys: Sequence[bytes]) -> int:
-        """How many blocks of a chain an arena has, from its first on."""
+        """Number of blocks of a chain that an arena has, from its first on."""
         cache = self._caches.get(arena)
         return cache.known(keys) if cache else 0
 
     def holders(self, keys: Sequence[bytes]) -> Mapping[str, int]:
-        """Arenas that have the first block of a chain, and how many blocks each has."""
+        """Arenas that have the first block of a chain, and the number of blocks each has."""
         found = dict[str, int]()
         left = set(self._holders.get(keys[0], ())) if keys else set[str]()
         for count, key in enumerate(keys):

@@ -1,4 +1,4 @@
-"""Names in the order of their keys, kept while both change."""
+"""Names sorted by keys that change."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class SortedIndex(Generic[K]):
     """The lowest key first; equal keys by name.
 
     A change costs O(log n) comparisons, and moves part of an array of pointers: 4 microseconds
-    at 10,000 names. Nothing may be changed while somebody iterates.
+    at 10,000 names. The index must not change during iteration.
 
     >>> ranking = SortedIndex[int]()
     >>> ranking.put("b", 2); ranking.put("c", 1); ranking.put("b", 0)
@@ -41,22 +41,22 @@ class SortedIndex(Generic[K]):
         return self._keys[name]
 
     def place(self, name: str) -> int:
-        """How many come before ``name``."""
+        """Number of names before ``name``."""
         return bisect_left(self._order, (self._keys[name], name))
 
     def at(self, place: int) -> str:
-        """The name with so many before it."""
+        """The name at a position."""
         return self._order[place][1]
 
     def count_below(self, key: K) -> int:
-        """How many have a lower key."""
+        """Number of names with a lower key."""
         return bisect_left(self._order, (key, ""))
 
     def first(self) -> str | None:
         return self._order[0][1] if self._order else None
 
     def put(self, name: str, key: K) -> None:
-        """Give ``name`` this key, whatever it had before."""
+        """Set the key of ``name``."""
         if name in self._keys:
             if self._keys[name] == key:
                 return
@@ -65,6 +65,6 @@ class SortedIndex(Generic[K]):
         insort(self._order, (key, name))
 
     def discard(self, name: str) -> None:
-        """Forget ``name``, if it is there."""
+        """Remove ``name``, if present."""
         if name in self._keys:
             del self._order[bisect_left(self._order, (self._keys.pop(name), name))]

@@ -1,4 +1,4 @@
-"""The waiting line, in each of the orders in which policies read it."""
+"""The waiting queue, sorted in each of the orders that policies use."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,30 +11,30 @@ from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Waiting
 
 
-class Line(Protocol):
-    """Who waits. Each order is read lazily: a policy that stops early pays for what it read.
+class QueueView(Protocol):
+    """The waiting requests as a policy sees them. Each order is a lazy iterator.
 
-    In every order tenants take turns by what they have used, and of one tenant those that lost
-    patience come before all others, so that no policy can let anybody starve.
+    In every order tenants take turns by fair queueing, and the overdue requests of a tenant come
+    before its others, so no policy can starve a request.
     """
 
     def __len__(self) -> int: ...
 
     def in_order(self) -> Iterator[Waiting]:
-        """By priority, then as they came; those that were in work before, at the front."""
+        """By priority, then by arrival; retried attempts at the front."""
         ...
 
     def smallest_first(self) -> Iterator[Waiting]:
-        """By priority, then those that need least first; equal ones in order."""
+        """By priority, then by bytes, the smallest first; equal ones by arrival."""
         ...
 
 
 def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) -> float:
-    """When a request loses patience: from then on nobody of its tenant overtakes it.
+    """When a request becomes overdue: from then on no request of its tenant overtakes it.
 
-    Each step of ``priority`` (lower is sooner) counts as much as ``ageing_s`` of waiting, so one
-    that waits is overtaken by no request that comes ``ageing_s`` later for each step between
-    them. One with an SLO loses patience sooner: ``passes.slo_admission``.
+    Each step of ``priority`` (lower is sooner) counts as ``ageing_s`` of waiting. So no request
+    overtakes one that arrived ``ageing_s`` earlier for each step between them. A request with an
+    SLO becomes overdue sooner (``passes.slo_admission``).
 
     >>> due_s(100.0, 2, patience_s=5.0, ageing_s=10.0)
     125.0
@@ -43,23 +43,23 @@ def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) 
 
 
 def of_one_tenant(waiting: Sequence[Waiting], key: Callable[[Waiting], Any]) -> list[Waiting]:
-    """The written rule within a tenant: who lost patience first, then the others by ``key``."""
+    """The order within a tenant: overdue requests first, then the others by ``key``."""
     late = sorted((one for one in waiting if one.slack_s < 0), key=lambda one: one.slack_s)
     return [*late, *sorted((one for one in waiting if one.slack_s >= 0), key=key)]
 
 
 @dataclass(frozen=True, slots=True)
 class ListedQueue:
-    """A line that was written down: what each order means, in few lines of code."""
+    """A queue from a list: the specification of each order."""
 
     waiting: Sequence[Waiting]
-    """As they came."""
+    """In order of arrival."""
     used: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What each tenant has had, per weight; 0 for those that are left out."""
+    """Use of each tenant, per weight; 0 for missing ones."""
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """1 for those that are left out."""
+    """Weight of each tenant; 1 for missing ones."""
     hold_s: float = 1.0
-    """What a request is taken to hold its bytes for."""
+    """Assumed time that a request holds its bytes."""
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -74,9 +74,9 @@ class ListedQueue:
         of_tenant = dict[str, list[Waiting]]()
         for one in self.waiting:
             of_tenant.setdefault(one.tenant, []).append(one)
-        lines = {name: of_one_tenant(own, key) for name, own in of_tenant.items()}
-        used = {name: self.used.get(name, 0.0) for name in lines}
-        return in_turns(used, lines, self._price)
+        queues = {name: of_one_tenant(own, key) for name, own in of_tenant.items()}
+        used = {name: self.used.get(name, 0.0) for name in queues}
+        return in_turns(used, queues, self._price)
 
     def _price(self, tenant: str, one: Waiting) -> float:
         return one.bytes * self.hold_s / self.weights.get(tenant, 1.0)
@@ -84,21 +84,21 @@ class ListedQueue:
 
 @dataclass(slots=True)
 class Place:
-    """One request in the line."""
+    """One request in the queue."""
 
     bytes: int
     arrived: float
     number: int
-    """Its place among all that ever came; below 0 for those that were in work before."""
+    """Sequence number of its arrival; negative for retried attempts."""
     priority: int
     tenant: str
     due: float
-    """When it loses patience."""
+    """When it becomes overdue."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """Those of one tenant, in the orders in which they are read."""
+    """The waiting requests of one tenant, in each order."""
 
     by_due: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
     by_place: SortedIndex[tuple[int, int]] = field(default_factory=SortedIndex[tuple[int, int]])
@@ -121,15 +121,15 @@ Order = Callable[[Lane], Iterator[str]]
 
 @dataclass
 class WaitingQueue:
-    """Keeps all orders while requests come and go."""
+    """The waiting queue: all orders are kept up to date as requests come and go."""
 
     accounts: FairShare = field(default_factory=FairShare)
-    """What each tenant has had."""
+    """Use of each tenant."""
     _places: dict[str, Place] = field(default_factory=dict[str, Place])
     _by_age: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
     _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
     _turns: SortedIndex[float] = field(default_factory=SortedIndex[float])
-    """Tenants that wait: who has used least is next."""
+    """Tenants with waiting requests: the one with least use is next."""
     _came: int = 0
 
     def __post_init__(self) -> None:
@@ -153,9 +153,9 @@ class WaitingQueue:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        """Put a request that needs ``size`` bytes in the line.
+        """Add a request that needs ``size`` bytes.
 
-        ``in_front``: it was in work before, and loses patience at once; the newest comes first.
+        ``in_front``: a retried attempt, overdue at once; the newest comes first.
         """
         self._came += 1
         number = -self._came if in_front else self._came
@@ -167,7 +167,7 @@ class WaitingQueue:
         self._rank(tenant)
 
     def discard(self, name: str) -> None:
-        """Take a request out, if it is in the line; its tenant's account stays open."""
+        """Remove a request, if it waits; its tenant's account stays open."""
         place = self._places.pop(name, None)
         if place is None:
             return
@@ -179,9 +179,9 @@ class WaitingQueue:
             self._turns.discard(place.tenant)
 
     def ahead_of(self, tenant: str, due: float) -> int:
-        """How many probably start before one of ``tenant`` that would lose patience at ``due``.
+        """Number of requests that probably start before one of ``tenant`` with this ``due``.
 
-        Those of the tenant that lose it sooner, and as many of each other tenant that waits.
+        Those of the tenant that are due sooner, and as many of each other waiting tenant.
         """
         lane = self._lanes.get(tenant)
         own = lane.by_due.count_below((due, self._came + 1)) if lane else 0
@@ -189,27 +189,27 @@ class WaitingQueue:
         return min(len(self), own + others * (own + 1))
 
     def older(self, name: str) -> int:
-        """How many that wait came before one that waits."""
+        """Number of waiting requests that arrived before a waiting one."""
         return self._by_age.place(name)
 
     def oldest_arrival(self) -> float | None:
-        """When the one that has waited longest came."""
+        """Arrival of the oldest waiting request; None if none waits."""
         name = self._by_age.first()
         return None if name is None else self._places[name].arrived
 
     def at(self, now: float) -> "QueueNow":
-        """The line as a policy may read it, until it changes."""
+        """The queue as a policy sees it, valid until it changes."""
         return QueueNow(self, now)
 
     def read(self, order: Order, now: float) -> Iterator[Waiting]:
-        """All of the line; ``order`` is that of those who have not lost patience."""
+        """All waiting requests; ``order`` sorts those of a tenant that are not overdue."""
         if len(self._lanes) == 1:
             [lane] = self._lanes.values()
             return self._read_lane(lane, order, now)
         return self._in_turns(order, now)
 
     def _in_turns(self, order: Order, now: float) -> Iterator[Waiting]:
-        """As ``fairness.in_turns``, without looking at tenants whose turn does not come."""
+        """As ``fair_share.in_turns``, without visiting tenants whose turn does not come."""
         price = self.accounts.price
         turns = list[tuple[float, str, Iterator[Waiting]]]()
         rest = iter(self._turns)
@@ -259,16 +259,16 @@ class WaitingQueue:
 
 @dataclass(frozen=True, slots=True)
 class QueueNow:
-    """A waiting line at one moment."""
+    """The waiting queue at one moment."""
 
-    line: WaitingQueue
+    queue: WaitingQueue
     now: float
 
     def __len__(self) -> int:
-        return len(self.line)
+        return len(self.queue)
 
     def in_order(self) -> Iterator[Waiting]:
-        return self.line.read(lambda lane: iter(lane.by_place), self.now)
+        return self.queue.read(lambda lane: iter(lane.by_place), self.now)
 
     def smallest_first(self) -> Iterator[Waiting]:
-        return self.line.read(lambda lane: iter(lane.by_bytes), self.now)
+        return self.queue.read(lambda lane: iter(lane.by_bytes), self.now)

@@ -1,4 +1,4 @@
-"""What every request has booked, in bytes of each arena."""
+"""Byte ledger: the bytes that each request has booked in each arena."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ Lines = Mapping[str, int]
 def lines_before_encoding(
     sizes: RequestBytes, raw_arena: str, work_arena: str, final_arena: str
 ) -> Lines:
-    """What a request must have booked until its raw pages are free.
+    """Bytes that a request books until its raw pages are free.
 
-    It is all that it will ever need. So a request that was let in can always go on to its
-    end without waiting for memory, and the stages cannot block each other.
+    They cover all that it can ever need. So a started request never waits for memory, and the
+    stages cannot block each other.
 
-    ``work_arena`` is the compressor's: raw pages of another one are fetched there, and the encoded
-    pages are fetched from there.
+    ``work_arena``: the arena of the compressor. Raw pages of another arena are fetched there, and
+    the encoded pages are fetched from there.
     """
     lines = Counter({work_arena: sizes.raw + sizes.encoded})
     if work_arena == final_arena:
@@ -32,7 +32,7 @@ def lines_before_encoding(
 
 
 def lines_after_encoding(sizes: RequestBytes, work_arena: str, final_arena: str) -> Lines:
-    """What stays booked while the request decodes: its pages and their growth to the end.
+    """Bytes that stay booked during decode: its pages and their growth to the end.
 
     Until they are fetched, they are in the compressor's arena as well.
     """
@@ -47,15 +47,15 @@ def _nothing(_arena: str, _change: int) -> None:
 
 @dataclass
 class ByteLedger:
-    """Exact sums of promises, never of measurements: no arena is ever booked above capacity."""
+    """Sums of bookings, not of measured use. No arena is ever booked above its capacity."""
 
     capacity_bytes: int
     """Page memory of each arena that requests may use, in bytes."""
     lent: dict[str, int] = field(default_factory=dict[str, int])
-    """What they may use beyond that, by arena: memory for prefixes that its pool has lent."""
+    """Memory of the prefix cache that requests may use beyond that, by arena."""
 
     on_change: Callable[[str, int], None] = _nothing
-    """Told of each arena whose used bytes change, and by how much."""
+    """Called with each arena whose used bytes change, and the change."""
     _lines: dict[str, Lines] = field(default_factory=dict[str, Lines])
     _booked: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -71,11 +71,11 @@ class ByteLedger:
         return self.capacity_bytes + self.lent.get(arena, 0) - self.booked(arena)
 
     def used(self, arena: str) -> int:
-        """What is booked, less what is lent: free bytes count down from the capacity by this."""
+        """Booked bytes less lent bytes: the capacity less this is free."""
         return self.booked(arena) - self.lent.get(arena, 0)
 
     def lend(self, arena: str, count: int) -> None:
-        """Say how much of the memory for prefixes requests may use, in all."""
+        """Set the total of prefix-cache memory that requests may use."""
         change = self.lent.get(arena, 0) - count
         self.lent[arena] = count
         self.on_change(arena, change)
@@ -84,12 +84,12 @@ class ByteLedger:
         return sum(self._lines.get(request, {}).values())
 
     def fits(self, request: str, lines: Lines) -> bool:
-        """Whether ``lines`` could replace what the request has booked now."""
+        """Whether ``lines`` could replace the present booking of the request."""
         own = self._lines.get(request, {})
         return all(count - own.get(arena, 0) <= self.free(arena) for arena, count in lines.items())
 
     def book(self, request: str, lines: Lines) -> bool:
-        """Replace what the request has booked; False, and nothing changes, if it does not fit."""
+        """Replace the booking of the request; False, without a change, if it does not fit."""
         if any(count < 0 for count in lines.values()):
             raise ValueError(f"negative booking for {request}: {dict(lines)}")
         if not self.fits(request, lines):
@@ -101,7 +101,7 @@ class ByteLedger:
         return True
 
     def release(self, request: str) -> None:
-        """Forget the request's bookings; one without any is left alone."""
+        """Release the bookings of a request, if it has any."""
         for arena, count in self._lines.pop(request, {}).items():
             self._change(arena, -count)
 

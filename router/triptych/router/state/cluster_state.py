@@ -1,4 +1,4 @@
-"""What the router knows, in one place for the parts that change it."""
+"""The state of the router that all passes share."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,24 +12,24 @@ from triptych.router.state.byte_ledger import ByteLedger
 from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.membership import Membership
 from triptych.router.state.outbox import Outbox
-from triptych.router.state.request_table import Requests, compressor_of, is_being_read
+from triptych.router.state.request_table import Requests, compressor_of, is_prefilling
 
 
 @dataclass
 class ClusterState:
-    """Peers, requests, bookings, and what is to be sent."""
+    """Peers, requests, loads, bookings and outgoing messages."""
 
-    fleet: Membership
+    membership: Membership
     ledger: ByteLedger
-    roster: LoadIndex
+    load_index: LoadIndex
     requests: Requests
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
-    pace: LatencyForecast = field(default_factory=LatencyForecast)
-    formers: set[str] = field(default_factory=set[str])
-    """Dead decode workers, by name, that left pages which the pool keeps for others."""
+    latency: LatencyForecast = field(default_factory=LatencyForecast)
+    dead_workers: set[str] = field(default_factory=set[str])
+    """Names of dead decode workers whose pages the pool keeps for a takeover."""
     counters: Counter[str] = field(default_factory=Counter[str])
-    """Decisions and oddities by reason."""
+    """Decisions and unexpected messages by reason."""
 
     @classmethod
     def open(
@@ -39,57 +39,63 @@ class ClusterState:
         schedule: Schedule,
         long_tokens: int = 1 << 62,
     ) -> Self:
-        """Empty books whose parts tell the roster what changes."""
+        """An empty state whose parts report changes to the load index."""
         ledger = ByteLedger(capacity_bytes)
-        roster = LoadIndex(report_bound_s, ledger.used, schedule.slots, long_tokens)
-        ledger.on_change = roster.rebook
-        requests = Requests(on_change=roster.count, on_removal=roster.forget)
-        return cls(Membership(report_bound_s), ledger, roster, requests)
+        load_index = LoadIndex(report_bound_s, ledger.used, schedule.slots, long_tokens)
+        ledger.on_change = load_index.rebook
+        requests = Requests(on_change=load_index.count, on_removal=load_index.forget)
+        return cls(Membership(report_bound_s), ledger, load_index, requests)
 
     def concurrency_with(self, more: int) -> float:
-        """Requests in work for each decode worker, if so many more come as slots and bytes allow.
+        """Running requests for each decode worker with up to ``more``, as slots and bytes allow.
 
-        The first of them is counted even if there is no room: it will have taken another's place.
+        The first additional one counts even without room: it will replace another request.
         """
-        in_work, roster = self.requests.in_work, self.roster
-        free = max(0, len(roster.arenas) * self.ledger.capacity_bytes - roster.used_bytes)
-        slots = max(0, roster.open_slots - roster.needs_slot)
-        fit = free * in_work // roster.used_bytes if in_work and roster.used_bytes > 0 else more
-        return (in_work + min(more, max(1, min(slots, fit)))) / max(1, roster.writers)
+        in_work, load_index = self.requests.in_work, self.load_index
+        free = max(0, len(load_index.arenas) * self.ledger.capacity_bytes - load_index.used_bytes)
+        slots = max(0, load_index.open_slots - load_index.needs_slot)
+        fit = (
+            free * in_work // load_index.used_bytes
+            if in_work and load_index.used_bytes > 0
+            else more
+        )
+        return (in_work + min(more, max(1, min(slots, fit)))) / max(1, load_index.decode_workers)
 
 
-def worker_loads(books: ClusterState, now: float) -> dict[str, WorkerLoad]:
-    """Every worker as placement sees it, by address, counted anew from all requests.
+def worker_loads(cluster: ClusterState, now: float) -> dict[str, WorkerLoad]:
+    """The load of every worker, by address, counted from all requests.
 
-    What the roster keeps up to date, in plain words; tests compare the two.
+    The load index keeps the same numbers incrementally; tests compare the two.
     """
     prefill, compress, slots = Counter[str](), Counter[str](), Counter[str]()
     queue = Counter[str]()
-    for entry in books.requests:
-        if entry.decode:
-            slots[entry.decode] += 1
-        if is_being_read(entry):
+    for entry in cluster.requests:
+        if entry.placement.decode_worker:
+            slots[entry.placement.decode_worker] += 1
+        if is_prefilling(entry):
             prefill[entry.worker] += entry.prompt_tokens
-            queue[entry.worker] += min(entry.tokens_to_read, books.roster.long_tokens)
+            queue[entry.worker] += min(entry.uncached_tokens, cluster.load_index.long_tokens)
         if compressor := compressor_of(entry):
             compress[compressor] += entry.prompt_tokens
     loads = dict[str, WorkerLoad]()
-    for peer in books.fleet:
-        if not peer.hello.stages:
+    for peer in cluster.membership:
+        if not peer.registration.stages:
             continue
-        address, is_full = peer.address, books.fleet.is_full(peer, now)
-        role = books.roster.role_of(address)
-        takes_joins = "decode" in peer.hello.stages and not is_full and role != "read"
+        address, is_full = peer.address, cluster.membership.is_full(peer, now)
+        role = cluster.load_index.role_of(address)
+        takes_joins = "decode" in peer.registration.stages and not is_full and role != "prefill"
         loads[address] = WorkerLoad(
             name=peer.name,
             address=address,
-            arena=peer.hello.arena,
-            stages=peer.hello.stages,
+            arena=peer.registration.arena,
+            stages=peer.registration.stages,
             is_full=is_full,
             prefill_tokens=prefill[address],
             queue_tokens=queue[address],
             compress_tokens=compress[address],
-            free_slots=max(0, books.roster.slots_of(peer.hello.max_requests) - slots[address])
+            free_slots=max(
+                0, cluster.load_index.slots_of(peer.registration.max_requests) - slots[address]
+            )
             if takes_joins
             else 0,
             running=slots[address],

@@ -1,4 +1,4 @@
-"""What became of the latest requests: when each entered which state, what was decided, and why."""
+"""Traces of the latest requests: times of their states, and decisions with their reasons."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from typing import Literal
 from triptych.core.messages import CompressionReport, Request
 
 KEPT = 4096
-"""Requests that are remembered: the newest ones, whether they have ended or not."""
+"""Traces that are kept: of the newest requests, ended or not."""
 MAX_STEPS = 32
-"""Steps that are remembered of one request; a request that is orphaned again and again has more."""
+"""States that are kept of one request; repeatedly orphaned requests have more."""
 
 MAX_DECISIONS = 8
-"""Decisions that are remembered of one request: the newest ones."""
+"""Decisions that are kept of one request: the newest ones."""
 
 End = Literal["", "finished", "failed", "cancelled"]
-"""How a request ended for its client; empty: it has not."""
+"""How a request ended for its client; empty: it has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A worker that could have been chosen, or was."""
+    """A worker that was considered or chosen."""
 
     worker: str
     free_bytes: int
@@ -33,7 +33,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One decision about one request, with what it was made from."""
+    """One decision about one request, with its inputs."""
 
     step: Literal["refuse", "prefill", "compress", "decode", "resume"]
     at: float
@@ -45,26 +45,26 @@ class Decision:
     grown_bytes: int = 0
     """Pages at the end of the longest answer."""
     booked_bytes: int = 0
-    """What it had booked after the decision, in all arenas."""
+    """Bytes that it had booked after the decision, in all arenas."""
     waiting: int = 0
-    """Requests in the line, this one included, when it left it."""
+    """Waiting requests when it left the queue, this one included."""
     older: int = 0
-    """Those of them that had come before it: whom it overtook."""
+    """Waiting requests that had arrived before it: those that it overtook."""
     placement: str = ""
     """Why the placement policy chose that prefill worker."""
     alternatives: tuple[Alternative, ...] = ()
-    """The best workers, best first; the reasons why others were not looked at are in the rule."""
+    """The best workers, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTrace:
-    """One attempt at a request: sizes and times, and nothing of what was said."""
+    """Trace of one attempt at a request: sizes and times, without text or tokens."""
 
     request: str
     number: int
-    """Counts the requests since the router started: a name that tells nothing."""
+    """Sequence number since the router started: an anonymous name."""
     attempt: int
-    """How many workers lost the request before."""
+    """Number of earlier attempts that were lost."""
     prompt_tokens: int
     max_tokens: int
     steps: tuple[tuple[str, float], ...]
@@ -76,18 +76,18 @@ class RequestTrace:
     """Of the error, if it failed."""
     ended: float = 0.0
     tokens: int = 0
-    """Tokens of the answer, once it is finished."""
+    """Output tokens, once it is finished."""
     report: CompressionReport | None = None
-    """What compression did to it, once it was compressed."""
+    """Compression report, once it was compressed."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were not computed again, once it was read."""
+    """Prompt tokens from the prefix cache, once it was prefilled."""
     decisions: tuple[Decision, ...] = ()
-    """What the router decided about it, and why."""
+    """Decisions of the router about it."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What a ``RequestTrace`` is made of, while it grows: a copy for each step would cost more."""
+    """A ``RequestTrace`` under construction; copying that at each step would cost more."""
 
     request: str
     number: int
@@ -104,7 +104,7 @@ class _Record:
     cached_tokens: int | None = None
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
 
-    def life(self) -> RequestTrace:
+    def trace(self) -> RequestTrace:
         return RequestTrace(
             request=self.request,
             number=self.number,
@@ -125,39 +125,39 @@ class _Record:
 
 @dataclass
 class History:
-    """The newest requests, first come first. Never more than ``limit`` of them."""
+    """Traces of the newest ``limit`` requests, in order of arrival."""
 
     limit: int = KEPT
     _records: dict[str, _Record] = field(default_factory=dict[str, _Record])
     _count: int = 0
 
     def __iter__(self) -> Iterator[RequestTrace]:
-        return (record.life() for record in self._records.values())
+        return (record.trace() for record in self._records.values())
 
     def latest(self, count: int) -> list[RequestTrace]:
-        """The newest ``count``, first come first."""
+        """The newest ``count``, in order of arrival."""
         skipped = max(0, len(self._records) - count)
-        return [record.life() for record in islice(self._records.values(), skipped, None)]
+        return [record.trace() for record in islice(self._records.values(), skipped, None)]
 
     def of(self, client_id: str) -> list[RequestTrace]:
-        """Those with this id, or that a client's request with this id was made into.
+        """Traces of a client's request: of all its choices and attempts.
 
         A choice is ``<id>-<index>``, and another attempt at it ``<id>-<index>~<attempt>``.
         """
         parts = (f"{client_id}-", f"{client_id}~")
         return [
-            record.life()
+            record.trace()
             for name, record in self._records.items()
             if name == client_id or name.startswith(parts)
         ]
 
     def number(self, request: str) -> int:
-        """The number of a request; 0 if it is not remembered any more."""
+        """The number of a request; 0 if its trace is not kept any more."""
         record = self._records.get(request)
         return record.number if record else 0
 
     def begin(self, request: Request, state: str, now: float) -> None:
-        """Remember a request that came in."""
+        """Start the trace of a request that arrived."""
         self._count += 1
         self._records.pop(request.id, None)
         self._records[request.id] = _Record(
@@ -173,26 +173,26 @@ class History:
             del self._records[next(iter(self._records))]
 
     def note(self, request: str, state: str, report: CompressionReport | None, now: float) -> None:
-        """Remember that a request entered a state."""
+        """Record that a request entered a state."""
         record = self._records.get(request)
         if record is not None and len(record.steps) < MAX_STEPS:
             record.steps.append((state, now))
             record.report = report
 
     def decided(self, request: str, decision: Decision) -> None:
-        """Remember what was decided about a request."""
+        """Record a decision about a request."""
         record = self._records.get(request)
         if record is not None:
             record.decisions.append(decision)
 
     def cached(self, request: str, tokens: int) -> None:
-        """Remember how much of a prompt was not computed again."""
+        """Record the prompt tokens from the prefix cache."""
         record = self._records.get(request)
         if record is not None:
             record.cached_tokens = tokens
 
     def end(self, request: str, end: End, now: float, *, code: str = "", tokens: int = 0) -> None:
-        """Remember how a request ended; the first word counts."""
+        """Record how a request ended; only the first call counts."""
         record = self._records.get(request)
         if record is not None and not record.end:
             record.end, record.ended, record.code, record.tokens = end, now, code, tokens

@@ -1,7 +1,6 @@
-"""Every worker's load, counted as requests move, and who of a stage is next: no look at them all.
+"""Incremental load index: the load of each worker and the best worker of each stage, in O(log n).
 
-``placement.py`` says in plain words whom to choose, ``books.worker_loads`` what a load is; the
-tests compare. Here each change costs O(log n), and so does each choice.
+``cluster_state.worker_loads`` counts the same loads from all requests; tests compare the two.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -13,24 +12,24 @@ from typing import Literal
 from triptych.core.messages import Register
 from triptych.router.queue.sorted_index import SortedIndex
 from triptych.router.snapshot import Role, WorkerLoad
-from triptych.router.state.request_table import Entry, State, compressor_of, is_being_read
+from triptych.router.state.request_table import Entry, State, compressor_of, is_prefilling
 
 Fits = Callable[[str], bool]
-"""Whether an arena has room for what is to be booked."""
+"""Whether an arena has room for a booking."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one request counts for, and at which addresses."""
+    """The load of one request, and the addresses where it counts."""
 
-    read_at: str = ""
-    compressed_at: str = ""
+    prefill_at: str = ""
+    compress_at: str = ""
     slot_at: str = ""
     tokens: int = 0
-    to_read: int = 0
-    """Those of ``tokens`` that are probably not cached."""
+    uncached: int = 0
+    """Tokens of ``tokens`` that are probably not cached."""
     needs_slot: bool = False
-    """It was let in, and no decode worker is chosen yet."""
+    """It has started, and no decode worker is chosen yet."""
 
 
 NOTHING = Share()
@@ -38,41 +37,41 @@ NOTHING = Share()
 
 @dataclass(eq=False)
 class LoadIndex:
-    """Workers by what they can take, as of the last call of ``refresh``."""
+    """Workers ordered by free capacity, as of the last call of ``refresh``."""
 
     report_bound_s: float
     used: Callable[[str], int]
-    """Bytes of an arena's capacity that are not free."""
+    """Used bytes of an arena."""
     slots_of: Callable[[int], int] = field(default=lambda slots: slots)
-    """Slots that a decode worker counts for, by those that it says it has."""
+    """Slots to count for a decode worker, from the number that it reports."""
     long_tokens: int = 1 << 62
-    """Tokens of a prompt that others wait for at most: they overtake the rest of it."""
+    """Tokens of a prompt that others wait for at most; short prompts overtake the rest."""
 
     needs_slot: int = 0
-    """Requests that were let in and have no decode worker yet."""
+    """Requests that have started and have no decode worker yet."""
     open_slots: int = 0
     """Free slots of all decode workers that take requests."""
-    writers: int = 0
-    """Decode workers, full ones too."""
+    decode_workers: int = 0
+    """Number of decode workers, including full ones."""
     queued_tokens: int = 0
-    """Prompt tokens that were sent to workers and are not read yet, without what is cached."""
+    """Prompt tokens in all prefill queues, without cached ones."""
     used_bytes: int = 0
-    """What is used in the arenas of workers."""
+    """Used bytes of all arenas."""
     arenas: Counter[str] = field(default_factory=Counter[str])
     """Workers of each arena."""
-    reading_arenas: Counter[str] = field(default_factory=Counter[str])
-    """Prefill workers of each arena, full ones too."""
+    prefill_arenas: Counter[str] = field(default_factory=Counter[str])
+    """Prefill workers of each arena, including full ones."""
     generation: int = 0
     """Counts the changes of which arenas have prefill workers."""
 
     _workers: dict[str, Register] = field(default_factory=dict[str, Register])
     _roles: dict[str, Role] = field(default_factory=dict[str, Role])
-    """Of workers that were given one; all others do both."""
+    """Roles by address; workers that are not in here do both."""
     _fresh: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
-    """When those that are not full reported last, oldest first."""
-    _read: Counter[str] = field(default_factory=Counter[str])
+    """Time of the last report of each worker that is not full, oldest first."""
+    _prefill_tokens: Counter[str] = field(default_factory=Counter[str])
     _queue: Counter[str] = field(default_factory=Counter[str])
-    """As ``_read``, without what is cached, and of each prompt ``long_tokens`` at most."""
+    """As ``_prefill_tokens``, without cached tokens; of a prompt ``long_tokens`` at most."""
     _compressed: Counter[str] = field(default_factory=Counter[str])
     _slots: Counter[str] = field(default_factory=Counter[str])
     _shares: dict[str, Share] = field(default_factory=dict[str, Share])
@@ -91,7 +90,7 @@ class LoadIndex:
     )
     """Compressors of each arena, and of all (None)."""
     _compressors: Counter[str] = field(default_factory=Counter[str])
-    """Compressors of each arena, full ones too."""
+    """Compressors of each arena, including full ones."""
     _decode: defaultdict[str, SortedIndex[tuple[int, str]]] = field(
         default_factory=lambda: defaultdict[str, SortedIndex[tuple[int, str]]](
             SortedIndex[tuple[int, str]]
@@ -106,29 +105,29 @@ class LoadIndex:
 
     # ---------------------------------------------------------------- what changes
 
-    def join(self, hello: Register) -> None:
-        """A worker came, or introduced itself again."""
-        if not hello.stages:
+    def join(self, registration: Register) -> None:
+        """A worker registered, perhaps again."""
+        if not registration.stages:
             return
-        before = self._workers.get(hello.address)
+        before = self._workers.get(registration.address)
         if before is not None:
             self._count_arena(before, -1)
             self._withdraw(before)
-        self._workers[hello.address] = hello
-        self._count_arena(hello, +1)
-        self._place(hello.address)
+        self._workers[registration.address] = registration
+        self._count_arena(registration, +1)
+        self._place(registration.address)
 
     def leave(self, address: str) -> None:
         """A worker died."""
-        hello = self._workers.pop(address, None)
+        registration = self._workers.pop(address, None)
         self._roles.pop(address, None)
         self._fresh.pop(address, None)
-        if hello is not None:
-            self._withdraw(hello)
-            self._count_arena(hello, -1)
+        if registration is not None:
+            self._withdraw(registration)
+            self._count_arena(registration, -1)
 
-    def heard(self, address: str, now: float) -> bool:
-        """A worker reported; whether it takes requests again that took none before."""
+    def record_report(self, address: str, now: float) -> bool:
+        """A worker reported. Returns whether it was full and takes requests again."""
         if address not in self._workers:
             return False
         was_full = address not in self._fresh
@@ -139,7 +138,7 @@ class LoadIndex:
         return was_full
 
     def assign(self, roles: Mapping[str, Role]) -> int:
-        """Give workers other roles; how many it changed."""
+        """Assign roles; returns the number of workers whose role changed."""
         changed = [address for address, role in roles.items() if role != self.role_of(address)]
         for address in changed:
             self._roles[address] = roles[address]
@@ -147,7 +146,7 @@ class LoadIndex:
         return len(changed)
 
     def refresh(self, now: float) -> None:
-        """Let time pass: who has not reported for long counts as full."""
+        """Count workers whose last report is too old as full."""
         while self._fresh:
             address, reported = next(iter(self._fresh.items()))
             if now - reported <= self.report_bound_s:
@@ -156,59 +155,59 @@ class LoadIndex:
             self._withdraw(self._workers[address])
 
     def count(self, entry: Entry) -> None:
-        """A request has moved: count it where it is now."""
+        """Update the loads for a request that moved."""
         self._recount(entry.id, share_of(entry))
 
     def forget(self, entry: Entry) -> None:
-        """A request is gone."""
+        """Remove the load of a request."""
         self._recount(entry.id, NOTHING)
         self._shares.pop(entry.id, None)
 
     def rebook(self, arena: str, change: int) -> None:
-        """The used bytes of an arena have changed by so many."""
+        """The used bytes of an arena changed by ``change``."""
         if arena in self.arenas:
             self.used_bytes += change
             self._raw_arenas.put(arena, self.used(arena))
             self._rank_arena(arena)
 
-    # ---------------------------------------------------------------- who is next
+    # ---------------------------------------------------------------- the best workers
 
-    def readers(self, arena: str | None = None) -> SortedIndex[tuple[int, str]]:
-        """Prefill workers that are not full, of an arena or of all: fewest tokens first."""
+    def prefill_workers(self, arena: str | None = None) -> SortedIndex[tuple[int, str]]:
+        """Prefill workers that are not full, of one arena or all: fewest queued tokens first."""
         return self._prefill[arena]
 
     def with_room(self, tokens: int, limit_tokens: int, arena: str | None = None) -> int:
-        """How many of them, from the first on, have room for a prompt of so many tokens.
+        """Number of them, from the first on, that have room for a prompt of ``tokens`` tokens.
 
-        A worker takes prompts of ``limit_tokens`` in all; a longer one it takes alone, but lets
-        short ones overtake it, chunk by chunk (``Readers.tokens_before``).
+        A worker takes prompts of ``limit_tokens`` in total. It takes a longer prompt alone, and
+        short prompts overtake that in chunks (``PrefillWorkers.tokens_before``).
         """
         ranking = self._prefill[arena]
         return ranking.count_below((max(0, limit_tokens - tokens) + 1, ""))
 
     def prefill_has_room(self, tokens: int, limit_tokens: int) -> bool:
-        """Whether any prefill worker takes a prompt of so many tokens, bytes aside."""
+        """Whether any prefill worker takes a prompt of ``tokens`` tokens, bytes aside."""
         return self.with_room(tokens, limit_tokens) > 0
 
     def has_stage(self, stage: str) -> bool:
-        """Whether any worker of a stage is there, full or not."""
-        return any(stage in hello.stages for hello in self._workers.values())
+        """Whether there is any worker of a stage, full or not."""
+        return any(stage in registration.stages for registration in self._workers.values())
 
     def has_compressor(self, arena: str) -> bool:
         """Whether any compressor stores in an arena, full or not."""
         return self._compressors[arena] > 0
 
     def compressor(self, holder: str, arena: str | None = None) -> str | None:
-        """The holder of the raw pages if it compresses too, else who has fewest tokens to compress.
+        """The holder of the raw pages if it is a compressor, else the one with fewest tokens.
 
-        A worker with several stages keeps its own request: it needs no hop to another process. With
-        ``arena``: one that stores there.
+        A worker with several stages keeps its own request, without a hop to another process.
+        ``arena``: only compressors that store there.
         """
         ranking = self._compress[arena]
         return holder if holder in ranking else ranking.first()
 
     def idle_compressor(self, holder: str, arena: str | None = None) -> str | None:
-        """One that compresses nothing, the holder before all others."""
+        """A compressor without work; the holder of the raw pages is preferred."""
         ranking = self._compress[arena]
         if holder in ranking and not self._compressed[holder]:
             return holder
@@ -216,24 +215,24 @@ class LoadIndex:
         return first if first is not None and not self._compressed[first] else None
 
     def decode_in(self, arena: str) -> str | None:
-        """Of one arena the decode worker with most free slots."""
+        """The decode worker of an arena with most free slots."""
         return self._decode[arena].first()
 
-    def crowded(self, more: int) -> list[str]:
-        """Of each arena the fullest decode worker, if it has ``more`` requests than another one."""
+    def imbalanced(self, more: int) -> list[str]:
+        """The fullest decode worker of each arena, if another has ``more`` requests fewer."""
         at = defaultdict[str, list[tuple[int, str, str]]](list)
         for address in self._fresh:
-            hello = self._workers[address]
-            if "decode" in hello.stages and self.role_of(address) != "read":
-                at[hello.arena].append((self._slots[address], hello.name, address))
+            registration = self._workers[address]
+            if "decode" in registration.stages and self.role_of(address) != "prefill":
+                at[registration.arena].append((self._slots[address], registration.name, address))
         ends = [(min(workers), max(workers)) for workers in at.values()]
         return [fullest[2] for emptiest, fullest in ends if fullest[0] - emptiest[0] >= more]
 
     def decode(self, own: set[str], fits: Fits) -> str | None:
         """The decode worker with most free bytes, then most free slots, where the request fits.
 
-        ``own``: arenas in which the request has booked already. Of all others, that with most
-        free bytes answers for the rest.
+        ``own``: arenas in which the request has booked already. Of the others, only the arena with
+        most free bytes is tried.
         """
         arena = self.final_arena(own, fits)
         return None if arena is None else self.decode_in(arena)
@@ -243,7 +242,7 @@ class LoadIndex:
         return next((arena for arena in self._candidates(own) if fits(arena)), None)
 
     def most_free_arena(self) -> str | None:
-        """Of all arenas of workers."""
+        """The arena with most free bytes."""
         return self._raw_arenas.first()
 
     def _candidates(self, own: set[str]) -> list[str]:
@@ -253,10 +252,10 @@ class LoadIndex:
         }
         return sorted(found, key=self._open_arenas.key)
 
-    # ---------------------------------------------------------------- who was looked at
+    # ---------------------------------------------------------------- alternatives
 
     def best(self, step: Literal["prefill", "compress", "decode"], count: int) -> list[str]:
-        """Addresses of the workers that a choice begins with, best first."""
+        """Addresses of the best ``count`` workers of a stage, best first."""
         if step == "prefill":
             return list(islice(self._prefill[None], count))
         if step == "compress":
@@ -265,7 +264,7 @@ class LoadIndex:
         return [first for arena in arenas if (first := self._decode[arena].first())]
 
     def load_of(self, step: Literal["prefill", "compress", "decode"], address: str) -> int:
-        """Tokens before a worker, or, of a decode worker, its free slots."""
+        """Queued tokens of a worker, or free slots of a decode worker."""
         if step == "prefill":
             return self._queue[address]
         return self._compressed[address] if step == "compress" else self._free.get(address, 0)
@@ -286,19 +285,19 @@ class LoadIndex:
         return free
 
     def queue_tokens(self, address: str) -> int:
-        """Tokens that a prefill worker reads before a prompt that comes now, at the most."""
+        """Upper bound of the tokens that are prefilled at a worker before a new prompt."""
         return self._queue[address]
 
     def loads(self) -> Iterator[WorkerLoad]:
-        """Every worker, as it introduced itself first to last."""
-        for address, hello in self._workers.items():
+        """The load of every worker, in order of registration."""
+        for address, registration in self._workers.items():
             yield WorkerLoad(
-                name=hello.name,
+                name=registration.name,
                 address=address,
-                arena=hello.arena,
-                stages=hello.stages,
+                arena=registration.arena,
+                stages=registration.stages,
                 is_full=address not in self._fresh,
-                prefill_tokens=self._read[address],
+                prefill_tokens=self._prefill_tokens[address],
                 queue_tokens=self._queue[address],
                 compress_tokens=self._compressed[address],
                 free_slots=self._free.get(address, 0),
@@ -314,14 +313,14 @@ class LoadIndex:
             return
         self._shares[request] = share
         for one, sign in ((before, -1), (share, +1)):
-            self._add(self._read, one.read_at, sign * one.tokens)
-            self._add(self._queue, one.read_at, sign * min(one.to_read, self.long_tokens))
-            self._add(self._compressed, one.compressed_at, sign * one.tokens)
+            self._add(self._prefill_tokens, one.prefill_at, sign * one.tokens)
+            self._add(self._queue, one.prefill_at, sign * min(one.uncached, self.long_tokens))
+            self._add(self._compressed, one.compress_at, sign * one.tokens)
             self._add(self._slots, one.slot_at, sign)
-            self.queued_tokens += sign * one.to_read * bool(one.read_at)
+            self.queued_tokens += sign * one.uncached * bool(one.prefill_at)
             self.needs_slot += sign * one.needs_slot
-        touched = {before.read_at, before.compressed_at, before.slot_at}
-        for address in touched | {share.read_at, share.compressed_at, share.slot_at}:
+        touched = {before.prefill_at, before.compress_at, before.slot_at}
+        for address in touched | {share.prefill_at, share.compress_at, share.slot_at}:
             if address in self._fresh:
                 self._place(address)
 
@@ -333,40 +332,40 @@ class LoadIndex:
                 del counter[address]
 
     def _place(self, address: str) -> None:
-        """Rank a worker where it belongs now; one that is full is ranked nowhere."""
+        """Update the position of a worker; a full one has none."""
         if address not in self._fresh:
             return
-        hello, role = self._workers[address], self.role_of(address)
-        if "prefill" in hello.stages:
-            reads = role != "write" or not self._slots[address]
-            for arena in (None, hello.arena):
+        registration, role = self._workers[address], self.role_of(address)
+        if "prefill" in registration.stages:
+            reads = role != "decode" or not self._slots[address]
+            for arena in (None, registration.arena):
                 if reads:
-                    self._prefill[arena].put(address, (self._queue[address], hello.name))
+                    self._prefill[arena].put(address, (self._queue[address], registration.name))
                 else:
                     self._prefill[arena].discard(address)
-        if "compress" in hello.stages:
-            for arena in (None, hello.arena):
-                self._compress[arena].put(address, (self._compressed[address], hello.name))
-        if "decode" in hello.stages:
-            free = self.slots_of(hello.max_requests) - self._slots[address]
-            self._set_free(hello, 0 if role == "read" else max(0, free))
+        if "compress" in registration.stages:
+            for arena in (None, registration.arena):
+                self._compress[arena].put(address, (self._compressed[address], registration.name))
+        if "decode" in registration.stages:
+            free = self.slots_of(registration.max_requests) - self._slots[address]
+            self._set_free(registration, 0 if role == "prefill" else max(0, free))
 
-    def _withdraw(self, hello: Register) -> None:
-        for arena in (None, hello.arena):
-            self._prefill[arena].discard(hello.address)
-            self._compress[arena].discard(hello.address)
-        self._set_free(hello, 0)
+    def _withdraw(self, registration: Register) -> None:
+        for arena in (None, registration.arena):
+            self._prefill[arena].discard(registration.address)
+            self._compress[arena].discard(registration.address)
+        self._set_free(registration, 0)
 
-    def _set_free(self, hello: Register, free: int) -> None:
-        address, before = hello.address, self._free.pop(hello.address, 0)
+    def _set_free(self, registration: Register, free: int) -> None:
+        address, before = registration.address, self._free.pop(registration.address, 0)
         self.open_slots += free - before
-        ranking = self._decode[hello.arena]
+        ranking = self._decode[registration.arena]
         if free:
             self._free[address] = free
-            ranking.put(address, (-free, hello.name))
+            ranking.put(address, (-free, registration.name))
         else:
             ranking.discard(address)
-        self._rank_arena(hello.arena)
+        self._rank_arena(registration.arena)
 
     def _rank_arena(self, arena: str) -> None:
         ranking = self._decode[arena]
@@ -376,12 +375,12 @@ class LoadIndex:
         else:
             self._open_arenas.put(arena, (self.used(arena), *ranking.key(best)))
 
-    def _count_arena(self, hello: Register, change: int) -> None:
-        arena = hello.arena
-        self.writers += change * ("decode" in hello.stages)
-        if "compress" in hello.stages:
+    def _count_arena(self, registration: Register, change: int) -> None:
+        arena = registration.arena
+        self.decode_workers += change * ("decode" in registration.stages)
+        if "compress" in registration.stages:
             self._compressors[arena] += change
-        if "prefill" in hello.stages:
+        if "prefill" in registration.stages:
             self._count_reader(arena, change)
         before = self.arenas[arena]
         self.arenas[arena] += change
@@ -394,18 +393,19 @@ class LoadIndex:
             self._raw_arenas.discard(arena)
 
     def _count_reader(self, arena: str, change: int) -> None:
-        was_there = arena in self.reading_arenas
-        self._add(self.reading_arenas, arena, change)
-        self.generation += was_there != (arena in self.reading_arenas)
+        was_there = arena in self.prefill_arenas
+        self._add(self.prefill_arenas, arena, change)
+        self.generation += was_there != (arena in self.prefill_arenas)
 
 
 def share_of(entry: Entry) -> Share:
-    """What a request counts for, by the same rules as ``books.worker_loads``."""
+    """The load of a request, by the rules of ``cluster_state.worker_loads``."""
     return Share(
-        read_at=entry.worker if is_being_read(entry) else "",
-        compressed_at=compressor_of(entry),
-        slot_at=entry.decode,
+        prefill_at=entry.worker if is_prefilling(entry) else "",
+        compress_at=compressor_of(entry),
+        slot_at=entry.placement.decode_worker,
         tokens=entry.prompt_tokens,
-        to_read=entry.tokens_to_read,
-        needs_slot=not entry.decode and entry.state not in (State.WAITING, State.LEAVING),
+        uncached=entry.uncached_tokens,
+        needs_slot=not entry.placement.decode_worker
+        and entry.state not in (State.WAITING, State.LEAVING),
     )

@@ -1,4 +1,4 @@
-"""Who is there: workers and ingresses, what they can do, and how fresh their reports are."""
+"""Registered workers and ingresses, their stages, and the age of their reports."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ from math import inf
 from triptych.core.messages import Register, Report, Stage
 
 STALL_FACTOR = 20.0
-"""Times the longest measured step after which a worker counts as stuck."""
+"""Multiple of the longest measured step after which a worker counts as stuck."""
 LONG_STEP_S = 60.0
-"""What a step may take in any case: it may be the first that uses a kernel, and compile it."""
+"""Duration that any step may have: it may compile a kernel."""
 
 
 @dataclass(eq=False)
 class Peer:
-    """A process that introduced itself."""
+    """A registered process."""
 
-    hello: Register
+    registration: Register
     reported: float = -inf
     """When its last report came."""
     report: Report | None = None
@@ -25,11 +25,11 @@ class Peer:
 
     @property
     def name(self) -> str:
-        return self.hello.name
+        return self.registration.name
 
     @property
     def address(self) -> str:
-        return self.hello.address
+        return self.registration.address
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Membership:
     """All living peers by address. A worker without a fresh report counts as full."""
 
     report_bound_s: float
-    """Age up to which a worker's report is believed, in seconds."""
+    """Age in seconds up to which a report is valid."""
 
     _peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
     _left: dict[tuple[Stage, str], float] = field(default_factory=dict[tuple[Stage, str], float])
@@ -57,26 +57,26 @@ class Membership:
         """The name of the peer at an address."""
         return self._peers[address].name
 
-    def replaced_by(self, hello: Register) -> list[str]:
-        """Addresses whose process must be dead if ``hello`` is true."""
+    def replaced_by(self, registration: Register) -> list[str]:
+        """Addresses whose process must be dead if ``registration`` is true."""
         return [
             peer.address
             for peer in self
-            if (peer.name == hello.name) != (peer.address == hello.address)
+            if (peer.name == registration.name) != (peer.address == registration.address)
         ]
 
-    def join(self, hello: Register) -> None:
-        """Take in a peer; one that was known and says hello again keeps its report."""
-        peer = self._peers.get(hello.address)
+    def join(self, registration: Register) -> None:
+        """Add a peer; one that registers again keeps its report."""
+        peer = self._peers.get(registration.address)
         if peer is None:
-            peer = self._peers[hello.address] = Peer(hello)
+            peer = self._peers[registration.address] = Peer(registration)
         else:
-            self._count(peer.hello, -1)
-            peer.hello = hello
-        self._count(hello, +1)
+            self._count(peer.registration, -1)
+            peer.registration = registration
+        self._count(registration, +1)
 
     def note(self, report: Report, sender: str, now: float) -> bool:
-        """Take a worker's report; False if no such worker is known at ``sender``."""
+        """Store a report; False if ``sender`` is not registered under its name."""
         peer = self._peers.get(sender)
         if peer is None or peer.name != report.name:
             return False
@@ -84,7 +84,7 @@ class Membership:
         return True
 
     def stalled(self, now: float, silent_s: float) -> list[Peer]:
-        """Workers that were silent for ``silent_s``, or in one step far longer than theirs take."""
+        """Workers without a report for ``silent_s``, or in one step for far too long."""
         return [
             peer
             for peer in self
@@ -93,29 +93,29 @@ class Membership:
         ]
 
     def forgive(self, now: float) -> list[Peer]:
-        """Count every worker as heard of now, and say which: it was the listener that was away."""
+        """Count every worker as reporting now, after this process was paused; returns them."""
         reporting = [peer for peer in self if peer.report is not None]
         for peer in reporting:
             peer.reported = max(peer.reported, now)
         return reporting
 
     def leave(self, address: str, now: float) -> Peer | None:
-        """Forget a peer that died; returns who it was."""
+        """Remove a dead peer and return it."""
         peer = self._peers.pop(address, None)
         if peer is not None:
-            self._count(peer.hello, -1)
-        for stage in peer.hello.stages if peer else ():
-            self._left[stage, peer.hello.arena if peer else ""] = now
+            self._count(peer.registration, -1)
+        for stage in peer.registration.stages if peer else ():
+            self._left[stage, peer.registration.arena if peer else ""] = now
         return peer
 
     def is_full(self, peer: Peer, now: float) -> bool:
-        """Whether the peer takes nothing because nobody knows how it fares."""
+        """Whether the peer gets no requests because its report is too old."""
         return now - peer.reported > self.report_bound_s
 
     def absent_since(self, stage: Stage, arena: str | None = None) -> float | None:
         """When the last worker of ``stage`` died; minus infinity if there never was one.
 
-        None if one lives. With ``arena``: workers that store there only.
+        None if one is alive. ``arena``: only workers that store there.
         """
         if self._there[stage, arena] > 0:
             return None
@@ -126,12 +126,12 @@ class Membership:
         )
         return max(times, default=-inf)
 
-    def _count(self, hello: Register, change: int) -> None:
-        for stage in hello.stages:
-            self._there[stage, hello.arena] += change
+    def _count(self, registration: Register, change: int) -> None:
+        for stage in registration.stages:
+            self._there[stage, registration.arena] += change
             self._there[stage, None] += change
 
 
 def _longest_step_s(report: Report) -> float:
-    """What a worker's step may take, going by its last ones."""
+    """Duration that a step of a worker may have, from its last ones."""
     return max(LONG_STEP_S, STALL_FACTOR * report.longest_step_s)

@@ -1,4 +1,4 @@
-"""Gathers what one call decides, so that each worker gets one message of a kind, not many."""
+"""Collects the messages of one scheduling round, so that each worker gets one of each kind."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from triptych.core.messages import (
 
 @dataclass
 class Outbox:
-    """Messages in the order they leave: cancels first, so that workers have room for the rest."""
+    """Messages in sending order: cancels first, so that workers have room for the rest."""
 
     _cancel: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _single: list[Send] = field(default_factory=list[Send])
@@ -38,7 +38,7 @@ class Outbox:
         self._cancel.setdefault(to, []).append(request)
 
     def prefill(self, to: str, request: Request, encoder: str = "") -> None:
-        """``encoder``: the compressor that gets its layers as they are read; empty: nobody."""
+        """``encoder``: the compressor that receives its layers during prefill; empty: none."""
         self._prefill.setdefault(to, []).append((request, encoder))
         if encoder:
             self._expect.setdefault(encoder, []).append(request.id)
@@ -50,7 +50,7 @@ class Outbox:
         self._encode.setdefault((to, arena), []).append(request)
 
     def take(self) -> list[Send]:
-        """Everything gathered; the outbox is empty afterwards."""
+        """All collected messages; the outbox is empty afterwards."""
         sends = list(self._drain())
         gathered = (self._cancel, self._single, self._prefill, self._expect, self._compress)
         for part in (*gathered, self._encode):

@@ -23,7 +23,7 @@ from tests.unit.deployments.http.conftest import (
     MAX_BODY_BYTES,
     FakeEngine,
     make_engine,
-    make_intake,
+    make_serving,
     make_tokenizer,
 )
 from triptych.core import errors
@@ -31,7 +31,7 @@ from triptych.core.config import IngressConfig
 from triptych.core.errors import ConfigError, Overloaded, QueueFull
 from triptych.core.profile import Fidelity
 from triptych.deployments.grpc import GrpcServer
-from triptych.deployments.grpc.bodies import body_of, fill
+from triptych.deployments.grpc.bodies import body_of, fill_message
 from triptych.deployments.grpc.service import CODES, SERVICE
 from triptych.deployments.grpc.triptych_pb2 import (
     ChatCompletionRequest,
@@ -63,7 +63,7 @@ def engine() -> FakeEngine:
 async def serving(engine: FakeEngine, **settings: object) -> AsyncGenerator[grpc.aio.Channel, None]:
     limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4, "request_timeout_s": 10.0}
     config = IngressConfig(grpc_port=free_port(), **{**limits, **settings})
-    server = GrpcServer(make_intake(engine, TOKENIZER, config))
+    server = GrpcServer(make_serving(engine, TOKENIZER, config))
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -164,8 +164,8 @@ async def test_answers_say_what_compression_costs_at_about_their_length(
     )
     card = ModelCard(name="tiny", context_tokens=2048, created=0, fidelity=measured)
     config = IngressConfig(grpc_port=free_port())
-    intake = OpenAIServing(engine=engine, tokenizer=TOKENIZER, model=card, config=config)
-    server = GrpcServer(intake)
+    serving = OpenAIServing(engine=engine, tokenizer=TOKENIZER, model=card, config=config)
+    server = GrpcServer(serving)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         for prompt, at, kl in (("a", 8, 0.25), ("z" * 400, 512, 0.5)):
@@ -173,7 +173,7 @@ async def test_answers_say_what_compression_costs_at_about_their_length(
             told = (await TriptychStub(channel).Completion(asked)).usage.compression.estimated_error
             assert (told.measured_at_tokens, told.kl, told.top1_agreement) == (at, kl, 0.98)
     await server.stop()
-    transport = httpx.ASGITransport(app=create_app(intake))
+    transport = httpx.ASGITransport(app=create_app(serving))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     expected = {"kl": 0.25, "top1_agreement": 0.98, "measured_at_tokens": 8}
@@ -201,7 +201,7 @@ async def test_models_health_and_reflection(engine: FakeEngine) -> None:
 
 async def test_tools_find_the_schema_by_reflection(engine: FakeEngine) -> None:
     config = IngressConfig(grpc_port=free_port())
-    server = GrpcServer(make_intake(engine, TOKENIZER, config))
+    server = GrpcServer(make_serving(engine, TOKENIZER, config))
     await server.start()
 
     def look() -> set[str]:
@@ -449,14 +449,14 @@ async def test_sessions_and_traces_come_as_metadata(stub: TriptychStub, engine: 
 
 
 async def test_it_is_off_by_default_and_copies_share_a_port(engine: FakeEngine) -> None:
-    off = GrpcServer(make_intake(engine, TOKENIZER, IngressConfig()))
+    off = GrpcServer(make_serving(engine, TOKENIZER, IngressConfig()))
     await off.start()
     assert off.port == 0
     await off.stop()
     config = IngressConfig(grpc_port=free_port())
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            copy = GrpcServer(make_intake(engine, TOKENIZER, config))
+            copy = GrpcServer(make_serving(engine, TOKENIZER, config))
             await copy.start()
             stack.push_async_callback(copy.stop)
             assert copy.port == config.grpc_port
@@ -465,7 +465,7 @@ async def test_it_is_off_by_default_and_copies_share_a_port(engine: FakeEngine) 
         taken.listen()
         wrong = IngressConfig(grpc_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="set another port"):
-            await GrpcServer(make_intake(engine, TOKENIZER, wrong)).start()
+            await GrpcServer(make_serving(engine, TOKENIZER, wrong)).start()
 
 
 def test_bodies_keep_types_and_answers_lose_nothing() -> None:
@@ -487,5 +487,5 @@ def test_bodies_keep_types_and_answers_lose_nothing() -> None:
         "big": 2.0**60,
     }
     told = {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "news": [1]}]}
-    message = fill(ChatCompletionResponse(), told)
+    message = fill_message(ChatCompletionResponse(), told)
     assert (message.id, list(message.choices[0].extra["news"])) == ("x", [1])

@@ -212,7 +212,7 @@ def server(tokenizer: PreTrainedTokenizerFast, late_engine: LateEngine) -> Itera
         yield server
 
 
-def make_intake(
+def make_serving(
     engine: Engine, tokenizer: PreTrainedTokenizerFast, config: IngressConfig
 ) -> OpenAIServing:
     card = ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000)
@@ -230,8 +230,8 @@ def serve_app(
     """The app on a free port of loopback, on a thread of its own."""
     limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4}
     config = IngressConfig(**limits, request_timeout_s=request_timeout_s, **settings)
-    intake = make_intake(engine, tokenizer, config)
-    app = create_app(intake, gauges=fake_gauges, keep_alive_s=KEEP_ALIVE_S)
+    serving = make_serving(engine, tokenizer, config)
+    app = create_app(serving, gauges=fake_gauges, keep_alive_s=KEEP_ALIVE_S)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     uvicorn_server = uvicorn.Server(config)
     thread = threading.Thread(target=uvicorn_server.run, daemon=True)

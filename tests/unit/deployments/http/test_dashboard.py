@@ -128,8 +128,8 @@ async def test_however_many_watch_the_router_is_asked_twice_a_second_at_most() -
 @pytest.fixture
 def serve(tokenizer, engine, tmp_path: Path) -> Callable[..., TestClient]:
     def begin(config: IngressConfig, **parts: object) -> TestClient:
-        intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=CARD, config=config)
-        return TestClient(create_app(intake, **parts), raise_server_exceptions=False)
+        serving = OpenAIServing(engine=engine, tokenizer=tokenizer, model=CARD, config=config)
+        return TestClient(create_app(serving, **parts), raise_server_exceptions=False)
 
     return begin
 
@@ -156,6 +156,6 @@ def test_without_a_router_the_state_is_an_openai_error(serve: Callable[..., Test
     async def silent() -> Mapping[str, object]:
         raise Overloaded("the router does not answer")
 
-    response = serve(IngressConfig(), board=silent).get("/dashboard/state")
+    response = serve(IngressConfig(), dashboard=silent).get("/dashboard/state")
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "the router does not answer"

@@ -14,12 +14,12 @@ from tests.unit.router.driver import request, whole
 from triptych.core.config import IngressConfig
 from triptych.core.messages import Finished
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
-from triptych.deployments.monitoring.explain import explained, summary
+from triptych.deployments.monitoring.explain import explanations, summary
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-class KnownReasons:
+class KnownDecisions:
     """Explains one request."""
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
@@ -46,13 +46,13 @@ def keys(tmp_path: Path) -> str:
 async def ask(
     engine: FakeEngine, tokenizer, config: IngressConfig, key: str, *, path: str, body=None
 ) -> httpx.Response:
-    intake = OpenAIServing(
+    serving = OpenAIServing(
         engine=engine,
         tokenizer=tokenizer,
         model=ModelCard(name="tiny", context_tokens=2048, created=0),
         config=config,
     )
-    app = create_app(intake, reasons=KnownReasons(), profiles=one_profile)
+    app = create_app(serving, decisions=KnownDecisions(), profile=one_profile)
     transport = httpx.ASGITransport(app=app)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
@@ -123,13 +123,13 @@ def test_every_decision_of_a_request_is_told_with_its_terms() -> None:
     driver.prefilled("chatcmpl-9-0")
     driver.planned("chatcmpl-9-0")
     driver.compressed("chatcmpl-9-0")
-    lives = driver.router.decisions("chatcmpl-9")
+    traces = driver.router.decisions("chatcmpl-9")
     now = driver.router.explain("chatcmpl-9-0", 2.0)
     assert now is not None
-    [told] = explained(lives, {"chatcmpl-9-0": now}, 2.0)
-    [life] = lives
-    assert [one.step for one in life.decisions] == ["prefill", "compress", "decode"]
-    start, _, decode = life.decisions
+    [told] = explanations(traces, {"chatcmpl-9-0": now}, 2.0)
+    [trace] = traces
+    assert [one.step for one in trace.decisions] == ["prefill", "compress", "decode"]
+    start, _, decode = trace.decisions
     assert (start.reason, start.chosen, start.waiting, start.older) == ("turn", "P", 1, 0)
     assert start.raw_bytes > 0
     assert start.grown_bytes > 0
@@ -140,7 +140,7 @@ def test_every_decision_of_a_request_is_told_with_its_terms() -> None:
     assert told["end"] is None
     assert [one["state"] for one in told["steps"]][-1] == "decoding"  # pyright: ignore
     assert driver.count("prefill:turn") == driver.count("decode:most_free") == 1
-    line = summary(lives)
+    line = summary(traces)
     assert line.startswith("prefill=turn after=0.000s older=0 of 1 booked=")
     assert "P" not in line.replace("s", "")
 
@@ -153,8 +153,8 @@ def test_whoever_overtakes_older_ones_says_so() -> None:
     driver.submit(request("small", prompt=5))
     for name in "ab":
         driver.on(Finished(request=name, tokens=1), "P")
-    [life] = driver.router.decisions("small")
-    assert (life.decisions[0].waiting, life.decisions[0].older) == (2, 1)
+    [trace] = driver.router.decisions("small")
+    assert (trace.decisions[0].waiting, trace.decisions[0].older) == (2, 1)
 
 
 def test_a_refusal_is_explained_too() -> None:
@@ -162,7 +162,7 @@ def test_a_refusal_is_explained_too() -> None:
     for name in ("a", "b", "waits"):
         driver.submit(request(name))
     driver.submit(replace(request("refused")))
-    [life] = driver.router.decisions("refused")
-    assert (life.end, life.code) == ("failed", "rate_limit_exceeded")
-    assert [one.step for one in life.decisions] == ["refuse"]
+    [trace] = driver.router.decisions("refused")
+    assert (trace.end, trace.code) == ("failed", "rate_limit_exceeded")
+    assert [one.step for one in trace.decisions] == ["refuse"]
     assert driver.count("refuse:rate_limit_exceeded") == 1

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from triptych.deployments.http.limits import MAX_HEADERS, Envelope, Limits
+from triptych.deployments.http.limits import MAX_HEADERS, LimitsMiddleware, RequestIdMiddleware
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -100,7 +100,9 @@ async def test_a_proxy_that_names_answers_itself_can_do_so():
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await Envelope(empty, send_request_id=False)({"type": "http", "headers": []}, None, send)
+    await RequestIdMiddleware(empty, send_request_id=False)(
+        {"type": "http", "headers": []}, None, send
+    )
     assert sent == [{"type": "http.response.start", "status": 200, "headers": []}]
 
 
@@ -114,7 +116,7 @@ async def test_the_last_resort_logs_and_answers_500(caplog):
         sent.append(message)
 
     scope = {"type": "http", "headers": [], "query_string": b"", "path": "/", "method": "GET"}
-    await Envelope(Limits(broken, 1024))(scope, None, send)
+    await RequestIdMiddleware(LimitsMiddleware(broken, 1024))(scope, None, send)
     assert sent[0]["status"] == 500
     assert b"internal_error" in sent[1]["body"]
     assert b"secret" not in sent[1]["body"]

@@ -12,22 +12,22 @@ from tests.unit.deployments.http.conftest import FakeEngine, make_engine
 from triptych.core.config import IngressConfig
 from triptych.core.errors import RequestError
 from triptych.core.messages import PluginOverride, Request, Tokens
-from triptych.core.plugin_overrides import Bound, Offer, overrides_of
+from triptych.core.plugin_overrides import OptionRange, OverridablePlugin, overrides_of
 from triptych.deployments.grpc.bodies import body_of
 from triptych.deployments.grpc.triptych_pb2 import CompletionRequest
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 
 OFFERS = (
-    Offer(
+    OverridablePlugin(
         plugin="selection",
         on=True,
         bounds={
-            "keep_fraction": Bound(default=0.3, least=0.1, most=1.0, is_whole=False),
-            "budget_tokens": Bound(default=2048, least=0, most=4096, is_whole=True),
+            "keep_fraction": OptionRange(default=0.3, least=0.1, most=1.0, is_whole=False),
+            "budget_tokens": OptionRange(default=2048, least=0, most=4096, is_whole=True),
         },
     ),
-    Offer(plugin="mean", on=False),
-    Offer(plugin="calm_stop", on=False, needs=("mean",)),
+    OverridablePlugin(plugin="mean", on=False),
+    OverridablePlugin(plugin="calm_stop", on=False, needs=("mean",)),
 )
 
 
@@ -47,8 +47,8 @@ def engine(tokenizer) -> FakeEngine:
 @pytest.fixture
 async def http(engine, tokenizer):
     card = ModelCard(name="tiny", context_tokens=2048, created=0, plugins=OFFERS)
-    intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
-    transport = httpx.ASGITransport(app=create_app(intake))
+    serving = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    transport = httpx.ASGITransport(app=create_app(serving))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         yield client
 
@@ -65,7 +65,7 @@ async def test_a_request_switches_plugins_and_sets_their_options(http, engine, p
     body = {**BODIES[path], "n": 2, "plugins": {**wanted, "calm_stop": {}}}
     assert (await http.post(path, json=body)).status_code == 200
     for request in engine.calls[-1]:
-        assert request.switches == (
+        assert request.plugin_overrides == (
             PluginOverride(
                 plugin="selection", options={"keep_fraction": 1.0, "budget_tokens": 64.0}
             ),
@@ -73,7 +73,7 @@ async def test_a_request_switches_plugins_and_sets_their_options(http, engine, p
             PluginOverride(plugin="calm_stop", on=True),
         )
     assert (await http.post(path, json=BODIES[path])).status_code == 200
-    assert engine.calls[-1][0].switches == ()
+    assert engine.calls[-1][0].plugin_overrides == ()
 
 
 @pytest.mark.parametrize(

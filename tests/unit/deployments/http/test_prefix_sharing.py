@@ -9,7 +9,7 @@ from triptych.core.config import IngressConfig
 from triptych.core.messages import Request, Slo
 from triptych.deployments.http import ModelCard
 from triptych.deployments.http.openai.protocol import ChatBody, CompletionBody, validate
-from triptych.deployments.http.openai.request_builder import Planner
+from triptych.deployments.http.openai.request_builder import RequestBuilder
 from triptych.deployments.http.openai.responses import Choice, usage
 from triptych.deployments.http.tokenizer import TextCodec
 
@@ -93,7 +93,7 @@ def test_a_name_of_a_conversation_that_is_none_is_refused(http, engine, name):
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_server_for_friends_shares_among_keys(tokenizer, engine, shares):
-    planner = Planner(
+    request_builder = RequestBuilder(
         engine=engine,
         codec=TextCodec(tokenizer, 2048),
         model=ModelCard(name="tiny", context_tokens=2048, created=0),
@@ -101,8 +101,8 @@ def test_a_server_for_friends_shares_among_keys(tokenizer, engine, shares):
     )
     chat = validate(ChatBody, {"messages": HELLO, "cache_salt": "x"})
     plain = validate(CompletionBody, {"prompt": ["a", "b"], "cache_salt": "x"})
-    one = asyncio.run(planner.chat(chat, "1" * 64)).requests
-    two = asyncio.run(planner.completion(plain, "2" * 64)).requests
+    one = asyncio.run(request_builder.chat(chat, "1" * 64)).requests
+    two = asyncio.run(request_builder.completion(plain, "2" * 64)).requests
     assert {request.tenant for request in two} == {"2" * 64}
     salts = {request.cache_salt for request in (*one, *two)}
     assert len(salts) == (1 if shares else 2)

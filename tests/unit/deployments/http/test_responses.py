@@ -7,7 +7,12 @@ import pytest
 from triptych.core.messages import CompressionReport, Request, Sampling, TokenLogprob, Tokens
 from triptych.deployments.http.json_frames import dump_json
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.responses import ChatAnswer, Choice, CompletionAnswer, usage
+from triptych.deployments.http.openai.responses import (
+    ChatResponseBuilder,
+    Choice,
+    CompletionResponseBuilder,
+    usage,
+)
 from triptych.deployments.http.tokenizer import TextCodec
 
 
@@ -39,11 +44,11 @@ def spell(tokenizer, text: str, logprob: float = -1.0) -> Tokens:
 def test_a_character_of_several_tokens_is_named_by_its_bytes(job, tokenizer):
     item = spell(tokenizer, "a🎉b")
     assert len(item.tokens) == 6
-    chat = ChatAnswer(job, TextCodec(tokenizer, 64))
+    chat = ChatResponseBuilder(job, TextCodec(tokenizer, 64))
     chat.choices[0].add(item)
     content = chat.whole()["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "a🎉b"
-    plain = CompletionAnswer(job, TextCodec(tokenizer, 64))
+    plain = CompletionResponseBuilder(job, TextCodec(tokenizer, 64))
     plain.choices[0].add(item)
     logprobs = plain.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"][1] == "bytes:\\xf0"
@@ -52,7 +57,7 @@ def test_a_character_of_several_tokens_is_named_by_its_bytes(job, tokenizer):
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan, math.inf, -1e9])
 def test_what_json_cannot_say_becomes_minus_9999(job, tokenizer, logprob):
-    answer = CompletionAnswer(job, TextCodec(tokenizer, 64))
+    answer = CompletionResponseBuilder(job, TextCodec(tokenizer, 64))
     answer.choices[0].add(spell(tokenizer, "a", logprob))
     whole = answer.whole()
     dump_json(whole)

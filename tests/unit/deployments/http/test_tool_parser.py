@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from triptych.core import grammar
 from triptych.deployments.http.openai.protocol import ChatBody, validate
 from triptych.deployments.http.openai.tool_parser import (
-    Call,
-    Reader,
+    ParsedCall,
+    ToolParser,
     grammar_of,
     tools_of,
     turns_of,
@@ -138,20 +138,24 @@ def test_calls_and_their_results_are_written_as_the_model_knows_them() -> None:
 def test_however_an_answer_is_cut_it_says_the_same(parts: list[str], seed: int) -> None:
     text, cut = "".join(parts), Random(seed)
     names = frozenset({"weather", "time"})
-    whole = list(Reader(names).read(text, is_last=True))
-    reader, pieces = Reader(names), list[str | Call]()
+    whole = list(ToolParser(names).read(text, is_last=True))
+    reader, pieces = ToolParser(names), list[str | ParsedCall]()
     rest = text
     while rest:
         size = cut.randint(1, 30)
         pieces += reader.read(rest[:size], is_last=size >= len(rest))
         rest = rest[size:]
     assert said(pieces) == said(whole)
-    assert sum(isinstance(one, Call) for one in whole) == parts.count(CALL) + parts.count(TIME_CALL)
+    assert sum(isinstance(one, ParsedCall) for one in whole) == parts.count(CALL) + parts.count(
+        TIME_CALL
+    )
 
 
-def said(pieces: list[str | Call]) -> tuple[str, list[tuple[str, str]]]:
+def said(pieces: list[str | ParsedCall]) -> tuple[str, list[tuple[str, str]]]:
     texts = [one for one in pieces if isinstance(one, str)]
-    return "".join(texts), [(one.name, one.arguments) for one in pieces if isinstance(one, Call)]
+    return "".join(texts), [
+        (one.name, one.arguments) for one in pieces if isinstance(one, ParsedCall)
+    ]
 
 
 @pytest.fixture

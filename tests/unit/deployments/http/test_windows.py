@@ -23,8 +23,8 @@ async def http(
     engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
 ) -> AsyncIterator[httpx.AsyncClient]:
     card = ModelCard(name="tiny", context_tokens=LONGEST, window_tokens=WINDOW, created=0)
-    intake = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
-    transport = httpx.ASGITransport(app=create_app(intake))
+    serving = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    transport = httpx.ASGITransport(app=create_app(serving))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         yield client
 

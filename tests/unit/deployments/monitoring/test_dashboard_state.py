@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.messages import CompressionReport, Report
 from triptych.deployments.monitoring.dashboard_state import (
     SHOWN_PAGES,
@@ -43,10 +43,10 @@ def handle(arena: str = "here", **formats: list[int]) -> KVHandle:
         PageRun(name, b"", page_ranges.pack(np.array(ids, np.int32)))
         for name, ids in formats.items()
     )
-    return KVHandle(Claim(arena, LeaseId(1), 1), packed, 10)
+    return KVHandle(LeaseRef(arena, LeaseId(1), 1), packed, 10)
 
 
-def life(number: int, name: str = "secret-id") -> RequestTrace:
+def trace(number: int, name: str = "secret-id") -> RequestTrace:
     return RequestTrace(
         request=name,
         number=number,
@@ -92,7 +92,7 @@ def test_pages_that_moved_on_since_the_handle_was_made_are_not_coloured_by_it() 
     [
         handle("gone", k8v4=[1]),
         handle(k8v4=[10**6]),
-        KVHandle(Claim("here", LeaseId(1), 1), (PageRun("k8v4", b"", b"odd"),), 1),
+        KVHandle(LeaseRef("here", LeaseId(1), 1), (PageRun("k8v4", b"", b"odd"),), 1),
     ],
 )
 def test_a_handle_that_does_not_fit_the_arena_colours_nothing(stale: KVHandle) -> None:
@@ -119,7 +119,7 @@ def test_owners_are_workers_by_place_and_requests_by_number() -> None:
 
 
 def board(
-    pages: PageMap | None, lives: tuple[RequestTrace, ...] = (), **handles: KVHandle
+    pages: PageMap | None, traces: tuple[RequestTrace, ...] = (), **handles: KVHandle
 ) -> DashboardState:
     snapshot = RouterSnapshot(
         requests={"waiting": 1},
@@ -149,7 +149,7 @@ def board(
             WorkerStats(name="d", pid=1, extent_pages=4, request_pages=6, requests=1, silent_s=0),
         ),
         by_request={"secret-id": 6},
-        taken_total=9,
+        allocated_total=9,
         reclaimed_pages_total=0,
         reclaimed_workers_total=0,
     )
@@ -157,7 +157,7 @@ def board(
     return DashboardState(
         Status(snapshot, (ledger if pages else None,), (report,)),
         pages,
-        lives,
+        traces,
         handles,
         {"d": 0.5},
         4.0,
@@ -166,7 +166,7 @@ def board(
 
 def test_the_snapshot_is_json_and_names_no_request_and_no_path() -> None:
     pages = page_map([0, 1], owner("request", "d", "secret-id"))
-    text = json.dumps(board(pages, (life(7),), **{"secret-id": handle(fp16=[1])}).json())
+    text = json.dumps(board(pages, (trace(7),), **{"secret-id": handle(fp16=[1])}).json())
     assert "secret" not in text
     seen = json.loads(text)
     assert base64.b64decode(seen["map"]["owner_of"]) == np.array([0, 7], "<u2").tobytes()
@@ -197,14 +197,14 @@ def test_of_several_pools_the_one_with_the_map_is_shown() -> None:
 
 
 def test_a_full_snapshot_stays_below_a_quarter_of_a_mebibyte() -> None:
-    """The most that can be: a cell each, a request for each cell, and as many lives as are kept."""
+    """The largest snapshot: each page of another request, and as many traces as are kept."""
     owners = [owner("request", "d", f"chatcmpl-{'0' * 32}-{n}") for n in range(SHOWN_PAGES)]
     pages = page_map(list(range(1, SHOWN_PAGES + 1)), *owners, stride=1000)
     steps = tuple(("compressing", 1234.567) for _ in range(8))
-    lives = tuple(
+    traces = tuple(
         RequestTrace(
             request=str(n), number=n, attempt=5, prompt_tokens=8192, max_tokens=8192, steps=steps
         )
         for n in range(10**6, 10**6 + 256)
     )
-    assert len(json.dumps(board(pages, lives).json())) < 256 << 10
+    assert len(json.dumps(board(pages, traces).json())) < 256 << 10

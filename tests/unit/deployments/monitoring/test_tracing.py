@@ -75,8 +75,8 @@ def test_a_client_may_bring_its_own_trace() -> None:
 
 
 def test_the_protocol_s_own_types_can_read_it() -> None:
-    lives = [LIFE, replace(LIFE, end="failed", code="worker_lost", report=None, number=2)]
-    spans = [span for life in lives for span in spans_of(life, 1e9)]
+    traces = [LIFE, replace(LIFE, end="failed", code="worker_lost", report=None, number=2)]
+    spans = [span for trace in traces for span in spans_of(trace, 1e9)]
     request = Parse(json.dumps(payload(spans)), ExportTraceServiceRequest())
     ((scope,),) = [one.scope_spans for one in request.resource_spans]
     assert len(scope.spans) == len(spans)
@@ -87,8 +87,8 @@ def test_the_router_remembers_whose_trace_a_request_belongs_to() -> None:
     asked = Request(id="r", prompt=(1,), sampling=Sampling(), reply_to="here", traceparent=PARENT)
     history = History()
     history.begin(RequestAttempts(asked, ignore).present(), "waiting", 1.0)
-    (life,) = history
-    assert life.traceparent == PARENT
+    (trace,) = history
+    assert trace.traceparent == PARENT
 
 
 def ignore(_: object) -> None:

@@ -9,7 +9,7 @@ from ray import serve
 
 from triptych.deployments.placement import node_autoscaler
 from triptych.deployments.placement.node_autoscaler import NodeCount, on_every_node
-from triptych.deployments.placement.nodes import LOOK_EVERY_S
+from triptych.deployments.placement.nodes import POLL_INTERVAL_S
 from triptych.deployments.replicas.pool import PoolReplica
 
 CONTEXT = cast("Any", SimpleNamespace(target_num_replicas=4))
@@ -42,7 +42,7 @@ def test_the_nodes_of_the_application_are_counted_now_and_then(
     assert count(CONTEXT) == (1, {})
     nodes.append(node(triptych=1))
     assert count(CONTEXT) == (1, {})
-    clock.s += LOOK_EVERY_S
+    clock.s += POLL_INTERVAL_S
     assert count(CONTEXT) == (2, {})
 
 

@@ -3,23 +3,28 @@
 import pytest
 
 from triptych.core.errors import ConfigError
-from triptych.deployments.placement.nodes import LOOK_EVERY_S, homes, sliver, wait_for_homes
+from triptych.deployments.placement.nodes import (
+    POLL_INTERVAL_S,
+    application_nodes,
+    node_affinity,
+    wait_for_nodes,
+)
 
 HEAD = {"memory": 1.0}
 WORKER = {"CPU": 8.0, "triptych": 1.0}
 
 
 def test_without_a_resource_every_node_is_one_of_the_application() -> None:
-    assert homes("", [HEAD]) == [HEAD]
-    assert homes("", [HEAD, WORKER]) == [HEAD, WORKER]
-    assert sliver("") == {}
+    assert application_nodes("", [HEAD]) == [HEAD]
+    assert application_nodes("", [HEAD, WORKER]) == [HEAD, WORKER]
+    assert node_affinity("") == {}
 
 
 def test_the_nodes_with_the_resource_are_those_of_the_application() -> None:
-    assert homes("triptych", [HEAD, WORKER]) == [WORKER]
-    assert homes("triptych", [WORKER, HEAD, WORKER]) == [WORKER, WORKER]
-    assert homes("triptych", [HEAD]) == []
-    assert 0 < sliver("triptych")["triptych"] < 0.01
+    assert application_nodes("triptych", [HEAD, WORKER]) == [WORKER]
+    assert application_nodes("triptych", [WORKER, HEAD, WORKER]) == [WORKER, WORKER]
+    assert application_nodes("triptych", [HEAD]) == []
+    assert 0 < node_affinity("triptych")["triptych"] < 0.01
 
 
 def test_a_node_that_comes_late_is_waited_for() -> None:
@@ -31,13 +36,13 @@ def test_a_node_that_comes_late_is_waited_for() -> None:
         if len(slept) == 3:
             nodes.append(WORKER)
 
-    assert wait_for_homes("triptych", lambda: nodes, sleep=sleep) == [WORKER]
-    assert slept == [LOOK_EVERY_S] * 3
+    assert wait_for_nodes("triptych", lambda: nodes, sleep=sleep) == [WORKER]
+    assert slept == [POLL_INTERVAL_S] * 3
 
 
 def test_a_node_that_never_comes_is_named() -> None:
     with pytest.raises(ConfigError, match=r"node_resource='gone'.*--resources '\{\"gone\": 1\}'"):
-        wait_for_homes("gone", lambda: [HEAD, WORKER], wait_s=10, sleep=lambda _: None)
+        wait_for_nodes("gone", lambda: [HEAD, WORKER], wait_s=10, sleep=lambda _: None)
 
 
 def test_as_many_nodes_as_asked_for_are_waited_for() -> None:
@@ -46,7 +51,7 @@ def test_as_many_nodes_as_asked_for_are_waited_for() -> None:
     def sleep(_: float) -> None:
         nodes.append(WORKER)
 
-    found = wait_for_homes("triptych", lambda: nodes, at_least=3, sleep=sleep)
+    found = wait_for_nodes("triptych", lambda: nodes, at_least=3, sleep=sleep)
     assert found == [WORKER] * 3
     with pytest.raises(ConfigError, match=r"min_nodes=5: the application had 3 nodes after 4 s"):
-        wait_for_homes("", lambda: nodes, at_least=5, wait_s=4, sleep=lambda _: None)
+        wait_for_nodes("", lambda: nodes, at_least=5, wait_s=4, sleep=lambda _: None)

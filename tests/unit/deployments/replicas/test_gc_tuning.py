@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from triptych.deployments.replicas.gc_tuning import settle_heap
+from triptych.deployments.replicas.gc_tuning import freeze_heap
 
 
 class Node:
@@ -24,7 +24,7 @@ def thawed() -> Iterator[None]:
 
 def test_what_was_there_is_left_alone_and_what_comes_later_is_collected() -> None:
     kept, garbage = Node(), weakref.ref(Node())
-    settle_heap()
+    freeze_heap()
     assert garbage() is None, "what was garbage before is not kept for good"
     assert not any(one is kept for one in gc.get_objects())
     later = weakref.ref(Node())

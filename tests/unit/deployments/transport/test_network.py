@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.kvpool.certificates import make_certificates
 from triptych.core.messages import Cancel, Message, pack, unpack
-from triptych.deployments.transport.addressing import Network, Place
+from triptych.deployments.transport.addressing import Endpoint, Network
 from triptych.deployments.transport.peer_channel import DELIVER, OPTIONS, PeerChannel
 from triptych.kvpool import Access, PoolAddress
 
@@ -39,8 +39,10 @@ class FakeDirectory:
         return [key for key in self.values if key.startswith(prefix)]
 
     def nodes(self) -> set[str]:
-        places = [unpack(value)[0] for value in self.values.values()]
-        return {place.node for place in places if isinstance(place, Place)} - self.dead
+        endpoints = [unpack(value)[0] for value in self.values.values()]
+        return {
+            endpoint.node for endpoint in endpoints if isinstance(endpoint, Endpoint)
+        } - self.dead
 
 
 @dataclass
@@ -59,10 +61,10 @@ class Box:
         self.received += [(message, sender) for message in messages]
 
     @property
-    def place(self) -> Place:
-        place = self.network._place(f"mailbox/{self.name}")
-        assert place is not None
-        return place
+    def endpoint(self) -> Endpoint:
+        endpoint = self.network._endpoint(f"mailbox/{self.name}")
+        assert endpoint is not None
+        return endpoint
 
 
 Make = Callable[..., Box]
@@ -104,7 +106,7 @@ async def test_messages_pass_between_nodes_and_on_a_node(box: Make) -> None:
     assert [m.requests[0] for m, _ in far.received] == [str(i) for i in range(100)]
     assert {sender for _, sender in far.received} == {"one"}
     assert (await one.network.find("near")).target.startswith("unix:")
-    assert (await one.network.find("far")).target == f"127.0.0.1:{far.place.port}"
+    assert (await one.network.find("far")).target == f"127.0.0.1:{far.endpoint.port}"
     for some in (one, near, far):
         await some.peer_channel.stop()
     assert one.network.directory.keys("") == []
@@ -148,7 +150,9 @@ async def test_a_wrong_or_no_token_is_refused_and_counted(box: Make) -> None:
     await stranger.peer_channel.start()
     stranger.peer_channel.post("one", named("x"))
     await until(lambda: stranger.lost == ["one"])
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{one.place.port}", options=OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{one.endpoint.port}", options=OPTIONS
+    ) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary(DELIVER)(pack([named("x")]))
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -161,7 +165,9 @@ async def test_a_wrong_or_no_token_is_refused_and_counted(box: Make) -> None:
 async def test_truncated_and_mutated_frames_over_tcp_are_refused_and_counted(box: Make) -> None:
     one, frame = box("one", "a"), pack([named("x")])
     await one.peer_channel.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{one.place.port}", options=OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{one.endpoint.port}", options=OPTIONS
+    ) as channel:
         deliver = channel.unary_unary(DELIVER)
         for bad in (b"", frame[:-1], b"\x80\x04\x95.", frame.replace(b"Cancel", b"Cancem")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -100,7 +100,9 @@ def select(
     )
     choose = select_pages.on(backend)
     shares = None if spread is None else take(spread)[0]
-    choose(asked, there, here, which, now, rule, lists, scale=0.125, spread=shares, scores=scores)
+    choose(
+        asked, there, here, which, now, rule, lists, scale=0.125, head_budgets=shares, scores=scores
+    )
     return PageLists(*(part.cpu() for part in made)), scores.cpu()
 
 

@@ -47,13 +47,13 @@ def settings(folder: Path, capacity_bytes: int = 1 << 20) -> DiskSettings:
 def publish(pool: WorkerPool, tokens: list[int], tenant: str = "t") -> int:
     """Publish all blocks, each page filled with its block's first token."""
     blocks = len(tokens) // BLOCK
-    pages = np.split(pool.take(blocks * SIZE), blocks)
+    pages = np.split(pool.allocate(blocks * SIZE), blocks)
     for place, ids in enumerate(pages):
         pool.arena.data[ids] = tokens[place * BLOCK] % 251
     new = Publication(namespace=SPACE, tokens=tokens, blocks=pages, seconds=0.5, tenant=tenant)
     added = pool.publish_prefix(new)
     for ids in pages[: blocks - added]:
-        pool.give(ids)
+        pool.free(ids)
     return added
 
 
@@ -70,7 +70,7 @@ def require_content(pool: WorkerPool, tokens: list[int], blocks: int) -> None:
     assert len(found.blocks) == blocks
     for place, ids in enumerate(found.blocks):
         assert np.all(pool.arena.data[ids] == tokens[place * BLOCK] % 251)
-    pool.release_prefix(found.hold)
+    pool.release_prefix(found.pin)
 
 
 def settled(pool: WorkerPool, objects: int) -> DiskStats:
@@ -281,7 +281,7 @@ class Bench:
         self.level = DiskTier(self.cache, disk, threading.Lock())
 
     def publish(self, token: int) -> None:
-        ids = self.pool.grant(self.worker, self.pages)
+        ids = self.pool.allocate(self.worker, self.pages)
         self.data[ids] = token
         new = Publication(namespace=SPACE, tokens=[token], blocks=[ids], seconds=1.0, tenant="t")
         done = self.cache.publish(self.worker, new)
@@ -291,9 +291,9 @@ class Bench:
 
     def scribble(self) -> None:
         """Write to all pages that are free."""
-        ids = self.pool.grant(self.worker, self.pool.free_pages)
+        ids = self.pool.allocate(self.worker, self.pool.free_pages)
         self.data[ids] = 0xEE
-        self.pool.give_back(self.worker, ids)
+        self.pool.free(self.worker, ids)
 
     def work(self) -> None:
         while self.mover.line:

@@ -104,7 +104,7 @@ class DiskLevelMachine(RuleBasedStateMachine):
         disk = Disk(self.tier, self.mover, self.data)
         self.level = DiskTier(self.cache, disk, threading.Lock())
         self.worker = self.pool.register("w", ProcessKey(1, 1, "w"), 0.0)
-        self.holds = list[tuple[bytes, list[int], FoundPrefix]]()
+        self.pins = list[tuple[bytes, list[int], FoundPrefix]]()
         self.lent_pages = 0
 
     def teardown(self) -> None:
@@ -129,7 +129,9 @@ class DiskLevelMachine(RuleBasedStateMachine):
         first = self.cache.known(self.worker, space(salt), prompt)
         if first == blocks:
             return
-        ids = np.split(self.pool.grant(self.worker, BLOCK_PAGES * (blocks - first)), blocks - first)
+        ids = np.split(
+            self.pool.allocate(self.worker, BLOCK_PAGES * (blocks - first)), blocks - first
+        )
         keys = self.cache.keys(space(salt), prompt)
         for place, pages in enumerate(ids, first + 1):
             self.data[pages] = content(salt, prompt[: place * BLOCK])
@@ -146,18 +148,18 @@ class DiskLevelMachine(RuleBasedStateMachine):
         self.level.published(done.new)
         for pages in ids[: len(ids) - done.added]:
             self.data[pages] = 0xEE
-            self.pool.give_back(self.worker, pages)
+            self.pool.free(self.worker, pages)
         while at_once and self.mover:
             self.mover.work()
 
     @rule(pages=st.integers(0, TOTAL_PAGES + 1))
-    def lend(self, pages: int) -> None:
-        lent, evicted = self.cache.lend(pages * PAGE_BYTES)
+    def borrow_cache_memory(self, pages: int) -> None:
+        lent, evicted = self.cache.borrow_cache_memory(pages * PAGE_BYTES)
         self.level.evicted(evicted)
         self.lent_pages = lent // PAGE_BYTES
-        assert self.lent_pages * PAGE_BYTES == lent == self.cache.line().lent_bytes
+        assert self.lent_pages * PAGE_BYTES == lent == self.cache.line().borrowed_bytes
         assert self.lent_pages <= min(pages, TOTAL_PAGES)
-        if not self.holds and not self.mover.urgent:
+        if not self.pins and not self.mover.urgent:
             assert self.lent_pages == min(pages, TOTAL_PAGES)
 
     @rule(salt=SALTS, prompt=PROMPTS, keep=st.booleans())
@@ -166,17 +168,17 @@ class DiskLevelMachine(RuleBasedStateMachine):
         if found is None:
             return
         self.require_content(salt, prompt, found)
-        if keep and len(self.holds) < 2:
-            self.holds.append((salt, prompt, found))
+        if keep and len(self.pins) < 2:
+            self.pins.append((salt, prompt, found))
         else:
-            self.cache.release(self.worker, found.hold)
+            self.cache.release(self.worker, found.pin)
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.pins)
     @rule()
     def release(self) -> None:
-        salt, prompt, found = self.holds.pop()
+        salt, prompt, found = self.pins.pop()
         self.require_content(salt, prompt, found)
-        self.cache.release(self.worker, found.hold)
+        self.cache.release(self.worker, found.pin)
 
     def require_content(self, salt: bytes, prompt: list[int], found: FoundPrefix) -> None:
         for place, pages in enumerate(found.blocks, 1):
@@ -236,7 +238,7 @@ class DiskLevelMachine(RuleBasedStateMachine):
         if not self.mover.urgent:
             assert mine.extent_pages == 0
             assert self.level.line().coming == 0
-            assert self.cache.holds == len(self.holds)
+            assert self.cache.pins == len(self.pins)
 
     @invariant()
     def the_disk_is_within_its_limits(self) -> None:

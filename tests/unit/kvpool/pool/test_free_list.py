@@ -19,37 +19,37 @@ def test_behaves_as_a_queue_however_often_it_wraps(
     for takes, count in steps:
         if takes and count <= len(queue):
             expected = [queue.popleft() for _ in range(count)]
-            assert free.take(count).tolist() == expected
+            assert free.allocate(count).tolist() == expected
             held += expected
         elif takes:
             with pytest.raises(PoolExhausted):
-                free.take(count)
+                free.allocate(count)
         else:
             given_back, held = held[:count], held[count:]
-            free.give(np.array(given_back, np.int32))
+            free.free(np.array(given_back, np.int32))
             queue.extend(given_back)
         assert free.peek().tolist() == list(queue)
-        assert len(free) == free.given - free.taken == len(queue)
+        assert len(free) == free.freed - free.allocated == len(queue)
 
 
 def test_an_empty_list_and_a_full_list_are_not_confused() -> None:
     free = FreeList(4)
-    everything = free.take(4)
+    everything = free.allocate(4)
     assert len(free) == 0
-    free.give(everything)
+    free.free(everything)
     assert len(free) == 4
 
 
 def test_more_ids_than_pages_are_refused() -> None:
     free = FreeList(4)
     with pytest.raises(OverflowError):
-        free.give(np.array([0], np.int32))
+        free.free(np.array([0], np.int32))
     assert free.peek().tolist() == [0, 1, 2, 3]
 
 
 def test_taken_ids_are_a_copy() -> None:
     free = FreeList(4)
-    ids = free.take(2)
+    ids = free.allocate(2)
     ids[:] = 3
     assert free.peek().tolist() == [2, 3]
 

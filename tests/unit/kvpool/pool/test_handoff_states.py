@@ -12,8 +12,9 @@ import numpy as np
 
 from tests.unit.kvpool.exploration import explore
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
-from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.core.handles import LeaseRef
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 
 PAGES = 2
@@ -31,7 +32,7 @@ class Actor:
     ticket: WorkerId
     step: int = 0
     pages: tuple[int, ...] = ()
-    claim: Claim | None = None
+    lease_ref: LeaseRef | None = None
     is_dead: bool = False
     is_swept: bool = False
 
@@ -43,7 +44,7 @@ class World:
     pool: Pool = field(default_factory=lambda: Pool(PAGES, 256, "arena", 10.0, keep_s=1e9))
     producers: list[Actor] = field(default_factory=list[Actor])
     consumers: list[Actor] = field(default_factory=list[Actor])
-    sent: list[Claim | None] = field(default_factory=lambda: [None, None])
+    sent: list[LeaseRef | None] = field(default_factory=lambda: [None, None])
     written: list[str] = field(default_factory=lambda: [""] * PAGES)
 
     @classmethod
@@ -79,7 +80,7 @@ class World:
     def may_adopt(self, i: int) -> bool:
         """Whether consumer i can take over what the other one, dead, was reading."""
         dead = self.consumers[1 - i]
-        return dead.is_swept and dead.claim is not None and not self.consumers[i].is_dead
+        return dead.is_swept and dead.lease_ref is not None and not self.consumers[i].is_dead
 
     def do(self, move: str, i: int) -> None:
         match move:
@@ -104,7 +105,7 @@ class World:
         match PRODUCER[actor.step]:
             case "take":
                 try:
-                    actor.pages = tuple(self.pool.grant(actor.ticket, 1).tolist())
+                    actor.pages = tuple(self.pool.allocate(actor.ticket, 1).tolist())
                 except PoolExhausted:
                     return  # somebody who died has not been swept; later
             case "write":
@@ -116,30 +117,32 @@ class World:
     def consume(self, i: int, actor: Actor) -> None:
         match CONSUMER[actor.step]:
             case "attach":
-                claim, pages = self.sent[i], self.producers[i].pages
-                assert claim is not None
+                lease_ref, pages = self.sent[i], self.producers[i].pages
+                assert lease_ref is not None
                 try:
-                    [actor.claim] = self.pool.attach(actor.ticket, [(claim, ids(pages))])
+                    [actor.lease_ref] = self.pool.attach(actor.ticket, [(lease_ref, ids(pages))])
                 except (StaleHandle, NotHeld):
                     actor.step = 3  # its producer died: the request is told so
                     return
             case "read":
                 assert self.written[self.producers[i].pages[0]] == f"r{i}"
             case "release":
-                assert actor.claim is not None
-                self.pool.release(actor.ticket, [actor.claim.lease])
-                actor.claim = None
+                assert actor.lease_ref is not None
+                self.pool.release(actor.ticket, [actor.lease_ref.lease])
+                actor.lease_ref = None
         actor.step += 1
 
     def adopt(self, i: int) -> None:
         """Take over, read, and let go."""
         heir, dead, other = self.consumers[i], self.consumers[1 - i], 1 - i
-        assert dead.claim is not None
+        assert dead.lease_ref is not None
         pages = ids(self.producers[other].pages)
-        claim = self.pool.adopt(heir.ticket, dead.name, f"r{other}", dead.claim.lease, pages)
+        lease_ref = self.pool.adopt(
+            heir.ticket, dead.name, f"r{other}", dead.lease_ref.lease, pages
+        )
         assert self.written[int(pages[0])] == f"r{other}"
-        self.pool.release(heir.ticket, [claim.lease])
-        dead.claim = None
+        self.pool.release(heir.ticket, [lease_ref.lease])
+        dead.lease_ref = None
 
     def sweep(self) -> None:
         swept = {a.name for a in (*self.producers, *self.consumers) if a.is_swept}
@@ -158,7 +161,7 @@ class World:
     def refuses(self, actor: Actor) -> None:
         """A dead worker's ticket opens nothing any more."""
         try:
-            self.pool.grant(actor.ticket, 0)
+            self.pool.allocate(actor.ticket, 0)
         except NotRegistered:
             return
         raise AssertionError(f"{actor.name} is dead and was heard")
@@ -173,15 +176,15 @@ class World:
         """What makes two states the same: ids of leases and tickets do not."""
         actors = (*self.producers, *self.consumers)
         return (
-            tuple((a.step, a.pages, a.claim is None, a.is_dead, a.is_swept) for a in actors),
-            tuple(claim is not None for claim in self.sent),
+            tuple((a.step, a.pages, a.lease_ref is None, a.is_dead, a.is_swept) for a in actors),
+            tuple(lease_ref is not None for lease_ref in self.sent),
             tuple(self.written),
             tuple(sorted(self.pool.stat(0.0).by_request.items())),
             tuple(
                 (line.name, line.extent_pages, line.request_pages, line.requests)
                 for line in self.pool.stat(0.0).workers
             ),
-            tuple(self.pool._free.peek().tolist()),  # the order decides who gets which page
+            tuple(self.pool._leases.free_list.peek().tolist()),  # the order matters
         )
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
-from triptych.core.handles import Claim, LeaseId
-from triptych.kvpool.pool.page_pool import About, Pool, WorkerId
+from triptych.core.handles import LeaseId, LeaseRef
+from triptych.kvpool.pool.leases import About, WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
 
 PAGES, TTL_S, KEEP_S = 24, 10.0, 15.0
@@ -28,7 +29,7 @@ class ModelWorker:
 @dataclass
 class ModelLease:
     worker: str
-    claim: Claim
+    lease_ref: LeaseRef
     label: str
 
 
@@ -43,7 +44,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.left = dict[str, ModelWorker]()
         """The dead whose pages wait for others."""
         self.leases = dict[LeaseId, ModelLease]()
-        self.old_claims = [Claim("arena", LeaseId(99), 1), Claim("arena-of-before", LeaseId(1), 1)]
+        self.old_claims = [
+            LeaseRef("arena", LeaseId(99), 1),
+            LeaseRef("arena-of-before", LeaseId(1), 1),
+        ]
         self.old_workers = [WorkerId("nobody")]
         self.requests = 0
         self.told = set[str]()
@@ -67,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
                 del self.owner[page]
             else:
                 self.owner[page] = heir
-        self.old_claims.append(self.leases.pop(lease).claim)
+        self.old_claims.append(self.leases.pop(lease).lease_ref)
 
     def forget(self, name: str) -> None:
         for lease in self.leases_of(name):
@@ -160,36 +164,36 @@ class PoolMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.leases_of(previous_worker)))
         label = self.leases[lease].label
         pages = draw_some(data, self.pages_of(previous_worker) + self.pages_of(lease))
-        claim = self.pool.adopt(worker, previous_worker, label, lease, as_ids(pages))
-        assert claim.generation == 1
-        assert claim.lease not in self.leases
-        self.owner.update(dict.fromkeys(pages, claim.lease))
-        self.leases[claim.lease] = ModelLease(name, claim, label)
+        lease_ref = self.pool.adopt(worker, previous_worker, label, lease, as_ids(pages))
+        assert lease_ref.generation == 1
+        assert lease_ref.lease not in self.leases
+        self.owner.update(dict.fromkeys(pages, lease_ref.lease))
+        self.leases[lease_ref.lease] = ModelLease(name, lease_ref, label)
         self.end(lease, None)
 
     # ---------------------------------------------------------- pages
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), at_least=st.integers(0, PAGES + 1), more=st.integers(0, 4))
-    def grant(self, data: st.DataObject, at_least: int, more: int) -> None:
+    def allocate(self, data: st.DataObject, at_least: int, more: int) -> None:
         name, worker = self.some_worker(data)
         free = PAGES - len(self.owner)
         if at_least > free:
             with pytest.raises(PoolExhausted) as raised:
-                self.pool.grant(worker, at_least + more, at_least)
+                self.pool.allocate(worker, at_least + more, at_least)
             assert (raised.value.wanted, raised.value.free) == (at_least, free)
             return
-        got = self.pool.grant(worker, at_least + more, at_least).tolist()
+        got = self.pool.allocate(worker, at_least + more, at_least).tolist()
         assert at_least <= len(got) <= at_least + more
         assert not set(got) & set(self.owner)
         self.owner.update(dict.fromkeys(got, name))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def free(self, data: st.DataObject) -> None:
         name, worker = self.some_worker(data)
         pages = draw_some(data, self.pages_of(name))
-        self.pool.give_back(worker, as_ids(pages))
+        self.pool.free(worker, as_ids(pages))
         for page in pages:
             del self.owner[page]
 
@@ -208,14 +212,14 @@ class PoolMachine(RuleBasedStateMachine):
         packed = [(label, as_ids(pages)) for label, pages in commits]
         told = [About(f"tenant of {label}", (("k8v4", len(pages)),)) for label, pages in commits]
         about = data.draw(st.sampled_from([told, []]))
-        claims = self.pool.handoff(worker, packed, ending, keep=keep, about=about)
+        lease_refs = self.pool.handoff(worker, packed, ending, keep=keep, about=about)
         if about:
             self.told.update(label for label, _ in commits)
-        for claim, (label, pages) in zip(claims, commits, strict=True):
-            assert claim.generation == 1
-            assert claim.lease not in self.leases
-            self.owner.update(dict.fromkeys(pages, claim.lease))
-            self.leases[claim.lease] = ModelLease(name, claim, label)
+        for lease_ref, (label, pages) in zip(lease_refs, commits, strict=True):
+            assert lease_ref.generation == 1
+            assert lease_ref.lease not in self.leases
+            self.owner.update(dict.fromkeys(pages, lease_ref.lease))
+            self.leases[lease_ref.lease] = ModelLease(name, lease_ref, label)
         for lease in ending:
             self.end(lease, name if keep else None)
 
@@ -224,13 +228,13 @@ class PoolMachine(RuleBasedStateMachine):
     def attach(self, data: st.DataObject) -> None:
         name, worker = self.some_worker(data)
         chosen = draw_some(data, list(self.leases))
-        wanted = [(self.leases[i].claim, as_ids(self.pages_of(i)[::-1])) for i in chosen]
-        claims = self.pool.attach(worker, wanted)
-        for lease, claim in zip(chosen, claims, strict=True):
+        wanted = [(self.leases[i].lease_ref, as_ids(self.pages_of(i)[::-1])) for i in chosen]
+        lease_refs = self.pool.attach(worker, wanted)
+        for lease, lease_ref in zip(chosen, lease_refs, strict=True):
             entry = self.leases[lease]
-            assert claim == Claim("arena", lease, entry.claim.generation + 1)
-            self.old_claims.append(entry.claim)
-            self.leases[lease] = ModelLease(name, claim, entry.label)
+            assert lease_ref == LeaseRef("arena", lease, entry.lease_ref.generation + 1)
+            self.old_claims.append(entry.lease_ref)
+            self.leases[lease] = ModelLease(name, lease_ref, entry.label)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), keep=st.booleans())
@@ -266,7 +270,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_old_claim_is_refused_even_in_good_company(self, data: st.DataObject) -> None:
         _, worker = self.some_worker(data)
-        good = [(e.claim, as_ids(self.pages_of(i))) for i, e in self.leases.items()]
+        good = [(e.lease_ref, as_ids(self.pages_of(i))) for i, e in self.leases.items()]
         old = data.draw(st.sampled_from(self.old_claims))
         with pytest.raises(StaleHandle):
             self.pool.attach(worker, [*good, (old, as_ids(self.pages_of(old.lease)))])
@@ -280,7 +284,7 @@ class PoolMachine(RuleBasedStateMachine):
         named = data.draw(st.lists(st.integers(-1, PAGES), max_size=6))
         if sorted(named) != pages:
             with pytest.raises(NotHeld):
-                self.pool.attach(worker, [(self.leases[lease].claim, as_ids(named))])
+                self.pool.attach(worker, [(self.leases[lease].lease_ref, as_ids(named))])
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), stolen=st.lists(st.integers(-1, PAGES), min_size=1, max_size=3))
@@ -289,7 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
         mine = self.pages_of(name)
         if set(stolen) - set(mine) or len(set(stolen)) < len(stolen):
             with pytest.raises(NotHeld):
-                self.pool.give_back(worker, as_ids(stolen))
+                self.pool.free(worker, as_ids(stolen))
         reach = self.pages_within_reach(name)
         if set(stolen) - set(reach) or len(set(stolen)) < len(stolen):
             with pytest.raises(NotHeld):
@@ -332,8 +336,8 @@ class PoolMachine(RuleBasedStateMachine):
         old = data.draw(st.sampled_from(self.old_workers))
         for call in (
             lambda: self.pool.renew(old, self.now),
-            lambda: self.pool.grant(old, 1),
-            lambda: self.pool.give_back(old, as_ids([])),
+            lambda: self.pool.allocate(old, 1),
+            lambda: self.pool.free(old, as_ids([])),
             lambda: self.pool.handoff(old, []),
             lambda: self.pool.attach(old, []),
             lambda: self.pool.release(old, []),

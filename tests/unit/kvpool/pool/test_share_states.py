@@ -13,10 +13,11 @@ import numpy as np
 
 from tests.unit.kvpool.exploration import explore
 from triptych.core.errors import NotHeld, StaleHandle
-from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.core.handles import LeaseRef
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings
 
 PAGES, PAGE_BYTES = 2, 256
@@ -27,7 +28,7 @@ SPACE = Namespace(salt=b"", model="m", revision="", profile="p")
 class Actor:
     name: str
     ticket: WorkerId
-    claim: Claim | None = None
+    lease_ref: LeaseRef | None = None
     """Of a decode worker: what it has joined."""
     is_dead: bool = False
     is_swept: bool = False
@@ -40,8 +41,8 @@ class World:
     pool: Pool = field(default_factory=lambda: Pool(PAGES, PAGE_BYTES, "arena", 10.0, keep_s=1e9))
     own: int = -1
     shared: int = -1
-    hold: HoldId | None = None
-    offer: Claim | None = None
+    pin: PinId | None = None
+    offer: LeaseRef | None = None
     """The newest claim that was put on offer, good or not."""
     moves_left: int = 1
     is_begun: bool = False
@@ -53,7 +54,7 @@ class World:
         world.cache = PrefixCache(world.pool, limits)
         world.compress = world.register("compress", keeps=False)
         world.decode = [world.register(f"decode-{i}", keeps=True) for i in range(2)]
-        ids = world.pool.grant(world.compress.ticket, 1)
+        ids = world.pool.allocate(world.compress.ticket, 1)
         world.shared = int(ids[0])
         new = Publication(namespace=SPACE, tokens=[7], blocks=[ids], seconds=1.0, tenant="t")
         assert world.cache.publish(world.compress.ticket, new).added == 1
@@ -73,7 +74,7 @@ class World:
         if self.is_resident:
             yield "evict", 0
         if not self.compress.is_dead and not self.is_begun:
-            yield ("hold", 0) if self.hold is None else ("commit", 0)
+            yield ("hold", 0) if self.pin is None else ("commit", 0)
         for i, actor in enumerate(self.actors):
             if not actor.is_dead:
                 yield "kill", i
@@ -84,7 +85,7 @@ class World:
         for i, actor in enumerate(self.decode):
             if actor.is_dead:
                 continue
-            if actor.claim is None:
+            if actor.lease_ref is None:
                 if self.offer is not None:
                     yield "join", i
                 if self.decode[1 - i].is_swept:
@@ -97,12 +98,12 @@ class World:
     def do(self, move: str, i: int) -> None:
         match move:
             case "evict":
-                self.cache.lend(PAGE_BYTES)
-                self.cache.lend(0)
+                self.cache.borrow_cache_memory(PAGE_BYTES)
+                self.cache.borrow_cache_memory(0)
             case "hold":
-                found = self.cache.hold_all(self.compress.ticket, SPACE, [7])
+                found = self.cache.pin_all(self.compress.ticket, SPACE, [7])
                 self.is_begun = found is None  # evicted: it is encoded, and nothing is shared
-                self.hold = found.hold if found else None
+                self.pin = found.pin if found else None
             case "commit":
                 self.commit()
             case "kill":
@@ -123,13 +124,13 @@ class World:
                 self.suspend(self.decode[i])
             case "release":
                 one = self.decode[i]
-                self.pool.release(one.ticket, [one.claim.lease])
-                one.claim = None
+                self.pool.release(one.ticket, [one.lease_ref.lease])
+                one.lease_ref = None
             case _:
                 raise AssertionError(move)
 
     def commit(self) -> None:
-        page = self.pool.grant(self.compress.ticket, 1)
+        page = self.pool.allocate(self.compress.ticket, 1)
         self.own, self.is_begun = int(page[0]), True
         [self.offer] = self.cache.handoff(
             self.compress.ticket,
@@ -137,13 +138,13 @@ class World:
             [],
             keep=False,
             about=(),
-            holds=[self.hold],
+            pins=[self.pin],
         )
-        self.hold = None
+        self.pin = None
 
     def join(self, one: Actor) -> None:
         try:
-            [one.claim] = self.pool.attach(one.ticket, [(self.offer, self.ids)])
+            [one.lease_ref] = self.pool.attach(one.ticket, [(self.offer, self.ids)])
         except (StaleHandle, NotHeld):
             return  # its giver died, or another one was faster
         self.offer = None
@@ -151,14 +152,14 @@ class World:
     def adopt(self, heir: Actor, dead: Actor) -> None:
         """By its checkpoint, or, if it had put the request on offer, by its label."""
         try:
-            heir.claim = self.pool.adopt(heir.ticket, dead.name, "r", None, self.ids)
+            heir.lease_ref = self.pool.adopt(heir.ticket, dead.name, "r", None, self.ids)
         except StaleHandle:
             return
-        dead.claim = self.offer = None
+        dead.lease_ref = self.offer = None
 
     def suspend(self, one: Actor) -> None:
-        [self.offer] = self.pool.handoff(one.ticket, [("r", self.ids)], [one.claim.lease])
-        one.claim, self.moves_left = None, self.moves_left - 1
+        [self.offer] = self.pool.handoff(one.ticket, [("r", self.ids)], [one.lease_ref.lease])
+        one.lease_ref, self.moves_left = None, self.moves_left - 1
 
     @property
     def ids(self) -> np.ndarray:
@@ -180,32 +181,32 @@ class World:
         assert self.cache.check() == []
         leases = self.pool.stat(0.0).by_request
         assert self.readers == int("r" in leases) <= 1
-        holders = self.readers + (self.hold is not None and not self.compress.is_swept)
-        assert self.cache.holds == holders
+        holders = self.readers + (self.pin is not None and not self.compress.is_swept)
+        assert self.cache.pins == holders
         if holders:
             seen = self.pool.map(PAGES)
             assert seen.owners[int(seen.cells[self.shared]) - 1].label == PREFIX_WORKER
         for one in self.decode:
-            if one.claim is not None and not one.is_dead:
-                self.pool.require_lease(one.ticket, one.claim.lease, self.ids)
+            if one.lease_ref is not None and not one.is_dead:
+                self.pool.require_lease(one.ticket, one.lease_ref.lease, self.ids)
 
     def check_end(self) -> None:
         """Once everybody is gone nothing is pinned, and the block can be evicted."""
         for actor in self.actors:
             self.pool.expel(actor.name)
         self.cache.forget_lost()
-        assert self.cache.holds == 0
-        self.cache.lend(PAGE_BYTES)
+        assert self.cache.pins == 0
+        self.cache.borrow_cache_memory(PAGE_BYTES)
         assert self.pool.free_pages == PAGES
 
     def key(self) -> Hashable:
         return (
             tuple(
-                (one.claim is None, one.is_dead, one.is_swept, self.pool.knows(one.name))
+                (one.lease_ref is None, one.is_dead, one.is_swept, self.pool.knows(one.name))
                 for one in self.actors
             ),
-            (self.own, self.hold is None, self.offer is None, self.moves_left, self.is_begun),
-            (self.is_resident, self.readers, self.cache.holds, self.pool.free_pages),
+            (self.own, self.pin is None, self.offer is None, self.moves_left, self.is_begun),
+            (self.is_resident, self.readers, self.cache.pins, self.pool.free_pages),
             tuple(
                 (line.name, line.request_pages, line.extent_pages)
                 for line in self.pool.stat(0.0).workers

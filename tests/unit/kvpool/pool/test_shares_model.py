@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from triptych.core.errors import NotHeld, PoolError, StaleHandle
-from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.core.handles import LeaseRef
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings
 
 PAGES, PAGE_BYTES, TTL_S, KEEP_S = 40, 256, 10.0, 20.0
@@ -25,7 +26,7 @@ SPACE = Namespace(salt=b"a", model="m", revision="", profile="p")
 @dataclass
 class ModelLease:
     worker: str
-    claim: Claim
+    lease_ref: LeaseRef
     own: list[int]
     shared: list[int]
 
@@ -45,7 +46,7 @@ class ShareMachine(RuleBasedStateMachine):
         self.workers = dict[str, WorkerId]()
         self.left = dict[str, float]()
         """The dead whose requests wait for others, and since when."""
-        self.holds = dict[HoldId, tuple[str, list[int]]]()
+        self.pins = dict[PinId, tuple[str, list[int]]]()
         self.leases = dict[str, ModelLease]()
         """By label: each request has one lease at a time."""
         self.requests = 0
@@ -62,7 +63,7 @@ class ShareMachine(RuleBasedStateMachine):
 
     def forget(self, name: str) -> None:
         self.leases = {label: one for label, one in self.leases.items() if one.worker != name}
-        self.holds = {hold: entry for hold, entry in self.holds.items() if entry[0] != name}
+        self.pins = {hold: entry for hold, entry in self.pins.items() if entry[0] != name}
         self.left.pop(name, None)
         self.cache.forget_lost()
 
@@ -93,7 +94,7 @@ class ShareMachine(RuleBasedStateMachine):
         if name == "compress":
             self.register(name)
             return
-        self.holds = {hold: entry for hold, entry in self.holds.items() if entry[0] != name}
+        self.pins = {hold: entry for hold, entry in self.pins.items() if entry[0] != name}
         self.cache.forget_lost()
         self.left[name] = self.now
         self.expire()
@@ -129,7 +130,7 @@ class ShareMachine(RuleBasedStateMachine):
         count = len(tokens) // BLOCK
         if count * BLOCK_PAGES > self.pool.free_pages:
             return
-        pages = np.split(self.pool.grant(worker, count * BLOCK_PAGES), count)
+        pages = np.split(self.pool.allocate(worker, count * BLOCK_PAGES), count)
         done = self.cache.publish(
             worker,
             Publication(
@@ -141,44 +142,44 @@ class ShareMachine(RuleBasedStateMachine):
             ),
         )
         for ids in pages[: count - done.added]:
-            self.pool.give_back(worker, ids)
+            self.pool.free(worker, ids)
 
     @rule(nbytes=st.integers(0, TOTAL_PAGES * PAGE_BYTES))
-    def lend(self, nbytes: int) -> None:
-        lent, _ = self.cache.lend(nbytes)
+    def borrow_cache_memory(self, nbytes: int) -> None:
+        lent, _ = self.cache.borrow_cache_memory(nbytes)
         pinned = len({page for pages in self.read_pages() for page in pages})
         assert lent <= (TOTAL_PAGES - pinned) * PAGE_BYTES
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data(), tokens=TOKENS)
-    def hold(self, data: st.DataObject, tokens: list[int]) -> None:
+    def pin(self, data: st.DataObject, tokens: list[int]) -> None:
         name, worker = self.some_worker(data)
         known = self.cache.known(worker, SPACE, tokens)
-        found = self.cache.hold_all(worker, SPACE, tokens)
+        found = self.cache.pin_all(worker, SPACE, tokens)
         assert (found is not None) == (known == len(tokens) // BLOCK > 0)
         if found is not None:
             assert found.tokens == known * BLOCK
-            self.holds[found.hold] = (name, np.concatenate(found.blocks).tolist())
+            self.pins[found.pin] = (name, np.concatenate(found.blocks).tolist())
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def release_hold(self, data: st.DataObject) -> None:
-        hold = data.draw(st.sampled_from(sorted(self.holds)))
-        name, _ = self.holds.pop(hold)
+        hold = data.draw(st.sampled_from(sorted(self.pins)))
+        name, _ = self.pins.pop(hold)
         self.cache.release(self.workers[name], hold)
 
     # ---------------------------------------------------------- requests
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.pins)
     @rule(data=st.data(), own=st.integers(0, 2))
     def hand_off(self, data: st.DataObject, own: int) -> None:
         """A request begins: pages of its own, and some of a prefix that its worker holds."""
-        hold = data.draw(st.sampled_from(sorted(self.holds)))
-        name, pages = self.holds[hold]
+        hold = data.draw(st.sampled_from(sorted(self.pins)))
+        name, pages = self.pins[hold]
         if own > self.pool.free_pages:
             return
         shared = data.draw(st.lists(st.sampled_from(pages), unique=True))
-        mine = self.pool.grant(self.workers[name], own).tolist()
+        mine = self.pool.allocate(self.workers[name], own).tolist()
         self.requests += 1
         label = f"r{self.requests}"
         commits = [(label, as_ids(mine + shared))]
@@ -189,17 +190,17 @@ class ShareMachine(RuleBasedStateMachine):
                     self.hand(worker, [(label, wrong)], [hold])
         with pytest.raises(PoolError):
             self.hand(worker, [*commits, ("thief", as_ids([]))], [hold, hold])
-        (claim,) = self.hand(worker, commits, [hold])
+        (lease_ref,) = self.hand(worker, commits, [hold])
         with pytest.raises(PoolError):
             self.hand(worker, [("again", as_ids([]))], [hold])
-        del self.holds[hold]
-        assert claim.shared == len(shared)
-        self.leases[label] = ModelLease(name, claim, mine, shared)
+        del self.pins[hold]
+        assert lease_ref.shared == len(shared)
+        self.leases[label] = ModelLease(name, lease_ref, mine, shared)
 
     def hand(
-        self, worker: WorkerId, commits: list[tuple[str, np.ndarray]], holds: list[HoldId]
-    ) -> list[Claim]:
-        return self.cache.handoff(worker, commits, [], keep=False, about=(), holds=holds)
+        self, worker: WorkerId, commits: list[tuple[str, np.ndarray]], pins: list[PinId]
+    ) -> list[LeaseRef]:
+        return self.cache.handoff(worker, commits, [], keep=False, about=(), pins=pins)
 
     def a_lease(self, data: st.DataObject, *, left: bool) -> str | None:
         labels = [k for k, one in self.leases.items() if (one.worker in self.left) == left]
@@ -216,12 +217,12 @@ class ShareMachine(RuleBasedStateMachine):
         for wrong in (one.shared + one.own, one.own, one.own + one.shared[1:]):
             if wrong != one.own + one.shared:
                 with pytest.raises(NotHeld):
-                    self.pool.attach(worker, [(one.claim, as_ids(wrong))])
+                    self.pool.attach(worker, [(one.lease_ref, as_ids(wrong))])
         named = as_ids(one.own + one.shared[::-1])
-        (claim,) = self.pool.attach(worker, [(one.claim, named)])
-        self.pool.require_lease(worker, claim.lease, named)
-        assert claim.shared == len(one.shared)
-        self.leases[label] = ModelLease(name, claim, one.own, one.shared)
+        (lease_ref,) = self.pool.attach(worker, [(one.lease_ref, named)])
+        self.pool.require_lease(worker, lease_ref.lease, named)
+        assert lease_ref.shared == len(one.shared)
+        self.leases[label] = ModelLease(name, lease_ref, one.own, one.shared)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), forgets=st.booleans(), grown=st.integers(0, 2))
@@ -232,15 +233,17 @@ class ShareMachine(RuleBasedStateMachine):
             return
         one = self.leases[label]
         worker = self.workers[one.worker]
-        own = one.own + self.pool.grant(worker, grown).tolist()
+        own = one.own + self.pool.allocate(worker, grown).tolist()
         name = "another" if forgets else label
         shared = [] if forgets else one.shared
-        (claim,) = self.pool.handoff(worker, [(name, as_ids(own + shared))], [one.claim.lease])
-        assert claim.shared == len(shared)
+        (lease_ref,) = self.pool.handoff(
+            worker, [(name, as_ids(own + shared))], [one.lease_ref.lease]
+        )
+        assert lease_ref.shared == len(shared)
         del self.leases[label]
-        self.pool.release(worker, [claim.lease]) if forgets else None
+        self.pool.release(worker, [lease_ref.lease]) if forgets else None
         if not forgets:
-            self.leases[label] = ModelLease(one.worker, claim, own, shared)
+            self.leases[label] = ModelLease(one.worker, lease_ref, own, shared)
 
     @precondition(lambda self: any(one.worker in self.left for one in self.leases.values()))
     @rule(data=st.data(), grown=st.integers(0, 2))
@@ -252,11 +255,11 @@ class ShareMachine(RuleBasedStateMachine):
         one = self.leases[label]
         if one.shared:
             with pytest.raises(NotHeld):
-                self.pool.adopt(worker, one.worker, label, one.claim.lease, as_ids(one.own))
+                self.pool.adopt(worker, one.worker, label, one.lease_ref.lease, as_ids(one.own))
         ids = as_ids(one.own + one.shared)
-        claim = self.pool.adopt(worker, one.worker, label, one.claim.lease, ids)
-        assert claim.shared == len(one.shared)
-        self.leases[label] = ModelLease(name, claim, one.own, one.shared)
+        lease_ref = self.pool.adopt(worker, one.worker, label, one.lease_ref.lease, ids)
+        assert lease_ref.shared == len(one.shared)
+        self.leases[label] = ModelLease(name, lease_ref, one.own, one.shared)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), way=st.sampled_from(["release", "keep", "withdraw", "withdraw all"]))
@@ -265,7 +268,7 @@ class ShareMachine(RuleBasedStateMachine):
         if label is None:
             return
         one = self.leases[label]
-        worker, lease = self.workers[one.worker], one.claim.lease
+        worker, lease = self.workers[one.worker], one.lease_ref.lease
         if way == "withdraw all":
             self.pool.withdraw_all(worker)
             self.leases = {k: v for k, v in self.leases.items() if v.worker != one.worker}
@@ -275,16 +278,16 @@ class ShareMachine(RuleBasedStateMachine):
         else:
             self.pool.release(worker, [lease], keep=way == "keep")
             if way == "keep":
-                self.pool.give_back(worker, as_ids(one.own))
+                self.pool.free(worker, as_ids(one.own))
         del self.leases[label]
         with pytest.raises(StaleHandle):
-            self.pool.attach(worker, [(one.claim, as_ids(one.own + one.shared))])
+            self.pool.attach(worker, [(one.lease_ref, as_ids(one.own + one.shared))])
 
     # ---------------------------------------------------------- always
 
     def read_pages(self) -> list[list[int]]:
         of_requests = [one.shared for one in self.leases.values()]
-        return of_requests + [pages for _, pages in self.holds.values()]
+        return of_requests + [pages for _, pages in self.pins.values()]
 
     @invariant()
     def the_books_agree_with_each_other(self) -> None:
@@ -300,7 +303,7 @@ class ShareMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_pinned_that_nobody_reads(self) -> None:
         line = self.cache.line()
-        assert self.cache.holds == len(self.leases) + len(self.holds)
+        assert self.cache.pins == len(self.leases) + len(self.pins)
         assert line.readers == len(self.leases)
         assert line.shared_bytes == PAGE_BYTES * sum(
             len(one.shared) for one in self.leases.values()

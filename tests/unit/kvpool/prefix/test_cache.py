@@ -17,8 +17,8 @@ from triptych.kvpool import (
     Publication,
 )
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import WorkerId
-from triptych.kvpool.prefix.blocks import HoldId, encode
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.prefix.blocks import PinId, encode
 from triptych.kvpool.rpc.client import WorkerPool
 from triptych.kvpool.rpc.messages import FindPrefix, PublishPrefix
 
@@ -37,28 +37,28 @@ def publication(
 def publish(pool: WorkerPool, tokens: list[int], first: int = 0, space: Namespace = SPACE) -> int:
     """Publish all blocks from ``first`` on, each page filled with its block's number."""
     blocks = len(tokens) // BLOCK - first
-    pages = np.split(pool.take(blocks * SIZE), blocks)
+    pages = np.split(pool.allocate(blocks * SIZE), blocks)
     for number, ids in enumerate(pages, first):
         pool.arena.data[ids] = number
     added = pool.publish_prefix(publication(tokens, pages, space))
     for ids in pages[: blocks - added]:
-        pool.give(ids)
+        pool.free(ids)
     return added
 
 
 def test_a_prefix_passes_from_one_worker_to_another(join_prefixes: Join) -> None:
     compress, prefill = join_prefixes("compress"), join_prefixes("prefill")
     assert publish(compress, list(range(12))) == 3
-    assert compress.taken_pages == 0
+    assert compress.allocated_pages == 0
     assert prefill.known_prefix(SPACE, list(range(20))) == 3
     found = prefill.find_prefix(SPACE, [*range(9), 77, 78, 79])
     assert found is not None
     assert found.tokens == 8
     for number, ids in enumerate(found.blocks):
         assert np.all(prefill.arena.data[ids] == number)
-    prefill.release_prefix(found.hold)
+    prefill.release_prefix(found.pin)
     with pytest.raises(PoolError):
-        prefill.release_prefix(found.hold)
+        prefill.release_prefix(found.pin)
     line = prefill.stat().prefix
     assert (line.blocks, line.hits, line.misses, line.hit_tokens) == (3, 1, 0, 8)
 
@@ -68,16 +68,16 @@ def test_what_is_known_already_stays_the_publishers(join_prefixes: Join) -> None
     assert publish(pool, list(range(8))) == 2
     assert publish(pool, list(range(8))) == 0
     assert publish(pool, list(range(12)), first=1) == 1
-    assert pool.taken_pages == 0
+    assert pool.allocated_pages == 0
     assert pool.stat().prefix.blocks == 3
 
 
 def test_published_pages_are_not_the_workers_any_more(join_prefixes: Join) -> None:
     pool = join_prefixes("w")
-    ids = pool.take(SIZE)
+    ids = pool.allocate(SIZE)
     assert pool.publish_prefix(publication([1, 2, 3, 4], [ids], seconds=0.0)) == 1
     with pytest.raises(NotHeld):
-        pool.give(ids)
+        pool.free(ids)
     with pytest.raises(NotHeld):
         pool.handoff([("r", ids)])
     with pytest.raises(NotHeld):
@@ -99,7 +99,7 @@ def test_a_full_cache_evicts_and_frees(join_prefixes: Join) -> None:
 def test_a_prefix_too_large_is_refused_whole(join_prefixes: Join) -> None:
     pool = join_prefixes("w")
     assert publish(pool, list(range(4 * 30))) == 0
-    assert pool.taken_pages == 0
+    assert pool.allocated_pages == 0
     assert pool.stat().prefix.refused == 1
 
 
@@ -143,7 +143,7 @@ def test_many_threads_share_and_nothing_is_lost() -> None:
                     found = mine.find_prefix(SPACE, tokens)
                     publish(mine, tokens[:16])
                     if found is not None:
-                        mine.release_prefix(found.hold)
+                        mine.release_prefix(found.pin)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:
@@ -193,12 +193,12 @@ def test_memory_for_prefixes_is_lent(make_server: Callable[..., PoolServer]) -> 
     watcher = PoolWatcher(server.address)
     arena = server.stat().arena
     for asked, lent in ((1000, 1000), (1 << 30, room), (0, 0), (-5, 0)):
-        assert watcher.lend(asked) == CacheMemoryBorrowed(arena=arena, bytes=lent)
-        assert server.stat().prefix.lent_bytes == lent
+        assert watcher.borrow_cache_memory(asked) == CacheMemoryBorrowed(arena=arena, bytes=lent)
+        assert server.stat().prefix.borrowed_bytes == lent
     watcher.close()
     assert make_server().check() == []
 
 
 def test_a_hold_that_never_was_is_refused(join_prefixes: Join) -> None:
     with pytest.raises(PoolError):
-        join_prefixes("w").release_prefix(HoldId(5))
+        join_prefixes("w").release_prefix(PinId(5))

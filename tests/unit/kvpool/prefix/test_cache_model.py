@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from triptych.core.errors import NotHeld, NotRegistered, PoolError
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.prefix.blocks import HoldId, Namespace, Publication
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings
 
 PAGES, PAGE_BYTES, TTL_S = 40, 256, 10.0
@@ -52,7 +53,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.workers = dict[str, WorkerId]()
         self.extents = dict[str, list[int]]()
-        self.holds = dict[HoldId, tuple[str, list[int]]]()
+        self.pins = dict[PinId, tuple[str, list[int]]]()
         """Whose each is, and the pages of its blocks."""
         self.content = dict[tuple[bytes, tuple[int, ...]], list[int]]()
         """Pages that were last added for a chain; they may be evicted since."""
@@ -82,7 +83,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def forget(self, name: str) -> None:
         self.extents.pop(name, None)
-        self.holds = {hold: entry for hold, entry in self.holds.items() if entry[0] != name}
+        self.pins = {hold: entry for hold, entry in self.pins.items() if entry[0] != name}
         self.cache.forget_lost()
 
     @rule()
@@ -107,24 +108,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert usable == 0
             return
         assert found.tokens == usable * BLOCK == len(found.blocks) * BLOCK
-        assert found.hold not in self.holds
+        assert found.pin not in self.pins
         for index, pages in enumerate(found.blocks):
             chain = tuple(tokens[: (index + 1) * BLOCK])
             assert pages.tolist() == self.content[salt, chain]
         held = [page for pages in found.blocks for page in pages.tolist()]
-        self.holds[found.hold] = (name, held)
+        self.pins[found.pin] = (name, held)
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        hold = data.draw(st.sampled_from(sorted(self.holds)))
-        name, _ = self.holds[hold]
+        hold = data.draw(st.sampled_from(sorted(self.pins)))
+        name, _ = self.pins[hold]
         for other in self.workers.values():
             if other != self.workers[name]:
                 with pytest.raises(PoolError):
                     self.cache.release(other, hold)
         self.cache.release(self.workers[name], hold)
-        del self.holds[hold]
+        del self.pins[hold]
         with pytest.raises(PoolError):
             self.cache.release(self.workers[name], hold)
 
@@ -138,7 +139,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         free = self.pool.stat(self.now).free_pages
         if count == 0 or count * size > free:
             return
-        pages = np.split(self.pool.grant(worker, count * size), count)
+        pages = np.split(self.pool.allocate(worker, count * size), count)
         tenant = data.draw(st.sampled_from(["t", "u"]))
         added = self.cache.publish(worker, publication(salt, whole, pages, tenant=tenant)).added
         assert 0 <= added <= count
@@ -169,9 +170,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.extents.values()))
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def free(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([n for n, ids in self.extents.items() if ids]))
-        self.pool.give_back(self.workers[name], np.array(self.extents[name], np.int32))
+        self.pool.free(self.workers[name], np.array(self.extents[name], np.int32))
         self.extents[name] = []
 
     @precondition(lambda self: self.workers)
@@ -216,7 +217,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_not_handed_out(self) -> None:
-        held = {page for _, pages in self.holds.values() for page in pages}
+        held = {page for _, pages in self.pins.values() for page in pages}
         assert not held & {page for ids in self.extents.values() for page in ids}
 
 

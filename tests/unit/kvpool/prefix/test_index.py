@@ -38,8 +38,8 @@ def publish(
     hold: bool = False,
 ) -> Published:
     done = index.publish(where, tokens, new, tenant=tenant)
-    if done.hold and not hold:
-        index.release(done.hold.id)
+    if done.pin and not hold:
+        index.release(done.pin.id)
     return done
 
 
@@ -159,8 +159,8 @@ def test_what_cannot_fit_is_refused_and_counted() -> None:
     assert publish(index, [7] * 4, payloads(1, nbytes=21), "b").refused == "memory"
     assert publish(index, [7] * 8, payloads(1), "b").refused == "parent"
     assert index.stat().refused == {"quota": 2, "memory": 1, "parent": 1}
-    assert done.hold is not None
-    index.release(done.hold.id)
+    assert done.pin is not None
+    index.release(done.pin.id)
     assert publish(index, [7] * 4, payloads(1, nbytes=21), "b").refused is None
 
 

@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from triptych.core.errors import PoolError
 from triptych.kvpool.prefix.blocks import (
     Block,
-    GuardId,
-    Hold,
-    HoldId,
     Limits,
     Namespace,
     Payload,
+    Pin,
+    PinId,
+    SoftPinId,
     sha256,
 )
 from triptych.kvpool.prefix.eviction import CostPolicy, EvictionPolicy, LruPolicy
@@ -69,9 +69,9 @@ class Checked:
         """False where keys collide: then the index may know less than the model, never else."""
         self.index = PrefixIndex(STEP, LIMITS, policy, digest=digest)
         self.kept = dict[Path, Kept]()
-        self.holds = dict[HoldId, Path]()
-        self.ended = [HoldId(0)]
-        self.guards = dict[GuardId, list[Kept]]()
+        self.pins = dict[PinId, Path]()
+        self.ended = [PinId(0)]
+        self.soft_pins = dict[SoftPinId, list[Kept]]()
         self.tick = self.page = self.gone = 0
         self.seen = Counter[str]()
 
@@ -92,17 +92,17 @@ class Checked:
         space, tokens = path
         return [p for p in self.kept if p[0] == space and p[1][: len(tokens)] == tokens]
 
-    def pinned(self, path: Path, guard: Path | None = None) -> bool:
-        held = [*self.holds.values(), *([guard] if guard else [])]
+    def pinned(self, path: Path, soft_pin: Path | None = None) -> bool:
+        held = [*self.pins.values(), *([soft_pin] if soft_pin else [])]
         return any(space == path[0] and t[: len(path[1])] == path[1] for space, t in held)
 
-    def can_free(self, tenant: str | None, guard: Path | None) -> int:
+    def can_free(self, tenant: str | None, soft_pin: Path | None) -> int:
         """Bytes that can be had by evicting this tenant's blocks, or all."""
         return sum(
             entry.nbytes
             for path, entry in self.kept.items()
             if all(
-                not self.pinned(p, guard) and tenant in (None, self.kept[p].tenant)
+                not self.pinned(p, soft_pin) and tenant in (None, self.kept[p].tenant)
                 for p in self.below(path)
             )
         )
@@ -117,7 +117,7 @@ class Checked:
         return max(entry.seconds, 1e-9) / entry.nbytes * uses
 
     def note_evicted(
-        self, blocks: Iterable[Block], guard: Path | None, own: str | None, over: int
+        self, blocks: Iterable[Block], soft_pin: Path | None, own: str | None, over: int
     ) -> None:
         """Each was evictable, and of those that were the one of lowest worth.
 
@@ -131,11 +131,11 @@ class Checked:
                 p
                 for p, entry in self.kept.items()
                 if self.below(p) == [p]
-                and not self.pinned(p, guard)
+                and not self.pinned(p, soft_pin)
                 and scope in (None, entry.tenant)
             ]
             assert path in leaves
-            others = [p for p in leaves if not self.guarded(self.kept[p])]
+            others = [p for p in leaves if not self.soft_pinned(self.kept[p])]
             assert path in others or not others, "what is guarded goes last"
             lowest = min(self.worth(self.kept[p]) for p in others or leaves)
             assert self.worth(self.kept[path]) <= lowest * (1 + 1e-9)
@@ -171,46 +171,46 @@ class Checked:
             self.kept[path].uses.append(self.tick)
         self.note_hold(hold, expected[len(hold.blocks) - 1])
 
-    def note_hold(self, hold: Hold, path: Path) -> None:
-        assert hold.id not in {*self.holds, *self.ended}
-        self.holds[hold.id] = path
+    def note_hold(self, hold: Pin, path: Path) -> None:
+        assert hold.id not in {*self.pins, *self.ended}
+        self.pins[hold.id] = path
 
     def release(self, at: int) -> None:
         """End a hold that there is; and one that ended before cannot end again."""
         with pytest.raises(PoolError, match="released before"):
             self.index.release(self.ended[at % len(self.ended)])
-        if self.holds:
-            hold = sorted(self.holds)[at % len(self.holds)]
+        if self.pins:
+            hold = sorted(self.pins)[at % len(self.pins)]
             self.index.release(hold)
-            del self.holds[hold]
+            del self.pins[hold]
             self.ended.append(hold)
 
-    def guarded(self, entry: Kept) -> bool:
-        return any(entry is each for chain in self.guards.values() for each in chain)
+    def soft_pinned(self, entry: Kept) -> bool:
+        return any(entry is each for chain in self.soft_pins.values() for each in chain)
 
-    def guard(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
+    def soft_pin(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
         chain = [self.kept[path] for path in self.longest((who[0], tokens))]
-        guard = self.index.guard(NAMESPACES[who[0]], tokens, most_bytes)
+        soft_pin = self.index.soft_pin(NAMESPACES[who[0]], tokens, most_bytes)
         fitting = [
             entry
             for at, entry in enumerate(chain)
             if sum(each.nbytes for each in chain[: at + 1]) <= most_bytes
         ]
-        if guard is None:
+        if soft_pin is None:
             assert not fitting or not self.exact
             return
-        assert guard.blocks == len(fitting) or not self.exact
-        self.guards[guard.id] = fitting[: guard.blocks]
-        assert guard.nbytes == sum(each.nbytes for each in self.guards[guard.id])
+        assert soft_pin.blocks == len(fitting) or not self.exact
+        self.soft_pins[soft_pin.id] = fitting[: soft_pin.blocks]
+        assert soft_pin.nbytes == sum(each.nbytes for each in self.soft_pins[soft_pin.id])
 
-    def unguard(self, at: int) -> None:
+    def soft_unpin(self, at: int) -> None:
         """End a guard that there is, whether its blocks are there or not."""
-        if self.guards:
-            guard = sorted(self.guards)[at % len(self.guards)]
-            self.index.unguard(guard)
-            del self.guards[guard]
+        if self.soft_pins:
+            soft_pin = sorted(self.soft_pins)[at % len(self.soft_pins)]
+            self.index.soft_unpin(soft_pin)
+            del self.soft_pins[soft_pin]
             with pytest.raises(KeyError):
-                self.index.unguard(guard)
+                self.index.soft_unpin(soft_pin)
 
     def publish(
         self,
@@ -227,7 +227,7 @@ class Checked:
         before = len(tokens) // STEP - len(payloads)
         chain = self.longest((space, tokens))
         new = payloads[max(0, len(chain) - before) :]
-        guard = chain[-1] if chain else None
+        soft_pin = chain[-1] if chain else None
         wanted = sum(payload.nbytes for payload in new)
         over = self.held_bytes(tenant) + wanted - LIMITS.of(tenant)
         too_much = self.held_bytes() + wanted - LIMITS.total_bytes
@@ -235,29 +235,29 @@ class Checked:
         done = self.index.publish(NAMESPACES[space], tokens, payloads, tenant=tenant)
         self.seen[done.refused or "published"] += 1
         if done.refused is not None:
-            assert (done.added, done.hold, done.evicted) == (0, None, ())
+            assert (done.added, done.pin, done.evicted) == (0, None, ())
             assert self.index.stat().bytes_by_tenant == known.bytes_by_tenant
         if not self.exact and done.refused in ("collision", "parent"):
             return
         if len(chain) < before:
             assert done.refused == "parent"
-        elif over > self.can_free(tenant, guard):
-            both = done.refused == "memory" and too_much > self.can_free(None, guard)
+        elif over > self.can_free(tenant, soft_pin):
+            both = done.refused == "memory" and too_much > self.can_free(None, soft_pin)
             assert done.refused == "quota" or both
-        elif too_much > self.can_free(None, guard):
+        elif too_much > self.can_free(None, soft_pin):
             assert done.refused == "memory"
         else:
             assert done.refused is None
             assert done.added == len(new)
-            self.note_evicted(done.evicted, guard, tenant, over)
+            self.note_evicted(done.evicted, soft_pin, tenant, over)
             spared = sum(block.nbytes for block in done.evicted[:-1])
             assert not done.evicted or spared < max(over, too_much), "no more than must go"
             for path in chain[before:]:
                 self.kept[path].uses.append(self.tick)
             self.note_new(space, tokens, new, tenant)
-            assert done.hold is not None
-            self.require_same(done.hold.blocks, self.longest((space, tokens)))
-            self.note_hold(done.hold, (space, tokens))
+            assert done.pin is not None
+            self.require_same(done.pin.blocks, self.longest((space, tokens)))
+            self.note_hold(done.pin, (space, tokens))
 
     def payload(self, nbytes: int, seconds: float) -> Payload:
         self.page += 2
@@ -287,11 +287,11 @@ class Checked:
         assert stat.blocks == len(self.kept)
         assert stat.nbytes == self.held_bytes() == sum(stat.bytes_by_tenant.values())
         assert stat.nbytes <= LIMITS.total_bytes
-        assert (stat.holds, stat.evictions) == (len(self.holds), self.gone)
+        assert (stat.pins, stat.evictions) == (len(self.pins), self.gone)
         assert stat.hits + stat.misses == self.tick
         pinned = [entry.nbytes for path, entry in self.kept.items() if self.pinned(path)]
         assert stat.pinned_bytes == sum(pinned)
-        assert self.index.guards == set(self.guards)
+        assert self.index.soft_pins == set(self.soft_pins)
         for tenant in ("a", "b"):
             assert stat.bytes_by_tenant.get(tenant, 0) == self.held_bytes(tenant)
             assert self.held_bytes(tenant) <= LIMITS.of(tenant)
@@ -328,12 +328,12 @@ class PrefixMachine(RuleBasedStateMachine):
         self.both.publish(who, tokens, costs)
 
     @rule(who=asking, tokens=prompts, most_bytes=st.sampled_from([0, 9, 36]))
-    def guard(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
-        self.both.guard(who, tokens, most_bytes)
+    def soft_pin(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
+        self.both.soft_pin(who, tokens, most_bytes)
 
     @rule(at=st.integers(0, 9))
-    def unguard(self, at: int) -> None:
-        self.both.unguard(at)
+    def soft_unpin(self, at: int) -> None:
+        self.both.soft_unpin(at)
 
     @rule(nbytes=st.integers(0, 20))
     def evict(self, nbytes: int) -> None:
@@ -383,8 +383,8 @@ def walk(both: Checked, operations: int, chance: random.Random) -> None:
         else:
             both.evict(chance.randrange(20))
         if chance.random() < 0.2:
-            both.unguard(chance.randrange(100))
-            both.guard(who, tokens, chance.choice([9, 18]))
+            both.soft_unpin(chance.randrange(100))
+            both.soft_pin(who, tokens, chance.choice([9, 18]))
         both.agree()
 
 

@@ -11,7 +11,7 @@ from triptych.core.messages import pack
 from triptych.kvpool import Namespace, PrefixSettings, Publication
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.prefix.blocks import Guard, GuardId
+from triptych.kvpool.prefix.blocks import SoftPin, SoftPinId
 from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
 from triptych.kvpool.rpc.dispatch import answer
 from triptych.kvpool.rpc.local_pool import LockedPool
@@ -65,7 +65,7 @@ def publish(pool: LockedPool, said: Sequence[int], tenant: str = "t", salt: str 
     count = len(said) // STEP - known
     if count == 0:
         return 0
-    ids = np.split(pool.grant(worker, count, count), count)
+    ids = np.split(pool.allocate(worker, count, count), count)
     new = Publication(namespace=space(salt), tokens=said, blocks=ids, seconds=1.0, tenant=tenant)
     added = pool.publish_prefix(worker, new)
     pool.unregister(worker)
@@ -129,7 +129,7 @@ def test_requests_and_other_prompts_get_its_memory_if_there_is_no_other(pool: Lo
     assert pool.check() == []
     publish(pool, said)
     keep(pool, said)
-    assert pool.lend(10 * PAGE_BYTES).bytes == 10 * PAGE_BYTES
+    assert pool.borrow_cache_memory(10 * PAGE_BYTES).bytes == 10 * PAGE_BYTES
     assert pool.stat().prefix.bytes == 0
     assert pool.check() == []
 
@@ -208,18 +208,18 @@ def test_who_opens_one_more_has_the_first_to_end_go(
     for number, (name, tenant, nbytes, pause) in enumerate(turns):
         now += pause
         expired = book.expire(now)
-        assert all(until[guard] <= now for guard in expired)
-        guard = Guard(GuardId(number), 1, min(nbytes, book.most_bytes))
+        assert all(until[soft_pin] <= now for soft_pin in expired)
+        soft_pin = SoftPin(SoftPinId(number), 1, min(nbytes, book.most_bytes))
         key = SessionKey(f"{tenant}{name}".encode())
-        ended = book.open(key, tenant, guard, now)
+        ended = book.open(key, tenant, soft_pin, now)
         assert number not in ended
         alive = (alive | {number}) - {*expired, *ended}
         until[number] = now + 20.0
-        assert book.guards() == alive
+        assert book.soft_pins() == alive
         assert book.nbytes <= 12
         assert len(book) == len(alive)
     book.expire(now + 20.0)
-    assert (len(book), book.nbytes, book.guards()) == (0, 0, set())
+    assert (len(book), book.nbytes, book.soft_pins()) == (0, 0, set())
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,11 @@ from triptych.core.errors import (
     StaleHandle,
     TriptychError,
 )
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import WIRE_VERSION, pack, unpack
 from triptych.kvpool.pool.arena import Arena
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.rpc import messages
 from triptych.kvpool.rpc.channel import MAX_FRAME_BYTES, FrameChannel
@@ -126,13 +127,13 @@ def test_what_a_dead_worker_held_goes_to_another_one(
     assert child.wait(timeout=1) == -signal.SIGKILL
     assert server.stat().held_pages == held
     wanted = np.array(ids[:30], np.int32)  # some it had taken, some it had committed
-    claim = heir.adopt("former", "r", LeaseId(lease), wanted)
+    lease_ref = heir.adopt("former", "r", LeaseId(lease), wanted)
     assert set(heir.arena.data[wanted[:10]].flat) == {7}
     assert set(heir.arena.data[wanted[10:]].flat) == {8}
     assert server.stat().by_request == {"r": 30}
     assert heir.expel("former")
     assert server.check() == []
-    heir.release([claim.lease])
+    heir.release([lease_ref.lease])
     assert server.stat().by_request == {}
     assert server.stat().held_pages == heir.idle_pages
     with pytest.raises(StaleHandle, match="left nothing"):
@@ -148,14 +149,14 @@ def test_nothing_is_left_of_a_worker_without_a_checkpoint_or_one_that_went_by_it
     polite = PoolClient(server.address, "polite", directory=tmp_path, checkpoint_bytes=4096)
     assert polite.checkpoint is not None
     assert len(list(tmp_path.glob("triptych-*"))) == 2
-    (claim,) = polite.handoff([("r", polite.take(3))])
+    (lease_ref,) = polite.handoff([("r", polite.allocate(3))])
     polite.close()
     assert len(list(tmp_path.glob("triptych-*"))) == 1
     for previous_worker in ("plain", "polite", "nobody"):
         with pytest.raises(StaleHandle, match="left nothing"):
             heir.inherit(previous_worker)
         with pytest.raises(StaleHandle, match="left nothing"):
-            heir.adopt(previous_worker, "r", claim.lease, plain.take(0))
+            heir.adopt(previous_worker, "r", lease_ref.lease, plain.allocate(0))
 
 
 def test_a_worker_that_computes_for_long_keeps_its_lease(
@@ -163,9 +164,9 @@ def test_a_worker_that_computes_for_long_keeps_its_lease(
 ) -> None:
     server = make_server(lease_ttl_s=0.8)
     pool = make_client(server, "busy")
-    ids = pool.take(10)
+    ids = pool.allocate(10)
     time.sleep(1.8)
-    pool.give(ids)
+    pool.free(ids)
     assert server.stat().reclaimed_workers_total == 0
 
 
@@ -174,14 +175,14 @@ def test_a_killed_pool_is_noticed_and_its_memory_cleaned_up_by_the_next(
 ) -> None:
     child = spawn("pool_process.py", tmp_path)
     pool = make_client(said(child), "orphan")
-    ids = pool.take(10)
-    [claim] = pool.handoff([("r", ids)])
+    ids = pool.allocate(10)
+    [lease_ref] = pool.handoff([("r", ids)])
     old_files = {path.name for path in tmp_path.iterdir()}
     child.kill()
     child.wait()
     with pytest.raises(PoolUnavailable, match="does not answer"):
-        pool.release([claim.lease])
-    for call in (lambda: pool.take(1), lambda: pool.give(ids), lambda: pool.attach([])):
+        pool.release([lease_ref.lease])
+    for call in (lambda: pool.allocate(1), lambda: pool.free(ids), lambda: pool.attach([])):
         with pytest.raises(PoolUnavailable):
             call()
     pool.arena.data[ids] = 1  # still mapped: no crash
@@ -189,7 +190,7 @@ def test_a_killed_pool_is_noticed_and_its_memory_cleaned_up_by_the_next(
     later = make_client(make_server(), "later")
     assert not old_files & {path.name for path in tmp_path.iterdir()}
     with pytest.raises(StaleHandle):
-        later.attach([(claim, ids)])
+        later.attach([(lease_ref, ids)])
 
 
 def test_a_pool_that_was_replaced_at_the_same_address_refuses_former_workers(
@@ -198,7 +199,7 @@ def test_a_pool_that_was_replaced_at_the_same_address_refuses_former_workers(
     address = f"unix:{tmp_path}/private/pool.sock"
     first = make_server(address=address)
     pool = make_client(first, "worker")
-    pool.take(3)
+    pool.allocate(3)
     first.stop()
     make_server(address=address)
 
@@ -211,7 +212,7 @@ def test_a_pool_that_was_replaced_at_the_same_address_refuses_former_workers(
 
     assert wait_until(lost, 5.0) < 5.0
     with pytest.raises((NotRegistered, PoolUnavailable)):
-        pool.take(1)
+        pool.allocate(1)
 
 
 def test_stop_leaves_no_files(make_server: MakeServer, tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_a_watcher_reads_the_books_and_notices_that_the_pool_is_gone(
 ) -> None:
     server = make_server()
     watcher = PoolWatcher(server.address)
-    make_client(server, "w").take(5)
+    make_client(server, "w").allocate(5)
     ledger = watcher.stat()
     assert ledger is not None
     assert ledger.held_pages == 64
@@ -286,15 +287,15 @@ class TestNonsense:
     """Whatever comes in, the answer is a refusal, the books stay, and the pool goes on."""
 
     def good_frames(self, worker: WorkerId) -> list[bytes]:
-        claim = Claim("triptych-0-0123456789abcdef", LeaseId(1), 1)
+        lease_ref = LeaseRef("triptych-0-0123456789abcdef", LeaseId(1), 1)
         pages = b"\0\0\0\0\1\0\0\0"
         commit = messages.CommitPages("r", pages)
-        wanted = messages.ClaimedPages(claim, pages)
+        wanted = messages.LeasePages(lease_ref, pages)
         questions = [
             messages.RegisterWorker(name="w", process=this_process()),
             messages.RenewWorker(worker=worker),
-            messages.GrantPages(worker=worker, pages=9, at_least=9),
-            messages.GiveBackPages(worker=worker, pages=pages),
+            messages.AllocatePages(worker=worker, pages=9, at_least=9),
+            messages.FreePages(worker=worker, pages=pages),
             messages.HandOff(worker=worker, commits=(commit,), releases=(), keep=False),
             messages.AttachLeases(worker=worker, wanted=(wanted,)),
             messages.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
@@ -339,14 +340,14 @@ class TestNonsense:
             pool = LockedPool(Pool(64, 256, "triptych-0-0123456789abcdef", 10.0), extent_pages=8)
             me = pool.register("mad", this_process(), 0).worker
             other = pool.register("other", this_process(), 0).worker
-            pool.handoff(me, [("r", pool.grant(me, 8, 8)[:4])], [], keep=False)
-            held = set(pool.grant(other, 8, 8).tolist())
+            pool.handoff(me, [("r", pool.allocate(me, 8, 8)[:4])], [], keep=False)
+            held = set(pool.allocate(other, 8, 8).tolist())
             frames = self.good_frames(me)
             for _ in range(1000):
                 [said] = unpack(answer(pool, self.mutated(generator.choice(frames), generator)))
                 refused += isinstance(said, messages.PoolRefused)
             assert pool.check() == []
-            pool.give_back(other, np.array(sorted(held), np.int32))
+            pool.free(other, np.array(sorted(held), np.int32))
         assert refused > 50_000
 
     @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ class TestNonsense:
     ) -> None:
         pool = make_client(make_server(), "w")
         with pytest.raises((MessageError, ValueError), match="limit"):
-            pool.handoff([("r" * 10_000, pool.take(1))])
+            pool.handoff([("r" * 10_000, pool.allocate(1))])
 
 
 def test_a_watcher_sees_whose_each_page_is(
@@ -416,7 +417,7 @@ def test_a_watcher_sees_whose_each_page_is(
 ) -> None:
     server = make_server()
     client, watcher = make_client(server, "w"), PoolWatcher(server.address)
-    ids = client.take(3)
+    ids = client.allocate(3)
     client.handoff([("r", ids[:2])])
     seen = watcher.map(65_535)
     assert seen is not None
@@ -471,12 +472,12 @@ def test_many_workers_at_once_keep_the_books_right(
         try:
             sender, receiver = make_client(server, f"{name}-out"), make_client(server, f"{name}-in")
             for number in range(25):
-                ids = sender.take(20)
+                ids = sender.allocate(20)
                 sender.arena.data[ids] = number
-                [claim] = sender.handoff([(name, ids)])
-                [claim] = receiver.attach([(claim, ids)])
+                [lease_ref] = sender.handoff([(name, ids)])
+                [lease_ref] = receiver.attach([(lease_ref, ids)])
                 assert (receiver.arena.data[ids] == number).all()
-                receiver.release([claim.lease])
+                receiver.release([lease_ref.lease])
         except (TriptychError, AssertionError) as error:
             failures.append(error)
 
@@ -503,12 +504,12 @@ def test_pages_may_lie_elsewhere_than_what_else_is_shared(spawn: Spawn, tmp_path
     with PoolClient(
         said(child), "w", directory=tmp_path, arena_directory=folder, checkpoint_bytes=4096
     ) as client:
-        ids = client.take(3)
+        ids = client.allocate(3)
         client.arena.data[ids] = 7
         assert [path.name for path in folder.iterdir()] == [client.arena.id]
         assert len(list(tmp_path.glob("triptych-*"))) == 1  # the checkpoint
         assert client.arena.is_on_disk
-        client.give(ids)
+        client.free(ids)
     child.kill()
     child.wait()
     assert len(list(folder.iterdir())) == 1

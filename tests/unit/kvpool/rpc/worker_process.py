@@ -23,15 +23,15 @@ def main(address: str, name: str, directory: str, checkpoint_bytes: str = "0") -
     pool = PoolClient(
         address, name, directory=Path(directory), checkpoint_bytes=int(checkpoint_bytes)
     )
-    taken, handed_on = pool.take(100), pool.take(50)
+    taken, handed_on = pool.allocate(100), pool.allocate(50)
     pool.arena.data[taken[:10]] = 7
     pool.arena.data[handed_on] = 8
-    (claim,) = pool.handoff([("r", handed_on)])
+    (lease_ref,) = pool.handoff([("r", handed_on)])
     if pool.checkpoint is not None:
-        pool.checkpoint[: 4 * 61].view("<i4")[:] = [claim.lease, *taken[:10], *handed_on]
+        pool.checkpoint[: 4 * 61].view("<i4")[:] = [lease_ref.lease, *taken[:10], *handed_on]
     say("holding")
     for _ in sys.stdin:
-        for call in (lambda: pool.take(1), lambda: pool.handoff([("s", pool.take(1))])):
+        for call in (lambda: pool.allocate(1), lambda: pool.handoff([("s", pool.allocate(1))])):
             try:
                 call()
             except TriptychError as error:

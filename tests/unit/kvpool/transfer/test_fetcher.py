@@ -27,12 +27,13 @@ from triptych.core.errors import (
     PoolUnavailable,
     StaleHandle,
 )
-from triptych.core.handles import Claim, LeaseId
+from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import pack, unpack
 from triptych.kvpool import Access, Fetcher, Namespace, PoolClient, PoolServer, Publication
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, this_process
 from triptych.kvpool.rpc import messages, page_ranges
 from triptych.kvpool.rpc.channel import CALL, FrameChannel
@@ -112,13 +113,13 @@ class Pair:
     pages: Line
     fetcher: Fetcher
 
-    def commit(self, pages: int = PAGES, label: str = "r") -> tuple[Claim, PageIds]:
+    def commit(self, pages: int = PAGES, label: str = "r") -> tuple[LeaseRef, PageIds]:
         """Pages with random bytes, in no order, handed on."""
         rng = np.random.default_rng(pages)
-        ids = rng.permutation(self.producer.take(pages)).astype(np.int32)
+        ids = rng.permutation(self.producer.allocate(pages)).astype(np.int32)
         self.producer.arena.data[ids] = rng.integers(0, 256, (pages, PAGE_BYTES), np.uint8)
-        [claim] = self.producer.handoff([(label, ids)])
-        return claim, ids
+        [lease_ref] = self.producer.handoff([(label, ids)])
+        return lease_ref, ids
 
     def is_whole(self, ids: PageIds, mine: PageIds) -> bool:
         return np.array_equal(self.worker.arena.data[mine], self.producer.arena.data[ids])
@@ -133,7 +134,7 @@ class Pair:
         return (
             self.producer.stat().by_request == {}
             and self.worker.stat().by_request == {}
-            and self.worker.taken_pages == 0
+            and self.worker.allocated_pages == 0
         )
 
 
@@ -170,9 +171,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def test_pages_come_over_and_are_free_where_they_came_from(pair: Pair) -> None:
-    claim, ids = pair.commit()
+    lease_ref, ids = pair.commit()
     before = pair.sent()
-    made, mine = pair.fetcher.fetch("r", claim, ids)
+    made, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert made.arena == pair.near.arena
     assert pair.is_whole(ids, mine)
     assert pair.held_there() == {}
@@ -183,7 +184,7 @@ def test_pages_come_over_and_are_free_where_they_came_from(pair: Pair) -> None:
     pair.worker.release([attached.lease])
     assert pair.nothing_is_held()
     with pytest.raises(StaleHandle):
-        pair.fetcher.fetch("r", claim, ids)
+        pair.fetcher.fetch("r", lease_ref, ids)
 
 
 def test_what_a_request_shares_comes_over_as_its_own(
@@ -193,21 +194,21 @@ def test_what_a_request_shares_comes_over_as_its_own(
 ) -> None:
     pair = make_pair(make_node(), nodes[1])
     space, tokens = Namespace(salt=b"", model="m", revision="", profile="p"), list(range(8))
-    own, shared = pair.producer.take(3), pair.producer.take(4)
+    own, shared = pair.producer.allocate(3), pair.producer.allocate(4)
     for number, page in enumerate([*own, *shared]):
         pair.producer.arena.data[page] = number
     new = Publication(
         namespace=space, tokens=tokens, blocks=np.split(shared, 2), seconds=1.0, tenant=""
     )
     assert pair.producer.publish_prefix(new) == 2
-    found = pair.producer.hold_prefix(space, tokens)
+    found = pair.producer.pin_prefix(space, tokens)
     assert found is not None
     ids = np.concatenate([own, *found.blocks])
-    [claim] = pair.producer.handoff([("r", ids)], holds=[found.hold])
-    assert (claim.shared, pair.producer.stat().prefix.readers) == (4, 1)
+    [lease_ref] = pair.producer.handoff([("r", ids)], pins=[found.pin])
+    assert (lease_ref.shared, pair.producer.stat().prefix.readers) == (4, 1)
     with pytest.raises(NotHeld):
-        pair.fetcher.fetch("r", claim, ids[::-1].copy())
-    made, mine = pair.fetcher.fetch("r", claim, ids)
+        pair.fetcher.fetch("r", lease_ref, ids[::-1].copy())
+    made, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert made.shared == 0
     assert pair.is_whole(ids, mine)
     assert pair.worker.stat().by_request == {"r": 7}
@@ -217,10 +218,10 @@ def test_what_a_request_shares_comes_over_as_its_own(
 
 
 def test_a_transfer_that_breaks_goes_on_from_the_last_good_page(pair: Pair) -> None:
-    claim, ids = pair.commit()
+    lease_ref, ids = pair.commit()
     pair.calls.cuts_after = [500]
     pair.pages.cuts_after = [1_500_000, 3_000_000, 0]
-    _, mine = pair.fetcher.fetch("r", claim, ids)
+    _, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.is_whole(ids, mine)
     assert pair.fetcher.traffic.resumed >= 3
     assert pair.worker.bytes_copied == PAGES * PAGE_BYTES  # no good page came twice
@@ -228,34 +229,34 @@ def test_a_transfer_that_breaks_goes_on_from_the_last_good_page(pair: Pair) -> N
 
 
 def test_an_attach_whose_answer_was_lost_is_not_a_stale_handle(pair: Pair) -> None:
-    claim, ids = pair.commit(8)
+    lease_ref, ids = pair.commit(8)
     warm, warm_ids = pair.commit(1, "warm")
     pair.fetcher.fetch("warm", warm, warm_ids)  # registered from here on
     guest = pair.fetcher._guests[pair.far.arena]
     attach = guest.calls.attach
 
-    def heard_but_not_answered(*asked: object) -> list[Claim]:
+    def heard_but_not_answered(*asked: object) -> list[LeaseRef]:
         guest.calls.attach = attach
         attach(*asked)  # type: ignore[arg-type]
         raise PoolUnavailable("the line broke")
 
     guest.calls.attach = heard_but_not_answered  # type: ignore[method-assign]
-    _, mine = pair.fetcher.fetch("r", claim, ids)
+    _, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.is_whole(ids, mine)
     assert pair.held_there() == {}
 
 
 def test_a_release_that_could_not_be_said_is_said_later(pair: Pair) -> None:
-    claim, ids = pair.commit(8)
+    lease_ref, ids = pair.commit(8)
     handoff = pair.worker.handoff
 
-    def cut_then_commit(*asked: object, **more: object) -> list[Claim]:
+    def cut_then_commit(*asked: object, **more: object) -> list[LeaseRef]:
         pair.calls.is_down = True
         pair.calls.cut()
         return handoff(*asked, **more)  # type: ignore[arg-type]
 
     pair.worker.handoff = cut_then_commit  # type: ignore[method-assign]
-    _, mine = pair.fetcher.fetch("r", claim, ids)
+    _, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.is_whole(ids, mine)
     assert pair.held_there() == {"r": 8}
     pair.calls.is_down = False
@@ -268,7 +269,9 @@ def test_a_pool_that_dies_in_mid_transfer_ends_it_and_leaves_nothing(
     make_pair: Callable[[Node, Node], Pair],
 ) -> None:
     pair = make_pair(make_node(lease_s=1.0), nodes[1])
-    claim, ids = pair.commit(8192)  # 32 MiB: more than a socket holds of what a dead one had sent
+    lease_ref, ids = pair.commit(
+        8192
+    )  # 32 MiB: more than a socket holds of what a dead one had sent
     seen = list[int]()
 
     def kill_after_some() -> bool:
@@ -278,64 +281,66 @@ def test_a_pool_that_dies_in_mid_transfer_ends_it_and_leaves_nothing(
         return False
 
     with pytest.raises(PoolUnavailable):
-        pair.fetcher.fetch("r", claim, ids, kill_after_some)
-    assert pair.worker.taken_pages == 0
+        pair.fetcher.fetch("r", lease_ref, ids, kill_after_some)
+    assert pair.worker.allocated_pages == 0
     assert pair.worker.stat().by_request == {}
 
 
 def test_a_cancelled_transfer_leaves_nothing(pair: Pair) -> None:
-    claim, ids = pair.commit()
+    lease_ref, ids = pair.commit()
     with pytest.raises(Cancelled):
-        pair.fetcher.fetch("r", claim, ids, lambda: True)
+        pair.fetcher.fetch("r", lease_ref, ids, lambda: True)
     wait_until(pair.nothing_is_held)
 
 
 def test_no_room_here_leaves_the_pages_where_they_are(pair: Pair) -> None:
-    claim, ids = pair.commit(8)
-    all_of_it = pair.worker.take(pair.worker.capacity_pages)
+    lease_ref, ids = pair.commit(8)
+    all_of_it = pair.worker.allocate(pair.worker.capacity_pages)
     with pytest.raises(PoolExhausted):
-        pair.fetcher.fetch("r", claim, ids)
+        pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.held_there() == {"r": 8}
-    pair.worker.give(all_of_it)
-    pair.fetcher.fetch("r", claim, ids)
+    pair.worker.free(all_of_it)
+    pair.fetcher.fetch("r", lease_ref, ids)
 
 
 def test_a_guest_whose_lease_ran_out_registers_anew(pair: Pair) -> None:
     warm, warm_ids = pair.commit(1, "warm")
     pair.fetcher.fetch("warm", warm, warm_ids)
     pair.producer.expel("guest/decode-1")  # as when it was silent for too long
-    claim, ids = pair.commit(8)
-    _, mine = pair.fetcher.fetch("r", claim, ids)
+    lease_ref, ids = pair.commit(8)
+    _, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.is_whole(ids, mine)
     assert pair.held_there() == {}
 
 
 def test_a_claim_that_is_not_good_changes_nothing(pair: Pair) -> None:
-    claim, ids = pair.commit(8)
+    lease_ref, ids = pair.commit(8)
     wrong = [
-        Claim(claim.arena, claim.lease, claim.generation + 1),
-        Claim(claim.arena, LeaseId(10**6), 1),
-        Claim("triptych-0-0123456789abcdef", claim.lease, claim.generation),
+        LeaseRef(lease_ref.arena, lease_ref.lease, lease_ref.generation + 1),
+        LeaseRef(lease_ref.arena, LeaseId(10**6), 1),
+        LeaseRef("triptych-0-0123456789abcdef", lease_ref.lease, lease_ref.generation),
     ]
     for bad in wrong:
         with pytest.raises(StaleHandle):
             pair.fetcher.fetch("r", bad, ids)
     with pytest.raises(PoolError):
-        pair.fetcher.fetch("r", claim, ids[:4])
+        pair.fetcher.fetch("r", lease_ref, ids[:4])
     assert pair.held_there() == {"r": 8}
-    assert pair.worker.taken_pages == 0
-    pair.fetcher.fetch("r", claim, ids)
+    assert pair.worker.allocated_pages == 0
+    pair.fetcher.fetch("r", lease_ref, ids)
 
 
 def test_a_slow_reader_is_not_sent_more_than_it_reads(pair: Pair) -> None:
-    claim, ids = pair.commit(8192)
+    lease_ref, ids = pair.commit(8192)
     calls = guest_of(pair.far.outside, Access(TOKEN))
     me = calls.register("decode-2", ELSEWHERE, 0).worker
-    calls.attach(me, [(claim, ids)])
-    ticket, data = calls.read(me, claim.lease, ids), np.zeros((8192, PAGE_BYTES), np.uint8)
+    calls.attach(me, [(lease_ref, ids)])
+    ticket, data = calls.read(me, lease_ref.lease, ids), np.zeros((8192, PAGE_BYTES), np.uint8)
     at = ("127.0.0.1", pair.far.outside.pages)
     before, sent = pair.sent(), 0
-    chunks = receive(at, Access(TOKEN), ticket, claim.lease, data, np.arange(8192, dtype=np.int32))
+    chunks = receive(
+        at, Access(TOKEN), ticket, lease_ref.lease, data, np.arange(8192, dtype=np.int32)
+    )
     assert next(chunks) == 256
 
     def has_stopped() -> bool:
@@ -353,17 +358,17 @@ def test_a_slow_reader_is_not_sent_more_than_it_reads(pair: Pair) -> None:
 
 
 def test_a_ticket_is_good_once_and_nothing_else_opens_the_port(pair: Pair) -> None:
-    claim, ids = pair.commit(4)
+    lease_ref, ids = pair.commit(4)
     calls = guest_of(pair.far.outside, Access(TOKEN))
     me = calls.register("decode-3", ELSEWHERE, 0).worker
-    calls.attach(me, [(claim, ids)])
+    calls.attach(me, [(lease_ref, ids)])
     at, data = ("127.0.0.1", pair.far.outside.pages), np.zeros((4, PAGE_BYTES), np.uint8)
     rows, refused = np.arange(4, dtype=np.int32), pair.producer.stat().network.refused_calls
 
     def read(ticket: bytes) -> list[int]:
-        return list(receive(at, Access(TOKEN), ticket, claim.lease, data, rows))
+        return list(receive(at, Access(TOKEN), ticket, lease_ref.lease, data, rows))
 
-    ticket = calls.read(me, claim.lease, ids)
+    ticket = calls.read(me, lease_ref.lease, ids)
     for wrong in (b"\0" * 32, ticket[:-1] + bytes([ticket[-1] ^ 1])):
         with pytest.raises(PoolUnavailable):
             read(wrong)
@@ -371,8 +376,8 @@ def test_a_ticket_is_good_once_and_nothing_else_opens_the_port(pair: Pair) -> No
     with pytest.raises(PoolUnavailable):
         read(ticket)
     wait_until(lambda: pair.producer.stat().network.refused_calls == refused + 3)
-    stale = calls.read(me, claim.lease, ids)
-    calls.release(me, [claim.lease], keep=False)
+    stale = calls.read(me, lease_ref.lease, ids)
+    calls.release(me, [lease_ref.lease], keep=False)
     with pytest.raises(StaleHandle):
         read(stale)
     calls.close()
@@ -381,19 +386,19 @@ def test_a_ticket_is_good_once_and_nothing_else_opens_the_port(pair: Pair) -> No
 @pytest.mark.parametrize("place", [0, 5, 9, 12, 600_000, 12 + (1 << 20), 17 + (1 << 20)])
 def test_damaged_bytes_are_refused_counted_and_asked_for_again(pair: Pair, place: int) -> None:
     """In a header, in pages, in the word that they are good, in the checksum."""
-    claim, ids = pair.commit(512)
+    lease_ref, ids = pair.commit(512)
     pair.pages.flips_at = [place, place]
-    _, mine = pair.fetcher.fetch("r", claim, ids)
+    _, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.is_whole(ids, mine)
     assert pair.fetcher.traffic.bad_chunks + pair.fetcher.traffic.resumed == 2
     assert pair.held_there() == {}
 
 
 def test_a_line_that_damages_everything_ends_the_transfer(pair: Pair) -> None:
-    claim, ids = pair.commit(512)
+    lease_ref, ids = pair.commit(512)
     pair.pages.flips_at = [700_000] * 20
     with pytest.raises(MessageError, match="checksum does not fit"):
-        pair.fetcher.fetch("r", claim, ids)
+        pair.fetcher.fetch("r", lease_ref, ids)
     wait_until(pair.nothing_is_held)
 
 
@@ -415,10 +420,10 @@ def test_what_a_dead_fetcher_held_comes_back_after_a_lease(
 ) -> None:
     server = make_server(outside=("127.0.0.1", Access(TOKEN)), lease_ttl_s=1.0)
     producer, calls = make_client(server, "out"), guest_of(server.outside, Access(TOKEN))
-    ids = producer.take(8)
-    [claim] = producer.handoff([("r", ids)])
+    ids = producer.allocate(8)
+    [lease_ref] = producer.handoff([("r", ids)])
     registered = calls.register("decode-2", ELSEWHERE, 0)
-    calls.attach(registered.worker, [(claim, ids)])
+    calls.attach(registered.worker, [(lease_ref, ids)])
     producer.close()  # its end does not take what the guest holds
     assert server.stat().by_request == {"r": 8}
     wait_until(lambda: server.stat().by_request == {})
@@ -505,10 +510,10 @@ def test_pages_pass_through_tls(
     producer, worker = make_client(far, "out"), make_client(make_server(), "in")
     fetcher = Fetcher(worker, {far.arena: far.outside}.get, access)
     closing(fetcher)
-    ids = producer.take(3000)
+    ids = producer.allocate(3000)
     producer.arena.data[ids] = np.random.default_rng(0).integers(0, 256, (3000, 256), np.uint8)
-    [claim] = producer.handoff([("r", ids)])
-    _, mine = fetcher.fetch("r", claim, ids)
+    [lease_ref] = producer.handoff([("r", ids)])
+    _, mine = fetcher.fetch("r", lease_ref, ids)
     assert np.array_equal(worker.arena.data[mine], producer.arena.data[ids])
 
 
@@ -571,18 +576,18 @@ def answering() -> Iterator[Answering]:
     sender = PageSender(arena.data, "127.0.0.1", Access(TOKEN), sent=ignore, refused=ignore)
     answers = Gateway(pool, sender)
     local = pool.register("local", this_process(), 0).worker
-    pool.grant(local, 8, 8)
-    ids = pool.grant(local, 4, 4)
-    [claim] = pool.handoff(local, [("r", ids)], [], keep=False)
+    pool.allocate(local, 8, 8)
+    ids = pool.allocate(local, 4, 4)
+    [lease_ref] = pool.handoff(local, [("r", ids)], [], keep=False)
     [registered] = unpack(answers.answer(pack([RegisterWorker(name="w", process=this_process())])))
-    pool.attach(registered.worker, [(claim, ids)])
-    yield Answering(pool, answers, local, registered.worker, claim.lease)
+    pool.attach(registered.worker, [(lease_ref, ids)])
+    yield Answering(pool, answers, local, registered.worker, lease_ref.lease)
     sender.close()
 
 
 def frames_of(guest: WorkerId, lease: LeaseId) -> list[bytes]:
     pages = b"\x08\0\0\0\4\0\0\0"
-    wanted = messages.ClaimedPages(Claim("triptych-0-0123456789abcdef", lease, 2), pages)
+    wanted = messages.LeasePages(LeaseRef("triptych-0-0123456789abcdef", lease, 2), pages)
     questions = [
         RegisterWorker(name="w", process=this_process()),
         messages.RenewWorker(worker=guest),
@@ -631,8 +636,8 @@ def test_truncated_and_mutated_frames_from_other_nodes_change_nothing(
 @pytest.mark.parametrize(
     "question",
     [
-        lambda w: messages.GrantPages(worker=w, pages=1, at_least=1),
-        lambda w: messages.GiveBackPages(worker=w, pages=b""),
+        lambda w: messages.AllocatePages(worker=w, pages=1, at_least=1),
+        lambda w: messages.FreePages(worker=w, pages=b""),
         lambda w: messages.HandOff(worker=w, commits=(), releases=(), keep=False),
         lambda w: messages.WithdrawAll(worker=w),
         lambda w: messages.InheritFrom(previous_worker="local"),

@@ -15,8 +15,9 @@ import pytest
 
 from tests.unit.kvpool.exploration import explore
 from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
-from triptych.core.handles import Claim
-from triptych.kvpool.pool.page_pool import Pool, WorkerId
+from triptych.core.handles import LeaseRef
+from triptych.kvpool.pool.leases import WorkerId
+from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey
 
 PAGES = 2
@@ -38,7 +39,7 @@ class Worker:
     guest: WorkerId
     step: int = 0
     mine: tuple[int, ...] = ()
-    made: Claim | None = None
+    made: LeaseRef | None = None
     gave_up: bool = False
     is_dead: bool = False
     is_swept_near: bool = False
@@ -56,17 +57,17 @@ class World:
     workers: list[Worker] = field(default_factory=list[Worker])
     producer: str = "lives"
     far_is_up: bool = True
-    claim: Claim = field(init=False)
+    lease_ref: LeaseRef = field(init=False)
     pages: tuple[int, ...] = ()
 
     @classmethod
     def start(cls) -> "World":
         world = cls()
         producer = world.far.register("producer", ProcessKey(1, 1, "producer"), 0.0)
-        world.pages = tuple(world.far.grant(producer, PAGES).tolist()[::-1])
+        world.pages = tuple(world.far.allocate(producer, PAGES).tolist()[::-1])
         for page, text in zip(world.pages, ("one", "two"), strict=True):
             world.far_bytes[page] = text
-        [world.claim] = world.far.handoff(producer, [("r", ids(world.pages))])
+        [world.lease_ref] = world.far.handoff(producer, [("r", ids(world.pages))])
         for name in ("a", "b"):
             ticket = world.near.register(name, ProcessKey(2, 2, name), 0.0)
             guest = world.far.register(f"guest/{name}", ELSEWHERE, 0.0)
@@ -129,12 +130,14 @@ class World:
             raise ConnectionError
         match step:
             case "reserve":
-                worker.mine = tuple(self.near.grant(worker.ticket, PAGES).tolist())
+                worker.mine = tuple(self.near.allocate(worker.ticket, PAGES).tolist())
             case "hold":
-                self.far.attach(worker.guest, [(self.claim, ids(self.pages))])
+                self.far.attach(worker.guest, [(self.lease_ref, ids(self.pages))])
             case "copy":
                 at = worker.step - STEPS.index("copy")
-                self.far.require_lease(worker.guest, self.claim.lease, ids(self.pages[at : at + 1]))
+                self.far.require_lease(
+                    worker.guest, self.lease_ref.lease, ids(self.pages[at : at + 1])
+                )
                 self.near_bytes[worker.mine[at]] = self.far_bytes[self.pages[at]]
             case "commit":
                 [worker.made] = self.near.handoff(worker.ticket, [("r", ids(worker.mine))])
@@ -149,7 +152,7 @@ class World:
         """Release there; it is no fault if nothing is held any more, or nobody is there."""
         if self.far_is_up:
             try:
-                self.far.release(worker.guest, [self.claim.lease])
+                self.far.release(worker.guest, [self.lease_ref.lease])
             except StaleHandle:
                 return
             self.far_bytes = [""] * PAGES  # the next holder may write over them at once
@@ -157,7 +160,7 @@ class World:
     def give_up(self, worker: Worker) -> None:
         self.let_go(worker)
         if worker.mine:
-            self.near.give_back(worker.ticket, ids(worker.mine))
+            self.near.free(worker.ticket, ids(worker.mine))
         worker.gave_up, worker.step = True, DONE
 
     def read(self, worker: Worker) -> list[str]:

@@ -47,8 +47,8 @@ def test_a_long_prompt_is_read_from_where_its_last_window_begins() -> None:
 
 def played(windows: Windows, prompt: int, answer: int, losses: Random | None) -> list[Tokens]:
     """A worker that says each token's place; ``losses`` has it die now and then."""
-    heard, journeys = list[Tokens | Failed](), AttemptTable(windows)
-    journey, done = journeys.start(request(prompt, answer), heard.append), False
+    record_report, journeys = list[Tokens | Failed](), AttemptTable(windows)
+    journey, done = journeys.start(request(prompt, answer), record_report.append), False
     while not done:
         asked = journey.present()
         assert 0 < asked.known_tokens < windows.size
@@ -64,7 +64,7 @@ def played(windows: Windows, prompt: int, answer: int, losses: Random | None) ->
             break
         if not journeys.again(journey):
             pytest.fail("too many attempts")
-    return [item for item in heard if isinstance(item, Tokens)]
+    return [item for item in record_report if isinstance(item, Tokens)]
 
 
 @pytest.mark.parametrize("prompt", [1, 7, 8, 20])

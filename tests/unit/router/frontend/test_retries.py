@@ -25,23 +25,23 @@ def tokens(index: int, attempt: str = "r", *, last: bool = False) -> Tokens:
 
 
 @pytest.fixture
-def heard() -> list[Tokens | Failed]:
+def record_report() -> list[Tokens | Failed]:
     return []
 
 
 @pytest.fixture
-def journey(heard: list[Tokens | Failed]) -> RequestAttempts:
-    return RequestAttempts(REQUEST, heard.append)
+def journey(record_report: list[Tokens | Failed]) -> RequestAttempts:
+    return RequestAttempts(REQUEST, record_report.append)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_the_client_hears_each_token_once_and_in_order(
-    journey: RequestAttempts, heard: list[Tokens | Failed], order: tuple[int, ...]
+    journey: RequestAttempts, record_report: list[Tokens | Failed], order: tuple[int, ...]
 ) -> None:
     """Whichever worker speaks first, and however often each says the same."""
     for index in (*order, *order):
         journey.hear(tokens(index))
-    assert heard == [tokens(index) for index in range(4)]
+    assert record_report == [tokens(index) for index in range(4)]
     assert journey.said == [10, 11, 12, 13]
 
 
@@ -83,8 +83,8 @@ def test_what_is_too_far_ahead_tears_the_answer(
 
 
 def test_another_attempt_begins_behind_what_the_client_has() -> None:
-    heard, journeys = list[Tokens | Failed](), AttemptTable()
-    journey = journeys.start(REQUEST, heard.append)
+    record_report, journeys = list[Tokens | Failed](), AttemptTable()
+    journey = journeys.start(REQUEST, record_report.append)
     assert journey.present() == REQUEST
     journey.hear(tokens(0))
     journey.hear(tokens(1))
@@ -97,7 +97,7 @@ def test_another_attempt_begins_behind_what_the_client_has() -> None:
     assert journeys.get("r~1") is journey
     for index in range(2, 4):
         assert journey.hear(tokens(index, "r~1", last=index == 3)) == (index == 3)
-    assert heard == [tokens(index, last=index == 3) for index in range(4)]
+    assert record_report == [tokens(index, last=index == 3) for index in range(4)]
 
 
 def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_first_one() -> None:
@@ -116,14 +116,14 @@ def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_fir
 
 
 def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was() -> None:
-    heard, journeys = list[Tokens | Failed](), AttemptTable()
-    journey = journeys.start(REQUEST, heard.append)
+    record_report, journeys = list[Tokens | Failed](), AttemptTable()
+    journey = journeys.start(REQUEST, record_report.append)
     journey.hear(tokens(0))
     assert journeys.again(journey)
     assert journey.present().said == ()
     for index in range(3):
         journey.hear(tokens(index, "r~1"))
-    assert heard == [tokens(index) for index in range(3)]
+    assert record_report == [tokens(index) for index in range(3)]
     assert journeys.again(journey)
     assert journey.present().said == (10, 11, 12)
     journey.hear(tokens(3, "r~2"))
@@ -132,15 +132,15 @@ def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was
 
 
 def test_a_request_that_kills_its_workers_ends() -> None:
-    heard, journeys = list[Tokens | Failed](), AttemptTable()
-    journey = journeys.start(REQUEST, heard.append)
+    record_report, journeys = list[Tokens | Failed](), AttemptTable()
+    journey = journeys.start(REQUEST, record_report.append)
     delays = list[float]()
     while journeys.again(journey):
         delays.append(journey.delay_s)
     assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
     assert len(delays) == MAX_ATTEMPTS - 1
     journey.fail(failed(journey.id, StageLost("decode")))
-    assert heard == [failed("r", StageLost("decode"))]
+    assert record_report == [failed("r", StageLost("decode"))]
     journeys.end(journey)
     assert list(journeys) == []
 
@@ -149,8 +149,8 @@ def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
     """A worker dies at a random point and the next one says again what may be lost."""
     random = Random(4)
     for _ in range(300):
-        heard, journeys = list[Tokens | Failed](), AttemptTable()
-        journey = journeys.start(REQUEST, heard.append)
+        record_report, journeys = list[Tokens | Failed](), AttemptTable()
+        journey = journeys.start(REQUEST, record_report.append)
         length, done = random.randrange(1, 30), False
         while not done:
             start = random.randrange(len(journey.said) + 1)
@@ -161,4 +161,4 @@ def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
                 done |= journey.hear(tokens(index, journey.id, last=index == length - 1))
             if not done:
                 assert journeys.again(journey)
-        assert heard == [tokens(index, last=index == length - 1) for index in range(length)]
+        assert record_report == [tokens(index, last=index == length - 1) for index in range(length)]

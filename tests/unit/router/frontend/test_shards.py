@@ -13,8 +13,8 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, DeadlineExceeded, QueueFull, StageLost
 from triptych.core.messages import Request, Sampling, failed
 from triptych.core.pages import PagePlan
-from triptych.core.shards import cell_of
-from triptych.router import Cells, RequestAttempts
+from triptych.core.shards import shard_of
+from triptych.router import RequestAttempts, Shards
 from triptych.router.frontend.shards import key_of, may_pass_on, names_of
 from triptych.simulator import Cluster
 
@@ -22,16 +22,16 @@ NAMES = list(names_of(4))
 UNBOUNDED = 1e9
 
 
-def opened(count: int, overload: float = UNBOUNDED, free_requests: int = 0) -> Cells:
-    cells = Cells(list(names_of(count)), overload, free_requests)
+def opened(count: int, overload: float = UNBOUNDED, free_requests: int = 0) -> Shards:
+    shards = Shards(list(names_of(count)), overload, free_requests)
     for name in names_of(count):
-        cells.found(name)
-    return cells
+        shards.found(name)
+    return shards
 
 
 def homes(count: int, keys: int = 1000) -> list[str | None]:
-    cells = opened(count)
-    return [cells.place(str(key), str(key).encode(), 1) for key in range(keys)]
+    shards = opened(count)
+    return [shards.place(str(key), str(key).encode(), 1) for key in range(keys)]
 
 
 @settings(max_examples=20)
@@ -48,16 +48,16 @@ def test_a_new_cell_takes_its_share_of_keys_and_no_other_key_moves(count: int) -
 def test_only_the_keys_of_a_cell_that_is_down_move_and_not_all_to_one(
     count: int, gone: int
 ) -> None:
-    cells, dead = opened(count), str(gone % count)
-    cells.lost(dead)
+    shards, dead = opened(count), str(gone % count)
+    shards.lost(dead)
     before = homes(count)
-    after = [cells.place(str(key), str(key).encode(), 1) for key in range(len(before))]
+    after = [shards.place(str(key), str(key).encode(), 1) for key in range(len(before))]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != dead)
     heirs = Counter(new for old, new in zip(before, after, strict=True) if old == dead)
     assert dead not in heirs
     assert len(heirs) == count - 1
-    cells.found(dead)
-    back = [cells.place(str(key), str(key).encode(), 1) for key in range(len(before))]
+    shards.found(dead)
+    back = [shards.place(str(key), str(key).encode(), 1) for key in range(len(before))]
     assert back == before
 
 
@@ -68,26 +68,26 @@ class Bounded(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells = Cells(NAMES, self.OVERLOAD, self.FREE)
+        self.shards = Shards(NAMES, self.OVERLOAD, self.FREE)
         self.sizes = dict[str, int]()
         self.refused = dict[str, set[str]]()
         self.count = 0
 
     @property
     def where(self) -> dict[str, str]:
-        return {name: cell for name in self.sizes if (cell := self.cells.where(name))}
+        return {name: shard for name in self.sizes if (shard := self.shards.where(name))}
 
     @rule(key=st.binary(max_size=2), nbytes=st.integers(1, 1000))
     def come(self, key: bytes, nbytes: int) -> None:
         name = f"r{self.count}"
         self.count += 1
-        held = self.cells.held_bytes
-        chosen = self.cells.place(name, key, nbytes)
+        held = self.shards.held_bytes
+        chosen = self.shards.place(name, key, nbytes)
         self.sizes[name], self.refused[name] = nbytes, set()
-        up = self.cells.up
+        up = self.shards.up
         assert (chosen is None) == (not up)
         if chosen is not None:
-            mean = (sum(held[cell] for cell in up) + nbytes) / len(up)
+            mean = (sum(held[shard] for shard in up) + nbytes) / len(up)
             assert chosen in up
             assert held[chosen] < self.OVERLOAD * mean + self.FREE * nbytes
 
@@ -95,38 +95,38 @@ class Bounded(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.sizes)))
-        self.cells.remove(name)
+        self.shards.remove(name)
         del self.sizes[name], self.refused[name]
 
     @precondition(lambda self: self.where)
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
         """Passed on until all that are up have refused, and to none of them twice."""
-        name, cell = data.draw(st.sampled_from(sorted(self.where.items())))
-        self.refused[name].add(cell)
-        found = self.cells.pass_on(name)
-        left = set(self.cells.up) - self.refused[name]
+        name, shard = data.draw(st.sampled_from(sorted(self.where.items())))
+        self.refused[name].add(shard)
+        found = self.shards.pass_on(name)
+        left = set(self.shards.up) - self.refused[name]
         assert (found in left) if left else found is None
 
-    @rule(cell=st.sampled_from(NAMES))
-    def die(self, cell: str) -> None:
+    @rule(shard=st.sampled_from(NAMES))
+    def die(self, shard: str) -> None:
         """The ingress sends what was there again."""
-        there = [name for name, at in self.where.items() if at == cell]
-        self.cells.lost(cell)
+        there = [name for name, at in self.where.items() if at == shard]
+        self.shards.lost(shard)
         for name in there:
-            self.cells.remove(name)
+            self.shards.remove(name)
             del self.sizes[name], self.refused[name]
 
-    @rule(cell=st.sampled_from(NAMES))
-    def rise(self, cell: str) -> None:
-        self.cells.found(cell)
+    @rule(shard=st.sampled_from(NAMES))
+    def rise(self, shard: str) -> None:
+        self.shards.found(shard)
 
     @invariant()
     def what_a_cell_holds_is_what_its_requests_count_for(self) -> None:
         held = dict.fromkeys(NAMES, 0)
-        for name, cell in self.where.items():
-            held[cell] += self.sizes[name]
-        assert self.cells.held_bytes == held
+        for name, shard in self.where.items():
+            held[shard] += self.sizes[name]
+        assert self.shards.held_bytes == held
 
 
 TestBounded = Bounded.TestCase
@@ -135,20 +135,20 @@ TestBounded.settings = settings(max_examples=40, stateful_step_count=30)
 
 def test_of_one_size_and_without_free_ones_it_is_the_rule_of_the_paper() -> None:
     """No cell ever has more than ceil(1.25 m / n) of m requests, wherever their keys lie."""
-    cells = opened(4, overload=1.25)
+    shards = opened(4, overload=1.25)
     for count in range(1, 200):
-        cells.place(f"r{count}", b"popular" if count % 3 else str(count).encode(), 1)
-        assert max(cells.held_bytes.values()) <= ceil(1.25 * count / 4)
+        shards.place(f"r{count}", b"popular" if count % 3 else str(count).encode(), 1)
+        assert max(shards.held_bytes.values()) <= ceil(1.25 * count / 4)
 
 
 def test_where_little_is_under_way_nobody_leaves_its_home() -> None:
-    cells = opened(4, overload=1.25, free_requests=2)
-    placed = [cells.place(f"r{n}", b"popular", 10) for n in range(100)]
+    shards = opened(4, overload=1.25, free_requests=2)
+    placed = [shards.place(f"r{n}", b"popular", 10) for n in range(100)]
     assert placed[:4] == placed[:1] * 4
     assert placed[4] != placed[0]
     assert len(set(placed)) >= 3
-    assert max(cells.held_bytes.values()) <= 1.25 * 250 + 3 * 10
-    assert cells.counters["bound"] > cells.counters["home"] > 20
+    assert max(shards.held_bytes.values()) <= 1.25 * 250 + 3 * 10
+    assert shards.counters["bound"] > shards.counters["home"] > 20
 
 
 def request(name: str, prompt: tuple[int, ...], session: str = "") -> Request:
@@ -193,8 +193,8 @@ def stage(replicas: int, **more: object) -> dict[str, object]:
     return {"actor": {"num_replicas": replicas}, **more}
 
 
-def config(cells: int, **more: object) -> AppConfig:
-    return AppConfig.from_mapping({"router": {"shards": cells}, **more})
+def config(shards: int, **more: object) -> AppConfig:
+    return AppConfig.from_mapping({"router": {"shards": shards}, **more})
 
 
 def test_cells_have_equal_parts_of_everything() -> None:
@@ -205,7 +205,7 @@ def test_cells_have_equal_parts_of_everything() -> None:
         decode=stage(6),
         pool={"kv_cache_memory_bytes": 1 << 30, "disk_path": "/disk", "disk_bytes": 1 << 20},
     )
-    one, two = (cell_of(whole, index) for index in range(2))
+    one, two = (shard_of(whole, index) for index in range(2))
     assert one.prefill.actor.num_replicas == 2
     assert (one.prefill.autoscaling.min_replicas, one.prefill.autoscaling.max_replicas) == (1, 4)
     assert (one.compressor.actor.num_replicas, one.decode.actor.num_replicas) == (1, 3)
@@ -217,11 +217,11 @@ def test_cells_have_equal_parts_of_everything() -> None:
 
 
 def test_one_cell_is_the_whole_application() -> None:
-    assert cell_of(whole := config(1, pool={"kv_cache_memory_bytes": 12345}), 0) is whole
+    assert shard_of(whole := config(1, pool={"kv_cache_memory_bytes": 12345}), 0) is whole
 
 
 @pytest.mark.parametrize(
-    ("cells", "stages", "named"),
+    ("shards", "stages", "named"),
     [
         (2, {}, "prefill.actor.num_replicas=1"),
         (2, {"prefill": stage(2), "decode": stage(2)}, "compressor.actor.num_replicas=1"),
@@ -238,13 +238,13 @@ def test_one_cell_is_the_whole_application() -> None:
     ],
 )
 def test_cells_that_would_lack_a_stage_are_refused(
-    cells: int, stages: dict[str, object], named: str
+    shards: int, stages: dict[str, object], named: str
 ) -> None:
     expected = rf"{named}.*: expected a multiple of router.shards \(2\)"
     with pytest.raises(ConfigError, match=expected):
-        config(cells, **stages)
+        config(shards, **stages)
 
 
 def test_of_colocated_workers_only_their_own_number_counts() -> None:
     whole = config(2, topology="colocated", decode=stage(4))
-    assert cell_of(whole, 1).decode.actor.num_replicas == 2
+    assert shard_of(whole, 1).decode.actor.num_replicas == 2

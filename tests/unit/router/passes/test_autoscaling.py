@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from triptych.core.config import RouterConfig
 from triptych.core.messages import Register, Report, Request, Sampling, Slo, Stage, Submit
 from triptych.router.passes.autoscaling import BusyTime, Demand, wanted
-from triptych.router.scheduler import Patience, Scheduler
+from triptych.router.scheduler import Scheduler, Timeouts
 from triptych.simulator import Cluster
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
@@ -34,18 +34,25 @@ def test_each_stage_is_asked_for_by_its_own_time() -> None:
 
 
 def test_work_that_waits_is_to_be_read_in_the_time_that_is_left_for_it() -> None:
-    line = replace(QUIET, waiting_tokens=6000, queued_tokens=2000, read_token_s=1e-3, drain_s=2.0)
-    assert wanted("prefill", line, TARGET) == pytest.approx(4.0)
-    assert wanted("prefill", replace(line, drain_s=1.0), TARGET) == pytest.approx(8.0)
-    assert wanted("compress", line, TARGET) == wanted("compress", QUIET, TARGET)
+    queue = replace(
+        QUIET, waiting_tokens=6000, queued_tokens=2000, prefill_token_s=1e-3, drain_s=2.0
+    )
+    assert wanted("prefill", queue, TARGET) == pytest.approx(4.0)
+    assert wanted("prefill", replace(queue, drain_s=1.0), TARGET) == pytest.approx(8.0)
+    assert wanted("compress", queue, TARGET) == wanted("compress", QUIET, TARGET)
 
 
 def test_nobody_is_asked_for_on_behalf_of_what_waits_for_bytes() -> None:
-    line = replace(
-        QUIET, waiting_tokens=9000, waiting_requests=90, read_token_s=1e-3, drain_s=1.0, fitting=0.0
+    queue = replace(
+        QUIET,
+        waiting_tokens=9000,
+        waiting_requests=90,
+        prefill_token_s=1e-3,
+        drain_s=1.0,
+        fitting=0.0,
     )
     for stage in STAGES:
-        assert wanted(stage, line, TARGET) == wanted(stage, QUIET, TARGET)
+        assert wanted(stage, queue, TARGET) == wanted(stage, QUIET, TARGET)
 
 
 def test_decode_is_asked_for_by_slots_and_by_the_strictest_limit_on_tpot() -> None:
@@ -63,7 +70,7 @@ def test_decode_is_asked_for_by_slots_and_by_the_strictest_limit_on_tpot() -> No
 )
 def test_more_to_do_never_asks_for_fewer(busy: float, more: float, tokens: int, extra: int) -> None:
     less = replace(
-        QUIET, busy=dict.fromkeys(STAGES, busy), waiting_tokens=tokens, read_token_s=1e-3
+        QUIET, busy=dict.fromkeys(STAGES, busy), waiting_tokens=tokens, prefill_token_s=1e-3
     )
     greater = replace(
         less,
@@ -104,7 +111,7 @@ class ClusterState:
 
     def __init__(self) -> None:
         config = RouterConfig(max_overtake_s=5.0)
-        self.router = Scheduler(config, PLAN, 600 << 20, Patience())
+        self.router = Scheduler(config, PLAN, 600 << 20, Timeouts())
         self.router.on(
             Register(name="w", address="w", stages=STAGES, max_requests=4, arena="a"), "w", 0.0
         )
@@ -116,23 +123,23 @@ class ClusterState:
 
 
 def test_the_books_say_what_waits_and_what_runs() -> None:
-    books = ClusterState()
-    assert books.router.demand(0.0).busy == dict.fromkeys(STAGES, 1.0)  # it has not reported yet
-    books.router.on(report(1.0), "w", 1.0)
+    cluster = ClusterState()
+    assert cluster.router.demand(0.0).busy == dict.fromkeys(STAGES, 1.0)  # it has not reported yet
+    cluster.router.on(report(1.0), "w", 1.0)
     for number in range(3):
-        books.submit(f"r{number}", 1000, 1.0, Slo(ttft_s=20.0))
-    demand = books.router.demand(2.5)
+        cluster.submit(f"r{number}", 1000, 1.0, Slo(ttft_s=20.0))
+    demand = cluster.router.demand(2.5)
     assert (demand.queued_tokens, demand.waiting_tokens) == (2000, 1000)
     assert (demand.waiting_requests, demand.slots_used, demand.worker_slots) == (1, 2, 4)
     assert demand.fitting == 1.0
     assert demand.drain_s == 5.0  # patience ends before the limit
-    assert books.router.demand(3.0) is demand  # one look in a while
+    assert cluster.router.demand(3.0) is demand  # one look in a while
 
 
 def test_bytes_that_lack_are_said() -> None:
-    books = ClusterState()
-    books.router.on(report(1.0), "w", 1.0)
+    cluster = ClusterState()
+    cluster.router.on(report(1.0), "w", 1.0)
     for number in range(40):
-        books.submit(f"r{number}", 2000, 1.0, Slo())
-    demand = books.router.demand(2.5)
+        cluster.submit(f"r{number}", 2000, 1.0, Slo())
+    demand = cluster.router.demand(2.5)
     assert 0.0 < demand.fitting < 0.6

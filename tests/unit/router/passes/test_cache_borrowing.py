@@ -16,7 +16,7 @@ from triptych.core.messages import (
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.cache_borrowing import ASK_AGAIN_S, KEEP_S, CacheBorrowing, enough
 from triptych.router.policies.batch_gates import Schedule
-from triptych.router.policies.batching import fifo
+from triptych.router.policies.batching import fcfs
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry
 
@@ -40,32 +40,34 @@ class Bench:
     """Books with one worker, and what they say to the pool."""
 
     def __init__(self, *arenas: str) -> None:
-        self.books = ClusterState.open(CAPACITY, 3.0, Schedule(choose=fifo))
-        self.loans = CacheBorrowing(self.books, LIMIT)
+        self.cluster = ClusterState.open(CAPACITY, 3.0, Schedule(choose=fcfs))
+        self.borrowing = CacheBorrowing(self.cluster, LIMIT)
         for arena in arenas or ("a",):
             stages = ("prefill", "compress", "decode")
-            hello = Register(name=arena, address=arena, stages=stages, arena=arena, max_requests=4)
-            self.books.fleet.join(hello)
-            self.books.roster.join(hello)
+            registration = Register(
+                name=arena, address=arena, stages=stages, arena=arena, max_requests=4
+            )
+            self.cluster.membership.join(registration)
+            self.cluster.load_index.join(registration)
 
     def wait(self, name: str, nbytes: int) -> None:
         request = Request(id=name, prompt=(1,), sampling=Sampling(), reply_to="c")
         sizes = RequestBytes(raw=nbytes, encoded=0, compressed=0, growth=0, grown=0)
-        self.books.requests.add(Entry(request=request, sizes=sizes, arrived=0.0, since=0.0))
+        self.cluster.requests.add(Entry(request=request, sizes=sizes, arrived=0.0, since=0.0))
 
     def said(self, blocked_reason: str, now: float) -> list[int]:
-        self.loans.run(blocked_reason, now)  # type: ignore[arg-type]
-        sends = self.books.outbox.take()
+        self.borrowing.run(blocked_reason, now)  # type: ignore[arg-type]
+        sends = self.cluster.outbox.take()
         assert all(isinstance(send, Send) and send.to == POOL for send in sends)
         return [send.message.bytes for send in sends if isinstance(send.message, BorrowCacheMemory)]
 
     def answer(self, nbytes: int, now: float) -> None:
-        self.loans.heard(CacheMemoryBorrowed(arena="a", bytes=nbytes), now)
+        self.borrowing.on_borrowed(CacheMemoryBorrowed(arena="a", bytes=nbytes), now)
 
 
 def test_memory_comes_when_somebody_waits_and_goes_back_when_nobody_does() -> None:
     bench = Bench()
-    ledger = bench.books.ledger
+    ledger = bench.cluster.ledger
     assert bench.said("", 0.0) == [0]  # what did an earlier router borrow?
     bench.answer(0, 0.0)
     assert bench.said("", 0.1) == []
@@ -82,22 +84,22 @@ def test_memory_comes_when_somebody_waits_and_goes_back_when_nobody_does() -> No
     assert bench.said("", 1.0 + KEEP_S / 2) == []
     assert bench.said("", 1.0 + KEEP_S) == [0]
     assert ledger.free("a") == CAPACITY - 30
-    assert bench.books.counters == {"memory_asked": 1, "memory_returned": 1}
+    assert bench.cluster.counters == {"memory_asked": 1, "memory_returned": 1}
 
 
 def test_only_what_is_not_booked_goes_back() -> None:
     bench = Bench()
     bench.answer(40, 0.0)
-    bench.books.ledger.book("running", {"a": 125})
+    bench.cluster.ledger.book("running", {"a": 125})
     assert bench.said("", 10.0) == [25]
-    assert bench.books.ledger.free("a") == 0
+    assert bench.cluster.ledger.free("a") == 0
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_pool_that_cannot_lend_is_not_asked_all_the_time(answers: bool) -> None:
     bench = Bench()
     bench.answer(0, 0.0)
-    bench.books.ledger.book("running", {"a": 100})
+    bench.cluster.ledger.book("running", {"a": 100})
     bench.wait("next", 30)
     assert bench.said("no_bytes", 1.0) == [30]
     if answers:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.router.driver import (
-    PATIENCE,
+    TIMEOUTS,
     Driver,
     expel,
     failures,
@@ -31,17 +31,17 @@ from triptych.core.messages import (
 WORDS, MEMORY = (7, 8, 9), (2.0, 0.5)
 
 
-def crowded(*requests: Request, **config: object) -> Driver:
+def imbalanced(*requests: Request, **config: object) -> Driver:
     """One decode worker has all requests, and another one comes."""
     driver = Driver("P", "C", "D", slots=4, **config)  # pyright: ignore[reportArgumentType]
     for one in requests or (request("one"), request("two")):
         driver.bring_to("decoding", one)
-    driver.hello("E")
+    driver.register("E")
     return driver
 
 
 def suspended(name: str) -> Preempted:
-    return Preempted(request=name, words=WORDS, handle=on_offer(name), memory=MEMORY)
+    return Preempted(request=name, output_tokens=WORDS, handle=on_offer(name), memory=MEMORY)
 
 
 def on_offer(name: str) -> KVHandle:
@@ -53,13 +53,17 @@ def messages(sends: list[Send], kind: type[Message]) -> list[Send]:
 
 
 def test_the_newest_request_of_the_fullest_worker_goes_to_the_emptiest() -> None:
-    driver = crowded()
+    driver = imbalanced()
     booked = driver.booked
     assert driver.tick(0.5) == [Send("D", Preempt(requests=("two",)))]
     assert driver.tick(0.5) == []  # one at a time
     [send] = driver.on(suspended("two"), "D")
     assert isinstance(send.message, Join)
-    assert (send.to, send.message.words, send.message.handle) == ("E", WORDS, on_offer("two"))
+    assert (send.to, send.message.output_tokens, send.message.handle) == (
+        "E",
+        WORDS,
+        on_offer("two"),
+    )
     assert send.message.memory == MEMORY
     assert (driver.state("two"), driver.booked) == ("decoding", booked)
     assert driver.on(Resumed(request="two"), "E") == []
@@ -71,24 +75,24 @@ def test_the_newest_request_of_the_fullest_worker_goes_to_the_emptiest() -> None
 
 @pytest.mark.parametrize("gap", [0, 3])
 def test_a_smaller_difference_than_is_set_moves_nobody(gap: int) -> None:
-    driver = crowded(rebalance_requests=gap)
+    driver = imbalanced(rebalance_requests=gap)
     assert driver.tick(0.5) == []
 
 
 def test_batches_of_fixed_size_stay_where_they_are() -> None:
-    driver = crowded(batch_policy="static:p1c1d2")
+    driver = imbalanced(batch_policy="static:p1c1d2")
     assert messages(driver.tick(0.5), Preempt) == []
 
 
 def test_what_cannot_be_said_again_stays() -> None:
     wanted = Sampling(max_tokens=10, logprobs=0)
     told = Request(id="told", prompt=(1,) * 50, sampling=wanted, reply_to="in")
-    driver = crowded(request("one"), told)
+    driver = imbalanced(request("one"), told)
     assert driver.tick(0.5) == [Send("D", Preempt(requests=("one",)))]
 
 
 def test_an_answer_that_ends_before_it_is_suspended_just_ends() -> None:
-    driver = crowded()
+    driver = imbalanced()
     driver.tick(0.5)
     assert driver.on(Finished(request="two", tokens=9), "D") == []
     assert driver.state("two") is None
@@ -99,7 +103,7 @@ def on_offer_at_a_silent_worker() -> Driver:
     """Nobody takes requests at present, so the one on offer waits."""
     driver = Driver("P", "C", "D")
     driver.bring_to("decoding", request("one"))
-    driver.now += PATIENCE.report_bound_s + 1
+    driver.now += TIMEOUTS.report_bound_s + 1
     assert driver.on(suspended("one"), "D") == []
     assert driver.state("one") == "compressed"
     return driver
@@ -117,9 +121,13 @@ def test_a_request_on_offer_outlives_its_worker() -> None:
     driver = on_offer_at_a_silent_worker()
     assert driver.router.lost("D", driver.now) == []
     assert driver.tick(0.5) == []
-    [send] = driver.hello("E")
+    [send] = driver.register("E")
     assert isinstance(send.message, Join)
-    assert (send.to, send.message.previous_worker, send.message.words) == ("E", "D#1", WORDS)
+    assert (send.to, send.message.previous_worker, send.message.output_tokens) == (
+        "E",
+        "D#1",
+        WORDS,
+    )
     assert driver.tick(0.5) == []
     driver.on(Resumed(request="one"), "E")
     assert driver.tick(0.5) == [expel()]
@@ -130,17 +138,17 @@ def test_a_request_on_offer_outlives_its_worker() -> None:
 def test_what_was_on_offer_and_is_not_found_begins_anew() -> None:
     driver = on_offer_at_a_silent_worker()
     driver.router.lost("D", driver.now)
-    driver.hello("E")
+    driver.register("E")
     gone = failed("one", StageLost("decode"))
     [failure] = failures(driver.on(Finished(request="one", tokens=0, error=gone), "E"))
     assert failure.resumable
     assert driver.tick(0.5) == [expel()]
-    driver.tick(PATIENCE.reclaim_s)
+    driver.tick(TIMEOUTS.reclaim_s)
     assert driver.booked == 0
 
 
 def test_a_worker_that_dies_before_its_offer_is_heard_leaves_an_orphan() -> None:
-    driver = crowded()
+    driver = imbalanced()
     driver.tick(0.5)
     sends = driver.router.lost("D", driver.now)
     resumes = [send.message for send in sends if isinstance(send.message, Resume)]
@@ -153,7 +161,7 @@ def test_a_worker_that_dies_before_its_offer_is_heard_leaves_an_orphan() -> None
 
 
 def test_the_pages_of_a_dead_worker_stay_while_what_it_offered_is_on_its_way() -> None:
-    driver = crowded()
+    driver = imbalanced()
     driver.tick(0.5)
     driver.on(suspended("two"), "D")
     sends = driver.router.lost("D", driver.now)
@@ -166,13 +174,13 @@ def test_the_pages_of_a_dead_worker_stay_while_what_it_offered_is_on_its_way() -
 
 def test_an_heir_may_find_what_a_living_worker_offered() -> None:
     """The one that was to join it died before it had: nobody knows whether it did."""
-    driver = crowded()
+    driver = imbalanced()
     driver.tick(0.5)
     driver.on(suspended("two"), "D")
     [send] = driver.router.lost("E", driver.now)
     assert isinstance(send.message, Resume)
     assert (send.to, send.message.previous_worker) == ("D", "E#1")
-    assert (send.message.join.words, send.message.join.handle) == (WORDS, on_offer("two"))
+    assert (send.message.join.output_tokens, send.message.join.handle) == (WORDS, on_offer("two"))
 
 
 def test_what_goes_back_to_its_worker_is_inherited_if_that_dies_at_once() -> None:
@@ -180,9 +188,9 @@ def test_what_goes_back_to_its_worker_is_inherited_if_that_dies_at_once() -> Non
     driver.bring_to("decoding", request("one"))
     driver.on(suspended("one"), "D")  # nobody asked; D is the only one who can join it
     assert driver.router.lost("D", driver.now) == []
-    [send] = driver.hello("E")
+    [send] = driver.register("E")
     assert isinstance(send.message, Resume)
-    assert (send.message.previous_worker, send.message.join.words) == ("D#1", WORDS)
+    assert (send.message.previous_worker, send.message.join.output_tokens) == ("D#1", WORDS)
 
 
 def test_a_difference_of_one_is_refused_since_it_would_never_end() -> None:

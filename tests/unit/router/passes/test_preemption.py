@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.router.driver import PATIENCE, Driver, expel, failures, started
+from tests.unit.router.driver import TIMEOUTS, Driver, expel, failures, started
 from tests.unit.router.passes.test_migration import WORDS, messages, on_offer, suspended
 from triptych.core.messages import (
     Cancel,
@@ -53,7 +53,7 @@ def test_an_urgent_request_takes_the_slot_of_one_that_can_wait() -> None:
     sends = driver.on(Finished(request="quick", tokens=10), "D")
     [join] = [send.message for send in messages(sends, Join)]
     assert isinstance(join, Join)
-    assert (join.request.id, join.words, join.handle) == ("slow", WORDS, on_offer("slow"))
+    assert (join.request.id, join.output_tokens, join.handle) == ("slow", WORDS, on_offer("slow"))
     assert driver.booked == booked
     driver.on(Resumed(request="slow"), "D")
     driver.on(Finished(request="slow", tokens=10), "D")
@@ -108,9 +108,9 @@ def test_a_request_that_was_set_aside_outlives_its_worker() -> None:
     driver.on(Cancel(requests=("quick",)), "in")
     assert driver.state("slow") == "waiting"
     assert driver.tick(0.5) == []  # the pool keeps its pages
-    [send] = messages(driver.hello("E"), Join)
+    [send] = messages(driver.register("E"), Join)
     assert isinstance(send.message, Join)
     assert (send.to, send.message.request.id, send.message.previous_worker) == ("E", "slow", "D#1")
     driver.on(Resumed(request="slow"), "E")
     assert driver.tick(0.5) == [expel()]
-    assert failures(driver.tick(PATIENCE.reclaim_s)) == []
+    assert failures(driver.tick(TIMEOUTS.reclaim_s)) == []

@@ -23,11 +23,12 @@ loads = st.builds(
     stages=st.just(("prefill", "decode")),
     is_full=st.just(False),
     running=st.integers(0, 9),
-    role=st.sampled_from(["both", "read", "write"]),
+    role=st.sampled_from(["both", "prefill", "decode"]),
 )
 fleets = st.lists(loads, min_size=1, max_size=9).map(
-    lambda fleet: [
-        replace(load, name=f"w{number}", address=f"w{number}") for number, load in enumerate(fleet)
+    lambda membership: [
+        replace(load, name=f"w{number}", address=f"w{number}")
+        for number, load in enumerate(membership)
     ]
 )
 
@@ -40,11 +41,11 @@ def test_as_many_read_as_are_wanted_and_each_arena_keeps_one_that_writes(
     count = Counter(roles.values())
     assert roles.keys() == {worker.address for worker in workers}
     most = len(workers) - len({worker.arena for worker in workers})
-    assert count["read"] == min(int(wanted), most)
-    assert count["read"] + count["both"] == min(len(workers), max(1, -int(-wanted // 1)))
+    assert count["prefill"] == min(int(wanted), most)
+    assert count["prefill"] + count["both"] == min(len(workers), max(1, -int(-wanted // 1)))
     for arena in {worker.arena for worker in workers}:
         there = [roles[worker.address] for worker in workers if worker.arena == arena]
-        assert set(there) != {"read"}
+        assert set(there) != {"prefill"}
 
 
 @given(workers=fleets, wanted=st.floats(0, 12))
@@ -52,17 +53,17 @@ def test_the_same_work_again_changes_nobody(workers: list[WorkerLoad], wanted: f
     roles = divide(workers, wanted)
     settled = [replace(worker, role=roles[worker.address]) for worker in workers]
     again = divide(settled, wanted)
-    assert {one for one, role in again.items() if role == "read"} == {
-        one for one, role in roles.items() if role == "read"
+    assert {one for one, role in again.items() if role == "prefill"} == {
+        one for one, role in roles.items() if role == "prefill"
     }
 
 
 def test_those_begin_to_read_that_write_least() -> None:
-    def load(name: str, running: int, role: Role = "write") -> WorkerLoad:
+    def load(name: str, running: int, role: Role = "decode") -> WorkerLoad:
         return WorkerLoad(name, name, "a", ("prefill", "decode"), False, running=running, role=role)
 
-    fleet = [load("x", 5, "read"), load("y", 3), load("z", 0)]
-    assert divide(fleet, 2.0) == {"x": "read", "z": "read", "y": "write"}
+    membership = [load("x", 5, "prefill"), load("y", 3), load("z", 0)]
+    assert divide(membership, 2.0) == {"x": "prefill", "z": "prefill", "y": "decode"}
 
 
 def test_work_at_a_steady_rate_is_measured_as_it_is() -> None:
@@ -123,7 +124,7 @@ def test_while_a_line_waits_everybody_does_both() -> None:
     """No worker can be spared, so none only reads; ten calm seconds later some do again."""
     driver = Driver("A", "B", "F", slots=1, roles="dynamic")
     driver.tick(0.5)
-    assert roles_of(driver) == ["both", "write", "write"]
+    assert roles_of(driver) == ["both", "decode", "decode"]
     for number in range(4):
         driver.submit(request(f"r{number}"))
     driver.tick(0.5)
@@ -133,7 +134,7 @@ def test_while_a_line_waits_everybody_does_both() -> None:
     driver.tick(CALM_S - 1)
     assert roles_of(driver) == ["both", "both", "both"]
     driver.tick(1.0)
-    assert "write" in roles_of(driver)
+    assert "decode" in roles_of(driver)
 
 
 def roles_of(driver: Driver) -> list[str]:

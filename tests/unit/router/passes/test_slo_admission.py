@@ -26,7 +26,7 @@ from triptych.simulator import Cluster, Costs, Job, Simulation, Trial
 SLO = Slo(ttft_s=2.0, tpot_s=0.2)
 times = st.floats(0, 100)
 slos = st.builds(Slo, ttft_s=times, tpot_s=times, deadline_s=times)
-forecasts = st.builds(Forecast, wait_s=times, read_s=times, token_s=times, write_s=times)
+forecasts = st.builds(Forecast, wait_s=times, prefill_s=times, token_s=times, decode_s=times)
 
 
 @given(slo=slos, forecast=forecasts)
@@ -115,32 +115,32 @@ def test_what_is_added_to_forecasts_would_have_made_most_of_them_true(late: list
 
 def test_requests_in_work_are_counted_for_each_decode_worker() -> None:
     driver = Driver("P", "C", "D", "D2")
-    books = driver.router._books  # pyright: ignore[reportPrivateUsage]
+    cluster = driver.router._cluster  # pyright: ignore[reportPrivateUsage]
     driver.submit(request("first"))
-    assert books.concurrency_with(0) == 0.5
-    assert books.concurrency_with(1) == 1.0
+    assert cluster.concurrency_with(0) == 0.5
+    assert cluster.concurrency_with(1) == 1.0
     driver.tick(2.0)
     driver.submit(request("second"))
-    assert books.pace.concurrency_s == 1.0  # half of one for two seconds
+    assert cluster.latency.concurrency_s == 1.0  # half of one for two seconds
 
 
 def test_an_idle_server_refuses_nobody() -> None:
     driver = slow_reader()
     driver.on(Cancel(requests=("first",)), "in")
-    pace = driver.router._books.pace  # pyright: ignore[reportPrivateUsage]
-    pace.late_first.note(99.0, driver.now)
+    latency = driver.router._cluster.latency  # pyright: ignore[reportPrivateUsage]
+    latency.late_first.note(99.0, driver.now)
     assert not failures(driver.submit(asking("r", ttft_s=2.0)))
 
 
 def test_a_line_that_was_empty_says_nothing_of_its_pace() -> None:
-    pace = LatencyForecast()
+    latency = LatencyForecast()
     for now in (0.0, 1.0, 2.0):
-        pace.left_line(3, now)
-    pace.left_line(0, 3.0)
-    pace.left_line(1, 9.0)
-    pace.begin_line()
-    pace.left_line(1, 9.5)
-    found = pace.forecast(ahead=4, concurrency=1.0, read_tokens=1, max_tokens=1, now=9.5)
+        latency.record_start(3, now)
+    latency.record_start(0, 3.0)
+    latency.record_start(1, 9.0)
+    latency.reset_start_gap()
+    latency.record_start(1, 9.5)
+    found = latency.forecast(ahead=4, concurrency=1.0, prefill_tokens=1, max_tokens=1, now=9.5)
     assert found.wait_s == 4.0
 
 

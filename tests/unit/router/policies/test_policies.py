@@ -14,10 +14,11 @@ from triptych.core.messages import Register, Request, Sampling, Slo, pack_tokens
 from triptych.router import PLACEMENT_POLICIES, check_policies
 from triptych.router.models.latency_forecast import LatencyForecast
 from triptych.router.models.memory_estimate import RequestBytes
+from triptych.router.models.prompt_blocks import block_keys
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.hash_ring import DualHashRing
 from triptych.router.policies.placement import Choice
-from triptych.router.policies.prefix_map import BlockCache, PrefixMap, block_keys
+from triptych.router.policies.prefix_map import BlockCache, PrefixMap
 from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.request_table import Entry, State
 from triptych.simulator import Cluster, Costs, Job, Simulation, Trial
@@ -32,40 +33,42 @@ class Bench:
     """A placer over prefill workers, each with an arena of its own, as on as many nodes."""
 
     def __init__(self, policy: str, arenas: int = 6, ttft_s: float = 1.0) -> None:
-        self.roster = LoadIndex(10.0, lambda _: 0)
+        self.load_index = LoadIndex(10.0, lambda _: 0)
         for number in range(arenas):
             self.add(number)
-        pace = LatencyForecast()
-        pace.read(1.0, 100, NOW)  # a token takes 10 ms
+        latency = LatencyForecast()
+        latency.record_prefill(1.0, 100, NOW)  # a token takes 10 ms
         self.prefixes = PrefixMap(64)
         chosen = PLACEMENT_POLICIES.load(policy)
-        self.placer = Placer(chosen, self.roster, pace, BLOCK, self.prefixes, ttft_s)
+        self.placer = Placer(chosen, self.load_index, latency, BLOCK, self.prefixes, ttft_s)
 
     def add(self, number: int) -> None:
         address = f"w{number}"
-        hello = Register(name=address, address=address, stages=("prefill",), arena=f"a{number}")
-        self.roster.join(hello)
-        self.roster.heard(address, NOW)
+        registration = Register(
+            name=address, address=address, stages=("prefill",), arena=f"a{number}"
+        )
+        self.load_index.join(registration)
+        self.load_index.record_report(address, NOW)
 
     def load(self, worker: str, tokens: int) -> None:
         """Have a worker read so many tokens."""
         entry = Entry(request(range(tokens), f"load {worker}"), SIZES, NOW, NOW)
         entry.state, entry.worker = State.PREFILLING, worker
-        self.roster.count(entry)
+        self.load_index.count(entry)
 
     def choose(self, asked: Request, *without_bytes: str) -> Choice | None:
         def fits(arena: str) -> bool:
             return arena not in without_bytes
 
-        ask = self.placer.ask(asked)
-        return self.placer.choose(self.placer.snapshot(ask, LIMIT, fits, NOW))
+        prompt = self.placer.prompt(asked)
+        return self.placer.choose(self.placer.snapshot(prompt, LIMIT, fits, NOW))
 
     def send(self, asked: Request) -> Choice:
         """Choose, and remember where the prompt went."""
-        ask = self.placer.ask(asked)
-        choice = self.placer.choose(self.placer.snapshot(ask, LIMIT, lambda _: True, NOW))
+        prompt = self.placer.prompt(asked)
+        choice = self.placer.choose(self.placer.snapshot(prompt, LIMIT, lambda _: True, NOW))
         assert choice is not None
-        self.placer.sent(ask, self.roster.arena_of(choice.worker))
+        self.placer.sent(prompt, self.load_index.arena_of(choice.worker))
         return choice
 
 
@@ -104,7 +107,7 @@ def test_a_policy_is_a_function_of_the_snapshot_and_never_asks_the_impossible(
     chosen = bench.choose(asked, *full)
     assert chosen == bench.choose(asked, *full)
     if chosen is not None:
-        assert bench.roster.arena_of(chosen.worker) not in full
+        assert bench.load_index.arena_of(chosen.worker) not in full
     elif name != "single_hash":  # the baseline alone waits while others could read
         assert len(full) == 6
 

@@ -63,7 +63,7 @@ def test_a_priority_counts_within_its_tenant_only() -> None:
 
 def test_a_tenant_pays_for_what_its_requests_held_and_no_more() -> None:
     driver = with_one_slot()
-    accounts = driver.router._books.requests.line.accounts  # pyright: ignore[reportPrivateUsage]
+    accounts = driver.router._cluster.requests.queue.accounts  # pyright: ignore[reportPrivateUsage]
     peak = MODEL.estimate(50, 10).peak
     driver.submit(of("r", "a", weight=2.0))
     driver.submit(of("waits", "a", weight=2.0))

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.router.policies.batching import BatchPolicy, fifo, greedy_by_memory
+from triptych.router.policies.batching import BatchPolicy, fcfs, greedy_by_memory
 from triptych.router.queue.fair_share import MOST_IDLE, FairShare
 from triptych.router.queue.waiting_queue import ListedQueue, WaitingQueue, due_s
 from triptych.router.snapshot import Budget, Waiting
 
 PATIENCE_S, AGEING_S = 5.0, 10.0
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
-POLICIES = (greedy_by_memory, fifo)
+POLICIES = (greedy_by_memory, fcfs)
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Written:
     def at(self, now: float) -> ListedQueue:
         return ListedQueue(
             [
-                Waiting(one.id, one.bytes, now - came, due - now, one.priority, one.tenant)
-                for one, came, due in self.waiting
+                Waiting(one.id, one.bytes, now - arrived, due - now, one.priority, one.tenant)
+                for one, arrived, due in self.waiting
             ],
             self.used,
             WEIGHTS,
@@ -59,12 +59,12 @@ def test_a_kept_line_reads_like_one_that_was_written_down(
 ) -> None:
     kept, written = WaitingQueue(), Written()
     for number, (size, in_front, tenant, priority, gone, charge) in enumerate(events):
-        came, name = float(number), f"r{number}"
-        due = due_s(came, priority, patience_s=PATIENCE_S, ageing_s=AGEING_S)
+        arrived, name = float(number), f"r{number}"
+        due = due_s(arrived, priority, patience_s=PATIENCE_S, ageing_s=AGEING_S)
         kept.add(
             name,
             size,
-            came,
+            arrived,
             in_front=in_front,
             due=due,
             priority=priority,
@@ -72,7 +72,7 @@ def test_a_kept_line_reads_like_one_that_was_written_down(
             weight=WEIGHTS[tenant],
         )
         one = Waiting(name, size, 0.0, priority=priority, tenant=tenant)
-        entry = (one, came, -inf if in_front else due)
+        entry = (one, arrived, -inf if in_front else due)
         written.waiting.insert(0 if in_front else len(written.waiting), entry)
         leaving = next((one for one, _, _ in written.waiting if one.id == f"r{gone}"), None)
         if leaving is not None:
@@ -105,23 +105,23 @@ class Service:
     """Starts who is chosen, one round a second, and notes who overtook whom."""
 
     choose: BatchPolicy
-    line: WaitingQueue = field(default_factory=WaitingQueue)
-    came: dict[str, tuple[float, int, str]] = field(
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    arrived: dict[str, tuple[float, int, str]] = field(
         default_factory=dict[str, tuple[float, int, str]]
     )
     started: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
 
     def add(self, name: str, now: float, size: int, priority: int, tenant: str) -> None:
-        self.came[name] = (now, priority, tenant)
+        self.arrived[name] = (now, priority, tenant)
         due = due_s(now, priority, patience_s=PATIENCE_S, ageing_s=AGEING_S)
         weight = WEIGHTS[tenant]
-        self.line.add(name, size, now, due=due, priority=priority, tenant=tenant, weight=weight)
+        self.queue.add(name, size, now, due=due, priority=priority, tenant=tenant, weight=weight)
 
     def serve(self, now: float, free: int, most: int = 2) -> list[Waiting]:
-        chosen = self.choose(self.line.at(now), Budget(free_bytes=free, max_requests=most))
+        chosen = self.choose(self.queue.at(now), Budget(free_bytes=free, max_requests=most))
         for one in chosen:
-            self.line.discard(one.id)
-            self.line.accounts.serve(one.tenant, float(one.bytes))
+            self.queue.discard(one.id)
+            self.queue.accounts.serve(one.tenant, float(one.bytes))
             self.started.append((now, one.id))
         return chosen
 
@@ -140,15 +140,15 @@ def test_nothing_of_its_tenant_overtakes_a_request_beyond_its_ageing_bound(
     for _ in range(200):
         now += 1.0
         service.serve(now, max(free, 60))
-    assert len(service.line) == 0
+    assert len(service.queue) == 0
     for place, (when, name) in enumerate(service.started):
-        came, priority, tenant = service.came[name]
+        arrived, priority, tenant = service.arrived[name]
         for earlier in [one for one in service.started[:place] if one[0] < when]:
             then, other = earlier
-            other_came, other_priority, other_tenant = service.came[other]
-            waited_then = then > came + PATIENCE_S + priority * AGEING_S
-            if other_tenant == tenant and waited_then and came <= then:
-                later_s = (other_came - came) + (other_priority - priority) * AGEING_S
+            other_arrived, other_priority, other_tenant = service.arrived[other]
+            waited_then = then > arrived + PATIENCE_S + priority * AGEING_S
+            if other_tenant == tenant and waited_then and arrived <= then:
+                later_s = (other_arrived - arrived) + (other_priority - priority) * AGEING_S
                 assert later_s <= 1e-9  # equal but for rounding: then the first to come is first
 
 
@@ -167,7 +167,7 @@ def test_while_two_tenants_wait_neither_gets_ahead_by_more_than_a_request_of_eac
     got = dict.fromkeys(WEIGHTS, 0.0)
     left = {name: len(own) for name, own in backlog.items()}
     largest = {name: max(own, default=0) / WEIGHTS[name] for name, own in backlog.items()}
-    while len(service.line):
+    while len(service.queue):
         for one in service.serve(0.0, 10**6, most):
             waiting = [name for name, count in left.items() if count]
             got[one.tenant] += one.bytes / WEIGHTS[one.tenant]
@@ -177,7 +177,7 @@ def test_while_two_tenants_wait_neither_gets_ahead_by_more_than_a_request_of_eac
 
 
 def test_a_tenant_that_comes_back_neither_saved_up_nor_pays_for_quiet_times() -> None:
-    service = Service(fifo)
+    service = Service(fcfs)
     for number in range(50):
         service.add(f"a{number}", 0.0, 10, 0, "a")
         service.serve(0.0, 100, 1)

@@ -11,12 +11,12 @@ from triptych.router import RequestTrace
 from triptych.router.state.history import MAX_STEPS, History
 
 
-def lives(driver: Driver) -> dict[str, RequestTrace]:
-    return {life.request: life for life in driver.router.lives()}
+def traces(driver: Driver) -> dict[str, RequestTrace]:
+    return {trace.request: trace for trace in driver.router.traces()}
 
 
-def states(life: RequestTrace) -> list[str]:
-    return [state for state, _ in life.steps]
+def states(trace: RequestTrace) -> list[str]:
+    return [state for state, _ in trace.steps]
 
 
 def test_a_finished_request_tells_when_it_entered_which_state() -> None:
@@ -27,8 +27,8 @@ def test_a_finished_request_tells_when_it_entered_which_state() -> None:
         event("r")
     driver.now = 9.0
     driver.on(Finished(request="r", tokens=10), "D")
-    [life] = driver.router.lives()
-    assert life.steps == (
+    [trace] = driver.router.traces()
+    assert trace.steps == (
         ("waiting", 0.0),
         ("prefilling", 0.0),
         ("prefilled", 1.0),
@@ -38,24 +38,24 @@ def test_a_finished_request_tells_when_it_entered_which_state() -> None:
         ("compressed", 3.0),
         ("decoding", 3.0),
     )
-    assert (life.end, life.ended, life.tokens, life.report) == ("finished", 9.0, 10, REPORT)
-    assert (life.number, life.prompt_tokens, life.max_tokens) == (1, 50, 10)
+    assert (trace.end, trace.ended, trace.tokens, trace.report) == ("finished", 9.0, 10, REPORT)
+    assert (trace.number, trace.prompt_tokens, trace.max_tokens) == (1, 50, 10)
 
 
 def test_a_request_under_way_is_remembered_without_an_end() -> None:
     driver = whole()
     driver.bring_to("compressing")
-    [life] = driver.router.lives()
-    assert states(life)[-1] == "compressing"
-    assert (life.end, life.report) == ("", None)
+    [trace] = driver.router.traces()
+    assert states(trace)[-1] == "compressing"
+    assert (trace.end, trace.report) == ("", None)
 
 
 def test_an_answer_of_one_token_is_finished_behind_the_prefill() -> None:
     driver = whole()
     driver.bring_to("prefilling")
     driver.on(Prefilled(request="r", first_token=2, handle=None), "P")
-    [life] = driver.router.lives()
-    assert (states(life), life.end, life.tokens) == (["waiting", "prefilling"], "finished", 1)
+    [trace] = driver.router.traces()
+    assert (states(trace), trace.end, trace.tokens) == (["waiting", "prefilling"], "finished", 1)
 
 
 def test_a_cancelled_request_ends_when_its_client_left() -> None:
@@ -66,8 +66,8 @@ def test_a_cancelled_request_ends_when_its_client_left() -> None:
     assert driver.state() == "leaving"
     driver.now = 5.0
     driver.on(Finished(request="r", tokens=2), "D")
-    [life] = driver.router.lives()
-    assert (life.end, life.ended, states(life)[-1]) == ("cancelled", 4.0, "decoding")
+    [trace] = driver.router.traces()
+    assert (trace.end, trace.ended, states(trace)[-1]) == ("cancelled", 4.0, "decoding")
 
 
 def test_a_failed_request_names_the_code() -> None:
@@ -75,8 +75,8 @@ def test_a_failed_request_names_the_code() -> None:
     driver.bring_to("compressing")
     why = failed("r", StaleHandle(3, "gone"))
     driver.on(Finished(request="r", tokens=0, error=why), "C")
-    [life] = driver.router.lives()
-    assert (life.end, life.code) == ("failed", why.code or "unknown")
+    [trace] = driver.router.traces()
+    assert (trace.end, trace.code) == ("failed", why.code or "unknown")
 
 
 def test_a_request_that_is_taken_over_decodes_twice() -> None:
@@ -84,19 +84,19 @@ def test_a_request_that_is_taken_over_decodes_twice() -> None:
     driver.bring_to("decoding")
     driver.router.lost("D", driver.now)
     driver.on(Resumed(request="r"), "E")
-    [life] = driver.router.lives()
-    assert states(life)[-3:] == ["decoding", "orphaned", "decoding"]
+    [trace] = driver.router.traces()
+    assert states(trace)[-3:] == ["decoding", "orphaned", "decoding"]
 
 
 def test_only_the_newest_requests_are_remembered() -> None:
     history = History(limit=3)
     for name in "abcde":
         history.begin(request(name), "waiting", 0.0)
-    assert [(life.request, life.number) for life in history] == [("c", 3), ("d", 4), ("e", 5)]
+    assert [(trace.request, trace.number) for trace in history] == [("c", 3), ("d", 4), ("e", 5)]
     assert [history.number(name) for name in "ace"] == [0, 3, 5]
     history.note("a", "prefilling", None, 1.0)
     history.end("a", "finished", 1.0)
-    assert [life.request for life in history] == ["c", "d", "e"]
+    assert [trace.request for trace in history] == ["c", "d", "e"]
 
 
 def test_a_life_has_no_end_of_steps() -> None:
@@ -104,16 +104,16 @@ def test_a_life_has_no_end_of_steps() -> None:
     history.begin(request(), "waiting", 0.0)
     for step in range(3 * MAX_STEPS):
         history.note("r", "orphaned", None, float(step))
-    [life] = history
-    assert len(life.steps) == MAX_STEPS
+    [trace] = history
+    assert len(trace.steps) == MAX_STEPS
 
 
 @pytest.mark.parametrize("text", ["prompt", "said"])
 def test_nothing_of_what_was_said_is_remembered(text: str) -> None:
     driver = whole()
     driver.submit(replace(request(), **{text: (987_654_321,)}))
-    [life] = driver.router.lives()
-    assert "987654321" not in repr(life)
+    [trace] = driver.router.traces()
+    assert "987654321" not in repr(trace)
 
 
 def test_handles_are_those_of_requests_under_way() -> None:

@@ -17,7 +17,7 @@ from triptych.kernels import load_tokens, store_tokens
 from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.workers.decode.checkpoint import Checkpoint
-from triptych.workers.decode.output_cache import OutputCache, StoredTokens
+from triptych.workers.decode.output_cache import OutputCache, SlotTokenSource
 from triptych.workers.device import CPU
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefix_cache import PrefixStore
@@ -67,7 +67,7 @@ def settle(server: LocalServer) -> None:
         time.sleep(0.002)
     assert server.pool.check() == []
     assert ledger.faults == []
-    assert (ledger.extent_pages, server.pool.taken_pages) == (0, 0)
+    assert (ledger.extent_pages, server.pool.allocated_pages) == (0, 0)
 
 
 def whole(server: LocalServer, tokens: int) -> int:
@@ -190,7 +190,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     arena = torch.from_numpy(pool.arena.data)
     torch.manual_seed(seed)
     keys, values, scores = (*torch.randn(2, stored, rows, 32).unbind(), torch.rand(stored, rows))
-    tables = Checkpoint.begin(plan, None, 2, 600).sections
+    tables = Checkpoint.create(plan, None, 2, 600).sections
     chance = np.random.default_rng(seed)
     # Sink and window are raw and in order; the rest is in any class and any order.
     raw_end = plan.sink_tokens + 2 * plan.raw.tokens if plan.compresses else stored
@@ -204,7 +204,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         parts = [raw, order[:cut], order[cut:]] if plan.compresses else [np.arange(stored)]
         for table, tokens in zip(tables, parts, strict=False):
             layout = table.layout
-            pages = pool.take(layout.pages(len(tokens)))
+            pages = pool.allocate(layout.pages(len(tokens)))
             table.pages[row // 2, 1, row % 2, : len(pages)] = pages
             table.tokens[row // 2, 1, row % 2] = len(tokens)
             at = torch.from_numpy(tokens)
@@ -226,12 +226,14 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         kept = store.begin(prefix)
         assert kept is not None
         span = kept.first * size, kept.last * size
-        kept.source = StoredTokens.of(DevicePages(CPU, arena, arena), plan, tables, 1, span, stored)
+        kept.source = SlotTokenSource.of(
+            DevicePages(CPU, arena, arena), plan, tables, 1, span, stored
+        )
         assert kept.source is not None
-        while not store.go_on(kept, 1):
+        while not store.publish_next(kept, 1):
             pass
     assert pool.stat().prefix.sessions == 0, "the pool was told of no time-to-live"
-    again = pool.take(rows * plan.raw.pages(stored)).reshape(2, 2, -1)
+    again = pool.allocate(rows * plan.raw.pages(stored)).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, stored)
     request = Request(id="r", prompt=said, sampling=Sampling(), reply_to="")
     assert store.load(request, again, attention) == 3 * size
@@ -253,7 +255,8 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         )
     tables[0].tokens[1, 1, 0] -= 1
     assert (
-        StoredTokens.of(DevicePages(CPU, arena, arena), plan, tables, 1, (0, size), stored) is None
+        SlotTokenSource.of(DevicePages(CPU, arena, arena), plan, tables, 1, (0, size), stored)
+        is None
     ), "a row dropped one"
     assert segments(arena, plan.high).scores.isfinite().all() or not plan.policy.needs_significance
 

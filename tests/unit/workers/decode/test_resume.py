@@ -16,7 +16,7 @@ import pytest
 from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.errors import StaleHandle
-from triptych.core.grammar import of_regex
+from triptych.core.grammar import from_regex
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -41,7 +41,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool
 from triptych.kvpool.rpc import page_ranges
-from triptych.workers.decode import checkpoint, decode_engine, page_selection, window
+from triptych.workers.decode import checkpoint, decode_engine, handover, page_selection, window
 from triptych.workers.decode.checkpoint import Checkpoint, checkpoint_bytes
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import CPU, Device
@@ -54,7 +54,7 @@ SLOTS, CONTEXT, ANSWER = 3, 256, 40
 REPORT = CompressionReport(policy="any", raw_bytes=1, stored_bytes=1)
 DECODE = frozenset(
     str(Path(module.__file__ or ""))
-    for module in (decode_engine, window, checkpoint, block_table, page_selection)
+    for module in (decode_engine, handover, window, checkpoint, block_table, page_selection)
 )
 RETIREMENT = frozenset({str(Path(window.__file__ or ""))})
 POLICIES = {
@@ -130,8 +130,8 @@ class Stages:
         plan = PagePlan.of(config, describe(model).geometry)
         pool = LocalPool(config.pool.kv_cache_memory_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
-        brain = load_model(config, plan, model, stages, device)
-        made = make_engines(config, plan, brain, pool, stages, device=device)
+        model_context = load_model(config, plan, model, stages, device)
+        made = make_engines(config, plan, model_context, pool, stages, device=device)
         return cls(pool, plan, {engine.stage: engine for engine in made}, device)
 
     def decoder(self) -> tuple[str, DecodeEngine]:
@@ -144,7 +144,7 @@ class Stages:
             model.runner,
             pool,
             self.plan,
-            model.answers,
+            model.outputs,
             SLOTS,
             selection=model.selection,
             plugins=model.plugins,
@@ -161,12 +161,15 @@ class Stages:
         arena = self.pool.arena.id
         done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)
         join = self.joins[request.id] = Join(
-            request=request, words=(read.first_token,), handle=done.handle, report=done.report
+            request=request,
+            output_tokens=(read.first_token,),
+            handle=done.handle,
+            report=done.report,
         )
         return join
 
     def resume(self, request: Request, previous_worker: str) -> Resume:
-        """What the router sends to the heir of a dead worker."""
+        """What the router sends to the worker that takes over from a dead one."""
         return Resume(previous_worker=previous_worker, join=self.joins[request.id])
 
     @staticmethod
@@ -265,7 +268,7 @@ def requests(count: int = 2) -> list[Request]:
                 seed=index,
                 ignore_eos=True,
                 stop=("~~",),
-                grammar=of_regex(r"[ -~\n]*") if index else "",
+                grammar=from_regex(r"[ -~\n]*") if index else "",
                 logprobs=-1 if index else 2,
             ),
             reply_to="client",
@@ -332,13 +335,13 @@ def go_on(
     *,
     is_moved: bool = False,
 ) -> None:
-    """With ``is_moved`` the heir is asked for the requests as soon as it has them."""
-    heir_name, heir = stages.decoder()
+    """With ``is_moved`` the takeover worker is asked for the requests as soon as it has them."""
+    takeover_name, takeover = stages.decoder()
     for request in requests():
-        client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
+        client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
     if is_moved:
-        client.hear(heir.accept(Preempt(requests=tuple(whole))) or ())
-    run(heir, client)
+        client.hear(takeover.accept(Preempt(requests=tuple(whole))) or ())
+    run(takeover, client)
     next_name, third = stages.decoder()
     for offer in client.suspended:
         client.hear(third.accept(joining(offer)) or ())
@@ -347,7 +350,7 @@ def go_on(
     assert {name: client.answer(name) for name in whole} == whole, how
     assert client.likely.keys() == {"r0"}
     assert [*sorted(client.likely["r0"])] == [*range(1, ANSWER)], how
-    for name in (previous_worker, heir_name, next_name):
+    for name in (previous_worker, takeover_name, next_name):
         assert stages.pool.expel(name)
     assert stages.pool.check() == []
     assert stages.pool.stat().held_pages == 0
@@ -374,11 +377,11 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
 ) -> None:
     """Its scores are added and its keys are stored, perhaps in a page that has nothing else.
 
-    Nobody but the heir knows of that, so it does the step before it lets a request go.
+    Only the takeover worker knows of that, so it does the step before it lets a request go.
     """
     if not stages.plan.policy.score_every:
         return
-    say, left = Checkpoint.say, [0]
+    say, left = Checkpoint.append_token, [0]
 
     def die(checkpoint: Checkpoint, slot: int, token: int) -> None:
         left[0] -= 1
@@ -393,7 +396,7 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
             client.hear(engine.accept(stages.join(request)) or ())
         left[0] = dies_at
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoint, "say", die)
+            patch.setattr(Checkpoint, "append_token", die)
             with pytest.raises(Crash):
                 run(engine, client)
         how = f"died at token {dies_at}"
@@ -413,7 +416,7 @@ def test_a_retirement_is_carried_out_whatever_line_it_was_at(
         die_and_go_on(stages, whole, lines, RETIREMENT)
 
 
-def test_one_heir_may_inherit_from_several_and_die_itself(
+def test_one_worker_may_take_over_from_several_and_die_itself(
     stages: Stages, whole: dict[str, list[int]]
 ) -> None:
     client, names = Client(), list[str]()
@@ -426,17 +429,17 @@ def test_one_heir_may_inherit_from_several_and_die_itself(
         with pytest.raises(Crash), crash_after(lines):
             run(engine, client)
     for _ in range(2):
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         for request, previous_worker in zip(requests(), names, strict=True):
-            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        names = [heir_name] * len(names)
-        with crash_after(lines if heir_name != "last" else 10**9), contextlib.suppress(Crash):
-            run(heir, client)
-    heir_name, heir = stages.decoder()
+            client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        names = [takeover_name] * len(names)
+        with crash_after(lines if takeover_name != "last" else 10**9), contextlib.suppress(Crash):
+            run(takeover, client)
+    takeover_name, takeover = stages.decoder()
     for request, previous_worker in zip(requests(), names, strict=True):
         if request.id not in client.finished:
-            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-    run(heir, client)
+            client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+    run(takeover, client)
     assert {name: client.answer(name) for name in whole} == whole
     for name in [f"decode-{index}" for index in range(stages.decoders + 1)]:
         stages.pool.expel(name)
@@ -484,7 +487,7 @@ def test_an_answer_that_is_computed_again_goes_on_with_the_token_that_was_drawn(
         "prompt": replace(request, id="prompt", prompt=request.prompt + said),
     }.items():
         join = stages.join(one)
-        handed[name] = join.words
+        handed[name] = join.output_tokens
         _, engine = stages.decoder()
         engine.accept(join)
         engine.cancel([name])
@@ -495,7 +498,7 @@ def joining(offer: Preempted, previous_worker: str = "") -> Join:
     [request] = [one for one in requests() if one.id == offer.request]
     return Join(
         request=request,
-        words=offer.words,
+        output_tokens=offer.output_tokens,
         handle=offer.handle,
         report=REPORT,
         previous_worker=previous_worker,
@@ -534,15 +537,15 @@ def test_what_is_on_offer_outlives_the_worker_that_offered_it(
     for _ in range(11):
         client.hear(engine.step())
     client.hear(engine.accept(Preempt(requests=("r0", "r1"))) or ())
-    name, heir = stages.decoder()
+    name, takeover = stages.decoder()
     if is_heard:
         stages.pool.inherit(previous_worker)  # a fence: it is dead from here on
         for offer in client.suspended:
-            client.hear(heir.accept(joining(offer, previous_worker)) or ())
+            client.hear(takeover.accept(joining(offer, previous_worker)) or ())
     else:
         for request in requests():
-            client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-    run(heir, client)
+            client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+    run(takeover, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole
     for one in (previous_worker, name):
@@ -569,7 +572,7 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
         raise Crash
 
     owners = {"attach": type(engine.pool), "fill": SectionTable, "clear": SectionTable}
-    owners |= {"join": Checkpoint, "enter": Checkpoint, "start": type(engine.answers)}
+    owners |= {"join": Checkpoint, "enter": Checkpoint, "start": type(engine.outputs)}
     for join in joins if call != "nothing" else ():
         with monkeypatch.context() as patch:
             patch.setattr(owners[call], call, die)
@@ -579,7 +582,7 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
     stages.pool.expel(first[0])
 
 
-@pytest.mark.parametrize("call", ["offer", "handoff", "setdiff1d"])
+@pytest.mark.parametrize("call", ["mark_preempted", "handoff", "setdiff1d"])
 def test_a_death_on_the_way_to_an_offer_loses_nothing(
     stages: Stages, whole: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -594,7 +597,7 @@ def test_a_death_on_the_way_to_an_offer_loses_nothing(
     def die(*_: object, **__: object) -> None:
         raise Crash
 
-    owner = {"offer": Checkpoint, "handoff": type(engine.pool), "setdiff1d": np}[call]
+    owner = {"mark_preempted": Checkpoint, "handoff": type(engine.pool), "setdiff1d": np}[call]
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, die)
         with pytest.raises(Crash):
@@ -614,21 +617,22 @@ NO_MORE = [("worker_lost", True)]
 def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
     [request, other] = requests()
     previous_worker, engine = stages.decoder()
-    heir_name, heir = stages.decoder()
+    takeover_name, takeover = stages.decoder()
     engine.accept(stages.join(request))
     never_here = replace(stages.joins[request.id], request=other)
-    assert refusals(heir.accept(stages.resume(request, "nobody"))) == NO_MORE
+    assert refusals(takeover.accept(stages.resume(request, "nobody"))) == NO_MORE
     assert (
-        refusals(heir.accept(Resume(previous_worker=previous_worker, join=never_here))) == NO_MORE
+        refusals(takeover.accept(Resume(previous_worker=previous_worker, join=never_here)))
+        == NO_MORE
     )
-    assert refusals(heir.accept(stages.resume(request, previous_worker))) == []
+    assert refusals(takeover.accept(stages.resume(request, previous_worker))) == []
     assert (
-        refusals(heir.accept(stages.resume(request, previous_worker))) == []
+        refusals(takeover.accept(stages.resume(request, previous_worker))) == []
     )  # it is here already
     _, late = stages.decoder()
     assert refusals(late.accept(stages.resume(request, previous_worker))) == NO_MORE
-    run(heir, Client())
-    for name in (previous_worker, heir_name):
+    run(takeover, Client())
+    for name in (previous_worker, takeover_name):
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
 
@@ -636,14 +640,14 @@ def test_what_is_not_there_cannot_be_resumed(stages: Stages) -> None:
 @pytest.mark.parametrize(
     ("field_name", "value"),
     [
-        ("said", 0),
-        ("said", CONTEXT + 1),
-        ("said", -1),
-        ("read", -5),
-        ("read", 10**6),
+        ("num_output_tokens", 0),
+        ("num_output_tokens", CONTEXT + 1),
+        ("num_output_tokens", -1),
+        ("num_prior_tokens", -5),
+        ("num_prior_tokens", 10**6),
         ("lease", 10**12),
         ("lease", 0),
-        ("lease", checkpoint.ENDED),
+        ("lease", checkpoint.FINISHED),
     ],
 )
 def test_a_checkpoint_that_makes_no_sense_is_not_believed(
@@ -652,12 +656,12 @@ def test_a_checkpoint_that_makes_no_sense_is_not_believed(
     [request, _] = requests()
     previous_worker, engine = stages.decoder()
     engine.accept(stages.join(request))
-    heir_name, heir = stages.decoder()
+    takeover_name, takeover = stages.decoder()
     written = engine._checkpoint
     getattr(written, field_name)[written.find(request.id)] = value
-    assert refusals(heir.accept(stages.resume(request, previous_worker))) == NO_MORE
+    assert refusals(takeover.accept(stages.resume(request, previous_worker))) == NO_MORE
     assert stages.pool.check() == []
-    for name in (previous_worker, heir_name):
+    for name in (previous_worker, takeover_name):
         stages.pool.expel(name)
     assert stages.pool.stat().held_pages == 0
 
@@ -668,23 +672,23 @@ def test_page_ids_and_counts_of_a_checkpoint_are_checked(stages: Stages) -> None
     for _ in range(20):
         previous_worker, engine = stages.decoder()
         engine.accept(stages.join(request))
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         table = rng.choice(engine._checkpoint.sections)
         target = table.pages if rng.random() < 0.5 else table.tokens
         target[...] = rng.integers(-(2**31), 2**31, target.shape, dtype=np.int32)
-        refused = refusals(heir.accept(stages.resume(request, previous_worker)))
+        refused = refusals(takeover.accept(stages.resume(request, previous_worker)))
         assert refused in (NO_MORE, [])  # raw counts are not believed anyway
         assert stages.pool.check() == []
-        for name in (previous_worker, heir_name):
+        for name in (previous_worker, takeover_name):
             stages.pool.expel(name)
         assert stages.pool.stat().held_pages == 0
 
 
 def test_a_checkpoint_of_other_settings_is_refused(stages: Stages) -> None:
-    mine = Checkpoint.begin(stages.plan, None, SLOTS, CONTEXT)
+    mine = Checkpoint.create(stages.plan, None, SLOTS, CONTEXT)
     for slots, context in ((SLOTS, CONTEXT - 1), (SLOTS - 1, CONTEXT), (SLOTS + 1, CONTEXT)):
-        other = Checkpoint.begin(stages.plan, None, slots, context)
+        other = Checkpoint.create(stages.plan, None, slots, context)
         with pytest.raises(StaleHandle):
-            mine.beside(other.memory)
+            mine.open_other(other.memory)
     with pytest.raises(StaleHandle):
-        mine.beside(np.zeros(mine.memory.size, np.uint8))
+        mine.open_other(np.zeros(mine.memory.size, np.uint8))

@@ -91,17 +91,17 @@ class Sharing(Stages):
         pool = LocalPool(pages, plan.page_bytes, prefixes=PrefixSettings.of(config.pool, plan))
         store = prefix_store(config, plan, pool, "weights")
         stages = ("prefill", "compress", "decode")
-        brain = load_model(config, plan, model, stages)
-        made = make_engines(config, plan, brain, pool, stages, prefixes=store)
+        model_context = load_model(config, plan, model, stages)
+        made = make_engines(config, plan, model_context, pool, stages, prefixes=store)
         self = cls(pool, plan, {engine.stage: engine for engine in made}, store=store)
         [first, *_] = requests()
         publisher = self.join(replace(first, id="first"))
-        assert publisher.handle.claim.shared == 0  # its pages are its own
-        pool.release([publisher.handle.claim.lease])
+        assert publisher.handle.lease_ref.shared == 0  # its pages are its own
+        pool.release([publisher.handle.lease_ref.lease])
         found = pool.find_prefix(store.namespace(""), list(first.prompt))
         assert found is not None
         self.common = np.concatenate(found.blocks).tolist()
-        pool.release_prefix(found.hold)
+        pool.release_prefix(found.pin)
         return self
 
     def plan_of(self, request: Request) -> tuple[Prefilled, Planned]:
@@ -122,7 +122,10 @@ class Sharing(Stages):
         encode = Encode(requests=(request.id,), arena=self.pool.arena.id)
         done = self._until(self.engines["compress"], encode, Compressed)
         join = self.joins[request.id] = Join(
-            request=request, words=(read.first_token,), handle=done.handle, report=done.report
+            request=request,
+            output_tokens=(read.first_token,),
+            handle=done.handle,
+            report=done.report,
         )
         return join
 
@@ -131,17 +134,17 @@ class Sharing(Stages):
         handle = join.handle
         parts = [page_ranges.unpack(one.pages, self.pool.capacity_pages) for one in handle.runs]
         ids = np.concatenate(parts)
-        self.pool.attach([(handle.claim, ids)])
-        mine = self.pool.take(ids.size)
+        self.pool.attach([(handle.lease_ref, ids)])
+        mine = self.pool.allocate(ids.size)
         self.pool.arena.data[mine] = self.pool.arena.data[ids]
-        (claim,) = self.pool.handoff([(join.request.id, mine)], [handle.claim.lease])
-        assert claim.shared == 0
+        (lease_ref,) = self.pool.handoff([(join.request.id, mine)], [handle.lease_ref.lease])
+        assert lease_ref.shared == 0
         ends = np.cumsum([part.size for part in parts])[:-1]
         moved = tuple(
             replace(one, pages=page_ranges.pack(pages))
             for one, pages in zip(handle.runs, np.split(mine, ends), strict=True)
         )
-        return replace(join, handle=replace(handle, claim=claim, runs=moved))
+        return replace(join, handle=replace(handle, lease_ref=lease_ref, runs=moved))
 
     def digest(self) -> str:
         return sha256(self.pool.arena.data[self.common].tobytes()).hexdigest()
@@ -194,7 +197,7 @@ def test_shared_pages_give_the_tokens_of_copies(
     _, engine = stages.decoder()
     for request in requests():
         join = stages.join(request)
-        assert join.report.shared_bytes == join.handle.claim.shared * stages.plan.page_bytes > 0
+        assert join.report.shared_bytes == join.handle.lease_ref.shared * stages.plan.page_bytes > 0
         client.hear(engine.accept(join) or ())
     assert stages.readers == len(requests())
     before = stages.digest()
@@ -220,11 +223,11 @@ def test_own_pages_are_what_is_booked(stages: Sharing, client: Client) -> None:
     assert ledger.by_request[request.id] == planned.pages
     assert done.report.stored_bytes == planned.pages * stages.plan.page_bytes
     blocks = COMMON // stages.plan.block_tokens - 1  # but the first, which has the sink
-    assert planned.shared == done.handle.claim.shared == blocks * stages.plan.block_pages(1)
+    assert planned.shared == done.handle.lease_ref.shared == blocks * stages.plan.block_pages(1)
     assert ledger.prefix.shared_bytes == planned.shared * stages.plan.page_bytes
     stored = sum(np.frombuffer(one.tokens, "<i4").max() for one in done.handle.runs)
     assert stages.plan.policy.low_format or stored == len(request.prompt)
-    stages.pool.release([done.handle.claim.lease])
+    stages.pool.release([done.handle.lease_ref.lease])
 
 
 def test_whoever_dies_leaves_the_same_tokens_and_no_hold(
@@ -243,10 +246,10 @@ def test_whoever_dies_leaves_the_same_tokens_and_no_hold(
             heard.hear(engine.accept(stages.join(request)) or ())
         with pytest.raises(Crash), crash_after(lines, DECODE):
             run(engine, heard)
-        name, heir = stages.decoder()
+        name, takeover = stages.decoder()
         for request in requests():
-            heard.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        run(heir, heard)
+            heard.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        run(takeover, heard)
         assert {name: heard.answer(name) for name in whole} == whole, f"died at line {lines}"
         for one in (previous_worker, name):
             stages.pool.expel(one)
@@ -271,7 +274,7 @@ def test_shares_move_with_their_requests(
             request = one if offer.request == one.id else other
             join = Join(
                 request=request,
-                words=offer.words,
+                output_tokens=offer.output_tokens,
                 handle=offer.handle,
                 report=stages.joins[request.id].report,
             )
@@ -298,9 +301,9 @@ def test_a_compressor_lets_go_of_what_it_does_not_hand_over(
             compress.abandon()
         case "refused":
             compress.accept(encode)
-            taken = stages.pool.take(stages.pool.stat().free_pages)
+            taken = stages.pool.allocate(stages.pool.stat().free_pages)
             list(compress.step())
-            stages.pool.give(taken)
+            stages.pool.free(taken)
         case _:
             compress.accept(encode)
             monkeypatch.setattr(compress, "_encode", lambda *_: 1 / 0)
@@ -313,11 +316,11 @@ def test_a_compressor_lets_go_of_what_it_does_not_hand_over(
 def test_what_was_evicted_meanwhile_is_encoded(
     stages: Sharing, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(stages.pool), "hold_prefix", lambda *_: None)
+    monkeypatch.setattr(type(stages.pool), "pin_prefix", lambda *_: None)
     [request, _] = requests()
     join = stages.join(request)
-    assert join.handle.claim.shared == join.report.shared_bytes == 0
-    stages.pool.release([join.handle.claim.lease])
+    assert join.handle.lease_ref.shared == join.report.shared_bytes == 0
+    stages.pool.release([join.handle.lease_ref.lease])
 
 
 # ------------------------------------------------------------------ the server as a whole

@@ -173,11 +173,11 @@ def test_nobody_is_told_before_the_device_is_done(
 
         monkeypatch.setattr(owner, name, watched)
 
-    for name in ("handoff", "give", "release", "withdraw", "release_prefix", "publish_prefix"):
+    for name in ("handoff", "free", "release", "withdraw", "release_prefix", "publish_prefix"):
         watch(WorkerPool, name)
-    for name in ("say", "offer", "end"):
+    for name in ("append_token", "mark_preempted", "mark_finished"):
         watch(Checkpoint, name)
-    for name in ("_enter", "_close"):  # a phase of a retirement is noted before each
+    for name in ("_encode", "_commit"):  # a phase of a retirement is noted before each
         watch(Window, name)
     pool = {"kv_cache_memory_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}
     for parts in ({"pool": pool}, {"decode": {"selection": SELECTION, "plugins": PLUGINS}}):

@@ -15,7 +15,7 @@ from triptych.kvpool.pool.free_list import FreeList
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU
-from triptych.workers.kv.block_table import RowCells, Sections
+from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import DevicePages
 
 SLOTS, LONGEST, PAGES = 3, 200, 52
@@ -41,7 +41,7 @@ class Slots:
         self.plan = plan
         self.free = FreeList(PAGES)
         self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
-        self.checkpoint = checkpoint = Checkpoint.begin(plan, None, SLOTS, LONGEST)
+        self.checkpoint = checkpoint = Checkpoint.create(plan, None, SLOTS, LONGEST)
         memory = DevicePages(CPU, self.arena, self.arena)
         self.window = Window(memory, checkpoint, Sections(checkpoint.tables, CPU))
         self.tables = checkpoint.tables
@@ -54,11 +54,11 @@ class Slots:
         self.seen.setdefault(slot, 0)
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
-            leaving = self.window.leaving(at, [self.seen[slot]])
-            self._grow(self.checkpoint.class_cells, at, leaving.plan.counts)
-            self.window.move(leaving)
+            retirement = self.window.prepare(at, [self.seen[slot]])
+            self._grow(self.checkpoint.class_table, at, retirement.plan.counts)
+            self.window.apply(retirement)
         elif self.raw.length(slot) % self.raw.layout.tokens == 0:
-            self._grow(self.checkpoint.raw_cells, at, self.checkpoint.raw_cells.one_more(at))
+            self._grow(self.checkpoint.raw_table, at, self.checkpoint.raw_table.one_more(at))
         column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
         self.raw.tokens[:, slot] += 1
         parts = segments(self.arena, self.plan.raw)
@@ -68,7 +68,7 @@ class Slots:
         self.seen[slot] += 1
 
     def end(self, slot: int) -> None:
-        self.free.give(np.array(self.taken[slot], np.int32))
+        self.free.free(np.array(self.taken[slot], np.int32))
         for table in self.tables:
             table.clear(slot)
         self.taken[slot] = []
@@ -93,10 +93,10 @@ class Slots:
                 found.append(int(parts.positions[int(table.pages[0, slot, head, column]), row]))
         return found
 
-    def _grow(self, cells: RowCells, at: np.ndarray, tokens: np.ndarray) -> None:
-        fresh = self.free.take(int(cells.count_lacking(at, tokens)[0]))
+    def _grow(self, table: PageTable, at: np.ndarray, tokens: np.ndarray) -> None:
+        fresh = self.free.take(int(table.count_lacking(at, tokens)[0]))
         self.taken[int(at[0])] += fresh.tolist()
-        cells.append_pages(at, tokens, fresh, np.zeros(1, np.int64))
+        table.append_pages(at, tokens, fresh, np.zeros(1, np.int64))
 
 
 @pytest.mark.parametrize(

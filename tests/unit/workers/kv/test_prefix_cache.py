@@ -22,7 +22,7 @@ from triptych.workers.device import CPU
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.prefill.prefix_restore import ASK_EVERY_S, PrefixRestore
+from triptych.workers.prefill.prefix_restore import POLL_EVERY_S, PrefixRestore
 
 VOCAB = 258
 FP16_BLOCK_TOKENS = 30
@@ -67,7 +67,7 @@ def check(server: LocalServer) -> None:
         time.sleep(0.002)
     assert server.pool.check() == []
     assert ledger.extent_pages == 0
-    assert server.pool.taken_pages == 0
+    assert server.pool.allocated_pages == 0
 
 
 def difference(one: Completion, other: Completion) -> float:
@@ -167,11 +167,11 @@ def test_requests_have_the_memory_of_prefixes_before_they_wait(tiny_model: Path)
         counts.update(server.counters)
         check(server)
         lent = server.pool.stat().prefix
-    assert (full.lent_bytes, full.evictions) == (0, 0)
+    assert (full.borrowed_bytes, full.evictions) == (0, 0)
     assert counts["memory_asked"] > 0
-    assert lent.lent_bytes > 0
+    assert lent.borrowed_bytes > 0
     assert lent.evictions > 0
-    assert lent.bytes + lent.lent_bytes <= 700_000
+    assert lent.bytes + lent.borrowed_bytes <= 700_000
 
 
 # ------------------------------------------------------------------ the disk below
@@ -228,24 +228,24 @@ def test_a_cache_that_is_too_small_lives_on_on_disk(tiny_model: Path, tmp_path: 
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
     store, now = SlowDisk(), [0.0]
-    awaited = PrefixRestore(store, clock=lambda: now[0])  # type: ignore[arg-type]
+    restores = PrefixRestore(store, clock=lambda: now[0])  # type: ignore[arg-type]
     first, second = (
         Request(id=name, prompt=(1, 2), sampling=Sampling(), reply_to="") for name in ("a", "b")
     )
-    awaited.begin(first)
+    restores.start(first)
     store.left = 0.0
-    awaited.begin(second)
-    assert not awaited.settle("a")
-    assert awaited.settle("b")
-    assert awaited.wait_s == pytest.approx(ASK_EVERY_S)
+    restores.start(second)
+    assert not restores.poll("a")
+    assert restores.poll("b")
+    assert restores.wait_s == pytest.approx(POLL_EVERY_S)
     store.left = 5.0
     now[0] = 4.9
-    assert awaited.is_ready("a")
-    assert not awaited.settle("a")
-    assert not awaited.is_ready("a")
+    assert restores.is_ready("a")
+    assert not restores.poll("a")
+    assert not restores.is_ready("a")
     now[0] = 5.0
-    assert awaited.settle("a")
-    assert awaited.wait_s is None
+    assert restores.poll("a")
+    assert restores.wait_s is None
     assert store.asked == 3
 
 
@@ -272,7 +272,7 @@ def filled_store(policy: str, sink_tokens: int) -> tuple[PrefixStore, np.ndarray
         block_tokens=plan.block_tokens, total_bytes=1 << 20, tenant_bytes=1 << 20
     )
     pool = LocalPool(2000, plan.page_bytes, "w", limits)
-    raw = pool.take(rows * plan.raw.pages(count)).reshape(rows, -1)
+    raw = pool.allocate(rows * plan.raw.pages(count)).reshape(rows, -1)
     store = PrefixStore(pool, plan, "weights", "float32")
     token = torch.arange(count)
     torch.manual_seed(3)
@@ -299,7 +299,7 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
     prefix = Prefix(tokens=pack_tokens(tokens), cache_salt="s", tenant="t", token_s=0.01)
     store.publish(prefix, RawPages(DevicePages(CPU, arena, arena), plan, raw, mean))
     assert not store.skipped
-    again = store.pool.take(raw.size).reshape(2, 2, -1)
+    again = store.pool.allocate(raw.size).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, count)
     request = Request(id="r", prompt=tokens, sampling=Sampling(), reply_to="client", cache_salt="s")
     for limit in (0, plan.block_tokens - 1):
@@ -331,11 +331,11 @@ def test_what_cannot_be_kept_is_counted_and_nothing_is_lost() -> None:
     prefix = Prefix(tokens=pack_tokens(range(count)), cache_salt="", tenant="", token_s=0.0)
     memory = DevicePages.in_place(store.pool.arena, CPU)
     pages = RawPages(memory, store.plan, raw, None)
-    rest = store.pool.take(2000 - raw.size - 3)
+    rest = store.pool.allocate(2000 - raw.size - 3)
     store.publish(prefix, pages)
     assert store.skipped == {"PoolExhausted": 1}
-    assert store.pool.taken_pages == raw.size + rest.size
-    store.pool.give(rest)
+    assert store.pool.allocated_pages == raw.size + rest.size
+    store.pool.free(rest)
     store.publish(prefix, pages)
     scores = segments(torch.from_numpy(store.pool.arena.data), store.plan.high).scores
     assert scores.isfinite().all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from triptych.core.errors import Cancelled, PoolExhausted, PoolUnavailable, TriptychError
-from triptych.core.handles import Claim, KVHandle, LeaseId, PageRun
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.messages import (
     Cancel,
     Compress,
@@ -42,18 +42,18 @@ class FakeFetcher:
     def fetch(
         self,
         label: str,
-        claim: Claim,
+        lease_ref: LeaseRef,
         ids: np.ndarray,
         cancelled: Callable[[], bool],
         about: About,
-    ) -> tuple[Claim, np.ndarray]:
+    ) -> tuple[LeaseRef, np.ndarray]:
         self.began.set()
         assert self.may_end.wait(10)
         if cancelled():
             raise Cancelled(label)
         if self.error:
             raise self.error
-        mine = self.pool.take(ids.size)
+        mine = self.pool.allocate(ids.size)
         [made] = self.pool.handoff([(label, mine)], about=[about])
         return made, mine
 
@@ -98,14 +98,14 @@ def worker() -> Iterator[Worker]:
 def handle(arena: str, *pages: list[int]) -> KVHandle:
     packed = (page_ranges.pack(np.array(ids, np.int32)) for ids in pages)
     return KVHandle(
-        Claim(arena, LeaseId(5), 2), tuple(PageRun("k8v4", b"tokens", p) for p in packed), 9
+        LeaseRef(arena, LeaseId(5), 2), tuple(PageRun("k8v4", b"tokens", p) for p in packed), 9
     )
 
 
 def join(where: KVHandle, name: str = "r") -> Join:
     return Join(
         request=Request(id=name, prompt=(1,), sampling=Sampling(), reply_to="in"),
-        words=(7,),
+        output_tokens=(7,),
         handle=where,
         report=CompressionReport(policy="p", raw_bytes=1, stored_bytes=1),
     )
@@ -127,7 +127,7 @@ def test_pages_of_another_node_come_first_and_the_engine_sees_them_here(worker: 
     assert isinstance(message, Join)
     parts = [page_ranges.unpack(run.pages, 32) for run in message.handle.runs]
     assert [part.size for part in parts] == [2, 0, 3]
-    worker.pool.attach([(message.handle.claim, np.concatenate(parts))])
+    worker.pool.attach([(message.handle.lease_ref, np.concatenate(parts))])
     assert [send.message for send in worker.sent] == [Fetched(request="r")]
 
 
@@ -169,7 +169,7 @@ def test_raw_pages_are_fetched_for_those_requests_that_need_it(worker: Worker) -
     last = worker.posted[-1]
     assert isinstance(last, Compress)
     assert [item.request for item in last.items] == ["there"]
-    assert last.items[0].handle.claim.arena == worker.pool.arena.id
+    assert last.items[0].handle.lease_ref.arena == worker.pool.arena.id
 
 
 def test_what_went_wrong_on_the_way_is_reported(worker: Worker) -> None:

@@ -21,9 +21,10 @@ def test_a_packaged_profile_is_whole(path: Path) -> None:
     profile = Profile.read(path)
     profile.check_model(path.stem, profile.geometry, path)
     policy = Policy.of(CompressorConfig(), profile)
-    assert policy.basis.rotated
+    assert policy.kv_rotation.rotated
     assert (
-        len(policy.basis.key_centre) == 2 * profile.geometry.head_rows * profile.geometry.head_dim
+        len(policy.kv_rotation.key_centre)
+        == 2 * profile.geometry.head_rows * profile.geometry.head_dim
     )
     assert profile.measured
     for found in profile.measured:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import Geometry
-from triptych.core.policy import Basis
+from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.kv_rotation import Coordinates
 
@@ -46,7 +46,7 @@ def test_an_outlier_is_spread_over_all_channels() -> None:
 def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
     geometry = Geometry(layers=3, kv_heads=2, head_dim=dim)
     packed = torch.randn(3, 2, dim).mul(4).half().numpy().tobytes()
-    coordinates = Coordinates.of(Basis(rotated=True, key_centre=packed), geometry)
+    coordinates = Coordinates.of(KVRotation(rotated=True, key_centre=packed), geometry)
     assert coordinates is not None
     query, key, value = torch.randn(11, 6, dim), torch.randn(11, 2, dim), torch.randn(11, 2, dim)
     for layer in range(3):
@@ -68,8 +68,8 @@ def test_the_centre_is_what_pages_do_not_hold() -> None:
 
     geometry = Geometry(layers=1, kv_heads=1, head_dim=32)
     centre = torch.randn(1, 1, 32).half()
-    basis = Basis(rotated=True, key_centre=centre.numpy().tobytes())
-    coordinates = Coordinates.of(basis, geometry)
+    rotation = KVRotation(rotated=True, key_centre=centre.numpy().tobytes())
+    coordinates = Coordinates.of(rotation, geometry)
     assert coordinates is not None
     key = centre.float().expand(5, 1, 32)
     coordinates.around(note)(0, key, key, key, scale=1.0, window=0, softcap=0.0)
@@ -77,4 +77,4 @@ def test_the_centre_is_what_pages_do_not_hold() -> None:
 
 
 def test_plain_coordinates_cost_nothing() -> None:
-    assert Coordinates.of(Basis(), Geometry(layers=1, kv_heads=1, head_dim=64)) is None
+    assert Coordinates.of(KVRotation(), Geometry(layers=1, kv_heads=1, head_dim=64)) is None

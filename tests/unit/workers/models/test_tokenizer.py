@@ -64,33 +64,33 @@ TEXTS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(SPECIAL))).map(
 @given(text=TEXTS, special=st.booleans())
 @settings(deadline=None)
 def test_ids_and_texts_are_those_of_transformers(both: Both, text: str, special: bool) -> None:
-    bare, full = both
-    ids = bare.encode(text, add_special_tokens=special)
+    fast, full = both
+    ids = fast.encode(text, add_special_tokens=special)
     assert ids == full.encode(text, add_special_tokens=special)
-    assert bare.convert_ids_to_tokens(ids) == full.convert_ids_to_tokens(ids)
+    assert fast.convert_ids_to_tokens(ids) == full.convert_ids_to_tokens(ids)
     for skip in (False, True):
-        assert bare.decode(ids, skip_special_tokens=skip) == full.decode(
+        assert fast.decode(ids, skip_special_tokens=skip) == full.decode(
             ids, skip_special_tokens=skip
         )
 
 
-@given(words=st.lists(TEXTS, min_size=1, max_size=3), ask=st.booleans())
+@given(contents=st.lists(TEXTS, min_size=1, max_size=3), ask=st.booleans())
 @settings(deadline=None)
-def test_chats_are_those_of_transformers(both: Both, words: list[str], ask: bool) -> None:
-    bare, full = both
-    messages = [{"role": "user", "content": content} for content in words]
-    rendered = bare.apply_chat_template(messages, add_generation_prompt=ask)
+def test_chats_are_those_of_transformers(both: Both, contents: list[str], ask: bool) -> None:
+    fast, full = both
+    messages = [{"role": "user", "content": content} for content in contents]
+    rendered = fast.apply_chat_template(messages, add_generation_prompt=ask)
     assert rendered == full.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
 
 
 def test_the_vocabulary_is_that_of_transformers(both: Both) -> None:
-    bare, full = both
-    assert len(bare) == len(full)
-    assert bare.get_vocab() == full.get_vocab()
-    assert {key: str(token) for key, token in bare.added_tokens_decoder.items()} == {
+    fast, full = both
+    assert len(fast) == len(full)
+    assert fast.get_vocab() == full.get_vocab()
+    assert {key: str(token) for key, token in fast.added_tokens_decoder.items()} == {
         key: str(token) for key, token in full.added_tokens_decoder.items()
     }
-    assert bare.convert_ids_to_tokens([len(full) + 5]) == [None]
+    assert fast.convert_ids_to_tokens([len(full) + 5]) == [None]
 
 
 @pytest.mark.usefixtures("cache")

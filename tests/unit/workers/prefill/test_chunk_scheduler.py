@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.workers.prefill.chunk_scheduler import PATIENCE, ChunkScheduler
+from triptych.workers.prefill.chunk_scheduler import OVERTAKE_FACTOR, ChunkScheduler
 
 CHUNK = 16
 
@@ -47,7 +47,7 @@ def test_nobody_is_overtaken_by_who_came_after_it_was_due(arrivals: list[tuple[i
         for other in read:
             if other.number > one.number and places[other.number] < places[one.number]:
                 assert other.tokens < one.tokens  # only shorter ones overtake,
-                assert other.came < one.came + PATIENCE * one.tokens  # and not for ever
+                assert other.came < one.came + OVERTAKE_FACTOR * one.tokens  # and not for ever
 
 
 def test_a_limit_makes_a_prompt_urgent_once_it_is_known_what_a_token_takes() -> None:

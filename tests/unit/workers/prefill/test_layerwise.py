@@ -83,7 +83,7 @@ def test_parts_give_the_answers_that_a_whole_prompt_gives_bit_for_bit(
     with LocalServer(config(at_once), model, watch=heard.append) as server:
         in_parts = answers(server)
         assert server.pool.stat().request_pages == 0
-        assert server.pool.taken_pages == 0
+        assert server.pool.allocated_pages == 0
     for one, other in zip(whole, in_parts, strict=True):
         assert one.tokens == other.tokens
         assert [e.logprob for e in one.logprobs] == [e.logprob for e in other.logprobs]
@@ -103,7 +103,7 @@ def test_less_memory_than_the_raw_pages_of_a_prompt_will_do(model: Path) -> None
     assert refused.error.status == 400
     with LocalServer(config(1, capacity=capacity), model) as server:
         served = answers(server, (410, 410, 410))
-        assert server.pool.taken_pages == 0
+        assert server.pool.allocated_pages == 0
     assert [answer.finish for answer in served] == ["length"] * 3
 
 
@@ -118,7 +118,7 @@ def test_nothing_is_left_of_a_prompt_whose_client_goes_away(model: Path) -> None
             stream.close()
         server.complete([server.request(prompt(3), greedy(2))])
         assert server.pool.stat().request_pages == 0
-        assert server.pool.taken_pages == 0
+        assert server.pool.allocated_pages == 0
         assert server.booked_bytes == {}
 
 
@@ -127,7 +127,7 @@ def test_an_answer_of_one_token_leaves_nothing_with_the_compressor(model: Path) 
         (answer,) = server.complete([server.request(prompt(410), greedy(1))])
         assert answer.finish == "length"
         server.complete([server.request(prompt(3), greedy(2))])
-        assert server.pool.taken_pages == 0
+        assert server.pool.allocated_pages == 0
         assert server.booked_bytes == {}
 
 
@@ -156,9 +156,9 @@ class Bench:
         facts = describe(model)
         self.plan = PagePlan.of(settings, facts.geometry, is_plain=True)
         self.pool = LocalPool(pages, self.plan.page_bytes, "worker", None, None, None)
-        brain = load_model(settings, self.plan, model, ("prefill", "compress"))
+        model_context = load_model(settings, self.plan, model, ("prefill", "compress"))
         self.prefill, self.compress = make_engines(
-            settings, self.plan, brain, self.pool, ("prefill", "compress")
+            settings, self.plan, model_context, self.pool, ("prefill", "compress")
         )
         self.request = Request(
             id="r", prompt=tuple(prompt(130)), sampling=greedy(20), reply_to="client"
@@ -253,7 +253,7 @@ def test_an_order_waits_for_layers_that_are_on_their_way(bench: Bench) -> None:
     counts = [np.frombuffer(run.tokens, "<i4") for run in handle.runs]
     assert {count.size for count in counts} == {bench.plan.geometry.head_rows}
     assert bench.pool.stat().request_pages == planned.pages
-    assert bench.pool.taken_pages == 0
+    assert bench.pool.allocated_pages == 0
 
 
 def test_layers_without_those_before_them_end_the_request(bench: Bench) -> None:
@@ -279,7 +279,7 @@ def test_layers_of_a_prefill_worker_that_is_gone_end_the_request(bench: Bench) -
     assert isinstance(finished, Finished)
     assert finished.error is not None
     assert finished.error.code == StageLost.code
-    assert bench.pool.taken_pages == 0
+    assert bench.pool.allocated_pages == 0
     assert bench.pool.stat().request_pages == 0
 
 
@@ -310,7 +310,7 @@ def test_layers_that_come_too_late_stay_with_who_read_them(bench: Bench, how: st
     assert not bench.compress.has_work()
     bench.prefill.cancel(["r"])
     assert bench.pool.stat().request_pages == 0
-    assert bench.pool.taken_pages == 0
+    assert bench.pool.allocated_pages == 0
 
 
 def test_an_order_without_its_layers_ends_the_request(bench: Bench) -> None:
@@ -332,7 +332,7 @@ def test_a_cancelled_request_gives_back_what_was_encoded(bench: Bench, steps: in
     bench.run(bench.compress, steps)
     bench.compress.cancel(["r"])
     bench.prefill.cancel(["r"])
-    assert bench.pool.taken_pages == 0
+    assert bench.pool.allocated_pages == 0
     assert bench.pool.stat().request_pages == 0
 
 
@@ -341,24 +341,24 @@ def test_without_pages_to_encode_into_the_request_ends(bench: Bench) -> None:
     bench.expect()
     for part in layers_of(bench.read()):
         bench.take(part)
-    others = bench.pool.take(bench.pool.capacity_pages - bench.pool.stat().request_pages)
+    others = bench.pool.allocate(bench.pool.capacity_pages - bench.pool.stat().request_pages)
     (send,) = bench.run(bench.compress)
     assert isinstance(send.message, Finished)
     assert send.message.error is not None
     assert send.message.error.code == PoolExhausted.code
     assert bench.compress.requests() == []
-    bench.pool.give(others)
+    bench.pool.free(others)
     assert bench.pool.stat().request_pages == 0
 
 
 def test_without_pages_to_read_into_the_request_ends(bench: Bench) -> None:
     bench.begin()
-    others = bench.pool.take(bench.pool.capacity_pages - 10)
+    others = bench.pool.allocate(bench.pool.capacity_pages - 10)
     (send,) = bench.run(bench.prefill)
     assert isinstance(send.message, Finished)
     assert send.message.error is not None
     assert bench.prefill.requests() == []
-    bench.pool.give(others)
+    bench.pool.free(others)
 
 
 def test_shorter_prompts_are_read_between_layers(bench: Bench) -> None:

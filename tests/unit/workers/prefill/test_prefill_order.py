@@ -22,12 +22,12 @@ LONG, SHORT = 400, 20
 
 @dataclass
 class Reader:
-    """A prefill engine on its own, and what it has said."""
+    """A prefill engine on its own, and what it has sent."""
 
     engine: Engine
     pool: LocalPool
     plan: PagePlan
-    said: dict[str, Tokens] = field(default_factory=dict[str, Tokens])
+    sent: dict[str, Tokens] = field(default_factory=dict[str, Tokens])
     done: list[Prefilled] = field(default_factory=list[Prefilled])
     steps: int = 0
 
@@ -38,7 +38,7 @@ class Reader:
         self.steps += 1
         for send in self.engine.step():
             if isinstance(send.message, Tokens):
-                self.said[send.message.request] = send.message
+                self.sent[send.message.request] = send.message
             elif isinstance(send.message, Prefilled):
                 self.done.append(send.message)
 
@@ -51,7 +51,7 @@ class Reader:
         return [message.request for message in self.done]
 
     def first_logprob(self, request: str) -> tuple[int, float]:
-        (one,) = self.said[request].logprobs
+        (one,) = self.sent[request].logprobs
         return one.token, one.logprob
 
 
@@ -66,8 +66,8 @@ def reader(tiny_model: Path) -> Iterator[Reader]:
     )
     plan = PagePlan.of(config, describe(tiny_model).geometry)
     pool = LocalPool(2000, plan.page_bytes, "reader")
-    brain = load_model(config, plan, tiny_model, ("prefill",))
-    (engine,) = make_engines(config, plan, brain, pool, ("prefill",))
+    model_context = load_model(config, plan, tiny_model, ("prefill",))
+    (engine,) = make_engines(config, plan, model_context, pool, ("prefill",))
     yield Reader(engine, pool, plan)
     engine.abandon()
     assert pool.check() == []

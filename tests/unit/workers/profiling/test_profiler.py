@@ -35,7 +35,7 @@ def run(config: AppConfig, profiler: Profiler | None) -> tuple[list[list[int]], 
     with LocalServer(config) as server:
         sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         asked = [server.request(range(at, 250), sampling) for at in (2, 90)]
-        with server.looked_on(profiler.around) if profiler else nullcontext():
+        with server.instrumented(profiler.around) if profiler else nullcontext():
             return [answer.tokens for answer in server.complete(asked)], server
 
 
@@ -151,8 +151,8 @@ def test_so_many_steps_are_kept_and_about_every_second_is_only_timed(tiny_model:
         return [step for step in steps if step.stage == "decode"]
 
     assert len(decode(profiler.steps)) == 6
-    assert 1 <= len(decode(profiler.unwatched)) <= 2 * ANSWER
-    assert all(step.took_s > 0 for step in profiler.unwatched)
+    assert 1 <= len(decode(profiler.unprofiled)) <= 2 * ANSWER
+    assert all(step.took_s > 0 for step in profiler.unprofiled)
 
 
 def test_a_step_that_fails_leaves_the_engine_as_it_was(tiny_model: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_step_that_fails_leaves_the_engine_as_it_was(tiny_model: Path) -> None
 
     with LocalServer(settings(tiny_model)) as server:
         sampling = Sampling(temperature=0.0, max_tokens=3, ignore_eos=True)
-        with server.looked_on(break_down):
+        with server.instrumented(break_down):
             (answer,) = server.complete([server.request(range(2, 60), sampling)])
     assert engines
     assert len(answer.tokens) == 3

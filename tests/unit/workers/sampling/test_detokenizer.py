@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from triptych.core.messages import Sampling
-from triptych.workers.models.tokenizer import bare
-from triptych.workers.sampling.detokenizer import TextStream
+from triptych.workers.models.tokenizer import from_json, to_json
+from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
 
 WORDS = ("the", "cat", " the", " cat", " sat", "ing", ".", "é", "猫", "😀", "  ", "\n")
 
@@ -71,7 +71,7 @@ def whole(tokenizer: PreTrainedTokenizerFast, tokens: list[int], skip: bool = Tr
     return tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
-def streamed(stream: TextStream, tokens: list[int]) -> tuple[str, str | None]:
+def streamed(stream: IncrementalDetokenizer, tokens: list[int]) -> tuple[str, str | None]:
     text = ""
     for token in tokens:
         piece = stream.push(token)
@@ -86,7 +86,9 @@ def streamed(stream: TextStream, tokens: list[int]) -> tuple[str, str | None]:
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], skip: bool) -> None:
     tokenizer = TOKENIZERS["byte level"]
-    stream = TextStream(bare(tokenizer), Sampling(skip_special_tokens=skip))
+    stream = IncrementalDetokenizer(
+        from_json(to_json(tokenizer)), Sampling(skip_special_tokens=skip)
+    )
     assert streamed(stream, tokens) == (whole(tokenizer, tokens, skip), None)
 
 
@@ -100,7 +102,7 @@ SPLITS = st.lists(st.booleans(), min_size=1, max_size=5)
 def test_any_text_streams_to_itself(name: str, text: str, splits: list[bool]) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = encode(tokenizer, text, splits)
-    stream = TextStream(bare(tokenizer), Sampling())
+    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
     assert streamed(stream, tokens) == (whole(tokenizer, tokens), None)
 
 
@@ -126,18 +128,20 @@ def test_the_answer_is_cut_at_the_stop_that_is_complete_first(
 ) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = encode(tokenizer, text, splits)
-    stream = TextStream(bare(tokenizer), Sampling(stop=tuple(stops), include_stop=keep))
+    stream = IncrementalDetokenizer(
+        from_json(to_json(tokenizer)), Sampling(stop=tuple(stops), include_stop=keep)
+    )
     assert streamed(stream, tokens) == cut(whole(tokenizer, tokens), tuple(stops), keep)
 
 
 def test_characters_are_never_cut(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(bare(tokenizer), Sampling())
+    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
     tokens = encode(tokenizer, "a😀猫", [True])
     assert [stream.push(token).text for token in tokens] == ["a", "", "", "", "😀", "", "", "猫"]
 
 
 def test_text_that_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(bare(tokenizer), Sampling(stop=("cat.",)))
+    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling(stop=("cat.",)))
     tokens = encode(tokenizer, "a cat cat", [True])
     pieces = [stream.push(token).text for token in tokens]
     assert pieces == ["a", " ", "", "", "", "cat ", "", "", ""]
@@ -147,15 +151,15 @@ def test_text_that_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizer
 def test_a_space_in_front_of_the_answer_depends_on_what_it_continues() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     the = tokenizer.get_vocab()["▁the"]
-    assert TextStream(bare(tokenizer), Sampling()).push(the).text == "the"
-    continued = TextStream(bare(tokenizer), Sampling(), prompt_tail=[the])
+    assert IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling()).push(the).text == "the"
+    continued = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling(), prompt_tail=[the])
     assert continued.push(the).text == " the"
 
 
 def test_an_unfinished_character_becomes_a_replacement_character_at_the_end(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    stream = TextStream(bare(tokenizer), Sampling())
+    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
     tokens = encode(tokenizer, "猫", [False]) + encode(tokenizer, "😀", [True])[:-1]
     text, _ = streamed(stream, tokens)
     assert text == whole(tokenizer, tokens)
@@ -165,7 +169,7 @@ def test_an_unfinished_character_becomes_a_replacement_character_at_the_end(
 def test_a_token_costs_the_same_however_long_the_answer_is(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = TextStream(bare(tokenizer), Sampling(stop=("never",)))
+    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling(stop=("never",)))
     decode, longest = stream._decoder._decode, 0
 
     def counting(tokens: list[int], *, skip_special_tokens: bool) -> str:

@@ -14,7 +14,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import GrammarError
 from triptych.core.messages import Sampling, failed
 from triptych.workers.local import LocalServer
-from triptych.workers.sampling.grammar import Constraint
+from triptych.workers.sampling.grammar import GrammarMatcher
 from triptych.workers.sampling.sampler import SamplerRow, sample
 
 PERSON = {
@@ -48,7 +48,7 @@ def answers(server: LocalServer, made: str, count: int = 6, **more: object) -> l
 
 
 def test_a_random_model_writes_what_a_schema_allows(server: LocalServer) -> None:
-    for answer in answers(server, grammar.of_schema(PERSON)):
+    for answer in answers(server, grammar.from_json_schema(PERSON)):
         assert answer.finish == "stop"
         person = json.loads(answer.text)
         assert set(person) == {"name", "age"}
@@ -57,7 +57,7 @@ def test_a_random_model_writes_what_a_schema_allows(server: LocalServer) -> None
 
 
 def test_answers_with_and_without_a_grammar_share_a_batch(server: LocalServer) -> None:
-    made = grammar.of_regex("[0-9]{3}(-[a-f]{2}){4}")
+    made = grammar.from_regex("[0-9]{3}(-[a-f]{2}){4}")
     asked = [Sampling(temperature=1.0, max_tokens=30, seed=s, ignore_eos=True) for s in range(3)]
     alone = server.complete([server.request([9, 9, s], one) for s, one in enumerate(asked)])
     free = [server.request([9, 9, s], one) for s, one in enumerate(asked)]
@@ -68,17 +68,17 @@ def test_answers_with_and_without_a_grammar_share_a_batch(server: LocalServer) -
 
 
 def test_log_probabilities_are_those_of_the_model_itself(server: LocalServer) -> None:
-    for answer in answers(server, grammar.of_choice(["yes", "no"]), logprobs=2):
+    for answer in answers(server, grammar.from_choices(["yes", "no"]), logprobs=2):
         assert answer.text in {"yes", "no"}
         assert any(entry.token not in dict(entry.top) for entry in answer.logprobs)
 
 
 def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
     """As it would if a checkpoint told of tokens that the grammar does not have."""
-    made = grammar.of_regex("[0-9]+")
+    made = grammar.from_regex("[0-9]+")
     tokenizer = from_tokenizer(byte_tokenizer(), eos_token=1)
     digit, letter = tokenizer.tokenize_str("7x")
-    bound = [Constraint(tokenizer, made) for _ in range(2)]
+    bound = [GrammarMatcher(tokenizer, made) for _ in range(2)]
     wants = Sampling(temperature=0.0)
     rows = [SamplerRow(wants, [1], (1,), (digit,), bound[0])]
     rows += [SamplerRow(wants, [1], (1,), (letter,), bound[1]), SamplerRow(wants, [1], (1,))]
@@ -94,7 +94,9 @@ def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
 def test_a_grammar_that_costs_too_much_is_the_clients_error(server: LocalServer) -> None:
     """It is cheap to begin with; what it costs shows when the answer has come some way."""
     rules = [f'x{i}: "a" x{i} | "a"' for i in range(100)]
-    made = grammar.of_lark("\n".join(["start: " + " | ".join(f"x{i}" for i in range(100)), *rules]))
+    made = grammar.from_lark(
+        "\n".join(["start: " + " | ".join(f"x{i}" for i in range(100)), *rules])
+    )
     for answer in answers(server, made, count=2, logit_bias=((1, -100.0),)):
         assert answer.error is not None
         assert (answer.error.status, answer.error.kind) == (400, "invalid_request_error")

@@ -1,8 +1,8 @@
-"""The compressor stage: classes tokens, counts pages exactly, then encodes.
+"""The compress stage: classifies tokens, counts pages exactly, then encodes.
 
-Planning comes before allocation, so the router can choose the decode worker from what a
-request really takes; the papers reserve high pages for all and give back the rest. Raw pages
-of sink and window are not touched: they pass on to the decode stage as they are.
+Planning precedes allocation, so the router can choose the decode worker by the exact pages of a
+request; the papers reserve high-precision pages for all tokens and free the rest. Raw pages of sink
+and window are passed to the decode stage unchanged.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
-from triptych.core.handles import Claim, KVHandle
+from triptych.core.handles import KVHandle, LeaseRef
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -35,7 +35,7 @@ from triptych.kernels import Section, mass_limits, move_tokens, plan_tokens, sig
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
-from triptych.workers.compress.job import ClassPlan, Early, Job, Part, split_by_class
+from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, unpack_run
@@ -44,34 +44,34 @@ from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
 NONE = range(0)
-NOT_HERE = -1
-"""The place of a token in pages that it does not go into."""
+NOT_IN_CLASS = -1
+"""Index of a token in a class that it does not belong to."""
 UNANNOUNCED = 1024
-"""Layers of which the router has said nothing that are remembered, in case it is about to."""
+"""Most messages of layers that are kept until the router announces their request."""
 
 
 @dataclass
 class CompressEngine:
-    """Encodes all requests that wait at one step with one kernel call.
+    """Encodes all requests that are ready in a step together.
 
-    Of a prompt that is read some layers at a time the first layers come from its prefill worker
-    and are encoded at once; with the last ones comes the router's order, as for any other.
+    The first layers of a layerwise prefilled prompt arrive from its prefill worker and are encoded
+    at once; its last layers arrive in the router's ``Compress`` message, like any other prompt.
     """
 
     pool: WorkerPool
     plan: PagePlan
     prefixes: PrefixStore | None = None
-    """None: nothing is kept for later requests."""
+    """None: no prefix cache."""
     device: Device = CPU
     stage: Stage = "compress"
     _open: dict[str, Job] = field(default_factory=dict[str, Job])
-    """Requests of which layers are to come."""
+    """Requests with layers still to come."""
     _unannounced: deque[Layers] = field(default_factory=lambda: deque(maxlen=UNANNOUNCED))
-    """Layers that came before the router's word that they will, or after it was taken back: their
-    pages are whose they were."""
-    _early: list[Early] = field(default_factory=list[Early])
-    _ordered: dict[str, CompressItem] = field(default_factory=dict[str, CompressItem])
-    """Orders that came before layers that they follow upon."""
+    """Layers that arrived before the router's ``Expect``, or after a cancel. Their pages still
+    belong to the prefill worker."""
+    _early: list[EarlyEncode] = field(default_factory=list[EarlyEncode])
+    _deferred: dict[str, CompressItem] = field(default_factory=dict[str, CompressItem])
+    """Items that arrived before earlier layers of their request."""
     _planned: dict[str, Job] = field(default_factory=dict[str, Job])
     _ready: list[Job] = field(default_factory=list[Job])
 
@@ -86,7 +86,7 @@ class CompressEngine:
         if isinstance(message, Layers):
             return self._take_layers(message)
         if isinstance(message, Compress):
-            return [send for item in message.items for send in self._order(item)]
+            return [send for item in message.items for send in self._plan_item(item)]
         if isinstance(message, Encode):
             jobs = [self._planned.pop(name, None) for name in message.requests]
             self._ready.extend(job for job in jobs if job is not None)
@@ -109,23 +109,23 @@ class CompressEngine:
         gone = set(requests)
         for job in [*self._open.values(), *self._planned.values(), *self._ready]:
             if job.request in gone:
-                self._let_go(job)
+                self._release(job)
         for name in gone:
-            for jobs in (self._open, self._planned, self._ordered):
+            for jobs in (self._open, self._planned, self._deferred):
                 jobs.pop(name, None)
         self._ready = [job for job in self._ready if job.request not in gone]
         self._early = [one for one in self._early if one.job.request not in gone]
         self.pool.withdraw(requests)
 
-    def _let_go(self, job: Job) -> None:
-        """End the hold of a job that was not handed over, and give its encoded parts back."""
+    def _release(self, job: Job) -> None:
+        """Release the prefix of a job that was not handed over, and free its encoded groups."""
         if job.shared is not None:
-            self.pool.release_prefix(job.shared.hold)
+            self.pool.release_prefix(job.shared.pin)
             job.shared = None
-        for part in job.parts:
-            if part.encoded:
-                self.pool.give(part.pages)
-                part.encoded = []
+        for group in job.groups:
+            if group.encoded:
+                self.pool.free(group.pages)
+                group.encoded = []
 
     def abandon(self) -> None:
         self.cancel(self.requests())
@@ -135,59 +135,59 @@ class CompressEngine:
         return self._step_early() if self._early else self._step_ready()
 
     def _step_early(self) -> list[Send]:
-        """Encode layers that came alone; what is left of them goes into stock here."""
-        early = list(self._early)  # they stay there to the end, so that a fault ends them too
-        parts = [one.part for one in early]
-        ids, refused = self._take_for(parts, [one.job.request for one in early])
+        """Encode early layers; their raw pages are freed into this worker's free pages."""
+        early = list(self._early)  # cleared at the end, so that a fault fails these requests too
+        groups = [one.group for one in early]
+        ids, refused = self._allocate(groups, [one.job.request for one in early])
         if refused:
             return refused
         try:
-            encoded = split_by_class(ids, parts)
-            self._encode(parts, encoded)
-            self.pool.release([part.claim.lease for part in parts], keep=True)
+            encoded = split_by_class(ids, groups)
+            self._encode(groups, encoded)
+            self.pool.release([group.lease_ref.lease for group in groups], keep=True)
         except Exception:
-            self._give_back(ids)
+            self._free(ids)
             raise
-        for part, own in zip(parts, encoded, strict=True):
-            part.encoded = own
-        self.pool.give(np.concatenate([part.raw[:, part.leaving].ravel() for part in parts]))
+        for group, own in zip(groups, encoded, strict=True):
+            group.encoded = own
+        self.pool.free(np.concatenate([group.raw[:, group.leaving].ravel() for group in groups]))
         self._early.clear()
-        return [one.answer for one in early]
+        return [one.reply for one in early]
 
     def _step_ready(self) -> list[Send]:
         jobs = list(self._ready)  # as above
-        parts = [job.last for job in jobs]
-        ids, refused = self._take_for(parts, [job.request for job in jobs])
+        groups = [job.last for job in jobs]
+        ids, refused = self._allocate(groups, [job.request for job in jobs])
         if refused:
             return refused
         try:
-            encoded = split_by_class(ids, parts)
+            encoded = split_by_class(ids, groups)
             self._publish(jobs)
-            self._encode(parts, encoded)
+            self._encode(groups, encoded)
             sends = self._hand_over(jobs, encoded)
         except Exception:
-            self._give_back(ids)
+            self._free(ids)
             raise
         self._ready.clear()
         return sends
 
-    def _take_for(self, parts: list[Part], requests: list[str]) -> tuple[Ids, list[Send]]:
-        """New pages for parts; if there are too few their requests end, and why."""
+    def _allocate(self, groups: list[LayerGroup], requests: list[str]) -> tuple[Ids, list[Send]]:
+        """Allocate pages for groups; if there are too few, fail their requests."""
         try:
-            return self.pool.take(sum(part.new_pages for part in parts)), []
+            return self.pool.allocate(sum(group.new_pages for group in groups)), []
         except TriptychError as error:
             names = list(dict.fromkeys(requests))
             self.cancel(names)
             return NO_PAGES, [refuse(name, error) for name in names]
 
-    def _give_back(self, ids: Ids) -> None:
+    def _free(self, ids: Ids) -> None:
         if not self.pool.is_lost:
-            self.pool.give(ids)
+            self.pool.free(ids)
 
     def _publish(self, jobs: list[Job]) -> None:
-        """Keep the beginnings of prompts while their raw pages are there, unless it cannot be.
+        """Publish prefixes while raw pages exist.
 
-        Where prefixes are kept, all layers come at once.
+        With a prefix cache, all layers arrive at once.
         """
         for job in jobs:
             if self.prefixes is not None and job.prefix is not None:
@@ -206,7 +206,7 @@ class CompressEngine:
         return [send for layers in early for send in self._take_layers(layers)]
 
     def _take_layers(self, message: Layers) -> list[Send]:
-        """Plan layers that came alone; if they were the last that an order waits for, all."""
+        """Plan early layers; if a deferred item waited for them, plan its request."""
         name = message.request
         job = self._open.get(name)
         if job is None:
@@ -216,60 +216,61 @@ class CompressEngine:
         try:
             if job.rows != message.first * self.plan.geometry.kv_heads:
                 raise MessageError(f"layers from {message.first} on behind {job.rows} head rows")
-            part = self._attach(message.handle, rows_of(message.handle))
-            part.classes = self._classes(part, job.tokens)
+            group = self._attach(message.handle, rows_of(message.handle))
+            group.classes = self._classes(group, job.tokens)
         except TriptychError as error:
-            return [self._give_up(name, error)]
-        job.parts.append(part)
-        self._early.append(Early(job, part, message))
-        item = self._ordered.pop(name, None)
-        return [] if item is None else self._order(item)
+            return [self._fail(name, error)]
+        job.groups.append(group)
+        self._early.append(EarlyEncode(job, group, message))
+        item = self._deferred.pop(name, None)
+        return [] if item is None else self._plan_item(item)
 
-    def _order(self, item: CompressItem) -> list[Send]:
-        """Plan a request to its end, once all of its layers are here."""
+    def _plan_item(self, item: CompressItem) -> list[Send]:
+        """Plan the rest of a request once all of its layers have arrived."""
         announced, every = self._open.get(item.request), self.plan.geometry.head_rows
         if announced is not None and announced.rows + rows_of(item.handle) < every:
-            self._ordered[item.request] = item
+            self._deferred[item.request] = item
             return []
         job = self._open.setdefault(item.request, Job(item.request))
         job.tokens = item.handle.tokens
         try:
             self._plan(job, item, every - job.rows)
         except TriptychError as error:
-            return [self._give_up(item.request, error)]
+            return [self._fail(item.request, error)]
         self._planned[item.request] = self._open.pop(item.request)
         planned = Planned(request=job.request, pages=job.total_pages, shared=job.shared_pages)
         return [Send(ROUTER, planned)]
 
-    def _give_up(self, request: str, error: TriptychError) -> Send:
+    def _fail(self, request: str, error: TriptychError) -> Send:
         self.cancel([request])
         return refuse(request, StageLost("prefill") if isinstance(error, StaleHandle) else error)
 
     def _plan(self, job: Job, item: CompressItem, rows: int) -> None:
-        """Attach the raw pages and count what the request will take."""
-        part = self._attach(item.handle, rows)
-        job.parts.append(part)
+        """Attach the raw pages, and count the pages that the request needs."""
+        group = self._attach(item.handle, rows)
+        job.groups.append(group)
         job.prefix = item.prefix
         if self.prefixes is not None and item.prefix is not None:
             job.shared = self.prefixes.share(item.prefix, job.tokens)
         if self.plan.compresses:
-            part.classes = self._classes(part, job.tokens, job.shared.span if job.shared else NONE)
+            group.classes = self._classes(
+                group, job.tokens, job.shared.span if job.shared else NONE
+            )
 
-    def _attach(self, handle: KVHandle, rows: int) -> Part:
+    def _attach(self, handle: KVHandle, rows: int) -> LayerGroup:
         _, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
-        (claim,) = self.pool.attach([(handle.claim, ids)])
+        (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
         sink = self.plan.sink_pages
         leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
-        return Part(claim, ids.reshape(rows, -1), leaving)
+        return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
 
-    def _classes(self, part: Part, tokens: int, shared: range = NONE) -> list[ClassPlan]:
-        """Class the tokens of the leaving pages but those that are shared; they are counted
-        exactly, page by page.
+    def _classes(self, group: LayerGroup, tokens: int, shared: range = NONE) -> list[ClassPlan]:
+        """Classify the tokens of the leaving pages, without those of a shared prefix.
 
-        What is shared is judged as well, as it has a part in what the others are judged by; it is
-        high, whatever comes of it.
+        Counts are exact. The significance of shared tokens is computed too, since thresholds depend
+        on it; shared tokens are always high.
         """
-        policy, raw, leaving = self.plan.policy, part.raw, part.leaving
+        policy, raw, leaving = self.plan.policy, group.raw, group.leaving
         rows, there = len(raw), self.device.name
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
         every = np.arange(first, end, dtype=np.int32)
@@ -289,7 +290,7 @@ class CompressEngine:
             window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
         positions = self.device.put(own)
-        places = [ranks.masked_fill(classes != name, NOT_HERE) for name in (HIGH, LOW)]
+        places = [ranks.masked_fill(classes != name, NOT_IN_CLASS) for name in (HIGH, LOW)]
         counted = counts.T.contiguous().cpu().numpy()
         return [
             ClassPlan(layout, positions, here, each)
@@ -297,7 +298,7 @@ class CompressEngine:
         ]
 
     def _limits(self, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
-        """Significance from which on a token is high, and low: [head rows] each."""
+        """Significance thresholds of the high and the low class: [head rows] each."""
         policy = self.plan.policy
         if policy.mass_high > 0:
             total, leave = scores.sum(1), scores[:, leaving]
@@ -318,21 +319,21 @@ class CompressEngine:
 
     # ---------------------------------------------------------------- encode
 
-    def _encode(self, parts: list[Part], encoded: list[list[Ids]]) -> None:
-        for part, ids in zip(parts, encoded, strict=True):
-            for plan, own in zip(part.classes, ids, strict=True):
+    def _encode(self, groups: list[LayerGroup], encoded: list[list[Ids]]) -> None:
+        for group, ids in zip(groups, encoded, strict=True):
+            for plan, own in zip(group.classes, ids, strict=True):
                 if own.size:
-                    self._encode_class(part, plan, own)
+                    self._encode_class(group, plan, own)
         self.device.wait()
 
-    def _encode_class(self, part: Part, plan: ClassPlan, ids: Ids) -> None:
-        """Write the tokens of a class into its pages, given in row order."""
-        raw, put, rows = self.plan.raw, self.device.put, len(part.raw)
-        full: Ids = np.full((rows, 1), part.raw.shape[1] * raw.tokens, np.int32)
+    def _encode_class(self, group: LayerGroup, plan: ClassPlan, ids: Ids) -> None:
+        """Encode the tokens of a class into its pages, given in row order."""
+        raw, put, rows = self.plan.raw, self.device.put, len(group.raw)
+        full: Ids = np.full((rows, 1), group.raw.shape[1] * raw.tokens, np.int32)
         table = plan.table(ids)
         move_tokens(
             self._memory.near,
-            Section(raw, put(part.raw[:, None]), put(full)),
+            Section(raw, put(group.raw[:, None]), put(full)),
             Section(plan.layout, put(table.pages[:, 0]), put(table.tokens[:, 0])),
             put(np.arange(rows, dtype=np.int32)),
             plan.tokens.expand(rows, 1, -1),
@@ -340,40 +341,40 @@ class CompressEngine:
         )
 
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
-        """Commit new and kept pages, and free the raw ones, in one call."""
+        """Hand new and kept pages over, and free the raw ones, in one call."""
         all_runs = [self._runs(job, last) for job, last in zip(jobs, encoded, strict=True)]
-        claims = self.pool.handoff(
+        lease_refs = self.pool.handoff(
             [
                 (job.request, np.concatenate([*(ids for *_, ids in runs), *_fixed_pages(job)]))
                 for job, runs in zip(jobs, all_runs, strict=True)
             ],
-            releases=[job.last.claim.lease for job in jobs],
+            releases=[job.last.lease_ref.lease for job in jobs],
             about=[_about(runs) for runs in all_runs],
-            holds=[job.shared.hold if job.shared else None for job in jobs],
+            pins=[job.shared.pin if job.shared else None for job in jobs],
         )
         return [
-            self._compressed(job, runs, claim)
-            for job, runs, claim in zip(jobs, all_runs, claims, strict=True)
+            self._compressed(job, runs, lease_ref)
+            for job, runs, lease_ref in zip(jobs, all_runs, lease_refs, strict=True)
         ]
 
     def _runs(self, job: Job, last: list[Ids]) -> list[Run]:
-        """What a request has by format, for its handle: raw pages that stay, and each class."""
+        """Pages of a request by format, for its handle: kept raw pages, and each class."""
         leaving = job.last.leaving
         left = (leaving.stop - leaving.start) * self.plan.raw.tokens
         tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
         return [(self.plan.raw.format.name, tokens, job.kept), *job.runs(last)]
 
-    def _compressed(self, job: Job, runs: list[Run], claim: Claim) -> Send:
-        shared, job.shared = job.shared, None  # its hold is the request's now
+    def _compressed(self, job: Job, runs: list[Run], lease_ref: LeaseRef) -> Send:
+        shared, job.shared = job.shared, None  # its pin belongs to the request now
         report = CompressionReport(
             policy=self.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
-            shared_bytes=claim.shared * self.plan.page_bytes,
+            shared_bytes=lease_ref.shared * self.plan.page_bytes,
         )
         name = self.plan.high.format.name
         fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
-        handle = make_handle(claim, runs, job.tokens, fixed)
+        handle = make_handle(lease_ref, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
 
 
@@ -383,10 +384,10 @@ def rows_of(handle: KVHandle) -> int:
 
 
 def _about(runs: list[Run]) -> About:
-    """Pages by format, for the pool's books; whose they are it knows from the raw ones."""
+    """Pages by format, for the pool's statistics; it knows the tenant from the raw pages."""
     return About(formats=tuple((name, ids.size) for name, _, ids in runs))
 
 
 def _fixed_pages(job: Job) -> list[Ids]:
-    """Behind a request's own pages come those that it shares."""
+    """Shared pages, which follow the request's own."""
     return [job.shared.pages.ravel()] if job.shared else []

@@ -1,4 +1,4 @@
-"""What a compressor has of a request, from plan to handover."""
+"""State of a request in the compressor, from plan to handover."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.handles import Claim
+from triptych.core.handles import LeaseRef
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Layers, LayersEncoded, Prefix, Send
 from triptych.workers.kv.block_table import SectionTable
@@ -20,14 +20,14 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ClassPlan:
-    """Which tokens of a request go into pages of one format."""
+    """Tokens of a request that go into pages of one format."""
 
     layout: PageLayout
     tokens: Tensor
     """Positions in the sequence of T tokens, ascending, int32 on the device."""
     places: Tensor
-    """Place of each among those of its row and class, int32 [head rows, T]; negative: it is in
-    none of these pages."""
+    """Index of each token within its row and class, int32 [head rows, T]; negative: not in the
+    class."""
     counts: Ids
     """Tokens of each head row."""
 
@@ -37,7 +37,7 @@ class ClassPlan:
         return pages_of(self.counts, self.layout)
 
     def table(self, ids: Ids) -> SectionTable:
-        """Pages in row order, each head row as a layer of its own: with one slot and KV head."""
+        """Block table with each head row as a layer of one slot and one KV head."""
         rows, width = len(self.counts), self.pages.max(initial=0)
         tokens: Ids = np.zeros((rows, 1, 1), np.int32)
         table = SectionTable(self.layout, np.zeros((rows, 1, 1, width), np.int32), tokens)
@@ -46,22 +46,22 @@ class ClassPlan:
 
 
 @dataclass(eq=False)
-class Part:
-    """All layers of a prompt, or some that follow upon each other, between plan and encoding."""
+class LayerGroup:
+    """Consecutive layers of a prompt, or all of them, from plan to encoding."""
 
-    claim: Claim
+    lease_ref: LeaseRef
     raw: Ids
     """Raw pages, [head rows, pages of a row]."""
     leaving: slice
     """Raw pages of a head row whose tokens are encoded."""
     classes: list[ClassPlan] = field(default_factory=list[ClassPlan])
-    """High, and low if the policy has it; none if the policy keeps 16 bits."""
+    """High, and low if the policy has it; empty if the policy keeps 16 bits."""
     encoded: list[Ids] = field(default_factory=list[Ids])
-    """New pages of each class, in row order; none before they were taken."""
+    """New pages of each class, in row order; empty before they are allocated."""
 
     @property
     def kept(self) -> Ids:
-        """Raw pages of sink and window, which stay as they are."""
+        """Raw pages of sink and window, which are not encoded."""
         return np.delete(self.raw, self.leaving, axis=1)
 
     @property
@@ -70,7 +70,7 @@ class Part:
 
     @property
     def pages(self) -> Ids:
-        """All that is left of it once it is encoded."""
+        """All pages after encoding."""
         return np.concatenate([*self.encoded, self.kept.ravel()])
 
 
@@ -80,35 +80,35 @@ class Job:
 
     request: str
     tokens: int = 0
-    """Tokens of the sequence; 0 before anything of it is here."""
-    parts: list[Part] = field(default_factory=list[Part])
-    """From the first layer on. All but the last are encoded as they come."""
+    """Tokens of the sequence; 0 before its first layers arrive."""
+    groups: list[LayerGroup] = field(default_factory=list[LayerGroup])
+    """From the first layer on. All but the last are encoded when they arrive."""
     prefix: Prefix | None = None
-    """What is to be kept for later requests."""
+    """Prefix to publish for later requests."""
     shared: SharedPrefix | None = None
-    """What is there already, and read where it is."""
+    """Pages of a cached prefix that the request shares."""
 
     @property
     def rows(self) -> int:
-        """Head rows that are here so far."""
-        return sum(len(part.raw) for part in self.parts)
+        """Head rows that have arrived."""
+        return sum(len(group.raw) for group in self.groups)
 
     @property
-    def last(self) -> Part:
-        """The only one that is not encoded yet, once all are here."""
-        return self.parts[-1]
+    def last(self) -> LayerGroup:
+        """The group that is not encoded yet, once all layers have arrived."""
+        return self.groups[-1]
 
     @property
     def kept(self) -> Ids:
-        return np.concatenate([part.kept.ravel() for part in self.parts])
+        return np.concatenate([group.kept.ravel() for group in self.groups])
 
     @property
     def new_pages(self) -> int:
-        return sum(part.new_pages for part in self.parts)
+        return sum(group.new_pages for group in self.groups)
 
     @property
     def total_pages(self) -> int:
-        """Pages of all head rows after encoding that are its own."""
+        """The request's own pages of all head rows after encoding."""
         return self.new_pages + self.kept.size
 
     @property
@@ -116,36 +116,36 @@ class Job:
         return self.shared.pages.size if self.shared else 0
 
     def runs(self, last: Sequence[Ids]) -> list[Run]:
-        """What each class has, its new pages in row order; ``last``: those of the last part."""
-        every = [*(part.encoded for part in self.parts[:-1]), last]
+        """Pages of each class in row order; ``last``: new pages of the last group."""
+        every = [*(group.encoded for group in self.groups[:-1]), last]
         return [
             (
-                part.layout.format.name,
-                np.concatenate([of.classes[index].counts for of in self.parts]),
+                plan.layout.format.name,
+                np.concatenate([of.classes[index].counts for of in self.groups]),
                 np.concatenate([encoded[index] for encoded in every]),
             )
-            for index, part in enumerate(self.last.classes)
+            for index, plan in enumerate(self.last.classes)
         ]
 
 
 @dataclass(frozen=True)
-class Early:
-    """A part that is to be encoded while layers behind it are read."""
+class EarlyEncode:
+    """A group to encode while later layers are prefilled."""
 
     job: Job
-    part: Part
+    group: LayerGroup
     message: Layers
 
     @property
-    def answer(self) -> Send:
-        """What whoever reads the prompt is to hear when it is done."""
+    def reply(self) -> Send:
+        """Message for the prefill worker when the group is encoded."""
         encoded = LayersEncoded(request=self.job.request, first=self.message.first)
         return Send(self.message.reader, encoded)
 
 
-def split_by_class(ids: Ids, parts: Sequence[Part]) -> list[list[Ids]]:
-    """The pages of every class of every part, each in row order, cut from one array."""
-    counts = [[int(plan.pages.sum()) for plan in part.classes] for part in parts]
+def split_by_class(ids: Ids, groups: Sequence[LayerGroup]) -> list[list[Ids]]:
+    """Split one array of pages by group and class, each in row order."""
+    counts = [[int(plan.pages.sum()) for plan in group.classes] for group in groups]
     ends = np.cumsum([0, *chain.from_iterable(counts)])
     cut = iter([ids[first:end] for first, end in pairwise(ends)])
     return [[next(cut) for _ in count] for count in counts]

@@ -1,14 +1,14 @@
 # numpy's comparisons lack types.
 # pyright: reportUnknownVariableType=false
-"""What a decode worker writes down as it goes, so that another one can go on in its place.
+"""The checkpoint of a decode worker in shared memory, from which another worker takes over.
 
-The keys and values of a request lie in the pool, which outlives its workers. What else a decode
-worker knows lies here: page tables, token counts, the tokens of the answer, and the retirement
-that is under way. The tables *are* the ones that attention reads, so nothing is written twice.
+The pool holds the keys and values of a request and outlives its workers. The checkpoint holds the
+rest of a decode worker's state: page tables, token counts, output tokens, and the retirement that
+is under way. Attention reads these same tables, so nothing is written twice.
 
-A worker may be killed between any two stores. What it did is valid up to one store of a small
-integer: ``said`` for a step, ``phase`` for a retirement. Everything before that can be done
-again with the same result.
+A worker can be killed between any two stores. One store of a small integer commits its work:
+``num_output_tokens`` commits a step, ``phase`` a part of a retirement. Everything before that store
+can be repeated with the same result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,97 +24,96 @@ from triptych.core.handles import LeaseId
 from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
 from triptych.kernels import Retirement
-from triptych.workers.kv.block_table import RowCells, SectionTable
+from triptych.workers.kv.block_table import PageTable, SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 5
+VERSION = 6
 ID_BYTES = 128
-"""Longest request id that is written down; one that is longer begins anew if its worker dies."""
-MOST_MEMORY = 16
-"""Numbers that the plug-ins of the decode step may remember of an answer, all together."""
-MOST_TOP = 20
-"""Alternatives of a token whose log probabilities are written down, as many as one may ask for."""
-RATED = 8
-"""The newest tokens of an answer of which they are: those that may not have got through."""
+"""Longest request id in a checkpoint; a request with a longer id restarts if its worker dies."""
+MAX_PLUGIN_MEMORY = 16
+"""Numbers that all step plug-ins together can store for one request."""
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives of a token with log probabilities, as many as a request can ask for."""
+LOGPROB_TOKENS = 8
+"""The newest output tokens that have log probabilities here: those that can be lost on the way."""
 _ALIGN = 64
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each array of a checkpoint, by name."""
 
 
-ENDED = -1
-"""Stands for the lease of a request that has none any more, as its answer is complete."""
-OFFERED = -2
-"""Stands for whatever lease the request has in the pool: the one before, or that on offer."""
+FINISHED = -1
+"""In place of a lease: the output of the request is complete, and its lease is released."""
+PREEMPTED = -2
+"""In place of a lease: the request is preempted, and the pool knows which lease it has."""
 
 
 def checkpoint_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
-    """Memory that a checkpoint takes."""
+    """Size of a checkpoint in bytes."""
     return sum(_size(*one) for one in _fields(plan, slots, context_tokens).values())
 
 
 @dataclass(eq=False)
 class Retirements:
-    """What is to become of a raw page of each head row, for each slot where that is under way."""
+    """The retirement under way in each slot: the move of one raw page of each head row."""
 
     phase: Ids
-    """How far it has come, by slot; 0: nothing is under way."""
+    """Phase of the retirement, by slot; 0: none is under way."""
     raw_pages: Ids
-    """The table of raw pages as it was before."""
+    """The table of raw pages before the retirement."""
     plan: Ids
     """The numbers of a ``Retirement``, [layers, slots, kv_heads, ...]."""
     retired: Ids
-    """Tokens that have left raw pages so far, by slot."""
-    retired_then: Ids
-    """The same when the retirement is over."""
+    """Tokens moved out of raw pages so far, by slot."""
+    retired_after: Ids
+    """The same after the retirement under way."""
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One worker's checkpoint. Arrays are indexed by slot."""
+    """The checkpoint of one decode worker. Arrays are indexed by slot."""
 
     plan: PagePlan
     memory: NDArray[np.uint8]
     slots: int
     context_tokens: int
     tables: list[SectionTable] = field(init=False)
-    """Raw pages, then those of the policy's classes: the tables of ``raw_cells`` and
-    ``class_cells``."""
+    """The tables of ``raw_table``, then those of ``class_table`` (the policy's classes)."""
     fixed: SectionTable | None = field(init=False)
-    """Pages that nobody writes: the cached beginnings of prompts. None if they are never shared."""
+    """Read-only pages of cached prefixes. None if requests do not share pages."""
 
     def __post_init__(self) -> None:
         fields = _fields(self.plan, self.slots, self.context_tokens)
         arrays = _carve(self.memory, fields)
-        self._seal_cell: NDArray[np.bytes_] = arrays["seal"]
-        self._seal = sha256(repr((VERSION, fields, self.plan)).encode()).hexdigest().encode()
+        self._stored_fingerprint: NDArray[np.bytes_] = arrays["fingerprint"]
+        self._fingerprint = sha256(repr((VERSION, fields, self.plan)).encode()).hexdigest().encode()
         self.request: NDArray[np.bytes_] = arrays["request"]
         self.lease: NDArray[np.int64] = arrays["lease"]
-        self.read: Ids = arrays["read"]
-        """Tokens before the first one that this worker read: prompt, and what was said before."""
-        self.said: Ids = arrays["said"]
-        """Tokens of the answer since then."""
-        self.tokens: Ids = arrays["tokens"]
-        self.notes: NDArray[np.float64] = arrays["notes"]
-        """What plug-ins remember after an even number of tokens, and after an odd one: what is
-        written for the next token leaves that of this one as it is, until ``said`` has grown."""
+        self.num_prior_tokens: Ids = arrays["num_prior_tokens"]
+        """Tokens before the first output token counted here: the prompt and any earlier output."""
+        self.num_output_tokens: Ids = arrays["num_output_tokens"]
+        """Output tokens since then."""
+        self.token_ids: Ids = arrays["token_ids"]
+        self.plugin_memory: NDArray[np.float64] = arrays["plugin_memory"]
+        """State of the step plug-ins after an even and after an odd number of tokens. The state for
+        the next token does not overwrite the present one before ``num_output_tokens`` has grown."""
         self.ended_by: Ids = arrays["ended_by"]
-        """The plug-in that ended the answer, likewise; 0: none."""
-        self.rated_ids: Ids = arrays["rated_ids"]
-        """The newest tokens in a ring, each before its alternatives."""
-        self.rated: NDArray[np.float64] = arrays["rated"]
+        """The plug-in that ended the output, indexed likewise; 0: none."""
+        self.logprob_ids: Ids = arrays["logprob_ids"]
+        """Ring of the newest output tokens, each followed by its alternatives."""
+        self.logprobs: NDArray[np.float64] = arrays["logprobs"]
         """Their log probabilities."""
-        self.rated_count: Ids = arrays["rated_count"]
-        """How many there are of each; 0: nobody asked."""
+        self.logprob_counts: Ids = arrays["logprob_counts"]
+        """Log probabilities of each ring entry; 0: the request asked for none."""
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
-        self.raw_cells = RowCells([self.plan.raw], arrays["raw_cells"], arrays["raw_tokens"])
-        self.class_cells = RowCells(
-            self.plan.classes, arrays["class_cells"], arrays["class_tokens"]
+        self.raw_table = PageTable([self.plan.raw], arrays["raw_entries"], arrays["raw_tokens"])
+        self.class_table = PageTable(
+            self.plan.classes, arrays["class_entries"], arrays["class_tokens"]
         )
-        self.tables = [*self.raw_cells.tables, *self.class_cells.tables]
+        self.tables = [*self.raw_table.tables, *self.class_table.tables]
         self.fixed = (
             SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
             if self.plan.shares
@@ -123,31 +122,31 @@ class Checkpoint:
 
     @property
     def sections(self) -> list[SectionTable]:
-        """All that attention reads: the tables, and fixed pages last."""
+        """All tables that attention reads: ``tables``, then ``fixed``."""
         return self.tables if self.fixed is None else [*self.tables, self.fixed]
 
     @classmethod
-    def begin(
+    def create(
         cls, plan: PagePlan, memory: NDArray[np.uint8] | None, slots: int, context_tokens: int
     ) -> Self:
-        """Start a checkpoint in memory full of zeros; None: in memory of this process alone."""
+        """Create a checkpoint in zeroed memory; None: in memory of this process alone."""
         if memory is None:
             memory = np.zeros(checkpoint_bytes(plan, slots, context_tokens), np.uint8)
         checkpoint = cls(plan, memory, slots, context_tokens)
-        checkpoint._seal_cell[0] = checkpoint._seal
+        checkpoint._stored_fingerprint[0] = checkpoint._fingerprint
         return checkpoint
 
-    def beside(self, memory: NDArray[np.uint8]) -> Self:
-        """Another worker's checkpoint.
+    def open_other(self, memory: NDArray[np.uint8]) -> Self:
+        """Open the checkpoint of another worker.
 
-        Raises: StaleHandle if it was written by other rules or for other pages
+        Raises: StaleHandle if its version, its settings or its page plan differ
         """
         if memory.size < self.memory.size:
             raise StaleHandle(
                 0, f"a checkpoint of {memory.size} bytes: expected {self.memory.size}"
             )
         other = type(self)(self.plan, memory, self.slots, self.context_tokens)
-        if other._seal_cell[0] != self._seal:
+        if other._stored_fingerprint[0] != self._fingerprint:
             raise StaleHandle(0, "a checkpoint of other settings, or of another version")
         return other
 
@@ -158,130 +157,133 @@ class Checkpoint:
         slot: int,
         request: str,
         lease: int,
-        words: Sequence[int],
+        output_tokens: Sequence[int],
         stored_tokens: int,
         memory: Sequence[float] = (),
     ) -> None:
-        """Write a request down, whose tables are filled.
+        """Record a request whose tables are filled.
 
-        ``stored_tokens`` counts the whole sequence, all but the last of the words. ``memory``:
-        what plug-ins remember; none: nothing yet.
+        ``stored_tokens`` counts the whole sequence without the last output token. ``memory``:
+        state of the step plug-ins; empty for a new request.
         """
-        self.said[slot] = len(words)
-        self.notes[slot] = 0.0
-        self.notes[slot, len(words) % 2, : len(memory)] = memory
-        self.ended_by[slot] = self.rated_count[slot] = 0
-        self.tokens[slot, : len(words)] = words
-        self.read[slot] = stored_tokens + 1 - len(words)
+        self.num_output_tokens[slot] = len(output_tokens)
+        self.plugin_memory[slot] = 0.0
+        self.plugin_memory[slot, len(output_tokens) % 2, : len(memory)] = memory
+        self.ended_by[slot] = self.logprob_counts[slot] = 0
+        self.token_ids[slot, : len(output_tokens)] = output_tokens
+        self.num_prior_tokens[slot] = stored_tokens + 1 - len(output_tokens)
         self.scored[slot] = self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = stored_tokens - int(self.tables[0].tokens[0, slot, 0])
         self.enter(slot, request, lease)
 
     def enter(self, slot: int, request: str, lease: int) -> None:
-        """Put the name on a slot in which everything is written: from now on it counts."""
+        """Set the request id of a slot whose other fields are written: this commits the slot."""
         self.lease[slot] = lease
         name = request.encode()
         self.request[slot] = name if len(name) <= ID_BYTES else b""
 
     def forget(self, request: str) -> None:
-        """Strike out what is still written of a request that was here before and left."""
+        """Erase the entry of a request that was here before and left."""
         self.request[self.request == request.encode()] = b""
 
-    def note(self, slot: int, memory: NDArray[np.float64], ended_by: int) -> None:
-        """Write down what plug-ins made of the token that is said next."""
-        turn = (int(self.said[slot]) + 1) % 2
-        self.notes[slot, turn], self.ended_by[slot, turn] = memory, ended_by
+    def record_plugins(self, slot: int, memory: NDArray[np.float64], ended_by: int) -> None:
+        """Record the plug-in state that belongs to the next output token."""
+        turn = (int(self.num_output_tokens[slot]) + 1) % 2
+        self.plugin_memory[slot, turn], self.ended_by[slot, turn] = memory, ended_by
 
-    def rate(self, slot: int, one: TokenLogprob) -> None:
-        """Write down how likely the token is that is said next, unless it has too many others."""
-        place, count = int(self.said[slot]) % RATED, 1 + len(one.top)
-        if count <= 1 + MOST_TOP:
-            self.rated_ids[slot, place, :count] = [one.token, *(token for token, _ in one.top)]
-            self.rated[slot, place, :count] = [one.logprob, *(value for _, value in one.top)]
-        self.rated_count[slot, place] = count
+    def record_logprob(self, slot: int, one: TokenLogprob) -> None:
+        """Record the log probabilities of the next output token, if there is room for all."""
+        place, count = int(self.num_output_tokens[slot]) % LOGPROB_TOKENS, 1 + len(one.top)
+        if count <= 1 + MAX_TOP_LOGPROBS:
+            self.logprob_ids[slot, place, :count] = [one.token, *(token for token, _ in one.top)]
+            self.logprobs[slot, place, :count] = [one.logprob, *(value for _, value in one.top)]
+        self.logprob_counts[slot, place] = count
 
-    def say(self, slot: int, token: int) -> None:
-        """Write down a token of the answer: with this the step that drew it is done."""
-        said = int(self.said[slot])
-        self.tokens[slot, said] = token
-        self.said[slot] = said + 1
+    def append_token(self, slot: int, token: int) -> None:
+        """Append an output token; this commits the step that sampled it."""
+        count = int(self.num_output_tokens[slot])
+        self.token_ids[slot, count] = token
+        self.num_output_tokens[slot] = count + 1
 
-    def end(self, slot: int) -> None:
-        """Note that an answer is complete: its pages are not needed any more, only its words.
+    def mark_finished(self, slot: int) -> None:
+        """Record that an output is complete and its pages are no longer needed.
 
-        These stay until the slot is used again, in case they did not get through.
+        The output tokens stay until the slot is used again, in case the last messages were lost.
         """
-        self.lease[slot] = ENDED
+        self.lease[slot] = FINISHED
 
-    def offer(self, slot: int) -> None:
-        """Note that the pages of a request are on their way into a lease for whoever joins it next.
+    def mark_preempted(self, slot: int) -> None:
+        """Record that the pages of a request are being handed off in a lease for its next worker.
 
-        What is written of it stays, as with ``end``.
+        The entry stays, as with ``mark_finished``.
         """
-        self.lease[slot] = OFFERED
+        self.lease[slot] = PREEMPTED
 
     def leave(self, slot: int) -> None:
-        """Strike a request out, unless its answer is complete."""
-        if not self.is_ended(slot):
+        """Erase the request of a slot, unless its output is complete."""
+        if not self.is_finished(slot):
             self.request[slot] = b""
 
     # ---------------------------------------------------------------- reading
 
-    def is_ended(self, slot: int) -> bool:
-        """Whether the answer of a slot's request is complete."""
-        return int(self.lease[slot]) == ENDED
+    def is_finished(self, slot: int) -> bool:
+        """Whether the output of a slot's request is complete."""
+        return int(self.lease[slot]) == FINISHED
 
     def lease_of(self, slot: int) -> LeaseId | None:
-        """The lease of a slot's pages; None: the one that the pool has for the request."""
+        """The lease of a slot's pages; None: the pool knows the lease by the request id."""
         lease = int(self.lease[slot])
-        return None if lease == OFFERED else LeaseId(lease)
+        return None if lease == PREEMPTED else LeaseId(lease)
 
-    def words(self, slot: int) -> list[int]:
-        """Tokens of the answer so far."""
-        return self.tokens[slot, : self.said[slot]].tolist()
+    def output_tokens(self, slot: int) -> list[int]:
+        """Output tokens so far."""
+        return self.token_ids[slot, : self.num_output_tokens[slot]].tolist()
 
-    def rating(self, slot: int, index: int) -> TokenLogprob | None:
-        """How likely a token of the answer was; None: that is not written, or not any more.
+    def logprob_of(self, slot: int, index: int) -> TokenLogprob | None:
+        """Log probabilities of an output token; None: they are not in the ring.
 
-        The oldest of the ring may be overwritten by a step that was cut short.
+        A step that was cut short can have overwritten the oldest ring entry, so it is never used.
         """
-        place = index % RATED
-        count = int(self.rated_count[slot, place])
-        if not 0 < count <= 1 + MOST_TOP or not 0 < int(self.said[slot]) - index < RATED:
+        place = index % LOGPROB_TOKENS
+        count = int(self.logprob_counts[slot, place])
+        if (
+            not 0 < count <= 1 + MAX_TOP_LOGPROBS
+            or not 0 < int(self.num_output_tokens[slot]) - index < LOGPROB_TOKENS
+        ):
             return None
-        ids, values = self.rated_ids[slot, place].tolist(), self.rated[slot, place].tolist()
+        ids, values = self.logprob_ids[slot, place].tolist(), self.logprobs[slot, place].tolist()
         top = tuple(zip(ids[1:count], values[1:count], strict=True))
         return TokenLogprob(token=ids[0], logprob=values[0], top=top)
 
-    def remembered(self, slot: int) -> NDArray[np.float64]:
-        """What plug-ins remember of the answer so far."""
-        return self.notes[slot, self.said[slot] % 2]
+    def plugin_memory_of(self, slot: int) -> NDArray[np.float64]:
+        """State of the step plug-ins after the newest output token."""
+        return self.plugin_memory[slot, self.num_output_tokens[slot] % 2]
 
-    def ended(self, slot: int) -> int:
-        """The plug-in that ended the answer; 0: none did."""
-        return int(self.ended_by[slot, self.said[slot] % 2])
+    def ending_plugin(self, slot: int) -> int:
+        """The plug-in that ended the output; 0: none."""
+        return int(self.ended_by[slot, self.num_output_tokens[slot] % 2])
 
     def position(self, slot: int) -> int:
-        """Position of the newest token, which no step has read yet."""
-        return int(self.read[slot] + self.said[slot]) - 1
+        """Position of the newest output token, the input of the next step."""
+        return int(self.num_prior_tokens[slot] + self.num_output_tokens[slot]) - 1
 
     def find(self, request: str) -> int | None:
-        """The slot of a request; None: nothing is written of it, so nothing was done for it.
+        """The slot of a request; None: the checkpoint has no entry, so no step was done for it.
 
-        Raises: MessageError if what is written of it makes no sense
+        Raises: MessageError if the entry is inconsistent
         """
         name = request.encode()
         found = np.flatnonzero(self.request == name)
         if not 1 <= len(name) <= ID_BYTES or len(found) > 1:
-            raise MessageError(f"what is written cannot be that of {request!r} alone")
+            raise MessageError(f"the checkpoint has no unique entry of {request!r}")
         if len(found) == 0:
             return None
         slot = int(found[0])
-        moving, said = self.retirements, int(self.said[slot])
+        moving, count = self.retirements, int(self.num_output_tokens[slot])
         last = self.context_tokens
         sound = (
-            1 <= said <= last
-            and 0 <= int(self.read[slot]) <= last
+            1 <= count <= last
+            and 0 <= int(self.num_prior_tokens[slot]) <= last
             and 0 <= int(moving.phase[slot]) <= 3
             and 0 <= self.raw_tokens(slot) <= self.position(slot)
             and all(
@@ -290,17 +292,17 @@ class Checkpoint:
             )
         )
         if not sound:
-            raise MessageError(f"what is written of {request!r} makes no sense")
+            raise MessageError(f"the checkpoint entry of {request!r} is inconsistent")
         return slot
 
     def raw_tokens(self, slot: int) -> int:
-        """Tokens in each row's raw pages, once what is under way is done."""
+        """Tokens in the raw pages of each row, after the retirement under way."""
         moving = self.retirements
-        retired = moving.retired_then if moving.phase[slot] else moving.retired
+        retired = moving.retired_after if moving.phase[slot] else moving.retired
         return self.position(slot) - int(retired[slot])
 
     def counts(self, slot: int) -> list[Ids]:
-        """Tokens of each row by section, [layers, kv_heads], once what is under way is done."""
+        """Tokens of each row by section, [layers, kv_heads], after the retirement under way."""
         raw = np.full_like(self.tables[0].tokens[:, slot], self.raw_tokens(slot))
         counts = [raw, *(table.tokens[:, slot] for table in self.sections[1:])]
         if self.retirements.phase[slot]:
@@ -309,8 +311,8 @@ class Checkpoint:
         return counts
 
     def pages(self, slot: int) -> Ids:
-        """All pages that hold something of a slot's request, or do so until it has retired; fixed
-        ones last."""
+        """All pages in use by a slot's request, those of the retirement under way included; fixed
+        pages last."""
         raw = self.tables[0].pages[:, slot]
         if self.retirements.phase[slot]:
             raw = self.retirements.raw_pages[:, slot]
@@ -325,41 +327,44 @@ class Checkpoint:
         return np.concatenate(used, dtype=np.int32)
 
     def fixed_run(self, slot: int) -> tuple[str, Ids, Ids] | None:
-        """Format, tokens and pages of the cached prefix that a slot's request reads, if it does."""
+        """Format, tokens and pages of the cached prefix that a slot's request shares, if any."""
         run = None if self.fixed is None else self.fixed.run(slot)
         return run if run and run[2].size else None
 
-    def is_begun(self, slot: int) -> bool:
-        """Whether the next step of a slot has come to its scores already, and was cut short."""
+    def is_mid_step(self, slot: int) -> bool:
+        """Whether the next step of a slot has added scores already and was cut short."""
         return int(self.scored[slot]) > self.position(slot) * len(self.tables[0].pages)
 
-    def begun_pages(self, slot: int) -> Ids:
-        """Raw pages, in row order, that hold nothing but the token of a step that was cut short.
+    def mid_step_pages(self, slot: int) -> Ids:
+        """Raw pages, in row order, that hold only the token of a step that was cut short.
 
-        They are needed if the step has come to its scores: whoever does it again leaves the layers
-        alone that are done, keys and values included. Most often there are none.
+        The repeated step skips the layers whose scores are added, so it needs their keys and
+        values. Empty if the token is not the first of its page.
         """
         raw = self.tables[0]
         column, row = divmod(self.raw_tokens(slot), raw.layout.tokens)
-        if row or not self.is_begun(slot) or column >= raw.width:
+        if row or not self.is_mid_step(slot) or column >= raw.width:
             return np.empty(0, np.int32)
         return raw.pages[:, slot, :, column].ravel()
 
-    def copy(self, other: "Checkpoint", at: int, slot: int) -> None:
-        """Take over the tables and the answer of another checkpoint's slot, but not its lease."""
+    def copy_slot(self, other: "Checkpoint", at: int, slot: int) -> None:
+        """Copy the tables and output of another checkpoint's slot, but not its lease."""
         for mine, theirs in zip(self.sections, other.sections, strict=True):
             mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
-        self.read[slot], self.said[slot] = other.read[at], other.said[at]
-        self.tokens[slot], self.scored[slot] = other.tokens[at], other.scored[at]
-        self.notes[slot], self.ended_by[slot] = other.notes[at], other.ended_by[at]
-        self.rated_ids[slot], self.rated[slot] = other.rated_ids[at], other.rated[at]
-        self.rated_count[slot] = other.rated_count[at]
+        self.num_prior_tokens[slot], self.num_output_tokens[slot] = (
+            other.num_prior_tokens[at],
+            other.num_output_tokens[at],
+        )
+        self.token_ids[slot], self.scored[slot] = other.token_ids[at], other.scored[at]
+        self.plugin_memory[slot], self.ended_by[slot] = other.plugin_memory[at], other.ended_by[at]
+        self.logprob_ids[slot], self.logprobs[slot] = other.logprob_ids[at], other.logprobs[at]
+        self.logprob_counts[slot] = other.logprob_counts[at]
         self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = other.retirements.retired[at]
 
 
 def _first(table: Ids, counts: Ids) -> NDArray[np.bool_]:
-    """Which cells are among the first ``counts`` of their row."""
+    """Mask of the first ``counts`` entries of each row."""
     return np.asarray(np.arange(table.shape[-1]) < counts[..., None], np.bool_)
 
 
@@ -367,39 +372,39 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     geometry = plan.geometry
     rows = (geometry.layers, slots, geometry.kv_heads)
     raw = (*rows, plan.raw_pages(context_tokens) + 1)
-    cells = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
+    entries = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
     moving = (*rows, Retirement.width(plan.raw.tokens) if plan.compresses else 0)
     each = (slots,)
     fixed = (*rows, plan.high.pages(context_tokens)) if plan.shares else ()
     shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
     return {
-        "seal": ("S64", (1,)),
+        "fingerprint": ("S64", (1,)),
         "request": (f"S{ID_BYTES}", each),
         "lease": ("<i8", each),
-        "read": ("<i4", each),
-        "said": ("<i4", each),
-        "tokens": ("<i4", (slots, context_tokens)),
-        "notes": ("<f8", (slots, 2, MOST_MEMORY)),
+        "num_prior_tokens": ("<i4", each),
+        "num_output_tokens": ("<i4", each),
+        "token_ids": ("<i4", (slots, context_tokens)),
+        "plugin_memory": ("<f8", (slots, 2, MAX_PLUGIN_MEMORY)),
         "ended_by": ("<i4", (slots, 2)),
-        "rated_ids": ("<i4", (slots, RATED, 1 + MOST_TOP)),
-        "rated": ("<f8", (slots, RATED, 1 + MOST_TOP)),
-        "rated_count": ("<i4", (slots, RATED)),
+        "logprob_ids": ("<i4", (slots, LOGPROB_TOKENS, 1 + MAX_TOP_LOGPROBS)),
+        "logprobs": ("<f8", (slots, LOGPROB_TOKENS, 1 + MAX_TOP_LOGPROBS)),
+        "logprob_counts": ("<i4", (slots, LOGPROB_TOKENS)),
         "scored": ("<i8", each),
-        "raw_cells": ("<i4", raw),
+        "raw_entries": ("<i4", raw),
         "raw_tokens": ("<i4", (1, *rows)),
-        "class_cells": ("<i4", cells),
+        "class_entries": ("<i4", entries),
         "class_tokens": ("<i4", (len(plan.classes), *rows)),
         "phase": ("<i4", each),
         "raw_pages": ("<i4", raw),
         "plan": ("<i4", moving),
         "retired": ("<i4", each),
-        "retired_then": ("<i4", each),
+        "retired_after": ("<i4", each),
         **shared,
     }
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, up to where the next one may begin."""
+    """Bytes of an array, rounded up to the alignment of the next one."""
     count = 1
     for side in shape:
         count *= side

@@ -1,4 +1,4 @@
-"""The attention of a decode step, over pages as they are."""
+"""Attention of a decode step over compressed pages, without decompressing them first."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +19,12 @@ Ids64 = NDArray[np.int64]
 
 
 class PageAttention:
-    """Attention of one decode step: appends the new token, then reads all pages as they are.
+    """Attention of one decode step: appends the new token, then attends to the pages of a row.
 
-    Every so many tokens of a request, the attention that its tokens receive is added to their
-    scores, times the tokens that it stands for. Which steps those are depends on the position
-    alone, so an answer does not depend on what else is in the batch. Requests of such a step read
-    all their pages; others may read a choice of them.
+    Every ``score_every`` tokens of a request, the attention that its tokens receive is added to
+    their scores, weighted by ``score_every``. Those steps depend on the position alone, so an
+    output does not depend on the rest of the batch. A request of such a step reads all its pages;
+    others can read a selection.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class PageAttention:
     ) -> None:
         """Choose the place of each new token in the first table, and count it as stored.
 
-        ``fixed``, the last of the tables, if it is there, is read as well, but what its tokens
-        receive is added to no score: other requests read the same pages.
+        ``fixed``: the last of the tables, if there is one. It is read, but its scores do not
+        change, since other requests share its pages.
 
-        ``progress`` has, for each slot, the layers whose scores are added, over all positions. A
-        step that is done again, as its worker died, leaves those layers as they are.
+        ``progress``: for each slot the layers whose scores are added, over all positions. A step
+        that is repeated after a worker death skips those layers.
         """
         self._memory, self._sections, self._prefetcher = memory, sections, prefetcher
         self._tables = sections.tables[:-1] if fixed is not None else sections.tables
@@ -113,9 +113,9 @@ class PageAttention:
         window: int,
         softcap: float,
     ) -> None:
-        """Add to scores, then note it: the one thing that cannot be done twice, or in halves.
+        """Add to scores, then record the progress. This part is not idempotent.
 
-        A worker that dies in between has this layer's scores of this step count twice.
+        If the worker dies in between, the scores of this layer and step count twice.
         """
         memory = self._memory
         score_tokens(
@@ -148,27 +148,27 @@ class PageAttention:
 
     @cached_property
     def _due(self) -> "_Scored | None":
-        """Those for whom scores are due, asked by each layer of a step that was not cut short."""
+        """Requests to score, the same for each layer of a step that was not cut short."""
         return self._part(self._scored)
 
     def _part(self, requests: Ids64) -> "_Scored | None":
-        """What a layer asks of some requests; None: of nobody."""
+        """Tensors of some requests to score; None if there are none."""
         if not len(requests):
             return None
         at, ids = self._memory.device.put(requests), self._ids[requests]
         return _Scored(at, ids, self._slots[at], self._positions[at], self._before[requests])
 
     def _left(self, requests: Ids64, layer: int) -> Ids64:
-        """Those of the requests for which this layer is still to be done."""
+        """The requests for which this layer is not done yet."""
         return requests if self._begun is None else requests[self._begun[requests] <= layer]
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Requests of a step whose tokens are given scores."""
+    """Requests of a step whose tokens are scored."""
 
     at: Tensor
-    """Where they are in the batch."""
+    """Their indices in the batch."""
     ids: Ids
     """Their slots, on the host, and where the kernels run."""
     slots: Tensor

@@ -1,6 +1,6 @@
 # torch.from_numpy and numpy's comparisons lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What was answered, kept for the next turn: read back from the decode worker's own pages."""
+"""Publishes finished outputs to the prefix cache, read from the decode worker's own pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.workers.kv.block_table import Mask, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
-from triptych.workers.kv.prefix_cache import Cells, Ids, Keeping, PrefixStore
+from triptych.workers.kv.prefix_cache import Ids, PageSlots, PendingPublication, PrefixStore
 
 KeepAnswers = Literal["always", "sessions", "never"]
 
 
 @dataclass(frozen=True)
-class StoredTokens:
-    """Some tokens of one slot, wherever the tables have them: in 16 bits, high or low.
+class SlotTokenSource:
+    """Tokens of one slot as a ``TokenSource``: from raw, high and low pages.
 
-    A token lies in a page of another class in each head row, and in any order, so each is found by
-    its position. It comes out in the high format, but no better than it went in.
+    A token can be in a page of a different class in each head row, in any order, so it is found by
+    its position. A copy has the high format, without regaining precision that was lost.
     """
 
     memory: DevicePages
@@ -36,13 +36,13 @@ class StoredTokens:
     stored: int
     """Tokens of the sequence that have keys and values."""
     first: int
-    """The first token that is here; each array ends with the last one, [head rows, tokens]."""
+    """Position of the first token of the arrays, [head rows, tokens]."""
     table: Ids
-    """Which table has it."""
+    """Index of the table that has each token."""
     page: Ids
     row: Ids
     fixed: int
-    """The place of the table of cached prefixes; negative: there is none."""
+    """Index of the table of cached prefixes; negative: there is none."""
 
     @classmethod
     def of(
@@ -53,11 +53,10 @@ class StoredTokens:
         slot: int,
         span: tuple[int, int],
         stored: int,
-    ) -> "StoredTokens | None":
-        """The tokens of a slot in ``span``; None if a head row has dropped a token, of any place.
+    ) -> "SlotTokenSource | None":
+        """The tokens of a slot in ``span``; None if a head row has dropped any token.
 
-        What came behind a token that was dropped was computed without it, so it fits this
-        request alone.
+        Tokens behind a dropped one were computed without it, so other requests cannot use them.
         """
         rows = plan.geometry.head_rows
         first, end = span
@@ -68,14 +67,14 @@ class StoredTokens:
             pages = table.pages[:, slot].reshape(rows, -1)
             counts, each = table.tokens[:, slot].reshape(rows), table.layout.tokens
             pages = pages[:, : table.layout.pages(int(counts.max()))]
-            cells: Ids = np.arange(pages.shape[1] * each, dtype=np.int32)
-            live: Mask = np.less(cells, counts[:, None])
+            places: Ids = np.arange(pages.shape[1] * each, dtype=np.int32)
+            live: Mask = np.less(places, counts[:, None])
             ids = memory.device.put(np.where(live[:, ::each], pages, 0)).long()
             kept = segments(memory.near, table.layout).positions[ids]
             positions = kept.cpu().numpy().reshape(rows, -1)
-            head, cell = np.nonzero(live & (positions >= first) & (positions < end))
-            token = positions[head, cell] - first
-            column, row = np.divmod(cell, each)
+            head, place = np.nonzero(live & (positions >= first) & (positions < end))
+            token = positions[head, place] - first
+            column, row = np.divmod(place, each)
             found[0, head, token] = index
             found[1, head, token] = pages[head, column]
             found[2, head, token] = row
@@ -85,8 +84,8 @@ class StoredTokens:
         fixed = len(tables) - 1 if plan.shares else -1
         return cls(memory, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
 
-    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
-        """Write tokens into cells of high pages; what ``Source`` says."""
+    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
+        """Write tokens into slots of high pages, as ``TokenSource`` describes."""
         put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         table, page, row = (
             part_.ravel() for part_ in (self.table[:, part], self.page[:, part], self.row[:, part])
@@ -100,7 +99,7 @@ class StoredTokens:
                 transcode(self.memory.near, one.layout, self.plan.high, *source, *into)
         if not self.plan.policy.needs_significance:
             return None
-        # A score is the attention that a token received from all that came since, itself included;
+        # A score is the sum of the attention from the token itself and all later ones;
         # in a cached prefix it is the mean.
         kept = segments(self.memory.near, self.plan.high).scores
         scores = kept[target[0].long(), target[1].long()]
@@ -110,31 +109,31 @@ class StoredTokens:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A finished answer whose pages are still there."""
+class FinishedOutput:
+    """A finished output whose request still has its pages."""
 
     request: Request
-    answer: Sequence[int]
-    """All its tokens."""
+    output_tokens: Sequence[int]
+    """All output tokens."""
     slot: int
     stored: int
-    """Tokens of prompt and answer that have keys and values: all but the last."""
+    """Tokens of prompt and output that have keys and values: all but the last."""
     token_s: float
-    """Seconds that a token of the prompt took to compute."""
+    """Prefill time per prompt token in seconds."""
 
 
 @dataclass
 class OutputCache:
-    """Gives the pool the ends of sequences that it lacks, a block at a time.
+    """Publishes finished sequences to the prefix cache, one block at a time.
 
-    So a step of decoding, which others wait for, is longer by one block at most.
+    Publishing delays a decode step by one block at most.
     """
 
     store: PrefixStore
     memory: DevicePages
     tables: Sequence[SectionTable]
     mode: KeepAnswers = "always"
-    _begun: dict[str, Keeping] = field(default_factory=dict[str, Keeping])
+    _begun: dict[str, PendingPublication] = field(default_factory=dict[str, PendingPublication])
 
     @classmethod
     def of(
@@ -144,10 +143,10 @@ class OutputCache:
         tables: Sequence[SectionTable],
         mode: KeepAnswers,
     ) -> "OutputCache | None":
-        """None if no answer is ever kept.
+        """None if no output is published.
 
-        A policy that judges tokens by attention that nobody has counted for answers would judge
-        them wrong in the next turn.
+        A policy that needs significance but does not score output tokens would classify them
+        wrongly in the next turn.
         """
         if store is None or mode == "never":
             return None
@@ -156,37 +155,39 @@ class OutputCache:
             return None
         return cls(store, memory, tables, mode)
 
-    def wants(self, request: Request) -> bool:
-        """Whether the answer to a request is to be kept."""
+    def should_publish(self, request: Request) -> bool:
+        """Whether the output of a request is published."""
         return self.mode == "always" or bool(request.session)
 
-    def go_on(self, ended: Ended) -> bool:
-        """Keep the next block of an answer; True if nothing is left to be done.
+    def publish_next(self, finished: FinishedOutput) -> bool:
+        """Publish the next block of an output; True if none is left.
 
-        Until then the pages of its slot must stay as they are.
+        Until then the pages of its slot must not change.
 
         Raises: PoolUnavailable, NotRegistered
         """
-        name = ended.request.id
-        kept = self._begun.get(name) or self._begin(ended)
-        if kept is None or self.store.go_on(kept):
+        name = finished.request.id
+        kept = self._begun.get(name) or self._begin(finished)
+        if kept is None or self.store.publish_next(kept):
             self.forget(name)
             return True
         self._begun[name] = kept
         return False
 
     def forget(self, request: str) -> None:
-        """Keep no more of an answer."""
+        """Stop publishing an output."""
         self._begun.pop(request, None)
 
-    def _begin(self, ended: Ended) -> Keeping | None:
-        """See what the pool lacks, and where the tokens of it are."""
-        request = ended.request
+    def _begin(self, finished: FinishedOutput) -> PendingPublication | None:
+        """Find the blocks that the pool lacks, and the places of their tokens."""
+        request = finished.request
         prefix = Prefix(
-            tokens=pack_tokens([*request.prompt, *ended.answer][request.skipped :][: ended.stored]),
+            tokens=pack_tokens(
+                [*request.prompt, *finished.output_tokens][request.skipped :][: finished.stored]
+            ),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
-            token_s=ended.token_s,
+            token_s=finished.token_s,
             session=request.session,
         )
         kept = self.store.begin(prefix)
@@ -194,8 +195,8 @@ class OutputCache:
             return kept
         plan, size = self.store.plan, self.store.plan.block_tokens
         span = kept.first * size, kept.last * size
-        kept.source = StoredTokens.of(
-            self.memory, plan, self.tables, ended.slot, span, ended.stored
+        kept.source = SlotTokenSource.of(
+            self.memory, plan, self.tables, finished.slot, span, finished.stored
         )
         if kept.source is None:
             self.store.skipped["TokensDropped"] += 1

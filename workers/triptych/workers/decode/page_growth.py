@@ -1,4 +1,4 @@
-"""Pages for the next token of every running request, and old tokens moved out of raw pages."""
+"""Allocates pages for the next token of every running request and retires old raw pages."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -10,18 +10,18 @@ from triptych.core.errors import TriptychError
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.page_selection import Selector
-from triptych.workers.decode.running_batch import Running
+from triptych.workers.decode.running_batch import RunningRequest
 from triptych.workers.decode.window import Window
-from triptych.workers.kv.block_table import RowCells, Sections
+from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import NO_PAGES
 
 Ids = NDArray[np.int32]
-Failure = tuple[Running, TriptychError]
-"""Who got no pages, and why."""
+Failure = tuple[RunningRequest, TriptychError]
+"""A request that got no pages, and the error."""
 
 
 class PageGrowth:
-    """What a decode worker does to pages between two steps."""
+    """Page allocation and retirement between two decode steps."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class PageGrowth:
         self._pool, self._checkpoint, self._sections = pool, checkpoint, sections
         self._raw, self._window, self._selector = checkpoint.tables[0], window, selector
 
-    def make_room(self, running: Mapping[str, Running]) -> Iterator[Failure]:
-        """Move old tokens out of raw pages, and see that every row can take one more token.
+    def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
+        """Retire full raw pages, then allocate pages so that every row can take one more token.
 
-        Yields:  who got no pages. It must be gone before the next one is asked for: its pages may
-                 be what others lack.
+        Yields:  requests that got no pages. The caller frees each before it takes the next one:
+                 the freed pages may serve the others.
         """
-        retired = set[Running]()
+        retired = set[RunningRequest]()
         if self._window is not None:
             retired = yield from self._retire_old_pages(self._window, list(running.values()))
         room = self._raw.layout.tokens
@@ -53,89 +53,97 @@ class PageGrowth:
         if not full:
             return
         slots = _slots(full)
-        cells = self._checkpoint.raw_cells
-        yield from self._grow(full, slots, cells, cells.one_more(slots))
+        table = self._checkpoint.raw_table
+        yield from self._grow(full, slots, table, table.one_more(slots))
 
     def _retire_old_pages(
-        self, window: Window, batch: Sequence[Running]
-    ) -> Generator[Failure, None, set[Running]]:
+        self, window: Window, batch: Sequence[RunningRequest]
+    ) -> Generator[Failure, None, set[RunningRequest]]:
         """Compress the raw page behind the sink, in each row, once it is older than the window.
 
-        Returns: those for whom that was done; their next raw page is the one that was emptied
+        Returns: the requests with a retired page; the emptied raw page is their next one
         """
-        retired = set[Running]()
-        groups = dict[float, list[Running]]()
+        retired = set[RunningRequest]()
+        groups = dict[float, list[RunningRequest]]()
         for one in batch:
             if window.is_full(one.slot):
-                groups.setdefault(one.wanted.alpha_low, []).append(one)
+                groups.setdefault(one.options.alpha_low, []).append(one)
         for alpha_low, full in groups.items():
             retired.update((yield from self._retire(window, full, alpha_low)))
         return retired
 
     def _retire(
-        self, window: Window, full: Sequence[Running], alpha_low: float
-    ) -> Generator[Failure, None, list[Running]]:
-        """The same for requests whose tokens are judged alike."""
+        self, window: Window, full: Sequence[RunningRequest], alpha_low: float
+    ) -> Generator[Failure, None, list[RunningRequest]]:
+        """Retire a raw page of requests that share the same ``alpha_low``."""
         slots, seen = _slots(full), [one.position for one in full]
-        leaving = window.leaving(slots, seen, alpha_low)
-        gone = set[Running]()
-        for failure in self._grow(full, slots, self._checkpoint.class_cells, leaving.plan.counts):
+        retirement = window.prepare(slots, seen, alpha_low)
+        gone = set[RunningRequest]()
+        for failure in self._grow(
+            full, slots, self._checkpoint.class_table, retirement.plan.counts
+        ):
             gone.add(failure[0])
             yield failure
         moving = [index for index, one in enumerate(full) if one not in gone]
         if not moving:
             return []
-        leaving = leaving.of(moving)
-        window.move(leaving)
+        retirement = retirement.of(moving)
+        window.apply(retirement)
         moved = [full[index] for index in moving]
         for one in moved:
             self._sections.moved(one.slot)
         if self._selector is not None:
-            self._selector.retire(leaving)
+            self._selector.retire(retirement)
         return moved
 
     def _grow(
-        self, batch: Sequence[Running], slots: Ids, cells: RowCells, wanted: Ids
+        self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
     ) -> Iterator[Failure]:
-        """Give each row of some requests the pages for so many tokens of each table.
+        """Allocate pages so that each row can hold the wanted tokens of each table.
 
-        All requests at once, as that takes hardly longer than one of them; if the pool has not
-        enough, one after another.
+        All requests at once; one after another if the pool has too few pages.
         """
         try:
-            self._grow_all(batch, slots, cells, wanted)
+            self._grow_all(batch, slots, table, wanted)
         except TriptychError as error:
             if len(batch) == 1:
                 yield batch[0], error
                 return
             for at, one in enumerate(batch):
                 only = slice(at, at + 1)
-                yield from self._grow([one], slots[only], cells, wanted[:, only])
+                yield from self._grow([one], slots[only], table, wanted[:, only])
 
-    def _grow_all(self, batch: Sequence[Running], slots: Ids, cells: RowCells, wanted: Ids) -> None:
-        """Raises: PoolExhausted, and nothing has changed"""
-        lacking: list[int] = cells.count_lacking(slots, wanted).tolist()
+    def _grow_all(
+        self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
+    ) -> None:
+        """Allocate for all requests or none.
+
+        Raises: PoolExhausted
+        """
+        lacking: list[int] = table.count_lacking(slots, wanted).tolist()
         if not any(lacking):
             return
         first = np.array([0, *accumulate(lacking)], np.int64)
-        cells.append_pages(slots, wanted, self._take(batch, lacking), first)
+        table.append_pages(slots, wanted, self._take(batch, lacking), first)
         for slot in slots.tolist():
             self._sections.moved(slot)
 
-    def _take(self, batch: Sequence[Running], counts: Sequence[int]) -> Ids:
-        """Pages for each request: its own spare ones first, then of this worker's stock."""
-        short = [max(0, count - one.spare.size) for one, count in zip(batch, counts, strict=True)]
-        fresh = self._pool.take(sum(short)) if any(short) else NO_PAGES
+    def _take(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
+        """Pages for each request: first its unused ones, then newly allocated ones."""
+        short = [
+            max(0, count - one.unused_pages.size) for one, count in zip(batch, counts, strict=True)
+        ]
+        fresh = self._pool.allocate(sum(short)) if any(short) else NO_PAGES
         parts = list[Ids]()
         for one, count, more in zip(batch, counts, short, strict=True):
-            parts.append(one.spare[:count])
-            one.spare = one.spare[count:]
+            parts.append(one.unused_pages[:count])
+            one.unused_pages = one.unused_pages[count:]
             if more:
                 parts.append(fresh[:more])
-                one.grown.append(fresh[:more])
+                one.allocated_pages.append(fresh[:more])
                 fresh = fresh[more:]
         return np.concatenate(parts)
 
 
-def _slots(batch: Sequence[Running]) -> Ids:
+def _slots(batch: Sequence[RunningRequest]) -> Ids:
     return np.array([one.slot for one in batch], np.int32)

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch.from_numpy has no type hints; numpy's comparisons lack types.
-"""Reading only the pages that matter: their summaries, and who reads which of them.
+"""Page selection of decode attention: page summaries, and the pages that each request reads.
 
-Summaries are made from the pages when a request joins, and again of each page that changes, so
-what is known of a page depends on nothing but its bytes: a worker that takes over a request
-chooses the same pages. They lie beside the page tables of the worker, in the order in which they
-are scored, and not beside the pages: then they need no place in handles, transports and tiers.
+Summaries are made from the pages when a request joins, and again of each page that changes, so a
+summary depends only on the bytes of its page: a takeover worker selects the same pages. Summaries
+are in the memory of the worker, in the order of the page tables, not beside the pages: handles,
+transports and tiers do not carry them.
 """
 
 import mmap
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.config import SelectionConfig
-from triptych.core.head_budgets import SPREAD_TOP
+from triptych.core.head_budgets import BUDGET_MAX
 from triptych.core.pages import PagePlan
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
 from triptych.kvpool import Arena
-from triptych.workers.decode.window import Leaving
+from triptych.workers.decode.window import RetirementPlan
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
 
@@ -33,11 +33,11 @@ Mask = NDArray[np.bool_]
 
 ALL_TOKENS = (1 << 31) - 1
 WORTH = 2
-"""Choosing takes longer than it saves where more than one part in so many is read (measured)."""
+"""Selection pays off only where at most one page in so many is read (measured)."""
 DENSE_LAYERS = 2
-"""First layers that read every page, where it is not known what each layer needs."""
+"""First layers that read every page, where there are no head budgets."""
 PAGES_AT_ONCE = 4096
-"""That are summarized together, and read together from a disk: they must all fit into memory."""
+"""Pages that are summarized, and read from a disk, together: they must all fit into memory."""
 MAP_NORESERVE = 0x4000
 """Linux on x86 and Arm; Python names it from 3.13 on."""
 
@@ -86,7 +86,7 @@ class TableSummaries:
         self._write(slot, touched[..., :-1] & (column < full[..., None]))
 
     def drop(self, slot: int) -> None:
-        """Give the memory of a slot back, up to whole pages of the system, where there is one."""
+        """Return the memory of a slot to the system, in whole system pages, on the host only."""
         if self._unused is None:
             return
         start, end = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
@@ -113,20 +113,20 @@ class TableSummaries:
 
 @dataclass(frozen=True, eq=False)
 class StepChoice:
-    """What the requests of one decode step read in each layer."""
+    """The page lists of one decode step."""
 
     owner: "Selector"
     slots: Tensor
     positions: Tensor
     due: Mapping[Rule, Tensor]
-    """By what they go: the list that is to be chosen anew for each request, or -1; int32 [R]."""
+    """By rule: the list to select again for each request, or -1; int32 [R]."""
     read: Tensor
-    """The list that each request reads, or -1: it reads all pages; int32 [R]."""
+    """The list that each request reads, or -1 for all pages; int32 [R]."""
 
     def lists(self, layer: int, query: Tensor, *, scale: float, window: int) -> PageLists | None:
         """Lists of pages for a layer's queries [R, H, d]; None: all requests read all pages.
 
-        A layer whose own window hides most keys reads its few pages as they are.
+        A layer with a sliding window reads all of its few pages.
         """
         owner = self.owner
         if layer < owner.dense_layers or window > 0:
@@ -142,24 +142,24 @@ class StepChoice:
                 rule,
                 known.lists.of(due),
                 scale=scale,
-                spread=known.spread,
+                spread=known.head_budgets,
             )
         return known.lists.of(self.read)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerChoice:
-    """What a layer's pages are chosen by, and the lists of those that are."""
+    """Summaries, lists and head budgets of a layer."""
 
     summaries: list[Summaries | None]
-    """One for each table; None for that of the window."""
+    """One for each table; None for the one of the window."""
     lists: PageLists
-    spread: Tensor | None
-    """What each head row reads, int32 [kv_heads, steps]; None: all alike."""
+    head_budgets: Tensor | None
+    """Head budgets, int32 [kv_heads, steps]; None: all heads have the same."""
 
 
 class Selector:
-    """Summaries and lists of pages of a decode worker's requests."""
+    """Selects the pages that the requests of a decode worker read."""
 
     def __init__(
         self,
@@ -178,31 +178,31 @@ class Selector:
         tables = sections.tables
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
-        self.dense_layers = (0 if plan.spread else DENSE_LAYERS) if dense == "auto" else dense
+        self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
         known = tables[1:] if plan.compresses else tables
-        rotated = plan.policy.basis.rotated
+        rotated = plan.policy.kv_rotation.rotated
         self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
         self._fixed = int(plan.shares)
-        """How many of them are of pages that never change."""
+        """Number of summaries of read-only pages."""
         layers, slots, kv_heads, _ = tables[0].pages.shape
         most = sum(table.width for table in tables)
         self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
         self.counts = memory.device.put(np.zeros((layers, slots, kv_heads), np.int32))
-        spread = memory.device.put(_shares(plan)) if plan.spread else None
+        budgets = memory.device.put(_head_budgets(plan)) if plan.spread else None
         nobody = memory.device.put(np.zeros(0, np.int32))
         self.of_layer = [
             LayerChoice(
                 summaries=[None] * (len(tables) - len(known))
                 + [part.of_layer[layer] for part in self._summaries],
                 lists=PageLists(self.ordinals[layer], self.counts[layer], nobody),
-                spread=None if spread is None else spread[layer],
+                head_budgets=None if budgets is None else budgets[layer],
             )
             for layer in range(layers)
         ]
         self._is_chosen: Mask = np.zeros(slots, np.bool_)
-        """Slots whose lists name the pages that their rows still have."""
+        """Slots whose lists are up to date with their pages."""
         self._rules: list[Rule | None] = [None] * slots
-        """By slot how many pages its request reads; None: all."""
+        """Selection rule by slot; None: the request reads all pages."""
 
     @classmethod
     def of(
@@ -218,12 +218,12 @@ class Selector:
             return None
         return cls(config, config.method, plan, arena, memory, sections)
 
-    # ---------------------------------------------------------------- what changes in a slot
+    # ---------------------------------------------------------------- changes of a slot
 
     def join(self, slot: int, wanted: SelectionConfig | None) -> None:
-        """Get to know all pages of a request; its tables are filled.
+        """Summarize all pages of a request whose tables are filled.
 
-        ``wanted``: how many of them it reads; None: all. Requests differ in nothing else.
+        ``wanted``: its page selection; None: it reads all pages.
         """
         for part in self._summaries if wanted else ():
             part.add(slot)
@@ -235,18 +235,18 @@ class Selector:
             part.drop(slot)
 
     def fill(self, slot: int) -> None:
-        """The newest raw page of each row is full."""
+        """Summarize the newest raw page of each row, which is full now."""
         raw = self.tables[0]
         if self._summaries[0].table is raw:
             self._summaries[0].renew(slot, raw.tokens[:, slot, :, None] - np.int32(1))
         self._is_chosen[slot] = False
 
-    def retire(self, leaving: Leaving) -> None:
-        """Tokens came to places in high, and some went from there to low."""
+    def retire(self, retirement: RetirementPlan) -> None:
+        """Summarize the high and low pages that a retirement has written."""
         written = self._summaries[: len(self._summaries) - self._fixed]
-        for index, slot in enumerate(leaving.slots.tolist()):
+        for index, slot in enumerate(retirement.slots.tolist()):
             for part, places in zip(
-                written, (leaving.plan.places, leaving.plan.mover_places), strict=False
+                written, (retirement.plan.places, retirement.plan.mover_places), strict=False
             ):
                 part.renew(slot, places[:, index])
             self._is_chosen[slot] = False
@@ -254,11 +254,10 @@ class Selector:
     # ---------------------------------------------------------------- a step
 
     def step(self, slots: Ids, positions: Ids, scored: Ids64) -> StepChoice | None:
-        """Decide who chooses pages in this step; None if every request reads all of them.
+        """Decide which requests select pages in this step; None if every one reads all pages.
 
-        All are read by those requests (``scored``: their indices) whose tokens are scored in this
-        step, as what is not read receives no score, and by those of which the budget is more than
-        half.
+        Requests read all pages if their tokens are scored in this step (``scored``: their
+        indices), as pages that are not read receive no score, or if the budget is more than half.
         """
         put = self._memory.device.put
         rules = [self._rules[int(slot)] for slot in slots]
@@ -283,8 +282,8 @@ class Selector:
         )
 
 
-def _shares(plan: PagePlan) -> Ids:
-    """A plan's spread as ``select_pages`` takes it, [layers, kv_heads, steps]."""
+def _head_budgets(plan: PagePlan) -> Ids:
+    """The head budgets of a plan as ``select_pages`` takes them, [layers, kv_heads, steps]."""
     parts = np.frombuffer(plan.spread, np.uint8).astype(np.int64) * WHOLE
     rounded_up = -(-parts // SPREAD_TOP)
     geometry = plan.geometry
@@ -302,6 +301,6 @@ def _rule(config: SelectionConfig) -> Rule:
 
 
 def _unused_memory(size: int) -> mmap.mmap:
-    """Zeros that take no memory until they are written."""
+    """Zeroed memory that is not allocated until it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)

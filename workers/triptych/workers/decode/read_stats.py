@@ -1,6 +1,6 @@
 # numpy's comparisons lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What a decode step read: which pages of which rows, and how many bytes of them."""
+"""Statistics of the pages and bytes that a decode step reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,19 +42,19 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The pages that were chosen, as places in the parts laid end to end."""
+    """The selected pages, as indices into the concatenated parts."""
 
     ordinals: Ids
     """[layers, requests, kv_heads, most pages]."""
     counts: Ids
     """[layers, requests, kv_heads]."""
     is_read: NDArray[np.bool_]
-    """Whether a request read its list in a layer, and not all of its pages, [layers, requests]."""
+    """Whether a request read its list in a layer instead of all pages, [layers, requests]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The rows of one step's requests after it, and what was read of them."""
+    """The rows of the requests of one step after it, and the pages read of them."""
 
     names: tuple[str, ...]
     """Requests."""
@@ -64,11 +64,11 @@ class Reading:
 
     @property
     def pages(self) -> int:
-        """Pages that the rows have."""
+        """Pages of all rows."""
         return sum(int((part.held > 0).sum()) for part in self.parts)
 
     def read(self) -> list[NDArray[np.bool_]]:
-        """For each part which pages were read, [layers, requests, kv_heads, pages of a row]."""
+        """Mask of the pages read, for each part [layers, requests, kv_heads, pages of a row]."""
         every = [part.held > 0 for part in self.parts]
         if self.lists is None:
             return every
@@ -89,7 +89,7 @@ class Reading:
         return total
 
     def keys(self) -> dict[str, Keys]:
-        """For each request what was read, page by page: (layer, KV head, page) as one number."""
+        """Pages read by each request: (layer, KV head, page) packed in one number."""
         found = dict[str, list[Keys]]()
         for part, read in zip(self.parts, self.read(), strict=True):
             heads = part.tokens.shape[2]
@@ -101,7 +101,7 @@ class Reading:
 
 
 def _listed(lists: Lists, first: Ids, width: int) -> NDArray[np.bool_]:
-    """Which columns of a part, that begins at ``first``, the lists name."""
+    """Mask of the columns of a part, which begins at ``first``, that the lists name."""
     most = lists.ordinals.shape[-1]
     column = lists.ordinals - first[..., None]
     is_listed = np.arange(most, dtype=np.int32) < lists.counts[..., None]
@@ -112,10 +112,10 @@ def _listed(lists: Lists, first: Ids, width: int) -> NDArray[np.bool_]:
 
 
 def reused(before: Reading, now: Reading) -> tuple[int, int]:
-    """Pages read in two steps in a row, and those of the second one that could have been.
+    """Pages of a step that were read at the step before as well, and all pages of the step.
 
-    That is TinyServe's reuse across steps as we count it: of the pages that a request reads now,
-    those that it read at the step before. The first step of a request does not count.
+    This is TinyServe's cross-step reuse as we define it. Requests that were not in the step before
+    do not count.
 
     Source: TinyServe (cross-step reuse; the paper does not define it)
     """
@@ -130,5 +130,5 @@ def reused(before: Reading, now: Reading) -> tuple[int, int]:
 def reading_of(
     tables: Sequence[SectionTable], names: Sequence[str], slots: Ids, lists: Lists | None
 ) -> Reading:
-    """Copies of what the tables have for some slots."""
+    """A reading of some slots, with copies of their table rows."""
     return Reading(tuple(names), tuple(Part.of(table, slots) for table in tables), lists)

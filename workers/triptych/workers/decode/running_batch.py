@@ -1,4 +1,4 @@
-"""The requests of a decode batch: what each wants of a step, and what it has."""
+"""The requests of a decode batch: step options, pages and output state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,66 +7,66 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.config import SelectionConfig
-from triptych.core.handles import Claim
-from triptych.workers.decode.output_cache import Ended
+from triptych.core.handles import LeaseRef
+from triptych.workers.decode.output_cache import FinishedOutput
 from triptych.workers.decode.plugins.pipeline import Chosen
 from triptych.workers.device import Device
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.sampling.output import Answer
+from triptych.workers.sampling.output import OutputProcessor
 
 Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What one request has of what a step can do."""
+class StepOptions:
+    """Step options of one request: plug-ins, page selection, early exit."""
 
     plugins: Chosen
     selection: SelectionConfig | None
-    """Which pages it reads; None: all."""
+    """Its page selection; None: it reads all pages."""
     alpha_low: float
-    """Tokens of its answer below this are dropped, if the policy has no higher limit."""
+    """Output tokens below this significance are dropped, if the policy has no higher limit."""
     exit_entropy: float
-    """Nats below which its tokens skip the last layers; 0: they never do."""
+    """Entropy in nats below which its tokens exit early; 0: never."""
     exit_layers: int
-    """Layers that they all go through."""
+    """Layers that every token goes through."""
 
 
 @dataclass(eq=False)
-class Running:
-    """One request in the batch: where its pages are, and what it said so far."""
+class RunningRequest:
+    """One request in the batch: its slot, its lease and its output so far."""
 
     slot: int
-    claim: Claim
-    answer: Answer
-    wanted: Wanted
+    lease_ref: LeaseRef
+    output: OutputProcessor
+    options: StepOptions
     position: int
-    """Position of the token that the next step reads."""
-    spare: Ids = field(default_factory=lambda: NO_PAGES)
-    """Pages of this request that hold nothing at present; its next pages come from here."""
-    grown: list[Ids] = field(default_factory=lambda: [NO_PAGES])
-    """Pages that came from this worker's own stock, as they came."""
+    """Position of the input token of the next step."""
+    unused_pages: Ids = field(default_factory=lambda: NO_PAGES)
+    """Empty pages of this request; its rows take their next pages from here first."""
+    allocated_pages: list[Ids] = field(default_factory=lambda: [NO_PAGES])
+    """Pages that this worker allocated for the request, in order."""
     token_s: float = 0.0
-    """Seconds that a token of its prompt took to compute."""
-    is_asked_back: bool = False
-    """Whether it is put on offer after the next step."""
+    """Prefill time per prompt token in seconds."""
+    preempt_after_step: bool = False
+    """Whether the request is preempted after its next step."""
 
     @property
     def id(self) -> str:
-        return self.answer.request.id
+        return self.output.request.id
 
     @property
-    def ended(self) -> Ended:
-        """What there is to keep, once the answer is complete."""
-        answer = self.answer
-        return Ended(answer.request, answer.tokens, self.slot, self.position, self.token_s)
+    def finished_output(self) -> FinishedOutput:
+        """The complete output with what is needed to publish it to the prefix cache."""
+        output = self.output
+        return FinishedOutput(output.request, output.tokens, self.slot, self.position, self.token_s)
 
 
-def exits_of(batch: Sequence[Running], device: Device) -> Exits | None:
-    """When the tokens of a step may skip the last layers; None: no request wants that."""
-    if not any(one.wanted.exit_entropy for one in batch):
+def exits_of(batch: Sequence[RunningRequest], device: Device) -> Exits | None:
+    """Early-exit conditions of a batch; None: no request has one."""
+    if not any(one.options.exit_entropy for one in batch):
         return None
-    entropy = np.array([one.wanted.exit_entropy for one in batch], np.float32)
-    layers = np.array([one.wanted.exit_layers for one in batch], np.int64)
+    entropy = np.array([one.options.exit_entropy for one in batch], np.float32)
+    layers = np.array([one.options.exit_layers for one in batch], np.int64)
     return Exits(device.put(entropy), device.put(layers))

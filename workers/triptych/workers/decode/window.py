@@ -1,7 +1,8 @@
-"""Tokens that leave the window of a running request: planned and moved for all head rows at once.
+"""Retirement of raw pages: tokens that leave the 16-bit window move to high and low pages.
 
-A raw page leaves as a whole, once none of its tokens is in the 16-bit window. Its tokens become
-high, and less significant ones step down for them (``plan_retirement``).
+A raw page retires as a whole, once none of its tokens is in the window. Its tokens are encoded in
+the high format, and less significant high tokens are downgraded or dropped (``plan_retirement``).
+All head rows of all slots are planned and moved together.
 """
 
 from collections.abc import Sequence
@@ -22,51 +23,51 @@ Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """What becomes of one raw page of each head row of some slots."""
+class RetirementPlan:
+    """The retirement of one raw page of each head row of some slots."""
 
     slots: Ids
     plan: Retirement[Ids]
     """Arrays begin [layers, requests, kv_heads]."""
 
-    def of(self, requests: Sequence[int]) -> "Leaving":
-        """The part of some of the requests."""
+    def of(self, requests: Sequence[int]) -> "RetirementPlan":
+        """The plan of some of the requests."""
         if len(requests) == len(self.slots):
             return self
-        return Leaving(self.slots[requests], Retirement(self.plan.numbers[:, requests]))
+        return RetirementPlan(self.slots[requests], Retirement(self.plan.numbers[:, requests]))
 
 
-PLANNED, LOWERED, ENTERED = 1, 2, 3
+PLANNED, DOWNGRADED, ENCODED = 1, 2, 3
 """Phases of a retirement."""
 RAW, HIGH, LOW = range(3)
 """Tables of a checkpoint."""
 
 
 class Window:
-    """The newest tokens of every slot, which lie in raw pages behind those of the sink."""
+    """The recent window of every slot: raw pages behind those of the sink."""
 
     def __init__(
         self, memory: DevicePages, checkpoint: Checkpoint, sections: Sections | None = None
     ) -> None:
-        """``sections``: the checkpoint's tables as kernels see them; None: made when needed."""
+        """``sections``: kernel views of the checkpoint's tables; None: made when needed."""
         self.memory, self.plan, self.moving = memory, checkpoint.plan, checkpoint.retirements
         self._checkpoint, self._given = checkpoint, sections
         self.raw, self.high, *low = checkpoint.tables
         self.low = low[0] if low else None
-        self.class_tokens = checkpoint.class_cells.tokens
+        self.class_tokens = checkpoint.class_table.tokens
         self._full_tokens = self.plan.full_raw_tokens
         layers, slots, _ = self.raw.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
-        """What slots of a layer are called in sections of every layer."""
+        """Slot numbers of each layer in sections that span all layers."""
 
     @cached_property
     def sections(self) -> Sections:
-        """The tables as kernels see them."""
+        """Kernel views of the tables."""
         return self._given or Sections(self._checkpoint.sections, self.memory.device)
 
     @cached_property
     def _page_places(self) -> list[Tensor]:
-        """For so many requests, the places in raw of the tokens behind those of the sink."""
+        """By number of requests, the places in the raw table of the page behind the sink."""
         layers, slots, kv_heads = self.raw.tokens.shape
         first, room = self.plan.sink_tokens, self.raw.layout.tokens
         there = self.memory.device.name
@@ -74,16 +75,18 @@ class Window:
         return [page.expand(layers * requests, kv_heads, room) for requests in range(slots + 1)]
 
     def is_full(self, slot: int) -> bool:
-        """Whether a raw page of a slot is to leave: never is there more than one."""
+        """Whether a raw page of a slot must retire; at most one at a time."""
         return self.raw.length(slot) == self._full_tokens
 
-    def leaving(self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0) -> Leaving:
-        """Plan what becomes of the page behind the sink; ``seen``: tokens of each request.
+    def prepare(
+        self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0
+    ) -> RetirementPlan:
+        """Plan the retirement of the page behind the sink; ``seen``: tokens of each request.
 
-        ``least_alpha_low``: what the policy's ``alpha_low`` is raised to, if it is lower.
+        ``least_alpha_low``: lower bound of the policy's ``alpha_low``.
 
-        Its tokens become high. As many older ones leave the window of tokens that are high in any
-        case, and are judged: their positions are a fixed distance behind those of the page.
+        The tokens of the page become high. As many older tokens leave the high window and are
+        classified by significance: their positions are a fixed distance behind those of the page.
         """
         layers, _, kv_heads, _ = self.raw.pages.shape
         alpha_high, alpha_low = self.plan.policy.answer_alphas
@@ -94,70 +97,70 @@ class Window:
             self.memory.near,
             sections.every_layer[HIGH],
             sections.every_layer[LOW] if self.low is not None else None,
-            *map(put, self._leaving_rows(slots, seen)),
+            *map(put, self._retiring_rows(slots, seen)),
             count=self.raw.layout.tokens,
             alpha_high=alpha_high,
             alpha_low=alpha_low,
         )
         numbers = plan.numbers.cpu().numpy()
-        return Leaving(slots, Retirement(numbers.reshape(layers, len(slots), kv_heads, -1)))
+        return RetirementPlan(slots, Retirement(numbers.reshape(layers, len(slots), kv_heads, -1)))
 
-    def _leaving_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
+    def _retiring_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
         """Rows of all layers, tokens seen, and the oldest position that leaves the high window.
 
-        Only what is in high already can be judged, so it is one page behind at least.
+        That position is at least one page behind: only tokens in high pages can be classified.
         """
         policy, raw = self.plan.policy, self.raw
         lag = max(raw.layout.tokens, policy.high_window_tokens - policy.window_tokens)
         now = np.array(seen, np.int32)
         return block_table_ops.leaving_rows(raw.tokens, slots, now, self.plan.sink_tokens, lag)
 
-    def move(self, leaving: Leaving) -> None:
-        """Move tokens as planned, into pages that the tables have by now.
+    def apply(self, retirement: RetirementPlan) -> None:
+        """Move tokens as planned, into pages that the tables have already.
 
-        The raw pages that they leave are the next ones of their rows.
+        The emptied raw pages are the next ones of their rows.
 
-        The plan is written down first, and after each part how far it has come: each part
-        reads what it does not write, so whoever takes over can do it again.
+        The checkpoint gets the plan first and the phase after each part. A part does not write
+        what it reads, so a takeover worker can repeat it.
         """
-        moving, slots = self.moving, leaving.slots
-        numbers = leaving.plan.numbers
-        raw, kept = self.raw, (moving.raw_pages, moving.plan, moving.retired, moving.retired_then)
+        moving, slots = self.moving, retirement.slots
+        numbers = retirement.plan.numbers
+        raw, kept = self.raw, (moving.raw_pages, moving.plan, moving.retired, moving.retired_after)
         block_table_ops.write_down(raw.pages, numbers, slots, raw.layout.tokens, *kept)
         moving.phase[slots] = PLANNED
-        self._carry_out(leaving, PLANNED)
+        self._run_phases(retirement, PLANNED)
 
-    def finish(self, slot: int) -> Ids:
-        """Carry out what a worker had begun for a slot when it died, if it had.
+    def resume(self, slot: int) -> Ids:
+        """Complete the retirement that a dead worker had begun for a slot, if any.
 
-        Returns: the raw pages that hold nothing any more
+        Returns: the emptied raw pages
         """
         moving, at = self.moving, np.array([slot], np.int32)
         phase = int(moving.phase[slot])
         if phase == 0:
             return NO_PAGES
-        leaving = Leaving(at, Retirement(moving.plan[:, at]))
-        return self._carry_out(leaving, phase)[0]
+        retirement = RetirementPlan(at, Retirement(moving.plan[:, at]))
+        return self._run_phases(retirement, phase)[0]
 
-    def _carry_out(self, leaving: Leaving, phase: int) -> Ids:
-        """Who steps down goes first, since newcomers take those places."""
-        moving, slots = self.moving, leaving.slots
+    def _run_phases(self, retirement: RetirementPlan, phase: int) -> Ids:
+        """Downgrade first, since the tokens of the page take the places of downgraded tokens."""
+        moving, slots = self.moving, retirement.slots
         if phase <= PLANNED:
-            self._lower(leaving)
-            moving.phase[slots] = LOWERED
-        if phase <= LOWERED:
-            self._enter(leaving)
-            moving.phase[slots] = ENTERED
-        return self._close(leaving)
+            self._downgrade(retirement)
+            moving.phase[slots] = DOWNGRADED
+        if phase <= DOWNGRADED:
+            self._encode(retirement)
+            moving.phase[slots] = ENCODED
+        return self._commit(retirement)
 
-    def _lower(self, leaving: Leaving) -> None:
+    def _downgrade(self, retirement: RetirementPlan) -> None:
         if self.low is not None:
-            movers = self._put(leaving.plan.movers)
-            self._move(leaving.slots, HIGH, movers, LOW, leaving.plan.mover_places)
+            movers = self._put(retirement.plan.movers)
+            self._move(retirement.slots, HIGH, movers, LOW, retirement.plan.mover_places)
 
-    def _enter(self, leaving: Leaving) -> None:
-        page = self._page_places[len(leaving.slots)]
-        self._move(leaving.slots, RAW, page, HIGH, leaving.plan.places)
+    def _encode(self, retirement: RetirementPlan) -> None:
+        page = self._page_places[len(retirement.slots)]
+        self._move(retirement.slots, RAW, page, HIGH, retirement.plan.places)
 
     def _move(
         self, slots: Ids, source: int, places: Tensor, target: int, target_places: Ids
@@ -177,15 +180,15 @@ class Window:
         memory.save(table.pages_at(slots, target_places) if memory.is_copied else NO_PAGES)
 
     def _put(self, places: Ids) -> Tensor:
-        """Places by layer and request as those of the rows of sections of every layer."""
+        """Places by layer and request as rows of sections that span all layers."""
         return self.memory.device.put(places.reshape(-1, *places.shape[2:]))
 
-    def _close(self, leaving: Leaving) -> Ids:
-        """Set tables and counts as they are from now on.
+    def _commit(self, retirement: RetirementPlan) -> Ids:
+        """Set tables and counts to the state after the retirement.
 
-        Returns: the raw pages that hold nothing any more, [requests, head rows]
+        Returns: the emptied raw pages, [requests, head rows]
         """
-        moving, slots, raw = self.moving, leaving.slots, self.raw
+        moving, slots, raw = self.moving, retirement.slots, self.raw
         emptied = block_table_ops.turn_page(
             raw.pages,
             raw.tokens,
@@ -195,8 +198,8 @@ class Window:
             raw.layout.pages(self._full_tokens) - 1,
             raw.layout.tokens,
             self.class_tokens,
-            leaving.plan.counts,
+            retirement.plan.counts,
         )
-        moving.retired[slots] = moving.retired_then[slots]
+        moving.retired[slots] = moving.retired_after[slots]
         moving.phase[slots] = 0
         return emptied

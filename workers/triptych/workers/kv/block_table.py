@@ -1,9 +1,9 @@
 # numpy's comparisons lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Page tables of the decode stage: which pages hold which head row's tokens.
+"""Page tables of the decode stage: the pages of each head row.
 
-A head row is one (slot, layer, KV head); a slot is one request. Tables of all layers lie in
-one array, so that a step plans the pages of every head row at once.
+A head row is one (slot, layer, KV head); a slot is one request. One array holds the tables of all
+layers, so that a step allocates the pages of every head row at once.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(eq=False)
 class SectionTable:
-    """Pages of one format of all head rows: a dense, growing list per row."""
+    """Page table of one format: a dense, growing list of page ids per head row."""
 
     layout: PageLayout
     pages: Ids
@@ -32,11 +32,11 @@ class SectionTable:
     tokens: Ids
     """Tokens stored, [layers, slots, kv_heads]."""
     backward: bool = False
-    """Whether ``pages`` shows the cells of its memory from the last one on."""
+    """Whether ``pages`` is a reversed view: the first page is in the last entry."""
 
     @property
-    def cells(self) -> Ids:
-        """Page ids as they lie in memory."""
+    def entries(self) -> Ids:
+        """Page ids in memory order."""
         return self.pages[..., ::-1] if self.backward else self.pages
 
     @property
@@ -54,29 +54,29 @@ class SectionTable:
         block_table_ops.fill_rows(self.pages, self.tokens, slot, tokens, self.layout.tokens, ids)
 
     def read(self, slot: int) -> tuple[Ids, Ids]:
-        """What ``fill`` would set: tokens [head rows], and page ids in row order."""
+        """Rows of a slot as ``fill`` takes them: tokens [head rows], and page ids in row order."""
         tokens = self.tokens[:, slot]
         counts = -(-tokens // np.int32(self.layout.tokens))
         used: Mask = np.arange(self.width) < counts[..., None]
         return tokens.ravel(), self.pages[:, slot][used]
 
     def run(self, slot: int) -> tuple[str, Ids, Ids]:
-        """What ``read`` gives, behind the name of the format."""
+        """Format name, tokens and page ids of a slot."""
         return (self.layout.format.name, *self.read(slot))
 
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
 
     def pages_of(self, layer: int, slots: Ids) -> Ids:
-        """The pages that a layer has of some slots, in no order."""
+        """Page ids of some slots in a layer, in no order."""
         counts = -(-self.tokens[layer, slots] // np.int32(self.layout.tokens))
         used: Mask = np.arange(self.width) < counts[..., None]
         return self.pages[layer, slots][used]
 
     def pages_at(self, slots: Ids, places: Ids) -> Ids:
-        """Pages of the tokens at some places, [layers, slots, kv_heads, T]; of negative ones none.
+        """Pages of the tokens at some places, [layers, slots, kv_heads, T].
 
-        In no order, and as often as they are named.
+        Negative places are skipped. In no order, with duplicates.
         """
         layer, at, head, _ = named = np.nonzero(places >= 0)
         return self.pages[layer, slots[at], head, places[named] // np.int32(self.layout.tokens)]
@@ -87,20 +87,20 @@ class SectionTable:
 
 
 @dataclass(eq=False)
-class RowCells:
-    """The cells that head rows have for page ids, and whose they are.
+class PageTable:
+    """Bidirectional page table: page ids of one format or two in the same row of entries.
 
-    One table's pages lie from the left on, those of a second one from the right. The two of one
-    row never meet if it has one cell more than its tokens take in the table with the larger
-    tokens: ceil(a/t) + ceil(b/u) <= ceil((a + b)/t) + 1 for u >= t.
+    The first format fills a row from the left, the second from the right. The two do not overlap
+    if a row has one entry more than its tokens need in the format with fewer tokens per page:
+    ceil(a/t) + ceil(b/u) <= ceil((a + b)/t) + 1 for u >= t.
 
-    Source: LeanKV and DiffKV (bidirectional page table; their tables lack that cell)
+    Source: LeanKV and DiffKV (bidirectional page table; their tables lack that entry)
     """
 
     layouts: Sequence[PageLayout]
-    """Of one table or two."""
-    cells: Ids
-    """[layers, slots, kv_heads, cells of a row]."""
+    """Of one format or two."""
+    entries: Ids
+    """[layers, slots, kv_heads, entries of a row]."""
     tokens: Ids
     """[tables, layers, slots, kv_heads]."""
 
@@ -109,8 +109,8 @@ class RowCells:
 
     @property
     def tables(self) -> list[SectionTable]:
-        """Views of the same memory, the one from the left first."""
-        sides = (self.cells, False), (self.cells[..., ::-1], True)
+        """One view for each format, the one from the left first."""
+        sides = (self.entries, False), (self.entries[..., ::-1], True)
         return [
             SectionTable(layout, pages, tokens, backward)
             for layout, tokens, (pages, backward) in zip(
@@ -123,47 +123,47 @@ class RowCells:
         return block_table_ops.one_more(self.tokens, slots)
 
     def count_lacking(self, slots: Ids, wanted: Ids) -> Ids64:
-        """Pages that the rows of each slot lack to hold so many tokens.
+        """Number of pages that the rows of each slot lack to hold ``wanted`` tokens.
 
         ``wanted``: [layers, slots, kv_heads, tables].
         """
         return block_table_ops.count_lacking(self.tokens, slots, wanted, self._rooms)
 
     def append_pages(self, slots: Ids, wanted: Ids, ids: Ids, first: Ids64) -> None:
-        """Put the pages that are lacking behind the present ones, row after row.
+        """Append the lacking pages to the rows, row after row.
 
-        Those of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
+        ``ids`` has those of a slot from ``first`` [slots] on; ``first`` is advanced past them.
         """
         block_table_ops.append_pages(
-            self.cells, self.tokens, slots, wanted, self._rooms, ids, first
+            self.entries, self.tokens, slots, wanted, self._rooms, ids, first
         )
 
 
 class Sections:
-    """What kernels read of some tables: views on a CPU, copies in the memory of another device.
+    """Kernel inputs for some tables: views on a CPU, copies in the memory of another device.
 
-    Views show the present state always; copies show it of those slots that were renewed.
+    Views are always current; copies are current for the slots that were renewed.
     """
 
     def __init__(self, tables: Sequence[SectionTable], device: Device) -> None:
         self.tables, self.device = tables, device
         self._moved = set[int]()
-        self._pages = [device.put(table.cells) for table in tables]
+        self._pages = [device.put(table.entries) for table in tables]
         self._tokens = [device.put(table.tokens) for table in tables]
         parts = list(zip(tables, self._pages, self._tokens, strict=True))
         layers = len(tables[0].pages)
         self.of_layer = [[_section(*part, layer) for part in parts] for layer in range(layers)]
         """Sections of each layer, one for each table."""
         self.every_layer = [_all_rows(*part) for part in parts]
-        """Of each table, all rows as one: slot s of layer l is slot ``l * slots + s``."""
+        """One section per table with all layers: slot s of layer l is slot ``l * slots + s``."""
 
     def moved(self, slot: int) -> None:
-        """Pages came to a slot, or left it."""
+        """Mark the page ids of a slot as changed."""
         if not self.device.is_host:
             self._moved.add(slot)
 
     def renew(self, slots: Ids) -> None:
-        """Show the present state of these slots."""
+        """Copy the current state of these slots to the device."""
         if self.device.is_host:
             return
         at = self.device.put(slots.astype(np.int64))
@@ -173,7 +173,7 @@ class Sections:
         if moved:
             at = self.device.put(np.array(moved, np.int64))
             for table, pages in zip(self.tables, self._pages, strict=True):
-                pages[:, at] = self.device.put(table.cells[:, moved])
+                pages[:, at] = self.device.put(table.entries[:, moved])
             self._moved.difference_update(moved)
 
 

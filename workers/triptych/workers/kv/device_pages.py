@@ -1,9 +1,9 @@
-"""The pages of the pool as an engine sees them: in place, or in copies that are nearer.
+"""Pages of the pool as kernels access them: in the arena, or as copies in GPU memory.
 
-A CPU reads and writes the arena itself. A GPU could as well, over the bus, and stages that touch a
-page once do. Decoding reads every page of a request at each step, so it keeps copies in the GPU's
-own memory, under the same page ids. What it writes goes to both: the arena always has what the
-checkpoint says, and whoever takes over reads it there.
+A CPU reads and writes the arena itself. On a GPU, prefill and compression access the arena over
+the bus, since they touch a page once. Decode reads every page of a request at each step, so it
+keeps copies in GPU memory under the same page ids. It writes to both, so the arena always agrees
+with the checkpoint and a takeover worker can read it.
 """
 
 import logging
@@ -29,34 +29,34 @@ NO_PAGES: Ids = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class DevicePages:
-    """An arena, and what kernels are given in its place.
+    """An arena and the tensor that kernels use for it.
 
-    Both are uint8 [pages, bytes of a page] on ``device``, and the same tensor if pages are read in
-    place.
+    Both are uint8 [pages, bytes of a page] on ``device``, and the same tensor if kernels use the
+    arena itself.
     """
 
     device: Device
     shared: Tensor
-    """The arena, whoever else has it mapped."""
+    """The arena, which other processes map too."""
     near: Tensor
-    """What the engine's kernels read and write."""
+    """The tensor that the engine's kernels read and write."""
 
     @classmethod
     def in_place(cls, arena: Arena, device: Device) -> "DevicePages":
-        """Read the arena where it is."""
+        """Use the arena itself."""
         shared = device.share(arena.data)
         return cls(device, shared, shared)
 
     @classmethod
     def nearest(cls, arena: Arena, device: Device) -> "DevicePages":
-        """Read copies in the device's own memory, if that is not the arena's and has the room."""
+        """Use copies in device memory if the device is not the host and has room for them."""
         memory, wanted, free = cls.in_place(arena, device), arena.data.nbytes, device.free_bytes
         if device.is_host:
             return memory
         if wanted > NEAR_SHARE * free:
             logger.warning(
-                "each step reads pages over the bus: a copy of pool.kv_cache_memory_bytes=%s takes "
-                "more than %.0f %% of the GPU's %s free bytes; lower it, or add shards "
+                "pages are read over the bus at each step: copies of pool.kv_cache_memory_bytes=%s "
+                "take more than %.0f %% of the GPU's %s free bytes; lower it, or add router shards "
                 "(router.shards), which have a pool each",
                 f"{wanted:,}",
                 100 * NEAR_SHARE,
@@ -67,32 +67,32 @@ class DevicePages:
 
     @property
     def is_copied(self) -> bool:
-        """Whether pages are read elsewhere than in the arena."""
+        """Whether kernels use copies instead of the arena."""
         return self.near is not self.shared
 
     @property
     def behind(self) -> "DevicePages":
-        """The same arena, read in place."""
+        """The same arena without copies."""
         return DevicePages(self.device, self.shared, self.shared)
 
     @property
     def arenas(self) -> list[Tensor]:
-        """All that is to be written."""
+        """The tensors that a write goes to."""
         return [self.near, self.shared] if self.is_copied else [self.shared]
 
     def fetch(self, ids: Ids) -> None:
-        """Bring pages near that others have written."""
+        """Copy pages that other processes have written to the device."""
         if self.is_copied:
             _copy(self.shared, self.near, self._places(ids))
 
     def save(self, ids: Ids) -> None:
-        """Have the arena show what was written to pages, before anybody is told of it."""
+        """Copy written pages to the arena; call it before other processes learn of them."""
         if self.is_copied:
             _copy(self.near, self.shared, self._places(ids))
         self.device.wait()
 
     def save_scores(self, layout: PageLayout, ids: Ids) -> None:
-        """The same for the scores of pages alone."""
+        """Copy the scores of written pages to the arena."""
         if self.is_copied:
             at = self._places(ids)
             kept, written = (segments(part, layout).scores for part in (self.shared, self.near))

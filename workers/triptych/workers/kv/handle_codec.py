@@ -1,4 +1,4 @@
-"""Page tables in and out of the handles that stages pass to each other."""
+"""Encodes page tables in handles and decodes handles into page tables."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import MessageError
-from triptych.core.handles import Claim, KVHandle, PageRun
+from triptych.core.handles import KVHandle, LeaseRef, PageRun
 from triptych.core.layout import PageLayout
 from triptych.kvpool.rpc import page_ranges as page_runs
 
@@ -17,16 +17,18 @@ Run = tuple[str, Ids, Ids]
 
 
 def make_handle(
-    claim: Claim, runs: Sequence[Run], tokens: int, fixed: Run | None = None
+    lease_ref: LeaseRef, runs: Sequence[Run], tokens: int, fixed: Run | None = None
 ) -> KVHandle:
-    """Describe a request's pages; ``tokens`` counts the whole sequence, dropped ones included.
+    """Make a handle of a request's pages.
 
-    ``fixed`` are pages that are only read, if it has such.
+    ``tokens``: length of the whole sequence, dropped tokens included.
+
+    ``fixed``: the read-only pages of a shared prefix, if the request has one.
     """
     packed = [_packed(*run) for run in runs]
     if fixed is not None:
         packed.append(replace(_packed(*fixed), fixed=True))
-    return KVHandle(claim, tuple(packed), tokens)
+    return KVHandle(lease_ref, tuple(packed), tokens)
 
 
 def _packed(form: str, counts: Ids, pages: Ids) -> PageRun:

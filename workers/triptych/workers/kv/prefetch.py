@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # numpy's comparisons lack types.
-"""Pages of an arena on a disk are read before a step touches them, and many at once.
+"""Prefetch of the pages of an arena on disk: all pages that a layer reads are requested at once.
 
-A page that a kernel touches while it is on disk stops one thread for a whole access. Those that a
-step is going to read are known once its queries have chosen: the disk gets all of a layer's
-together. What was read a step ago is in memory still, and is not asked for again.
+A kernel that touches a page on disk blocks one thread for a whole disk access. Once a layer has
+selected its pages, the disk gets all of them in one request. Pages that were read a step ago are
+still in memory, so they are not requested again.
 """
 
 from collections.abc import Sequence
@@ -20,31 +20,31 @@ Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
 RECENT_STEPS = 1
-"""So many steps after it was read a page is taken to be in memory: the system lets go of what was
-not touched for longest, and a step reads a part of what memory holds."""
+"""For this many steps after a read, a page is assumed to be in memory: the system evicts the least
+recently used pages, and a step reads only part of what memory holds."""
 
 
 class Prefetcher:
-    """Asks for the pages that each layer of a decode step reads."""
+    """Prefetches the pages that each layer of a decode step reads."""
 
     def __init__(self, arena: Arena, tables: Sequence[SectionTable]) -> None:
         self._arena, self._tables = arena, tables
         self._read_at = np.full(arena.pages, -1 - RECENT_STEPS, np.int64)
-        """The step that read each page last."""
+        """The last step that read each page."""
         self._step = 0
 
     @classmethod
     def of(cls, arena: Arena, tables: Sequence[SectionTable]) -> "Prefetcher | None":
-        """None if the pages lie in memory."""
+        """None if the arena is in memory."""
         return cls(arena, tables) if arena.is_on_disk else None
 
     def begin_step(self) -> None:
         self._step += 1
 
     def layer(self, layer: int, slots: Ids, lists: PageLists | None) -> None:
-        """Have the pages read that the requests of these slots read in a layer.
+        """Request the pages that a layer reads for these slots.
 
-        ``lists``: as the attention kernel gets them; None: all read all of their pages.
+        ``lists``: the page lists of the attention kernel; None: every request reads all pages.
         """
         ids = pages_read(self._tables, layer, slots, lists)
         missing = ids[self._read_at[ids] < self._step - RECENT_STEPS]
@@ -63,7 +63,7 @@ def pages_read(
     ids, is_held = (np.concatenate(part, axis=2) for part in zip(*parts, strict=True))
     if lists is None:
         return ids[is_held]
-    # Lists count the pages of a row end to end: put those that are held first, in their order.
+    # Lists count the used pages of a row over all tables: move those to the front, in order.
     held = np.argsort(~is_held, axis=2, kind="stable")
     rows, ordinals = lists.rows.numpy(), lists.ordinals.numpy()
     reads_all = rows < 0
@@ -75,7 +75,7 @@ def pages_read(
 
 
 def _pages(table: SectionTable, layer: int, slots: Ids) -> tuple[Ids, Mask]:
-    """Page ids of rows, [slots, kv_heads, width], and which of these are some."""
+    """Page ids of rows, [slots, kv_heads, width], and a mask of the used entries."""
     counts = -(-table.tokens[layer, slots] // np.int32(table.layout.tokens))
     width = int(counts.max(initial=0))
     return table.pages[layer, slots, :, :width], np.arange(width) < counts[..., None]

@@ -1,7 +1,6 @@
 # pyright: reportUnknownMemberType=false
 # torch.from_numpy has no type hints.
-"""Prefixes of sequences: kept in high pages by compressor and decode stage, read back by the
-prefill stage."""
+"""Prefix cache access of a worker: compressor and decode publish blocks, prefill loads them."""
 
 import hashlib
 import logging
@@ -21,23 +20,23 @@ from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
-from triptych.kvpool import FoundPrefix, HoldId, Namespace, Publication, WorkerPool
+from triptych.kvpool import FoundPrefix, Namespace, PinId, Publication, WorkerPool
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import DevicePages
 
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
-Cells = tuple[Tensor, Tensor]
-"""Page and row of some tokens."""
+PageSlots = tuple[Tensor, Tensor]
+"""Page and row in the page of some tokens."""
 
 PAGES_VERSION = 1
-"""Counts up when the same settings give other bytes: pages on disk outlive the program."""
+"""Increase it when the same settings give other bytes: pages on disk outlive the program."""
 
 
 @dataclass(frozen=True)
 class BlockPages:
-    """The pages of consecutive blocks, as the pool keeps them: high ones, then those of the sink.
+    """Page ids of consecutive blocks of a cached prefix: high pages, then raw pages of the sink.
 
     A block is ``block_tokens`` tokens of every head row. Only the first block of a prefix has raw
     pages: copies of the sink's, beside the same tokens in high pages.
@@ -46,13 +45,13 @@ class BlockPages:
     high: Ids
     """[head rows, pages of a head row], in the order of the tokens."""
     sink: Ids
-    """[head rows, raw pages of the sink]; none if the blocks begin behind it."""
+    """[head rows, raw pages of the sink]; empty if the blocks begin behind it."""
 
     @classmethod
     def of(cls, plan: PagePlan, first: int, blocks: list[Ids]) -> Self:
-        """Take the page ids of blocks apart; ``first`` is the place of the first one.
+        """Split the page ids of blocks; ``first`` is the index of the first block.
 
-        Raises: PoolError if a block does not have as many pages as the plan says
+        Raises: PoolError if the number of pages of a block differs from the plan
         """
         if [len(ids) for ids in blocks] != [
             plan.block_pages(index) for index in range(first, first + len(blocks))
@@ -65,9 +64,9 @@ class BlockPages:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Pages of a cached prefix that a request reads, and the hold that keeps them."""
+    """Pages of a cached prefix that a request reads in place, and the pin on them."""
 
-    hold: HoldId
+    pin: PinId
     span: range
     """Positions of their tokens."""
     pages: Ids
@@ -79,63 +78,63 @@ class SharedPrefix:
         return np.full(len(self.pages), len(self.span), np.int32)
 
 
-class Source(Protocol):
-    """Tokens of one sequence as they lie in a worker's pages."""
+class TokenSource(Protocol):
+    """A source of one sequence's tokens in a worker's pages."""
 
     @property
     def sink(self) -> Ids:
         """Raw pages, those of the sink first, [head rows, pages]."""
         ...
 
-    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
-        """Write ``count`` tokens from ``start`` on into cells of high pages, head row by head row.
+    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
+        """Write ``count`` tokens from ``start`` on into slots of high pages, head row by head row.
 
-        Returns: mean attention that each received, [head rows, count]; None if nobody asks
+        Returns: mean attention that each received, [head rows, count]; None if not needed
         """
         ...
 
 
 @dataclass(frozen=True)
 class RawPages:
-    """A prompt in raw pages, as the prefill stage left it."""
+    """A ``TokenSource`` over the raw pages of a prompt that the prefill stage wrote."""
 
     memory: DevicePages
     plan: PagePlan
     sink: Ids
     """All of its raw pages."""
     significance: Tensor | None
-    """Mean attention of each token, [head rows, tokens]; None if nobody asks."""
+    """Mean attention of each token, [head rows, tokens]; None if not needed."""
 
-    def copy(self, start: int, count: int, target: Cells) -> Tensor | None:
+    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
         put = self.memory.device.put
-        page, row = map(put, cells_of(self.sink, self.plan.raw.tokens, start, count))
+        page, row = map(put, page_slots_of(self.sink, self.plan.raw.tokens, start, count))
         transcode(self.memory.near, self.plan.raw, self.plan.high, page, row, *target)
         return None if self.significance is None else self.significance[:, start : start + count]
 
 
 @dataclass
-class Keeping:
-    """A sequence of which the pool is given what it lacks, some blocks at a time."""
+class PendingPublication:
+    """A sequence whose missing blocks are published, some at a time."""
 
     prefix: Prefix
     namespace: Namespace
     tokens: Ids
-    """Those of whole blocks."""
+    """Tokens of whole blocks."""
     first: int
     """The next block."""
     last: int
-    """Where to stop."""
-    source: Source | None = None
-    """Where the tokens of these blocks are; needed if there are any."""
+    """The end of the blocks to publish."""
+    source: TokenSource | None = None
+    """Source of the tokens of these blocks; required if there are any."""
 
 
 @dataclass
 class PrefixStore:
-    """A worker's access to the prefixes that the pool keeps, for one model and one plan.
+    """A worker's access to the prefix cache of the pool, for one model and one page plan.
 
-    Prefixes are kept in the high format, whatever the policy does with the rest: dropped and
-    low tokens fit only the request that dropped them. Keys are in the plan's basis and carry
-    their position, so a prefix can be read wherever it is the beginning.
+    Prefixes are stored in the high format, whatever the policy: dropped and low tokens depend on
+    the request that dropped them. Keys have the plan's ``kv_rotation`` and their position, so any
+    sequence that starts with the prefix can use them.
     """
 
     pool: WorkerPool
@@ -143,17 +142,17 @@ class PrefixStore:
     weights: str
     """Hash of the model's weights."""
     dtype: DType
-    """In which the model computes."""
+    """Data type of the model's computation."""
     device: Device = CPU
     skipped: Counter[str] = field(default_factory=Counter[str])
-    """Publications that were given up, by kind of error."""
+    """Publications that failed, by kind of error."""
 
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._profile = profile_of(self.plan, self.dtype)
 
     def namespace(self, cache_salt: str) -> Namespace:
-        """Everything but the tokens that decides whether a prefix may be shared."""
+        """The namespace of prefixes that requests with this salt can share."""
         return Namespace(
             salt=cache_salt.encode(), model=self.weights, revision="", profile=self._profile
         )
@@ -161,9 +160,9 @@ class PrefixStore:
     # ---------------------------------------------------------------- reading
 
     def restore(self, request: Request) -> float:
-        """Have what continues the known beginning of a prompt brought back from disk.
+        """Request the restore of prefix blocks of a prompt from disk.
 
-        Returns: seconds that it would take to compute what is on its way; 0 if nothing is
+        Returns: seconds that computing the blocks being restored would take; 0 if there are none
         Raises:  PoolUnavailable, NotRegistered
         """
         if not self.pool.restores:
@@ -173,11 +172,13 @@ class PrefixStore:
         return coming.seconds if coming.blocks else 0.0
 
     def load(self, request: Request, raw: Ids, attention: Tensor | None) -> int:
-        """Write the known prefix of a prompt into its raw pages; how many tokens that are.
+        """Load the cached prefix of a prompt into its raw pages.
 
-        ``attention`` gets what the tokens received from each other: the mean that was kept,
-        times the tokens of the prefix that see each. An approximation: the mean was taken over
-        all of the publisher's prompt, and is the largest of the KV head's query heads.
+        Returns: number of tokens loaded
+
+        ``attention`` gets the attention of the prefix's tokens to each other: the stored mean times
+        the tokens of the prefix that see each. An approximation: the mean was taken over all of
+        the publisher's prompt, and is the largest of the KV head's query heads.
 
         Shapes:  raw [layers, kv_heads, pages of a head row]; attention [layers, heads, tokens]
         Raises:  PoolUnavailable, NotRegistered
@@ -188,14 +189,14 @@ class PrefixStore:
         try:
             self._load(found, raw.reshape(self.plan.geometry.head_rows, -1), attention)
         finally:
-            self.device.wait()  # nobody may get the pages while they are read
-            self.pool.release_prefix(found.hold)
+            self.device.wait()  # the pages must not be reused while they are read
+            self.pool.release_prefix(found.pin)
         return found.tokens
 
     def share(self, prefix: Prefix, prompt_tokens: int) -> "SharedPrefix | None":
-        """Hold what a prompt needs no pages of its own for; None if that is nothing.
+        """Pin the part of a cached prefix that a prompt shares; None if there is none.
 
-        What the pool has lost since the prompt was read is not shared.
+        Blocks that were evicted since prefill are not shared.
 
         Raises: PoolUnavailable, NotRegistered
         """
@@ -203,22 +204,22 @@ class PrefixStore:
         if not span:
             return None
         tokens = np.frombuffer(prefix.tokens, "<i4")[: span.stop]
-        found = self.pool.hold_prefix(self.namespace(prefix.cache_salt), tokens)
+        found = self.pool.pin_prefix(self.namespace(prefix.cache_salt), tokens)
         if found is None:
             return None
         try:
             high = BlockPages.of(self.plan, 0, list(found.blocks)).high
         except PoolError:
-            self.pool.release_prefix(found.hold)
+            self.pool.release_prefix(found.pin)
             raise
         each = self.plan.high.tokens
-        return SharedPrefix(found.hold, span, high[:, span.start // each : span.stop // each])
+        return SharedPrefix(found.pin, span, high[:, span.start // each : span.stop // each])
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
         pages = self._memory.near
-        high = self._cells(blocks.high, self.plan.high.tokens, count)
-        target = self._cells(raw, self.plan.raw.tokens, count)
+        high = self._page_slots(blocks.high, self.plan.high.tokens, count)
+        target = self._page_slots(raw, self.plan.raw.tokens, count)
         transcode(pages, self.plan.high, self.plan.raw, *high, *target)
         self._copy(blocks.sink, raw[:, : blocks.sink.shape[1]])
         if attention is not None:
@@ -231,19 +232,19 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- writing
 
-    def publish(self, prefix: Prefix, source: Source) -> None:
-        """Keep the whole blocks of a prompt that the pool does not know yet.
+    def publish(self, prefix: Prefix, source: TokenSource) -> None:
+        """Publish the whole blocks of a prompt that the pool lacks.
 
         Raises: PoolUnavailable, NotRegistered
         """
         kept = self.begin(prefix)
         if kept is not None:
             kept.source = source
-            while not self.go_on(kept, self._blocks_at_once):
+            while not self.publish_next(kept, self._blocks_at_once):
                 pass
 
-    def begin(self, prefix: Prefix) -> Keeping | None:
-        """Ask what the pool lacks of a sequence; None if it cannot be had.
+    def begin(self, prefix: Prefix) -> PendingPublication | None:
+        """Find the blocks of a sequence that the pool lacks; None if the pool refused.
 
         Raises: PoolUnavailable, NotRegistered
         """
@@ -251,13 +252,12 @@ class PrefixStore:
         last = len(tokens) // size
         whole, namespace = tokens[: last * size], self.namespace(prefix.cache_salt)
         first = self._tried(lambda: self.pool.known_prefix(namespace, whole)) if last else 0
-        return None if first is None else Keeping(prefix, namespace, whole, first, last)
+        return None if first is None else PendingPublication(prefix, namespace, whole, first, last)
 
-    def go_on(self, kept: Keeping, most_blocks: int = 1) -> bool:
-        """Keep the next blocks, at most so many; True: nothing is left to be done.
+    def publish_next(self, kept: PendingPublication, most_blocks: int = 1) -> bool:
+        """Publish the next blocks, at most ``most_blocks``; True: none is left.
 
-        A prompt that cannot be kept is as good as one that nobody asks again: what the pool
-        refuses is counted, and that is all.
+        If the pool refuses, the failure is counted in ``skipped`` and the rest is dropped.
 
         Raises: PoolUnavailable, NotRegistered
         """
@@ -273,22 +273,22 @@ class PrefixStore:
         return True
 
     def _tried(self, work: Callable[[], int]) -> int | None:
-        """None, and it is counted, if the pool refused."""
+        """Run ``work``; None if the pool refused, which is counted in ``skipped``."""
         try:
             return work()
         except (PoolUnavailable, NotRegistered):
             raise
         except PoolError as error:
             self.skipped[type(error).__name__] += 1
-            logger.debug("a prefix is not kept: %s", error)
+            logger.debug("a prefix is not published: %s", error)
             return None
 
-    def _keep_session(self, kept: Keeping) -> int:
+    def _keep_session(self, kept: PendingPublication) -> int:
         prefix = kept.prefix
         return self.pool.keep_session(kept.namespace, kept.tokens, prefix.tenant, prefix.session)
 
-    def _publish(self, kept: Keeping, end: int) -> int:
-        """Keep the blocks before ``end``; 0 if the pool would not have them."""
+    def _publish(self, kept: PendingPublication, end: int) -> int:
+        """Publish the blocks before ``end``; 0 if the pool refused."""
         assert kept.source is not None
         ids = self._take(kept.first, end)
         added = 0
@@ -321,26 +321,26 @@ class PrefixStore:
 
     @property
     def _blocks_at_once(self) -> int:
-        """As many as fit into the stock that is set aside for this worker, and at least one.
+        """Blocks that fit in the pages reserved for this worker, at least one.
 
-        So what is written and not yet published never takes pages that requests have booked.
+        So blocks being written never take pages that the router has booked for requests.
         """
         return max(1, self.pool.extent_pages // self.plan.block_pages(0))
 
     def _take(self, first: int, end: int) -> list[Ids]:
         """Pages for blocks, all or none."""
         counts = [self.plan.block_pages(index) for index in range(first, end)]
-        return np.split(self.pool.take(sum(counts)), np.cumsum(counts)[:-1])
+        return np.split(self.pool.allocate(sum(counts)), np.cumsum(counts)[:-1])
 
     def _give(self, blocks: list[Ids]) -> None:
         if blocks:
-            self.pool.give(np.concatenate(blocks))
+            self.pool.free(np.concatenate(blocks))
 
-    def _write(self, first: int, ids: list[Ids], source: Source) -> None:
+    def _write(self, first: int, ids: list[Ids], source: TokenSource) -> None:
         """Encode the tokens of blocks, all head rows in one call."""
         blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
         start, count = first * size, len(ids) * size
-        target = self._cells(blocks.high, self.plan.high.tokens, count)
+        target = self._page_slots(blocks.high, self.plan.high.tokens, count)
         means = source.copy(start, count, target)
         self._copy(source.sink[:, : blocks.sink.shape[1]], blocks.sink)
         if means is not None:
@@ -348,9 +348,9 @@ class PrefixStore:
             scores[target[0].long(), target[1].long()] = means.flatten()
         self.device.wait()
 
-    def _cells(self, pages: Ids, per_page: int, count: int) -> Cells:
-        """Page and row of the first ``count`` tokens of each head row, where kernels read them."""
-        page, row = map(self.device.put, cells_of(pages, per_page, 0, count))
+    def _page_slots(self, pages: Ids, per_page: int, count: int) -> PageSlots:
+        """Page slots of the first ``count`` tokens of each head row, on the device."""
+        page, row = map(self.device.put, page_slots_of(pages, per_page, 0, count))
         return page, row
 
     def _copy(self, source: Ids, target: Ids) -> None:
@@ -361,18 +361,18 @@ class PrefixStore:
 
 
 def asks_for_prompt(request: Request) -> bool:
-    """Whether the client is still to hear how likely the tokens of its prompt were."""
+    """Whether prompt log probabilities of a request are still to be computed."""
     return request.sampling.prompt_logprobs >= 0 and not request.said
 
 
 def _lookable(request: Request) -> Ids:
-    """The tokens of which a prefix may be used: one more, since it is never all of them."""
+    """Tokens to look up in the prefix cache: the last one is never loaded."""
     limit = 0 if asks_for_prompt(request) else request.cached_at_most
     return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
 
 
-def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:
-    """Page and row of ``count`` tokens from ``start`` on, head row after head row.
+def page_slots_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:
+    """Page and row in the page of ``count`` tokens from ``start`` on, head row after head row.
 
     Shapes:  pages [head rows, M] -> int32 [head rows x count] each
     """
@@ -383,7 +383,7 @@ def cells_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Id
 
 
 def profile_of(plan: PagePlan, dtype: DType) -> str:
-    """Digest of all that decides what the bytes of a prefix's pages mean."""
+    """Digest of everything that the bytes of a prefix's pages depend on."""
     parts = (
         PAGES_VERSION,
         plan.high.format,
@@ -391,8 +391,10 @@ def profile_of(plan: PagePlan, dtype: DType) -> str:
         plan.page_bytes,
         plan.geometry,
         plan.block_sink_pages,
-        plan.policy.basis,
+        plan.policy.kv_rotation,
         plan.policy.needs_significance,
         dtype,
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    # Files of prefixes on disk carry this digest: it keeps the class name of earlier releases.
+    text = repr(parts).replace("KVRotation(", "Basis(", 1)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""What comes to a worker before its engines see it: pages of other nodes are fetched first.
+"""Fetches the pages of other nodes before the engines get a message that needs them.
 
-Engines know one arena. A message whose handle names another one waits here until its pages have
-been fetched in the background, while the engines go on; then it goes to them with a handle of
-their own arena, as if the pages had been here all the time.
+Engines use one arena. A message whose handle names another arena waits until its pages are
+fetched in the background; the engines work meanwhile. Then the engines get the message with a
+handle of their own arena.
 """
 
 import logging
@@ -39,11 +39,11 @@ from triptych.workers.stage import refuse
 logger = logging.getLogger(__name__)
 
 FETCHES = 2
-"""Requests whose pages are fetched at once: more would share the same line."""
+"""Requests whose pages are fetched concurrently: more would share the same network link."""
 
 
 class RemoteFetch:
-    """Passes messages on to the engines, those of other nodes once their pages are here."""
+    """Passes messages to the engines, those with remote pages after these are fetched."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class RemoteFetch:
         self._pool, self._fetcher, self._post, self._deliver = pool, fetcher, post, deliver
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
         self._lock = threading.Lock()
-        self._under_way = dict[str, bool]()
-        """Requests that are being fetched; whether they were cancelled."""
+        self._fetching = dict[str, bool]()
+        """Requests that are being fetched, and whether they were cancelled."""
 
     def take(self, message: Message) -> None:
-        """Pass a message on, now or when its pages are here."""
+        """Pass a message to the engines, now or when its pages are fetched."""
         match message:
-            case Join() if self._is_far(message.handle):
+            case Join() if self._is_remote(message.handle):
                 owner, here = message.request.tenant, _join_of(message)
                 self._begin(message.request.id, message.handle, "compress", here, owner)
             case Compress():
@@ -75,41 +75,41 @@ class RemoteFetch:
                 self._post(message)
 
     def cancel_all(self) -> None:
-        """Give up whatever is being fetched."""
+        """Cancel all fetches."""
         with self._lock:
-            self._under_way = dict.fromkeys(self._under_way, True)
+            self._fetching = dict.fromkeys(self._fetching, True)
 
     def close(self) -> None:
-        """Give up whatever is being fetched, and wait until nothing of it is held."""
+        """Cancel all fetches and wait until their pages are free."""
         self.cancel_all()
         self._fetcher.close()
         self._threads.shutdown()
 
     def completed(self, report: Report) -> Report:
-        """The report with what went wrong on the way of pages."""
+        """Add the transfer errors to a report."""
         traffic = self._fetcher.traffic
         return replace(report, transfers_resumed=traffic.resumed, chunks_refused=traffic.bad_chunks)
 
     # ---------------------------------------------------------------- taking
 
     def _take_compress(self, message: Compress) -> None:
-        near = tuple(item for item in message.items if not self._is_far(item.handle))
+        near = tuple(item for item in message.items if not self._is_remote(item.handle))
         if near:
             self._post(Compress(items=near))
         for item in message.items:
-            if self._is_far(item.handle):
+            if self._is_remote(item.handle):
                 owner = item.prefix.tenant if item.prefix else ""
                 self._begin(item.request, item.handle, "prefill", _compress_of(item), owner)
 
-    def _is_far(self, handle: KVHandle) -> bool:
-        return handle.claim.arena != self._pool.arena.id
+    def _is_remote(self, handle: KVHandle) -> bool:
+        return handle.lease_ref.arena != self._pool.arena.id
 
     def _mark(self, requests: Sequence[str]) -> tuple[str, ...]:
-        """Cancel what is being fetched; returns the others."""
+        """Mark fetches of these requests as cancelled; returns the requests without a fetch."""
         with self._lock:
-            mine = [name for name in requests if name in self._under_way]
-            self._under_way.update(dict.fromkeys(mine, True))
-            return tuple(name for name in requests if name not in self._under_way)
+            mine = [name for name in requests if name in self._fetching]
+            self._fetching.update(dict.fromkeys(mine, True))
+            return tuple(name for name in requests if name not in self._fetching)
 
     # ---------------------------------------------------------------- fetching
 
@@ -122,7 +122,7 @@ class RemoteFetch:
         tenant: str,
     ) -> None:
         with self._lock:
-            self._under_way[request] = False
+            self._fetching[request] = False
         self._threads.submit(self._fetch, request, handle, source_worker, here, tenant)
 
     def _fetch(
@@ -133,53 +133,53 @@ class RemoteFetch:
         here: Callable[[KVHandle], Message],
         tenant: str,
     ) -> None:
-        """Fetch the pages of one request, and say what became of it. Runs in a thread."""
+        """Fetch the pages of one request and report the result. Runs in a thread."""
         try:
-            message = here(self._bring(request, handle, tenant))
+            message = here(self._fetch_pages(request, handle, tenant))
         except Cancelled:
             message = None
         except TriptychError as error:
-            self._end(request, _what_ended_it(request, error, source_worker))
+            self._end(request, _fetch_error(request, error, source_worker))
             return
         except Exception:
-            logger.exception("the pages of request %s did not come over", request)
+            logger.exception("the fetch of the pages of request %s failed", request)
             self._end(request, TriptychError("internal error"))
             return
         with self._lock:
-            is_cancelled = self._under_way.pop(request)
+            is_cancelled = self._fetching.pop(request)
         if message is None or is_cancelled:
-            self._post(Cancel(requests=(request,)))  # it frees what was fetched, and says so
+            self._post(Cancel(requests=(request,)))  # the engines free the pages and acknowledge
             return
         self._post(message)
         self._deliver([Send(ROUTER, Fetched(request=request))])
 
     def _end(self, request: str, error: TriptychError) -> None:
         with self._lock:
-            is_cancelled = self._under_way.pop(request)
+            is_cancelled = self._fetching.pop(request)
         if is_cancelled:
             self._post(Cancel(requests=(request,)))
         else:
             self._deliver([refuse(request, error)])
 
-    def _bring(self, request: str, handle: KVHandle, tenant: str) -> KVHandle:
-        """The same pages in this node's arena."""
+    def _fetch_pages(self, request: str, handle: KVHandle, tenant: str) -> KVHandle:
+        """Copy the pages of a handle to this node's arena; the new handle."""
         parts = [page_ranges.unpack(run.pages, self._pool.capacity_pages) for run in handle.runs]
         ids = np.concatenate(parts)
         formats = zip((run.format for run in handle.runs), map(len, parts), strict=True)
         about = About(tenant, tuple(formats))
-        claim, mine = self._fetcher.fetch(
-            request, handle.claim, ids, lambda: self._gone(request), about
+        lease_ref, mine = self._fetcher.fetch(
+            request, handle.lease_ref, ids, lambda: self._is_cancelled(request), about
         )
         ends = np.cumsum([part.size for part in parts])[:-1]
         moved = tuple(
             replace(run, pages=page_ranges.pack(pages))
             for run, pages in zip(handle.runs, np.split(mine, ends), strict=True)
         )
-        return replace(handle, claim=claim, runs=moved)
+        return replace(handle, lease_ref=lease_ref, runs=moved)
 
-    def _gone(self, request: str) -> bool:
+    def _is_cancelled(self, request: str) -> bool:
         with self._lock:
-            return self._under_way[request]
+            return self._fetching[request]
 
 
 def _join_of(message: Join) -> Callable[[KVHandle], Message]:
@@ -190,8 +190,8 @@ def _compress_of(item: CompressItem) -> Callable[[KVHandle], Message]:
     return lambda handle: Compress(items=(replace(item, handle=handle),))
 
 
-def _what_ended_it(request: str, error: TriptychError, source_worker: Stage) -> TriptychError:
-    """What the client is to hear. Whoever gave the pages away may be gone, and so are they."""
-    logger.warning("the pages of request %s did not come over: %s", request, error)
+def _fetch_error(request: str, error: TriptychError, source_worker: Stage) -> TriptychError:
+    """The error of the request: its own if the pool is full here, else the source stage is lost."""
+    logger.warning("the fetch of the pages of request %s failed: %s", request, error)
     is_here = isinstance(error, PoolExhausted)
     return error if is_here else StageLost(source_worker)

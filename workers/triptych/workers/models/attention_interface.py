@@ -1,7 +1,7 @@
-"""The seam between a model and our attention over pages.
+"""The interface between a model and attention over pages.
 
-A ragged batch is one row of tokens with explicit positions; which tokens see each other
-is known to the ``Attend`` that the caller passes, so no mask is ever built.
+A ragged batch is one row of tokens with explicit positions; the ``Attend``
+that the caller passes knows which tokens see each other, so no mask is built.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Attend(Protocol):
-    """Stores the new keys and values and lets each query see its own sequence."""
+    """Attention of one step: stores new keys and values, and attends to each sequence's own."""
 
     def __call__(
         self,
@@ -38,7 +38,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTraits:
-    """How one layer's attention differs from the plain one."""
+    """Scale, window and softcap of one layer's attention."""
 
     scale: float
     window: int = 0

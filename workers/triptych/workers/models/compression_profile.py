@@ -1,4 +1,4 @@
-"""Where the profile of a model is: in a file, among those that come with Triptych, or nowhere."""
+"""Finds the compression profile of a model: a file, or one of the packaged profiles."""
 
 from pathlib import Path
 
@@ -7,19 +7,19 @@ from triptych.core.profile import Profile
 from triptych.workers.models.facts import ModelFacts
 
 PACKAGED = Path(__file__).parent / "known_profiles"
-"""One file for each known model, named after its weights."""
+"""A file per known model, named by the hash of its weights."""
 
 
 def find_profile(config: AppConfig, facts: ModelFacts) -> Profile | None:
-    """The profile that the settings name; none if the model has none.
+    """The profile that the settings name; None if there is none for the model.
 
     Raises: ConfigError if the file is not a profile, or one of another model
     """
-    asked = config.compressor.profile
-    if asked == "none":
+    name = config.compressor.profile
+    if name == "none":
         return None
-    path = PACKAGED / f"{facts.weights}.json" if asked == "auto" else Path(asked)
-    if asked == "auto" and not path.is_file():
+    path = PACKAGED / f"{facts.weights}.json" if name == "auto" else Path(name)
+    if name == "auto" and not path.is_file():
         return None
     profile = Profile.read(path)
     profile.check_model(facts.weights, facts.geometry, path)

@@ -1,6 +1,6 @@
 # torch leaves some operators untyped.
 # pyright: reportUnknownMemberType=false
-"""Tokens that leave a step before the last layer."""
+"""Early exit: tokens of a step that skip the last layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,44 +13,44 @@ from triptych.workers.decode.plugins.entropy import entropy
 
 @dataclass(frozen=True, eq=False)
 class Exits:
-    """When each token of a step may leave it.
+    """Exit condition of each token of a step.
 
-    After ``layers`` layers a token is asked once: what would its hidden state say as it is, through
-    the model's last norm and head? If that has less entropy than ``entropy``, it is what the token
-    says, and the layers behind are skipped. Their keys and values are made of the hidden state with
-    which it left, as if they had added nothing: tokens that come later find it in every layer.
+    After ``layers`` layers the final norm and head are applied to a token's hidden state, once. If
+    the entropy of these logits is below ``entropy``, the token exits: they are its logits, and the
+    remaining layers are skipped. Keys and values of those layers are computed from its last hidden
+    state, so that later tokens find it in every layer.
 
     Source: CALM (Schuster et al., 2022), section 3 (state propagation); TinyServe, section 4.1
             (early exit)
     """
 
     entropy: Tensor
-    """In nats, float32 (T,); 0: the token never leaves."""
+    """Threshold in nats, float32 (T,); 0: the token never exits."""
     layers: Tensor
-    """int64 (T,)"""
+    """Layers before the check, int64 (T,)."""
 
 
 @dataclass
-class Leaving:
-    """Follows the tokens of one step through the layers."""
+class ExitTracker:
+    """Tracks which tokens of one step have exited."""
 
     exits: Exits
     logits: Callable[[Tensor], Tensor]
     """Of hidden states, (N, E) -> (N, vocab)."""
-    _stays: Tensor = field(init=False)
-    _all_stay: bool = True
+    _is_active: Tensor = field(init=False)
+    _all_active: bool = True
 
     def __post_init__(self) -> None:
-        self._stays = torch.ones_like(self.exits.layers, dtype=torch.bool)
+        self._is_active = torch.ones_like(self.exits.layers, dtype=torch.bool)
 
-    def staying(self, layers: int, hidden: Tensor) -> Tensor | None:
-        """Which tokens go on after so many layers; None: all of them.
+    def active_tokens(self, layers: int, hidden: Tensor) -> Tensor | None:
+        """Tokens that continue after this many layers; None: all of them.
 
         Shapes:  hidden (T, E) -> (N,) indices
         """
-        asked = ((self.exits.layers == layers) & (self.exits.entropy > 0)).nonzero()[:, 0]
-        if len(asked):
-            is_sure = entropy(self.logits(hidden[asked])) < self.exits.entropy[asked]
-            self._stays[asked[is_sure]] = False
-            self._all_stay = bool(self._stays.all())
-        return None if self._all_stay else self._stays.nonzero()[:, 0]
+        checked = ((self.exits.layers == layers) & (self.exits.entropy > 0)).nonzero()[:, 0]
+        if len(checked):
+            exits = entropy(self.logits(hidden[checked])) < self.exits.entropy[checked]
+            self._is_active[checked[exits]] = False
+            self._all_active = bool(self._is_active.all())
+        return None if self._all_active else self._is_active.nonzero()[:, 0]

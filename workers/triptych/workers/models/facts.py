@@ -1,16 +1,14 @@
-"""The facts of a model that the engine must know, beside its weights."""
+"""Facts of a model: geometry, layers, context length, end tokens and hashes, without weights."""
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from triptych.core.layout import Geometry
 from triptych.core.schema import build
-from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.store.metadata_cache import kept
+from triptych.workers.models.store.metadata_cache import cached
 from triptych.workers.models.store.safe_files import MANIFEST, file_hashes
+from triptych.workers.models.traits import ModelShape, ModelTraits
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 _SETTINGS = ("config.json", "generation_config.json")
@@ -18,78 +16,31 @@ _OBSERVER = str(Path(__file__).with_name("observe.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainTraits:
-    """What the fused pass must know of plain pre-norm layers, beside their weights."""
-
-    norm_epsilon: float
-    frequencies: tuple[float, ...]
-    """By which the rotation of each pair of channels grows, in radians a position."""
-    rotary_scale: float
-    """Of cosine and sine."""
-    is_tied: bool
-    """Whether the embedding is the head as well."""
-    tensors: Mapping[str, tuple[int, ...]]
-    """Name and shape of every weight, as a checkpoint has them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What the settings of a model say of it, and its layers where they run without memory."""
-
-    geometry: Geometry
-    num_heads: int
-    """Query heads of each layer."""
-    layers: tuple[LayerTraits, ...]
-    """Scale, sliding window and softcap of each layer's attention."""
-    context_tokens: int
-    """Longest sequence the model was made for."""
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    """Length of a row of logits; may exceed the tokenizer's vocabulary."""
-    plain: PlainTraits | None
-    """Of a model whose layers are the plain pre-norm block, which runs fused, and can be left
-    early; None: they are not."""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.plain is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts(Observed):
-    """What the engine must know of a model, beside its weights."""
+class ModelFacts(ModelTraits):
+    """What the engine needs to know of a model besides its weights."""
 
     revision: str
-    """Changes with config, tokenizer or weights: part of the key of anything cached."""
+    """Hash of config, tokenizer and weights: part of all cache keys."""
     weights: str
-    """Changes with the weights alone: what a profile belongs to."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What of a model decides how much memory it takes."""
-
-    geometry: Geometry
-    context_tokens: int
-    parameters: int
+    """Hash of the weights alone: a profile belongs to it."""
 
 
 def describe(path: Path) -> ModelFacts:
     """Read a model's facts without its weights.
 
-    One token is run through a model without memory, to learn what its layers really hand
-    to attention: the geometry is observed, not guessed from the config. What was observed is
-    kept, so only the first process on a machine imports transformers for it.
+    The geometry is observed, not derived from the config: one token runs through the model on
+    torch's ``meta`` device. The result is cached on disk, so only the first process on a machine
+    imports transformers for it.
 
     Raises: ModelError for what cannot be served, saying why
     """
-    seen = kept("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
-    known = {field.name: getattr(seen, field.name) for field in fields(Observed)}
+    traits = cached("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
+    known = {field.name: getattr(traits, field.name) for field in fields(ModelTraits)}
     return ModelFacts(**known, revision=revision_of(path), weights=weights_of(path))
 
 
 def shape_of(path: Path) -> ModelShape:
-    """Read a model's shape from its ``config.json`` alone: its weights need not be there.
+    """Read a model's shape from its ``config.json`` alone, without weights.
 
     Raises: ModelError for what cannot be served, saying why
     """
@@ -99,19 +50,19 @@ def shape_of(path: Path) -> ModelShape:
 
 
 def _as_text(path: Path) -> str:
-    from triptych.workers.models.observe import (  # noqa: PLC0415 - it is what others avoid
+    from triptych.workers.models.observe import (  # noqa: PLC0415 - takes seconds, rarely needed
         observe,
     )
 
     return json.dumps(asdict(observe(path)))
 
 
-def _parse(text: str) -> Observed:
-    return build(Observed, json.loads(text))
+def _parse(text: str) -> ModelTraits:
+    return build(ModelTraits, json.loads(text))
 
 
 def revision_of(path: Path) -> str:
-    """Hash what decides the model's answers: settings, tokenizer and weights."""
+    """Hash of settings, tokenizer and weights."""
     if (path / MANIFEST).is_file():
         return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:16]
     digest = hashlib.sha256()
@@ -122,11 +73,11 @@ def revision_of(path: Path) -> str:
 
 
 def weights_of(path: Path) -> str:
-    """Hash the weights.
+    """Hash of the weights.
 
-    A converted model has a manifest with full hashes. Of any other weight file the size and 64
-    samples of 4 KiB count, header first: fine-tuned weights of the same shape differ in nearly
-    every sample.
+    A converted model has a manifest with full hashes. For other weight files the size and 64
+    samples of 4 KiB are hashed, header first: fine-tuned weights of the same shape differ in
+    nearly every sample.
     """
     digest = hashlib.sha256()
     known = file_hashes(path)

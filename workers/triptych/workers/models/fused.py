@@ -1,8 +1,8 @@
-"""A leaner forward pass for the plain pre-norm block of Llama, Mistral, Qwen2 and Qwen3.
+"""A fused forward pass for the plain pre-norm block of Llama, Mistral, Qwen2 and Qwen3.
 
-Same weights, same arithmetic as transformers' layers, but query, key and value come from
-one product, gate and up from another, and nothing is transposed, masked or wrapped in
-between. On a small model at batch 1 that is half of a step.
+Weights and arithmetic are those of transformers' layers, but query, key and value come from
+one product, gate and up from another, without transposes, masks or wrappers between them. On a
+small model at batch 1 that halves the time of a step.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from triptych.kernels import gate, rms_norm, rotate
 from triptych.workers.models.attention_interface import Attend, LayerTraits
-from triptych.workers.models.early_exit import Exits, Leaving
-from triptych.workers.models.facts import ModelFacts, PlainTraits
-from triptych.workers.models.packed import Linear, pack
-from triptych.workers.models.weights import EMBEDDING, HEAD, Weights
+from triptych.workers.models.early_exit import Exits, ExitTracker
+from triptych.workers.models.facts import ModelFacts
+from triptych.workers.models.traits import PlainTraits
+from triptych.workers.models.weights import EMBEDDING, HEAD, Linear, Weights, pack
 
 EXACT_LOGITS = 64
-"""Logits of a row that are computed in float32 whatever the model's type."""
+"""Largest logits of a row that are recomputed in float32 for 16-bit models."""
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -41,10 +41,10 @@ class _Block:
 
 
 class FusedModel:
-    """The fused forward pass; the weights are its own copy.
+    """The fused forward pass, with its own copy of the weights.
 
-    In 16 bits it is more exact than the layers it stands for: the residual stream and the
-    norms stay in float32, and the best logits are computed again in float32. With SmolLM2
+    In 16 bits it is more exact than the layers it replaces: the residual stream and the
+    norms stay in float32, and the largest logits are recomputed in float32. With SmolLM2
     in bfloat16 that brings the divergence from float32 from 0.0013 to 0.0003, for a
     twentieth of a decode step.
     """
@@ -65,7 +65,7 @@ class FusedModel:
         ]
         self._heads, self._kv_heads = facts.num_heads, facts.geometry.kv_heads
         self._head_dim = facts.geometry.head_dim
-        # One of the two is the other where they are tied, and an embedding is read here and there.
+        # A pass reads single rows of the embedding; where it is tied, the head counts.
         read = [tensor for name, tensor in weights.items() if name != EMBEDDING]
         self.step_bytes = sum(tensor.nbytes for tensor in read)
         """Bytes of weights that a pass reads."""
@@ -79,13 +79,13 @@ class FusedModel:
         exits: Exits | None = None,
     ) -> Tensor:
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
-        leaving = Leaving(exits, self.logits) if exits is not None else None
+        tracker = ExitTracker(exits, self.logits) if exits is not None else None
         every = range(len(self._blocks))
-        hidden = self.through(every, self.embed(tokens), positions, attend, leaving)
+        hidden = self.through(every, self.embed(tokens), positions, attend, tracker)
         return self.logits(hidden[logits_at])
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What the first layer reads.
+        """Input of the first layer.
 
         Shapes:  tokens (T,) -> (T, E) float32
         """
@@ -97,27 +97,27 @@ class FusedModel:
         hidden: Tensor,
         positions: Tensor,
         attend: Attend,
-        leaving: Leaving | None = None,
+        tracker: ExitTracker | None = None,
     ) -> Tensor:
-        """Pass tokens through some layers.
+        """Run tokens through some layers.
 
         Shapes:  hidden (T, E) float32; positions (T,) -> (T, E) float32
         """
         cos, sin = self._rotation(positions)
         for layer in layers:
             block = self._blocks[layer]
-            staying = leaving.staying(layer, hidden) if leaving is not None else None
-            # Whoever has left still gives the layer a key and a value.
+            active = tracker.active_tokens(layer, hidden) if tracker is not None else None
+            # Tokens that exited still get keys and values in this layer.
             mixed = self._attention(layer, block, hidden, cos, sin, attend)
-            if staying is None:
-                hidden = _behind_attention(block, hidden, mixed)
-            elif len(staying):
-                rest = _behind_attention(block, hidden[staying], mixed[staying])
-                hidden = hidden.index_copy(0, staying, rest)
+            if active is None:
+                hidden = _after_attention(block, hidden, mixed)
+            elif len(active):
+                rest = _after_attention(block, hidden[active], mixed[active])
+                hidden = hidden.index_copy(0, active, rest)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What comes out of the last layer, for some tokens.
+        """Logits of hidden states after the last layer.
 
         Shapes:  hidden (N, E) float32 -> (N, vocab) float32
         """
@@ -152,10 +152,10 @@ class FusedModel:
 
 
 class _Head:
-    """Logits in float32, of which the best are exact.
+    """The head: float32 logits, of which the largest are exact.
 
-    A 16-bit product rounds logits around 25 to steps of 1/8, more than what often lies
-    between the two best ones. So the best ``EXACT_LOGITS`` of each row are computed again.
+    A 16-bit product rounds logits around 25 to steps of 1/8, often more than the difference of the
+    two largest. So the ``EXACT_LOGITS`` largest of each row are recomputed in float32.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -172,8 +172,8 @@ class _Head:
         return logits.scatter(1, ids, exact)
 
 
-def _behind_attention(block: _Block, hidden: Tensor, mixed: Tensor) -> Tensor:
-    """The rest of a layer, where tokens do not see each other."""
+def _after_attention(block: _Block, hidden: Tensor, mixed: Tensor) -> Tensor:
+    """Output projection and MLP of a layer."""
     hidden = hidden + block.out(mixed)
     return hidden + _mlp(block, hidden)
 

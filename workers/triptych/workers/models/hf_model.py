@@ -1,6 +1,6 @@
-"""Any model through transformers' own layers, with our attention in the middle of each.
+"""Any model through transformers' own layers, with our attention in each.
 
-transformers calls whatever is registered under ``ATTENTION``.
+transformers calls the function registered under ``ATTENTION``.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ATTENTION = "triptych"
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model as transformers runs it."""
+    """A model that runs through transformers' layers."""
 
     model: PreTrainedModel
     can_exit = False
@@ -33,7 +33,7 @@ class HFModel:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a pass reads: all, but an embedding that is no head."""
+        """Bytes of weights that a pass reads: all but an untied embedding."""
         embedding = cast("nn.Embedding", self.model.get_input_embeddings()).weight
         head = cast("nn.Linear", self.model.get_output_embeddings()).weight
         read = [part for part in self.model.parameters() if part is head or part is not embedding]
@@ -47,7 +47,7 @@ class HFModel:
         logits_at: Tensor,
         exits: Exits | None = None,
     ) -> Tensor:
-        """Logits, as ``run_hf_model``; whoever asks for exits of layers gets none."""
+        """Logits, as ``run_hf_model``; ``exits`` is ignored."""
         return run_hf_model(self.model, tokens, positions, attend, logits_at)
 
 
@@ -83,7 +83,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: (1, H, T, D) in, (1, T, H, D) out."""
+    """The attention function for transformers: (1, H, T, D) in, (1, T, H, D) out."""
     if s_aux is not None:
         raise ModelError("attention sinks are not supported")
     if not getattr(module, "is_causal", True):

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false
 # torch.from_numpy has no type hints.
-"""Keys and values in rotated, centred coordinates, on both sides of attention over pages.
+"""KV rotation: keys and values are rotated by a Hadamard matrix, and keys are centred.
 
-Softmax sees only differences of products of queries and keys: rotating both by the same
-orthogonal matrix changes nothing, nor does taking the same vector from all keys of a head.
-Values come back by the inverse rotation. What changes is how well the numbers round: a
-rotated outlier is spread over all channels, and a centred key is shorter.
+Softmax depends only on differences of query-key products: rotating queries and keys by the same
+orthogonal matrix changes nothing, nor does subtracting the same vector from all keys of a head.
+Values are rotated back after attention. Quantization becomes more exact: a rotated outlier is
+spread over all channels, and a centred key is shorter.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import Geometry
-from triptych.core.policy import Basis
+from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import Attend
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Takes what attention stores and reads into the basis of the pages, and its result back."""
+    """Rotates queries, keys and values before attention over pages, and its output back."""
 
     rotation: Tensor
     """[head_dim, head_dim], its own inverse, float32."""
@@ -32,21 +32,21 @@ class Coordinates:
 
     @classmethod
     def of(
-        cls, basis: Basis, geometry: Geometry, device: torch.device | None = None
+        cls, kv_rotation: KVRotation, geometry: Geometry, device: torch.device | None = None
     ) -> "Coordinates | None":
-        """Where a model's activations are; None for plain coordinates."""
+        """The rotation on ``device``; None if keys and values are not rotated."""
         if not basis.rotated:
             return None
         rotation = hadamard(geometry.head_dim)
         shape = geometry.layers, geometry.kv_heads, geometry.head_dim
         centre = torch.zeros(shape)
-        if basis.key_centre:
-            packed = np.frombuffer(basis.key_centre, "<f2").astype(np.float32)
+        if kv_rotation.key_centre:
+            packed = np.frombuffer(kv_rotation.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
         return cls(rotation.to(device), (centre @ rotation).to(device))
 
     def around(self, attend: Attend) -> Attend:
-        """The same attention, in these coordinates."""
+        """``attend`` with rotated queries, keys and values."""
         return partial(self._attend, attend)
 
     def _attend(
@@ -61,7 +61,7 @@ class Coordinates:
         window: int,
         softcap: float,
     ) -> Tensor:
-        """Computes in float32, so that a rotation in 16 bits rounds nothing a second time."""
+        """Computes in float32, so that the rotation adds no 16-bit rounding."""
         mixed = attend(
             layer,
             query.float() @ self.rotation,

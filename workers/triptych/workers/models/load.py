@@ -1,4 +1,4 @@
-"""A model directory turned into a network that runs, its tokenizer and the facts beside it."""
+"""Loads a model directory: network, tokenizer and facts."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,23 +10,24 @@ from torch import Tensor
 from triptych.core.config import DType
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.models.facts import ModelFacts, PlainTraits, describe
+from triptych.workers.models.facts import ModelFacts, describe
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
+from triptych.workers.models.traits import PlainTraits
 from triptych.workers.models.weights import read_plain
 
 
 class Network(Protocol):
-    """A forward pass over a ragged batch, with weights that nobody changes."""
+    """A forward pass over a ragged batch, with constant weights."""
 
     @property
     def can_exit(self) -> bool:
-        """Whether tokens can leave before the last layer."""
+        """Whether tokens can exit before the last layer."""
         ...
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a pass reads: all, but an embedding that is no head."""
+        """Bytes of weights that a pass reads: all but an untied embedding."""
         ...
 
     def __call__(
@@ -52,7 +53,7 @@ class LoadedModel(ModelFacts):
 def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -> LoadedModel:
     """Load a directory in Hugging Face's form; only safetensors, never code from the directory.
 
-    Plain layers run fused, unless they are not to; all others run as transformers has them.
+    Plain layers run fused unless ``fused`` is false; all others run through transformers.
 
     Raises: ModelError for what cannot be served, saying why
     """

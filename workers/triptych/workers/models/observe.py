@@ -1,6 +1,6 @@
-"""What a model hands to attention, and how large it is: observed on transformers' own layers.
+"""Observes what a model's layers hand to attention, and counts its parameters.
 
-Imported only where nobody has described the model yet (``facts``).
+Imports transformers; ``facts`` imports this module only if the model's traits are not cached.
 """
 
 from pathlib import Path
@@ -20,7 +20,6 @@ from transformers import (
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.facts import ModelShape, Observed, PlainTraits
 from triptych.workers.models.hf_model import ATTENTION, run_hf_model
 from triptych.workers.models.pretrained import (
     read_config,
@@ -29,14 +28,15 @@ from triptych.workers.models.pretrained import (
     shapes_of,
     without_weights,
 )
+from triptych.workers.models.traits import ModelShape, ModelTraits, PlainTraits
 
 PLAIN = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
-"""Of models whose layers are the plain pre-norm block."""
+"""Configs of models whose layers are plain pre-norm blocks."""
 _BATCH_ROPE = ("dynamic", "longrope")
 
 
-def observe(path: Path) -> Observed:
-    """Run one token through a model without memory, to see what its layers give to attention.
+def observe(path: Path) -> ModelTraits:
+    """Run one token through a model on the ``meta`` device, and record the inputs of attention.
 
     Raises: ModelError for what cannot be served, saying why
     """
@@ -44,7 +44,7 @@ def observe(path: Path) -> Observed:
     model = without_weights(config, ATTENTION).eval()
     layers, geometry, num_heads = _observe(path, config, model)
     is_plain = type(config) in PLAIN and config.hidden_act == "silu"
-    return Observed(
+    return ModelTraits(
         geometry=geometry,
         num_heads=num_heads,
         layers=layers,
@@ -56,7 +56,10 @@ def observe(path: Path) -> Observed:
 
 
 def observe_shape(path: Path) -> ModelShape:
-    """Raises: ModelError for what cannot be served, saying why"""
+    """Geometry, context length and parameters of a model, from its config.
+
+    Raises: ModelError for what cannot be served, saying why
+    """
     config = _servable_config(path)
     model = without_weights(config, ATTENTION).eval()
     _, geometry, _ = _observe(path, config, model)
@@ -68,7 +71,7 @@ def observe_shape(path: Path) -> ModelShape:
 
 
 def _plain(config: PreTrainedConfig, model: PreTrainedModel) -> PlainTraits:
-    """The rotation is made anew on the CPU: a model without memory has no numbers."""
+    """RoPE frequencies are computed on the CPU: a model on ``meta`` has no values."""
     made = type(cast("Any", model).model.rotary_emb)(config=config)
     return PlainTraits(
         norm_epsilon=float(config.rms_norm_eps),
@@ -99,8 +102,8 @@ def _servable_config(path: Path) -> PreTrainedConfig:
 def _observe(
     path: Path, config: PreTrainedConfig, model: PreTrainedModel
 ) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
-    """Run one token without weights and note what each layer gives to attention."""
-    seen = dict[int, LayerTraits]()
+    """Run one token without weights, and record the inputs of each layer's attention."""
+    traits = dict[int, LayerTraits]()
     shapes = set[tuple[int, int, int, int]]()
 
     def note(
@@ -113,29 +116,31 @@ def _observe(
         window: int,
         softcap: float,
     ) -> Tensor:
-        seen[layer] = LayerTraits(scale=scale, window=window, softcap=softcap)
+        traits[layer] = LayerTraits(scale=scale, window=window, softcap=softcap)
         shapes.add((query.shape[1], key.shape[1], key.shape[2], value.shape[2]))
         return torch.empty_like(query)
 
     token = torch.zeros(1, dtype=torch.int64, device="meta")
     with readable(path, "cannot run on a ragged batch"), torch.inference_mode():
         run_hf_model(model, token, token, note, token)
-    return _uniform(path, int(config.num_hidden_layers), seen, shapes)
+    return _uniform(path, int(config.num_hidden_layers), traits, shapes)
 
 
 def _uniform(
     path: Path,
     layers: int,
-    seen: dict[int, LayerTraits],
+    traits: dict[int, LayerTraits],
     shapes: set[tuple[int, int, int, int]],
 ) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
-    """One geometry for all layers, or an error that says what is in the way."""
-    if sorted(seen) != list(range(layers)):
-        raise ModelError(f"{path}: {len(seen)} of {layers} layers have attention of the usual kind")
+    """The geometry that all layers share, or a ModelError."""
+    if sorted(traits) != list(range(layers)):
+        raise ModelError(
+            f"{path}: {len(traits)} of {layers} layers have attention of the usual kind"
+        )
     if len(shapes) != 1:
         raise ModelError(f"{path}: layers differ in query heads, KV heads, dims: {sorted(shapes)}")
     heads, kv_heads, key_dim, value_dim = shapes.pop()
     if key_dim != value_dim:
         raise ModelError(f"{path}: keys have {key_dim} dimensions, values {value_dim}")
     geometry = Geometry(layers=layers, kv_heads=kv_heads, head_dim=key_dim)
-    return tuple(seen[layer] for layer in range(layers)), geometry, heads
+    return tuple(traits[layer] for layer in range(layers)), geometry, heads

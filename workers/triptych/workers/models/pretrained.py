@@ -1,7 +1,7 @@
 # transformers leaves the arguments of its factories untyped; only this module calls them.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportArgumentType=false
-"""transformers' factories with types, without code from a directory, without the network.
+"""Typed wrappers of transformers' factories, without remote code and without the network.
 
 Every function here raises ``ModelError`` for what transformers cannot read.
 """
@@ -38,17 +38,17 @@ _READ_ERRORS = (
     RuntimeError,
     SafetensorError,
 )
-"""What transformers raises for files and settings that it cannot make sense of."""
+"""Errors that transformers raises for invalid files and settings."""
 
 
 def read_config(path: Path) -> PreTrainedConfig:
-    """Settings of a directory, or of a ``.gguf`` file."""
+    """Read the config of a directory or a ``.gguf`` file."""
     with readable(path, "no usable config"):
         return AutoConfig.from_pretrained(_directory(path), **_options(path))
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Tokenizer of a directory, or of a ``.gguf`` file, with its chat template."""
+    """Read the tokenizer, with its chat template, of a directory or a ``.gguf`` file."""
     with readable(path, "no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(_directory(path), **_options(path))
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -57,7 +57,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 def read_end_tokens(path: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Tokens that end an answer: the generation settings' if there are any, else the config's."""
+    """End tokens: those of the generation config if it has any, else those of the config."""
     eos: object = config.eos_token_id
     if (path / "generation_config.json").is_file():
         with readable(path, "no usable generation_config.json"):
@@ -71,7 +71,7 @@ def read_end_tokens(path: Path, config: PreTrainedConfig) -> tuple[int, ...]:
 def read_weights(
     path: Path, config: PreTrainedConfig, dtype: DType, device: str, attention: str
 ) -> PreTrainedModel:
-    """The model ready to run, from safetensors only, mapped if the type is that on disk."""
+    """Load a model from safetensors only, memory-mapped if the type is that on disk."""
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no .safetensors file (.bin and .pt are never loaded)")
     with readable(path, "cannot be loaded"), _no_progress_bar():
@@ -92,7 +92,7 @@ def read_weights(
 
 
 def without_weights(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
-    """The model on torch's ``meta`` device: names and shapes, no memory."""
+    """A model on torch's ``meta`` device: names and shapes without memory."""
     with readable(Path(str(config.model_type)), "not a causal language model"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -102,14 +102,14 @@ def without_weights(config: PreTrainedConfig, attention: str = "eager") -> PreTr
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of the model holds."""
+    """Name and shape of every tensor in a checkpoint of the model."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def write_settings(
     target: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Config, generation settings and tokenizer, in Hugging Face's form."""
+    """Write config, generation config and tokenizer in Hugging Face format."""
     config.save_pretrained(target)
     ids = {f"{key}_token_id": getattr(config, f"{key}_token_id") for key in ("bos", "eos", "pad")}
     GenerationConfig(**ids).save_pretrained(target)
@@ -127,7 +127,7 @@ def _options(path: Path) -> dict[str, object]:
 
 @contextmanager
 def readable(path: Path, problem: str) -> Generator[None]:
-    """Turn what transformers raises for a bad model into ``ModelError``."""
+    """Translate the errors that transformers raises for a bad model into ``ModelError``."""
     try:
         yield
     except _READ_ERRORS as error:
@@ -136,7 +136,7 @@ def readable(path: Path, problem: str) -> Generator[None]:
 
 @contextmanager
 def _no_progress_bar() -> Generator[None]:
-    """A worker's output is a log, not a terminal."""
+    """Disables transformers' progress bars, which would fill a worker's log."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

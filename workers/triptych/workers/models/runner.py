@@ -1,4 +1,4 @@
-"""Tokens in, logits out: one forward pass over a ragged batch."""
+"""The model runner: one forward pass over a ragged batch of tokens."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from triptych.workers.models.load import LoadedModel
 
 
 class Runner(Protocol):
-    """What the stages need of a model."""
+    """The interface between engines and a model."""
 
     @property
     def num_heads(self) -> int:
@@ -51,21 +51,21 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs a loaded model over ragged batches; attention is the caller's.
+    """Runs a loaded model over ragged batches, with the caller's attention.
 
     A batch is flat: the new tokens of all its sequences one after another, each with its
     position. Prefill chunks and decode steps are the same call.
     """
 
     def __init__(self, loaded: LoadedModel, coordinates: Coordinates | None = None) -> None:
-        """``coordinates``: in which attention is to see keys and values; None: the model's own."""
+        """``coordinates``: rotation of keys and values; None: not rotated."""
         self._network, self._coordinates = loaded.network, coordinates
         self.num_heads = loaded.num_heads
         """Query heads of each layer."""
 
     @property
     def can_exit(self) -> bool:
-        """Whether tokens can leave before the last layer: not in transformers' own layers."""
+        """Whether tokens can exit before the last layer; transformers' own layers cannot."""
         return self._network.can_exit
 
     def forward(
@@ -89,7 +89,7 @@ class ModelRunner:
             return self._network(tokens, positions, attend, logits_at, exits)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream before the first layer; for plain layers, as what follows.
+        """The residual stream before the first layer; plain layers only, as the next two.
 
         Shapes:  tokens (T,) int64 -> (T, E) float32
         """
@@ -97,7 +97,7 @@ class ModelRunner:
             return self._plain.embed(tokens)
 
     def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The residual stream behind some layers.
+        """The residual stream after some layers.
 
         Shapes:  hidden (T, E) float32; positions (T,) int64 -> (T, E) float32
         """
@@ -107,7 +107,7 @@ class ModelRunner:
             return self._plain.through(layers, hidden, positions, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of what comes out of the last layer.
+        """Logits of hidden states after the last layer.
 
         Shapes:  hidden (N, E) float32 -> (N, vocab) float32
         """
@@ -116,7 +116,7 @@ class ModelRunner:
 
     @property
     def _plain(self) -> FusedModel:
-        """Raises ConfigError if only all layers can be run at once."""
+        """Raises ConfigError if layers cannot be run separately."""
         if not isinstance(self._network, FusedModel):
             raise ConfigError("this model's layers cannot be run a few at a time")
         return self._network

@@ -2,9 +2,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """A model's tokenizer without transformers and torch, which take seconds to import.
 
-transformers knows how to make a tokenizer from what lies in a model's directory. What it makes is
-kept, and whoever needs no more than the tokenizer reads that: an ingress that takes the place of a
-dead one answers seconds sooner so.
+transformers builds the tokenizer from a model's directory once; the result is cached on disk as
+JSON. A process that needs only the tokenizer, such as a restarted ingress, starts seconds sooner
+from the cache.
 """
 
 import json
@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from tokenizers import AddedToken, Tokenizer
 
-from triptych.workers.models.store.metadata_cache import kept
+from triptych.workers.models.store.metadata_cache import cached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*/*.jinja")
-"""Files of a model's directory that may say something about its tokenizer."""
+"""Files of a model's directory that can define its tokenizer."""
 
 SpecialTokens = Mapping[str, str | list[str]]
 
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """Ids, texts and chats as transformers' fast tokenizers have them, and nothing else of those.
+    """The subset of transformers' fast tokenizers that serving needs.
 
-    The methods have their names, and give what they give.
+    Methods have the names and results of transformers'.
     """
 
     backend: Tokenizer
     chat_template: str | None
     special_tokens: SpecialTokens
-    """By role, such as ``bos_token``: chat templates name them."""
+    """By role, such as ``bos_token``; chat templates use them."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
@@ -45,7 +45,7 @@ class FastTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Tokens that have a role, and those that were added as special."""
+        """Ids of tokens with a role, and of tokens added as special."""
         roles = self.special_tokens.values()
         names = [name for role in roles for name in ([role] if isinstance(role, str) else role)]
         known = [self.backend.token_to_id(name) for name in names]
@@ -79,7 +79,7 @@ class FastTokenizer:
 
         ``options`` are variables of the template.
 
-        Raises: jinja2's TemplateError if the template refuses it; ValueError if asked for ids
+        Raises: jinja2's TemplateError if the template rejects it; ValueError if ``tokenize``
         """
         if tokenize:
             raise ValueError("tokenize: encode the text that this returns")
@@ -98,47 +98,44 @@ class FastTokenizer:
         return texts[0]
 
     def warm_up(self) -> None:
-        """Do now what else the first chat would wait for."""
+        """Import the template renderer now instead of at the first chat."""
         if self.chat_template is not None:
             _renderer()
 
 
 def open_tokenizer(model: Path) -> FastTokenizer:
-    """The tokenizer of a model's directory; the first time, transformers makes it.
+    """The tokenizer of a model's directory; built by transformers the first time.
 
     Raises: ModelError if the directory has none that can be used
     """
-    return kept("tokenizers", model, _PATTERNS, __file__, lambda: _made_of(model), _parse)
+    return cached("tokenizers", model, _PATTERNS, __file__, lambda: _build(model), from_json)
 
 
-def bare(made: "PreTrainedTokenizerFast") -> FastTokenizer:
-    """What is left of a tokenizer of transformers without it."""
-    return _parse(_as_text(made))
-
-
-def _made_of(model: Path) -> str:
-    from triptych.workers.models.pretrained import (  # noqa: PLC0415 - it is what others avoid
+def _build(model: Path) -> str:
+    from triptych.workers.models.pretrained import (  # noqa: PLC0415 - takes seconds, rarely needed
         read_tokenizer,
     )
 
-    return _as_text(read_tokenizer(model))
+    return to_json(read_tokenizer(model))
 
 
-def _as_text(made: "PreTrainedTokenizerFast") -> str:
+def to_json(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Serialize a transformers tokenizer, for ``from_json``."""
     template: str | None = None
-    # None: there is none, or there are several and none of them is the default.
+    # None: no template, or several without a default.
     with suppress(ValueError):
-        template = made.get_chat_template()
+        template = tokenizer.get_chat_template()
     content = {
-        "backend": made.backend_tokenizer.to_str(),
+        "backend": tokenizer.backend_tokenizer.to_str(),
         "chat_template": template,
-        "special_tokens": made.special_tokens_map,
-        "split_special_tokens": made.split_special_tokens,
+        "special_tokens": tokenizer.special_tokens_map,
+        "split_special_tokens": tokenizer.split_special_tokens,
     }
     return json.dumps(content)
 
 
-def _parse(text: str) -> FastTokenizer:
+def from_json(text: str) -> FastTokenizer:
+    """A tokenizer from the text that ``to_json`` wrote."""
     content = cast("dict[str, object]", json.loads(text))
     backend = Tokenizer.from_str(cast("str", content["backend"]))
     backend.encode_special_tokens = bool(content["split_special_tokens"])
@@ -165,7 +162,7 @@ class _Render(Protocol):
 
 
 def _renderer() -> _Render:
-    """transformers' own, from a module of it that takes half a second and no torch."""
+    """transformers' template renderer; importing it takes half a second and no torch."""
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         render_jinja_template,
     )

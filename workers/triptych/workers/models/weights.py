@@ -1,28 +1,35 @@
-"""Weights of plain layers, straight from a model's files."""
+"""Weights of plain layers: read from a model's files, and packed for fast matrix products.
 
-from collections.abc import Mapping
+Other weight formats fit in here: any function from (T, in) to (T, out) can replace a linear layer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from triptych.core.config import DType
 from triptych.core.errors import ModelError
-from triptych.workers.models.facts import PlainTraits
+from triptych.workers.models.traits import PlainTraits
 
 Weights = Mapping[str, Tensor]
 """By their names in a checkpoint."""
+
+Linear = Callable[[Tensor], Tensor]
+"""Shapes: (T, in) -> (T, out)"""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def read_plain(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Weights:
-    """All weights, mapped if type and device are those of the files.
+    """All weights, memory-mapped if type and device match the files.
 
-    Where files do not hold exactly the tensors that the layers have, as an older form would not,
-    transformers reads them: it knows more forms than this, and says what is missing.
+    If the files do not hold exactly the expected tensors, as in older formats, transformers reads
+    them: it converts more formats, and reports missing weights.
 
     Raises: ModelError for what cannot be loaded, saying why
     """
@@ -38,7 +45,7 @@ def read_plain(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Wei
 
 
 def _stored(path: Path) -> Weights:
-    """Every tensor of a model's files, mapped."""
+    """Every tensor of a model's files, memory-mapped."""
     found = dict[str, Tensor]()
     try:
         for file in sorted(path.glob("*.safetensors")):
@@ -57,3 +64,43 @@ def _through_transformers(path: Path, plain: PlainTraits, dtype: DType, device: 
     if missing := sorted(plain.tensors.keys() - weights.keys()):
         raise ModelError(f"{path}: cannot be loaded: its layers are plain, but lack {missing[:5]}")
     return weights
+
+
+# ------------------------------------------------------------------ packed for products
+
+
+def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> Linear:
+    """One matrix product for linear layers that share their input, outputs side by side.
+
+    On a CPU, oneDNN's blocked weight layout makes the product about 1.4x faster in
+    bfloat16 for 1 to 64 rows, and up to 2x in float32 where MKL does not use the widest
+    vectors (AMD); it was never slower, at 512 rows neither.
+
+    Shapes:  weights (out_i, in), biases (out_i,) -> (T, in) to (T, sum of out_i)
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    bias = _bias(weights, biases)
+    if weight.device.type == "cpu" and _onednn_multiplies(weight.dtype):
+        return _blocked(weight, bias)
+    return lambda rows: F.linear(rows, weight, bias)
+
+
+def _bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """The concatenated biases; zeros where a layer has none."""
+    if all(bias is None for bias in biases):
+        return None
+    parts = zip(weights, biases, strict=True)
+    return torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in parts])
+
+
+def _onednn_multiplies(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    native = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return native or dtype == torch.float32
+
+
+def _blocked(weight: Tensor, bias: Tensor | None) -> Linear:
+    product = torch.ops.mkldnn._linear_pointwise.default
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return lambda rows: product(rows, blocked, bias, "none", [], "")

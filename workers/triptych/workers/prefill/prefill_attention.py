@@ -11,38 +11,38 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import Past, prefill_attention, store_tokens
 from triptych.kvpool import Arena
 from triptych.workers.kv.device_pages import DevicePages
-from triptych.workers.prefill.prompt_batch import Piece
+from triptych.workers.prefill.prompt_batch import PrefillChunk
 
 Ids = NDArray[np.int32]
 
 
 class ChunkAttention:
-    """Attention of one prefill step: writes new keys and values to raw pages, reads old ones."""
+    """Attention of one prefill step: stores new keys and values in raw pages, reads old ones."""
 
     def __init__(
         self,
         arena: Arena,
         memory: DevicePages,
         plan: PagePlan,
-        pieces: list[Piece],
+        chunks: list[PrefillChunk],
         positions: NDArray[np.int64],
         *,
         half: bool = False,
     ) -> None:
-        """``pieces`` are of the same layers."""
+        """All ``chunks`` have the same layers."""
         self._arena, self._memory, self._half = arena, memory, half
-        self._layout, self._pieces = plan.raw, pieces
-        self._first_layer = pieces[0].layers.start
+        self._layout, self._pieces = plan.raw, chunks
+        self._first_layer = chunks[0].layers.start
         put = memory.device.put
         self._positions = put(positions.astype(np.int32))
-        self._offsets = [0, *np.cumsum([piece.tokens for piece in pieces]).tolist()]
+        self._offsets = [0, *np.cumsum([chunk.tokens for chunk in chunks]).tolist()]
         per_page = plan.raw.tokens
-        cells = [p.prompt.pages[:, :, p.positions // per_page] for p in pieces]
-        self._pages = put(np.ascontiguousarray(np.concatenate(cells, axis=2).transpose(0, 2, 1)))
+        pages = [p.prompt.pages[:, :, p.positions // per_page] for p in chunks]
+        self._pages = put(np.ascontiguousarray(np.concatenate(pages, axis=2).transpose(0, 2, 1)))
         rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
         self._rows = rows.contiguous()
-        self._past = _tables_of_past(plan, pieces)
-        self._past_there = None if self._past is None else tuple(map(put, self._past))
+        self._past = _tables_of_past(plan, chunks)
+        self._past_on_device = None if self._past is None else tuple(map(put, self._past))
 
     def __call__(
         self,
@@ -61,9 +61,9 @@ class ChunkAttention:
             memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
         )
         past = None
-        if self._past is not None and self._past_there is not None:
+        if self._past is not None and self._past_on_device is not None:
             self._arena.will_need(self._past[0][layer])
-            pages, tokens = self._past_there
+            pages, tokens = self._past_on_device
             past = Past(memory, self._layout, pages[layer], tokens)
         given = (query, key, value)
         if self._half:
@@ -84,25 +84,25 @@ class ChunkAttention:
         return mixed.to(query.dtype)
 
     def _empty_sums(self, heads: int) -> Tensor:
-        longest = max(piece.start + piece.tokens for piece in self._pieces)
+        longest = max(chunk.start + chunk.tokens for chunk in self._pieces)
         return torch.zeros(len(self._pieces), heads, longest, device=self._memory.device.name)
 
     def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
-        for piece, part in zip(self._pieces, sums, strict=True):
-            end = piece.start + piece.tokens
-            if piece.prompt.attention is not None:
-                piece.prompt.attention[layer, :, :end] += part[:, :end]
+        for chunk, part in zip(self._pieces, sums, strict=True):
+            end = chunk.start + chunk.tokens
+            if chunk.prompt.attention is not None:
+                chunk.prompt.attention[layer, :, :end] += part[:, :end]
 
 
-def _tables_of_past(plan: PagePlan, pieces: list[Piece]) -> tuple[Ids, Ids] | None:
-    """Page tables [layers, pieces, kv_heads, pages] and tokens [pieces, kv_heads]."""
-    starts = [piece.start for piece in pieces]
+def _tables_of_past(plan: PagePlan, chunks: list[PrefillChunk]) -> tuple[Ids, Ids] | None:
+    """Page tables [layers, chunks, kv_heads, pages] and tokens [chunks, kv_heads]."""
+    starts = [chunk.start for chunk in chunks]
     if not any(starts):
         return None
     geometry, width = plan.geometry, plan.raw.pages(max(starts))
-    table = np.zeros((geometry.layers, len(pieces), geometry.kv_heads, width), np.int32)
-    for i, piece in enumerate(pieces):
-        used = plan.raw.pages(piece.start)
-        table[:, i, :, :used] = piece.prompt.pages[:, :, :used]
+    table = np.zeros((geometry.layers, len(chunks), geometry.kv_heads, width), np.int32)
+    for i, chunk in enumerate(chunks):
+        used = plan.raw.pages(chunk.start)
+        table[:, i, :, :used] = chunk.prompt.pages[:, :, :used]
     tokens = np.repeat(np.array(starts, np.int32)[:, None], geometry.kv_heads, axis=1)
     return table, tokens

@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false
 # Some methods of tensors have no types.
-"""The prefill stage: reads prompts in ragged chunks, writes raw pages, draws the first token."""
+"""The prefill stage: computes prompts in chunks, stores raw pages, samples the first token."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -39,14 +39,14 @@ from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 from triptych.workers.prefill.prefill_attention import ChunkAttention
 from triptych.workers.prefill.prefix_restore import PrefixRestore
 from triptych.workers.prefill.prompt_batch import (
+    ChunkBudget,
     LayerwisePrefill,
     PendingRequest,
-    Piece,
+    PrefillChunk,
     Prompt,
-    Room,
 )
 from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
-from triptych.workers.sampling.output import Answer, OutputFactory
+from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import refuse
 
@@ -56,14 +56,14 @@ NO_PAGES: Ids = np.empty((0, 0, 0), np.int32)
 
 @dataclass
 class PrefillEngine:
-    """Reads up to ``chunk_tokens`` prompt tokens a step, from one prompt or from several.
+    """Chunked prefill: up to ``chunk_tokens`` tokens per step, from one prompt or several.
 
-    Between two steps a shorter prompt may overtake a longer one that is being read.
+    Between two steps a shorter prompt may overtake a longer one.
 
-    A prompt that is longer than a step is read all tokens at once and some layers at a time, if the
-    router names a compressor for it: that one encodes the layers that are read while the next ones
-    are, so no more than two parts of the prompt are ever in raw pages. What passes from step
-    to step is the residual stream.
+    A prompt that is longer than a step is prefilled layerwise if the router names a compressor for
+    it: all tokens at once, some layers per step. The compressor encodes finished layers while the
+    next ones are computed, so at most two parts of the prompt are in raw pages. The residual stream
+    is kept from step to step.
     """
 
     runner: Runner
@@ -72,61 +72,65 @@ class PrefillEngine:
     answers: OutputFactory
     chunk_tokens: int
     prefixes: PrefixStore | None = None
-    """None: each prompt is read from its first token on."""
+    """None: no prefix cache."""
     draw: Draw = sample
-    """How tokens are drawn from logits; the quality harness forces them."""
+    """Samples tokens from logits; evals replace it with teacher forcing."""
     device: Device = CPU
     half: bool = False
-    """Whether attention multiplies numbers of 16 bits: those of keys and values are what raw pages
-    hold. Tensor cores are many times as fast with them."""
+    """Whether attention computes in 16 bits, the precision of raw pages: much faster on tensor
+    cores."""
     stage: Stage = "prefill"
-    _chunks: ChunkScheduler = field(default_factory=ChunkScheduler)
+    _scheduler: ChunkScheduler = field(default_factory=ChunkScheduler)
     _waiting: list[PendingRequest] = field(default_factory=list[PendingRequest])
     _prompts: list[Prompt] = field(default_factory=list[Prompt])
 
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
-        self._awaited = PrefixRestore(self.prefixes) if self.prefixes is not None else None
+        self._restores = PrefixRestore(self.prefixes) if self.prefixes is not None else None
 
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:
         if isinstance(message, LayersEncoded):
-            self._hear_encoded(message)
+            self._on_layers_encoded(message)
             return ()
         if not isinstance(message, Prefill):
             return None
         for request, encoder in zip(message.requests, message.encoders or repeat(""), strict=False):
-            due = self._chunks.due(request.known_tokens, request.slo.ttft_s)
-            at_once = self.plan.layers_of(request.known_tokens)
-            ascent = LayerwisePrefill(encoder, message.reader, at_once) if encoder else None
-            self._waiting.append(PendingRequest(request, due, ascent))
-        if self._awaited is not None:
+            due = self._scheduler.due(request.known_tokens, request.slo.ttft_s)
+            layers_per_part = self.plan.layers_of(request.known_tokens)
+            layerwise = (
+                LayerwisePrefill(encoder, message.reader, layers_per_part) if encoder else None
+            )
+            self._waiting.append(PendingRequest(request, due, layerwise))
+        if self._restores is not None:
             for request in message.requests:
-                self._awaited.begin(request)
+                self._restores.start(request)
         return ()
 
     def has_work(self) -> bool:
-        if not all(prompt.waits for prompt in self._prompts):
+        if not all(prompt.waits_for_compressor for prompt in self._prompts):
             return True
-        if self._awaited is None:
+        if self._restores is None:
             return bool(self._waiting)
-        return any(map(self._awaited.is_ready, (one.request.id for one in self._waiting)))
+        return any(map(self._restores.is_ready, (pending.request.id for pending in self._waiting)))
 
     def wait_s(self) -> float | None:
-        return None if self._awaited is None else self._awaited.wait_s
+        return None if self._restores is None else self._restores.wait_s
 
     def is_late(self) -> bool:
         return False
 
     def requests(self) -> list[str]:
-        return [one.request.id for one in self._waiting] + [p.request.id for p in self._prompts]
+        return [pending.request.id for pending in self._waiting] + [
+            p.request.id for p in self._prompts
+        ]
 
     def cancel(self, requests: Sequence[str]) -> None:
         gone = set(requests)
-        self._waiting = [one for one in self._waiting if one.request.id not in gone]
-        if self._awaited is not None:
-            self._awaited.forget(gone)
+        self._waiting = [pending for pending in self._waiting if pending.request.id not in gone]
+        if self._restores is not None:
+            self._restores.forget(gone)
         for prompt in [p for p in self._prompts if p.request.id in gone]:
             self._drop(prompt)
         self.pool.withdraw(requests)
@@ -136,66 +140,66 @@ class PrefillEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        refused, pieces = self._choose_pieces()
-        if not pieces:
+        refused, chunks = self._schedule_chunks()
+        if not chunks:
             return refused
         began_s = time.perf_counter()
-        logits = self._read(pieces)
-        took_s, tokens = time.perf_counter() - began_s, sum(piece.tokens for piece in pieces)
-        share = len(pieces[0].layers) / self.plan.geometry.layers
-        self._chunks.note(max(1, round(tokens * share)), took_s)
-        for piece in pieces:
-            piece.prompt.read += piece.tokens * piece.is_through
-            piece.prompt.seconds += piece.tokens * took_s / tokens
-        done = [piece.prompt for piece in pieces if piece.is_last]
-        parts = [self._hand_part_over(piece) for piece in pieces if not piece.is_through]
+        logits = self._forward(chunks)
+        took_s, tokens = time.perf_counter() - began_s, sum(chunk.tokens for chunk in chunks)
+        share = len(chunks[0].layers) / self.plan.geometry.layers
+        self._scheduler.note(max(1, round(tokens * share)), took_s)
+        for chunk in chunks:
+            chunk.prompt.read += chunk.tokens * chunk.has_last_layer
+            chunk.prompt.seconds += chunk.tokens * took_s / tokens
+        done = [chunk.prompt for chunk in chunks if chunk.ends_prompt]
+        parts = [self._hand_over_layers(chunk) for chunk in chunks if not chunk.has_last_layer]
         return [*refused, *parts, *self._finish(done, logits)]
 
-    # ---------------------------------------------------------------- taking prompts in
+    # ---------------------------------------------------------------- starting prompts
 
-    def _start(self, one: PendingRequest, refused: list[Send]) -> Prompt | None:
-        """Give a prompt its pages; None if its beginning is on its way from disk, or it cannot be.
+    def _start(self, pending: PendingRequest, refused: list[Send]) -> Prompt | None:
+        """Allocate pages for a prompt; None if its prefix is not restored yet, or if it is refused.
 
-        While it waits for the disk, others are read.
+        Other prompts are prefilled while it waits for the disk.
         """
-        if self._awaited is not None and not self._awaited.settle(one.request.id):
+        if self._restores is not None and not self._restores.poll(pending.request.id):
             return None
-        self._waiting.remove(one)
+        self._waiting.remove(pending)
         try:
-            prompt = self._prompt(one)
+            prompt = self._prompt(pending)
         except TriptychError as error:
-            refused.append(refuse(one.request.id, error))
+            refused.append(refuse(pending.request.id, error))
             return None
         self._prompts.append(prompt)
         return prompt
 
-    def _prompt(self, one: PendingRequest) -> Prompt:
-        request = one.request
-        prompt = Prompt(request, one.due, NO_PAGES, ascent=one.ascent)
-        if prompt.ascent is not None:
+    def _prompt(self, pending: PendingRequest) -> Prompt:
+        request = pending.request
+        prompt = Prompt(request, pending.due, NO_PAGES, layerwise=pending.layerwise)
+        if prompt.layerwise is not None:
             return prompt
-        self._give_room(prompt, self.plan.geometry.layers)
+        self._allocate(prompt, self.plan.geometry.layers)
         if asks_for_prompt(request):
             prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
-            self._begin_with_prefix(prompt, self.prefixes)
+            self._load_prefix(prompt, self.prefixes)
         return prompt
 
-    def _begin_with_prefix(self, prompt: Prompt, prefixes: PrefixStore) -> None:
-        """Copy what an earlier request left; at least the last token is left to be read."""
+    def _load_prefix(self, prompt: Prompt, prefixes: PrefixStore) -> None:
+        """Copy cached prefix pages; at least the last token is left to compute."""
         request = prompt.request
         try:
             prompt.read = prompt.cached = prefixes.load(request, prompt.pages, prompt.attention)
         except TriptychError:
             if not self.pool.is_lost:
-                self.pool.give(prompt.pages.ravel())
+                self.pool.free(prompt.pages.ravel())
             raise
 
-    def _give_room(self, prompt: Prompt, layers: int) -> None:
-        """Raw pages and sums of attention for some layers."""
+    def _allocate(self, prompt: Prompt, layers: int) -> None:
+        """Allocate raw pages and attention sums for some layers."""
         tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
         per_row = self.plan.raw.pages(tokens)
-        ids = self.pool.take(layers * kv_heads * per_row)
+        ids = self.pool.allocate(layers * kv_heads * per_row)
         prompt.pages = ids.reshape(layers, kv_heads, per_row)
         if self.plan.policy.needs_significance:
             shape = (layers, self.runner.num_heads, tokens)
@@ -203,88 +207,92 @@ class PrefillEngine:
 
     def _drop(self, prompt: Prompt) -> None:
         self._prompts.remove(prompt)
-        self.pool.give(prompt.pages.ravel())
+        self.pool.free(prompt.pages.ravel())
 
     # ---------------------------------------------------------------- one step
 
-    def _choose_pieces(self) -> tuple[list[Send], list[Piece]]:
-        """Who is due first, until the chunk is full; and what could not be begun.
+    def _schedule_chunks(self) -> tuple[list[Send], list[PrefillChunk]]:
+        """Chunks of this step, earliest due first, and refusals of prompts that could not start.
 
-        Of prompts whose every token is scored, less is read at once: their logits take memory.
+        Prompts with prompt logprobs have a smaller budget: their logits take memory.
         """
-        refused, pieces = list[Send](), list[Piece]()
-        room, layers = Room(self.chunk_tokens), range(self.plan.geometry.layers)
+        refused, chunks = list[Send](), list[PrefillChunk]()
+        budget, layers = ChunkBudget(self.chunk_tokens), range(self.plan.geometry.layers)
         queue: list[Prompt | PendingRequest] = [*self._prompts, *self._waiting]
-        for one in self._chunks.in_order(queue):
-            if not room.tokens:
+        for entry in self._scheduler.in_order(queue):
+            if not budget.tokens:
                 break
-            if one.ascent is not None and pieces:
-                continue  # all pieces of a step go through the same layers
-            prompt = self._start(one, refused) if isinstance(one, PendingRequest) else one
+            if entry.layerwise is not None and chunks:
+                continue  # all chunks of a step have the same layers
+            prompt = self._start(entry, refused) if isinstance(entry, PendingRequest) else entry
             if prompt is None:
                 continue
-            if prompt.ascent is not None:
-                part = self._next_part(prompt, prompt.ascent, refused)
+            if prompt.layerwise is not None:
+                part = self._next_layers(prompt, prompt.layerwise, refused)
                 if part is not None:
                     return refused, [part]
-            elif (piece := room.fill(prompt, layers)) is not None:
-                pieces.append(piece)
-        return refused, pieces
+            elif (chunk := budget.take(prompt, layers)) is not None:
+                chunks.append(chunk)
+        return refused, chunks
 
-    def _next_part(
-        self, prompt: Prompt, ascent: LayerwisePrefill, refused: list[Send]
-    ) -> Piece | None:
-        """The next layers of a prompt; None if it waits for its compressor, or cannot go on."""
-        if prompt.waits:
+    def _next_layers(
+        self, prompt: Prompt, layerwise: LayerwisePrefill, refused: list[Send]
+    ) -> PrefillChunk | None:
+        """The next layers of a prompt; None if it waits for its compressor, or is refused."""
+        if prompt.waits_for_compressor:
             return None
         every = self.plan.geometry.layers
-        layers = range(ascent.layer, min(ascent.layer + ascent.at_once, every))
+        layers = range(
+            layerwise.next_layer, min(layerwise.next_layer + layerwise.layers_per_part, every)
+        )
         try:
-            self._give_room(prompt, len(layers))
+            self._allocate(prompt, len(layers))
         except TriptychError as error:
             refused.append(refuse(prompt.request.id, error))
             self._prompts.remove(prompt)
             return None
-        return Piece(prompt, 0, prompt.left, layers, is_through=layers.stop == every)
+        return PrefillChunk(
+            prompt, 0, prompt.tokens_left, layers, has_last_layer=layers.stop == every
+        )
 
-    def _read(self, pieces: list[Piece]) -> Tensor:
-        """Run the model, or some layers, over the pieces; logits [prompts that end here, vocab]."""
+    def _forward(self, chunks: list[PrefillChunk]) -> Tensor:
+        """Run the model, or some layers, over the chunks; logits [finished prompts, vocab]."""
         tokens = [
             token
-            for piece in pieces
-            for token in piece.prompt.request.known[piece.start : piece.start + piece.tokens]
+            for chunk in chunks
+            for token in chunk.prompt.request.known[chunk.start : chunk.start + chunk.tokens]
         ]
-        positions = np.concatenate([piece.positions for piece in pieces])
-        starts = np.cumsum([0, *(piece.tokens for piece in pieces)])
+        positions = np.concatenate([chunk.positions for chunk in chunks])
+        starts = np.cumsum([0, *(chunk.tokens for chunk in chunks)])
         wanted = [
             int(start) + at
-            for piece, start in zip(pieces, starts[:-1], strict=True)
-            for at in piece.logits_at
+            for chunk, start in zip(chunks, starts[:-1], strict=True)
+            for at in chunk.logits_at
         ]
         arena, half = self.pool.arena, self.half
-        attend = ChunkAttention(arena, self._memory, self.plan, pieces, positions, half=half)
+        attend = ChunkAttention(arena, self._memory, self.plan, chunks, positions, half=half)
         put = self.device.put
         read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
-        ascent = pieces[0].prompt.ascent
-        if ascent is None:
+        layerwise = chunks[0].prompt.layerwise
+        if layerwise is None:
             logits = self.runner.forward(put(read), put(positions), attend, put(logits_at))
         else:
-            hidden = self.runner.embed(put(read)) if ascent.hidden is None else ascent.hidden
-            layers = pieces[0].layers
-            ascent.hidden = self.runner.through(layers, hidden, put(positions), attend)
-            ascent.layer = layers.stop
-            last = ascent.hidden[put(logits_at)]
+            hidden = self.runner.embed(put(read)) if layerwise.hidden is None else layerwise.hidden
+            layers = chunks[0].layers
+            layerwise.hidden = self.runner.through(layers, hidden, put(positions), attend)
+            layerwise.next_layer = layers.stop
+            last = layerwise.hidden[put(logits_at)]
             logits = self.runner.logits(last) if len(last) else last
-        self.device.wait()  # for the clock, and before anybody gives pages back
-        return _score(pieces, logits)
+        self.device.wait()  # before the time is taken and pages are freed
+        return _add_prompt_logprobs(chunks, logits)
 
     def _finish(self, done: list[Prompt], logits: Tensor) -> list[Send]:
-        """Draw first tokens, and hand over the pages of every answer that goes on."""
+        """Sample first tokens, and hand over the pages of unfinished requests."""
         if not done:
             return []
         answers = [self.answers.start(prompt.request) for prompt in done]
         drawn = self.draw(logits, [answer.sampler_row for answer in answers])
-        sends, going_on = list[Send](), list[tuple[Prompt, Answer]]()
+        sends, going_on = list[Send](), list[tuple[Prompt, OutputProcessor]]()
         for prompt, answer, draw in zip(done, answers, drawn, strict=True):
             answer.cached_tokens = min(prompt.cached, len(prompt.request.prompt))
             if prompt.scores is not None:
@@ -302,8 +310,8 @@ class PrefillEngine:
                 sends.append(_prefilled(prompt, answer, None))
         return [*sends, *self._hand_over(going_on)]
 
-    def _leave_significance(self, prompt: Prompt) -> None:
-        """Write the attention that each token received into the score segments of its pages."""
+    def _store_significance(self, prompt: Prompt) -> None:
+        """Store the attention that each token received in the score segments of its pages."""
         if prompt.attention is None:
             return
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
@@ -312,8 +320,8 @@ class PrefillEngine:
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
-    def _hand_over(self, going_on: list[tuple[Prompt, Answer]]) -> list[Send]:
-        handles = self._commit([prompt for prompt, _ in going_on])
+    def _hand_over(self, going_on: list[tuple[Prompt, OutputProcessor]]) -> list[Send]:
+        handles = self._hand_off_pages([prompt for prompt, _ in going_on])
         for prompt, _ in going_on:
             self._prompts.remove(prompt)
         return [
@@ -321,58 +329,58 @@ class PrefillEngine:
             for (prompt, answer), handle in zip(going_on, handles, strict=True)
         ]
 
-    def _hand_part_over(self, piece: Piece) -> Send:
-        """Give layers that are read to the compressor of their prompt."""
-        prompt, ascent = piece.prompt, piece.prompt.ascent
-        assert ascent is not None
-        (handle,) = self._commit([prompt])
-        prompt.pages, first = NO_PAGES, piece.layers.start
-        ascent.unencoded.add(first)
-        request, reader = prompt.request.id, ascent.reader
+    def _hand_over_layers(self, chunk: PrefillChunk) -> Send:
+        """Hand finished layers to the prompt's compressor."""
+        prompt, layerwise = chunk.prompt, chunk.prompt.layerwise
+        assert layerwise is not None
+        (handle,) = self._hand_off_pages([prompt])
+        prompt.pages, first = NO_PAGES, chunk.layers.start
+        layerwise.unencoded.add(first)
+        request, reader = prompt.request.id, layerwise.reader
         layers = Layers(request=request, first=first, handle=handle, reader=reader)
-        return Send(ascent.encoder, layers)
+        return Send(layerwise.encoder, layers)
 
-    def _hear_encoded(self, message: LayersEncoded) -> None:
+    def _on_layers_encoded(self, message: LayersEncoded) -> None:
         for prompt in self._prompts:
-            if prompt.request.id == message.request and prompt.ascent is not None:
-                prompt.ascent.unencoded.discard(message.first)
+            if prompt.request.id == message.request and prompt.layerwise is not None:
+                prompt.layerwise.unencoded.discard(message.first)
 
-    def _commit(self, prompts: list[Prompt]) -> list[KVHandle]:
-        """Put the pages of prompts under leases of their own, for compressors."""
+    def _hand_off_pages(self, prompts: list[Prompt]) -> list[KVHandle]:
+        """Put the pages of each prompt under a lease of its own, for its compressor."""
         for prompt in prompts:
-            self._leave_significance(prompt)
+            self._store_significance(prompt)
         self.device.wait()
         raw = self.plan.raw.format.name
-        claims = self.pool.handoff(
+        lease_refs = self.pool.handoff(
             [(p.request.id, p.pages.ravel()) for p in prompts],
             about=[About(p.request.tenant, ((raw, p.pages.size),)) for p in prompts],
         )
         handles = list[KVHandle]()
-        for prompt, claim in zip(prompts, claims, strict=True):
+        for prompt, lease_ref in zip(prompts, lease_refs, strict=True):
             layers, kv_heads, _ = prompt.pages.shape
             count = prompt.request.known_tokens
             tokens = np.full(layers * kv_heads, count, np.int32)
-            handles.append(make_handle(claim, [(raw, tokens, prompt.pages.ravel())], count))
+            handles.append(make_handle(lease_ref, [(raw, tokens, prompt.pages.ravel())], count))
         return handles
 
 
-def _score(pieces: list[Piece], logits: Tensor) -> Tensor:
-    """Take in what logits say of prompts' own tokens; those of the tokens after prompts are left.
+def _add_prompt_logprobs(chunks: list[PrefillChunk], logits: Tensor) -> Tensor:
+    """Add prompt logprobs, and return the logits of the tokens after prompts.
 
-    Shapes:  logits (all pieces' ``logits_at``, vocab) -> (prompts that end here, vocab)
+    Shapes:  logits (all chunks' ``logits_at``, vocab) -> (finished prompts, vocab)
     """
-    counts = [len(piece.logits_at) for piece in pieces]
+    counts = [len(chunk.logits_at) for chunk in chunks]
     rows = cast("tuple[Tensor, ...]", logits.split(counts))  # torch leaves it untyped
-    for piece, part in zip(pieces, rows, strict=True):
-        if piece.prompt.scores is not None:
-            piece.prompt.scores.add(piece.start, part[: piece.tokens - piece.is_last])
-    if all(piece.prompt.scores is None for piece in pieces):
+    for chunk, part in zip(chunks, rows, strict=True):
+        if chunk.prompt.scores is not None:
+            chunk.prompt.scores.add(chunk.start, part[: chunk.tokens - chunk.ends_prompt])
+    if all(chunk.prompt.scores is None for chunk in chunks):
         return logits
-    ends = [part[-1:] for piece, part in zip(pieces, rows, strict=True) if piece.is_last]
+    ends = [part[-1:] for chunk, part in zip(chunks, rows, strict=True) if chunk.ends_prompt]
     return torch.cat([logits[:0], *ends])
 
 
-def _prefilled(prompt: Prompt, answer: Answer, handle: KVHandle | None) -> Send:
+def _prefilled(prompt: Prompt, answer: OutputProcessor, handle: KVHandle | None) -> Send:
     message = Prefilled(
         request=prompt.request.id,
         first_token=answer.tokens[-1],

@@ -1,4 +1,4 @@
-"""Requests that wait for the beginning of their prompt to come back from disk."""
+"""Requests that wait until their prefix is restored from disk."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,69 +7,69 @@ from dataclasses import dataclass, field
 from triptych.core.messages import Request
 from triptych.workers.kv.prefix_cache import PrefixStore
 
-ASK_EVERY_S = 0.002
+POLL_EVERY_S = 0.002
 
 
 @dataclass(slots=True)
-class _Wait:
+class _Restore:
     request: Request
     until: float
-    ask_at: float
+    poll_at: float
 
 
 @dataclass
 class PrefixRestore:
-    """Asks the pool, from time to time, whether anything is still on its way.
+    """Polls the pool for prefixes that are being restored from disk.
 
-    Nobody waits longer than it would take to compute what is awaited, so a disk that hangs costs
-    as much again at the most. Nothing here blocks: others are read meanwhile.
+    A request waits at most as long as computing its prefix would take, so a disk that hangs at most
+    doubles that time. No call blocks: other prompts are prefilled meanwhile.
     """
 
     prefixes: PrefixStore
     clock: Callable[[], float] = time.monotonic
-    _waits: dict[str, _Wait] = field(default_factory=dict[str, _Wait])
+    _restores: dict[str, _Restore] = field(default_factory=dict[str, _Restore])
 
-    def begin(self, request: Request) -> None:
-        """Have what is on disk brought back, if anything is.
+    def start(self, request: Request) -> None:
+        """Start the restore of a request's prefix if it is on disk.
 
         Raises: PoolUnavailable, NotRegistered
         """
-        seconds = self._ask(request)
+        seconds = self._request_restore(request)
         if seconds > 0:
             now = self.clock()
-            self._waits[request.id] = _Wait(request, now + seconds, now + ASK_EVERY_S)
+            self._restores[request.id] = _Restore(request, now + seconds, now + POLL_EVERY_S)
 
     def is_ready(self, request: str) -> bool:
-        """Whether a request need not wait, as far as is known without asking."""
-        wait = self._waits.get(request)
-        return wait is None or self.clock() >= min(wait.ask_at, wait.until)
+        """Whether a request need not wait, or should be polled now."""
+        restore = self._restores.get(request)
+        return restore is None or self.clock() >= min(restore.poll_at, restore.until)
 
-    def settle(self, request: str) -> bool:
-        """Whether a request waits no longer; asks if it is time to.
+    def poll(self, request: str) -> bool:
+        """Whether a request waits no longer; polls the pool when due.
 
         Raises: PoolUnavailable, NotRegistered
         """
-        wait = self._waits.get(request)
-        if wait is None:
+        restore = self._restores.get(request)
+        if restore is None:
             return True
         now = self.clock()
-        if now < min(wait.ask_at, wait.until):
+        if now < min(restore.poll_at, restore.until):
             return False
-        if now < wait.until and self._ask(wait.request) > 0:
-            wait.ask_at = self.clock() + ASK_EVERY_S
+        if now < restore.until and self._request_restore(restore.request) > 0:
+            restore.poll_at = self.clock() + POLL_EVERY_S
             return False
-        del self._waits[request]
+        del self._restores[request]
         return True
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until somebody is to ask again; None if nobody waits."""
-        due = min((wait.ask_at for wait in self._waits.values()), default=None)
+        """Seconds until the next poll; None if no request waits."""
+        due = min((restore.poll_at for restore in self._restores.values()), default=None)
         return None if due is None else max(0.0, due - self.clock())
 
     def forget(self, requests: Iterable[str]) -> None:
         for request in requests:
-            self._waits.pop(request, None)
+            self._restores.pop(request, None)
 
-    def _ask(self, request: Request) -> float:
+    def _request_restore(self, request: Request) -> float:
         return self.prefixes.restore(request)

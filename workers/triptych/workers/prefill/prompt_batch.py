@@ -1,4 +1,4 @@
-"""Prompts on their way through the prefill stage."""
+"""Prompts in prefill, and the chunks of them that one step processes."""
 
 from dataclasses import dataclass, field
 
@@ -10,96 +10,95 @@ from triptych.core.messages import Request
 from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptLogprobRows
 
 UNENCODED = 1
-"""Parts of a prompt that may wait for their compressor while the next one is read."""
+"""Parts of a prompt that may wait for the compressor while the next part is prefilled."""
 
 
 @dataclass(eq=False)
 class LayerwisePrefill:
-    """Where a prompt is that is read some layers at a time.
+    """Progress of a prompt that is prefilled some layers at a time.
 
     Source: FlowPrefill (prefill that stops between layers)
     """
 
     encoder: str
-    """The compressor that gets the layers."""
+    """Name of the compressor that encodes the layers."""
     reader: str
-    """Where it says that they are encoded."""
-    at_once: int
+    """Name of the worker to which it reports encoded layers."""
+    layers_per_part: int
     """Layers of a part."""
-    layer: int = 0
-    """The next one."""
+    next_layer: int = 0
     hidden: Tensor | None = None
-    """What it reads, [tokens, E]; None: the embedding."""
+    """Input of the next layer, [tokens, E]; None: the embedding."""
     unencoded: set[int] = field(default_factory=set[int])
-    """Parts that were handed over and may still have their raw pages, by their first layer."""
+    """First layers of parts that were handed over and are not reported encoded."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt that is being read."""
+    """A prompt in prefill."""
 
     request: Request
     due: float
-    """When it is to be read to its end, on the clock of the engine's chunks."""
+    """When its prefill is due, on the token clock of ``ChunkScheduler``."""
     pages: NDArray[np.int32]
-    """Raw pages, [layers, kv_heads, pages of a head row]: of all layers, or of those of a part."""
+    """Raw pages, [layers, kv_heads, pages of a head row]: of all layers, or of one part."""
     read: int = 0
-    """Tokens that are through all layers."""
+    """Tokens computed in all layers."""
     attention: Tensor | None = None
-    """Attention that each token received so far, [layers, heads, tokens]; None: nobody asks."""
+    """Attention that each token received so far, [layers, heads, tokens]; None: not needed."""
     cached: int = 0
-    """Tokens that a prefix of another request saved."""
+    """Tokens from the prefix cache."""
     scores: PromptLogprobRows | None = None
-    """How likely its tokens were; None: nobody asks."""
+    """Log probabilities of its tokens; None: not requested."""
     seconds: float = 0.0
-    """Its share of the steps so far, by tokens."""
-    ascent: LayerwisePrefill | None = None
-    """None: each step reads tokens through all layers."""
+    """Its share of the time of all steps so far, by tokens."""
+    layerwise: LayerwisePrefill | None = None
+    """None: each step computes tokens in all layers."""
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         return self.request.known_tokens - self.read
 
     @property
     def token_s(self) -> float:
-        """Seconds per token that was computed here."""
+        """Seconds per computed token."""
         return self.seconds / max(1, self.read - self.cached)
 
     @property
-    def waits(self) -> bool:
-        """Whether nothing of it can be read before its compressor has done more."""
-        return self.ascent is not None and len(self.ascent.unencoded) > UNENCODED
+    def waits_for_compressor(self) -> bool:
+        """Whether its next layers must wait until the compressor has encoded earlier ones."""
+        return self.layerwise is not None and len(self.layerwise.unencoded) > UNENCODED
 
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """A request whose prompt has no pages yet."""
+    """A request in the queue, whose prompt has no pages yet."""
 
     request: Request
     due: float
-    ascent: LayerwisePrefill | None = None
-    """How it will be read, if it is some layers at a time."""
+    layerwise: LayerwisePrefill | None = None
+    """Set if it will be prefilled some layers at a time."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one step reads of a prompt: some tokens in all layers, or all tokens in some layers."""
+class PrefillChunk:
+    """Work on a prompt in one step: some tokens in all layers, or all tokens in some layers."""
 
     prompt: Prompt
     start: int
     tokens: int
     layers: range
-    is_through: bool = True
-    """Whether the last layer is among them."""
+    has_last_layer: bool = True
+    """Whether ``layers`` includes the last layer."""
 
     @property
-    def is_last(self) -> bool:
-        return self.is_through and self.start + self.tokens == self.prompt.request.known_tokens
+    def ends_prompt(self) -> bool:
+        return self.has_last_layer and self.start + self.tokens == self.prompt.request.known_tokens
 
     @property
     def logits_at(self) -> range:
-        """Which of its tokens' logits are needed: of all, or of the prompt's last one."""
-        first = 0 if self.prompt.scores is not None else self.tokens - self.is_last
+        """Tokens whose logits are needed: all, or the prompt's last one."""
+        first = 0 if self.prompt.scores is not None else self.tokens - self.ends_prompt
         return range(first, self.tokens)
 
     @property
@@ -108,18 +107,18 @@ class Piece:
 
 
 @dataclass
-class Room:
-    """What a step can still take in."""
+class ChunkBudget:
+    """Tokens that a step can still process."""
 
     tokens: int
     scored: int = SCORED_TOKENS
-    """Of prompts whose every token is scored: their logits take memory."""
+    """Limit for prompts with prompt logprobs: logits of each token take memory."""
 
-    def fill(self, prompt: Prompt, layers: range) -> Piece | None:
-        """As much of a prompt as there is room for; None if that is nothing."""
-        count = min(self.tokens, prompt.left)
+    def take(self, prompt: Prompt, layers: range) -> PrefillChunk | None:
+        """The next chunk of a prompt within the budget; None if it is empty."""
+        count = min(self.tokens, prompt.tokens_left)
         if prompt.scores is not None:
             count = min(count, self.scored)
             self.scored -= count
         self.tokens -= count
-        return Piece(prompt, prompt.read, count, layers) if count else None
+        return PrefillChunk(prompt, prompt.read, count, layers) if count else None

@@ -1,6 +1,6 @@
 # torch leaves some of its functions partly untyped.
 # pyright: reportUnknownMemberType=false
-"""How likely each token of a prompt was, chunk by chunk as the prompt is read."""
+"""Prompt logprobs, computed chunk by chunk during prefill."""
 
 from collections.abc import Sequence
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from triptych.core.messages import PromptLogprobs
 
 SCORED_TOKENS = 128
-"""Tokens of such prompts that one step reads: logits of each are kept until it ends, 25 MB for a
+"""Tokens with prompt logprobs in one step: their logits stay in memory until it ends, 25 MB for a
 vocabulary of 49,152."""
 
 _SLICE_ROWS = 16
-"""Rows that are looked at together, so that no second copy of all logits is made."""
+"""Rows that are processed together, so that no second copy of all logits is made."""
 
 
 class PromptLogprobRows:
     """Log probabilities of one prompt's tokens, given those before each.
 
-    Shapes:  one row for each token but the first, of which nothing can be said
+    Shapes:  one row for each token but the first, which has no distribution
     """
 
     def __init__(self, tokens: Sequence[int], top: int) -> None:
-        """``top``: alternatives to report of each."""
+        """``top``: number of alternatives to report for each token."""
         rows = len(tokens) - 1
         self._tokens = torch.tensor(tokens[1:], dtype=torch.int64)
         self._top = top
@@ -35,7 +35,7 @@ class PromptLogprobRows:
         self._ranks: NDArray[np.int32] = np.zeros(rows, np.int32)
 
     def add(self, start: int, logits: Tensor) -> None:
-        """Take the logits of the tokens from position ``start`` on: each tells of the next token.
+        """Add the logits of the tokens from position ``start`` on; each predicts the next token.
 
         Shapes:  logits (N, vocab)
         Dtypes:  float32; left unchanged
@@ -51,12 +51,12 @@ class PromptLogprobRows:
         width = ids.shape[1]
         self._logprobs[rows, :1] = (own - total).cpu().numpy()
         self._logprobs[rows, 1 : 1 + width] = (values - total).cpu().numpy()
-        self._logprobs[rows, 1 + width :] = -np.inf  # a vocabulary that has no more tokens
+        self._logprobs[rows, 1 + width :] = -np.inf  # if the vocabulary has fewer tokens
         self._ids[rows, :width] = ids.cpu().numpy()
         self._ranks[rows] = (logits > own).sum(dim=-1).add(1).cpu().numpy()
 
     def packed(self) -> PromptLogprobs:
-        """What goes to the ingress."""
+        """The message for the ingress."""
         return PromptLogprobs(
             top=self._top,
             ids=self._ids.astype("<i4").tobytes(),

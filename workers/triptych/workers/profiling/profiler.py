@@ -1,8 +1,8 @@
-"""Where the time of each step goes: every moment of it belongs to one part, so the sum is the step.
+"""The profiler: splits the time of each step into parts that add up to the step.
 
-A part is an op of ``kernels``, or what lies between: the matrix products of the model, drawing
-tokens, the pages' books. Nothing in the engines knows of it: the profiler stands around their
-work, their runner and their draw for as long as a step takes.
+A part is an op of ``kernels``, or the time between ops: matrix products of the model, sampling,
+page tables. Engines have no profiling code: for the duration of a step the profiler wraps their
+step, their runner and their sampler.
 
 Source: TinyServe (layer-wise profiler with hooks of microseconds)
 """
@@ -30,7 +30,7 @@ from triptych.workers.sampling.sampler import Draw, Drawn, SamplerRow
 from triptych.workers.stage import Engine
 
 NO_LAYER = -1
-BOOKS, PRODUCTS, ATTENTION, HEAD, DRAW, ANSWERS, OWN = (
+PAGE_TABLES, PRODUCTS, ATTENTION, HEAD, DRAW, ANSWERS, OWN = (
     "page books",
     "products",
     "attention call",
@@ -39,9 +39,9 @@ BOOKS, PRODUCTS, ATTENTION, HEAD, DRAW, ANSWERS, OWN = (
     "answers",
     "profiler",
 )
-"""Parts that are no ops. ``products``: what lies between the attention of the layer before and that
-of this one; ``attention call``: what surrounds the ops there; ``head``: what comes after the last
-layer's attention, with its products."""
+"""Parts that are not ops. ``products``: from the previous layer's attention to this layer's;
+``attention call``: time in attention outside of its ops; ``head``: all after the last layer's
+attention, including its products."""
 
 Work = Callable[[], Iterable[Send] | None]
 Span = tuple[str, int, float, float]
@@ -50,22 +50,22 @@ Span = tuple[str, int, float, float]
 
 @dataclass(eq=False)
 class Step:
-    """One piece of work of an engine."""
+    """One step of an engine."""
 
     stage: Stage
     begin_s: float
     end_s: float = 0.0
     tokens: int = 0
-    """That the model was run for."""
+    """Tokens of the forward pass."""
     cuts: list[Any] = field(default_factory=list[Any])
-    """Part, layer and end of each span, one after the other: what is written down costs time that
-    belongs to no part, and nothing costs less than one list."""
+    """Part, layer and end of each span, flat in one list: recording takes time that belongs to no
+    part, and a list is cheapest."""
     reading: Reading | None = None
-    """Of a decode step."""
+    """Pages read, for a decode step."""
 
     @property
     def spans(self) -> list[Span]:
-        """What the step was made of, without gaps."""
+        """Spans of the step, without gaps."""
         parts, layers, ends = self.cuts[::3], self.cuts[1::3], self.cuts[2::3]
         return list(zip(parts, layers, [self.begin_s, *ends], ends, strict=False))
 
@@ -75,43 +75,43 @@ class Step:
 
 
 class Profiler:
-    """Looks on while engines work; ``around`` goes into a ``StageLoop``. For one thread."""
+    """Profiles the steps of a ``StageLoop``, which calls ``around``; single-threaded."""
 
     def __init__(
-        self, most: int, *, every: int = 1, clock: Callable[[], float] = time.perf_counter
+        self, max_steps: int, *, every: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Keep ``most`` steps of each stage; one in ``every`` decode steps is looked at, by chance.
+        """Keep ``max_steps`` steps per stage; profile one in ``every`` decode steps at random.
 
-        The others are timed as a whole, which shows what looking costs. By chance, since scores are
-        added every few steps: of every second step one half would have them all.
+        The others are only timed, which shows the overhead of profiling. Random, since some work
+        happens every few steps and would fall into every second step alone.
         """
-        self.steps, self.unwatched = list[Step](), list[Step]()
-        self._most, self._every, self._clock = most, every, clock
-        self._luck = random.Random(0)
+        self.steps, self.unprofiled = list[Step](), list[Step]()
+        self._max_steps, self._every, self._clock = max_steps, every, clock
+        self._rng = random.Random(0)
         self._counts = dict[Stage, int]()
-        self._between, self._layer = BOOKS, NO_LAYER
+        self._between, self._layer = PAGE_TABLES, NO_LAYER
         self._rows = dict[int, Tensor | None]()
-        """By layer which requests of the step read lists of pages."""
+        """By layer, the requests of the step that read selected pages."""
 
     def is_full(self, stage: Stage) -> bool:
-        """Whether there are as many steps of a stage as are kept."""
-        return self._counts.get(stage, 0) >= self._most
+        """Whether ``max_steps`` steps of a stage were kept."""
+        return self._counts.get(stage, 0) >= self._max_steps
 
     def around(self, engine: Engine, work: Work) -> Iterable[Send] | None:
-        """Do a piece of work, and keep what became of the time if there is room."""
+        """Run a step, and keep its spans unless the stage is full."""
         if self.is_full(engine.stage):
             return work()
         step = Step(engine.stage, self._clock())
-        if engine.stage == "decode" and self._luck.randrange(self._every):
+        if engine.stage == "decode" and self._rng.randrange(self._every):
             done = work()
             step.end_s = self._clock()
-            self.unwatched.append(step)
+            self.unprofiled.append(step)
             return done
         self._counts[engine.stage] = self._counts.get(engine.stage, 0) + 1
-        self._between, self._layer = BOOKS, NO_LAYER
+        self._between, self._layer = PAGE_TABLES, NO_LAYER
         self._rows.clear()
         try:
-            with self._looking_on(engine, step):
+            with self._instrumented(engine, step):
                 self._note(step, OWN)
                 return work()
         finally:
@@ -120,43 +120,43 @@ class Profiler:
             self.steps.append(step)
 
     @contextmanager
-    def _looking_on(self, engine: Engine, step: Step) -> Generator[None]:
+    def _instrumented(self, engine: Engine, step: Step) -> Generator[None]:
         cuts = step.cuts
 
-        def hear(op: str, given: Mapping[str, Any], begin_s: float, end_s: float) -> None:
+        def on_op(op: str, given: Mapping[str, Any], begin_s: float, end_s: float) -> None:
             layer = self._layer
             cuts.extend((self._between, layer, begin_s, op, layer, end_s))
             if "lists" in given:
                 lists: PageLists | None = given["lists"]
                 self._rows[layer] = None if lists is None else lists.rows
 
-        with hearing(hear):
+        with hearing(on_op):
             if not isinstance(engine, PrefillEngine | DecodeEngine):
                 yield
                 return
             runner, draw = engine.runner, engine.draw
-            engine.runner = _WatchedRunner(runner, self, step, engine)
-            engine.draw = self._watched_draw(draw, step)
+            engine.runner = _ProfiledRunner(runner, self, step, engine)
+            engine.draw = self._timed_draw(draw, step)
             try:
                 yield
             finally:
                 engine.runner, engine.draw = runner, draw
 
     def _note(self, step: Step, part: str) -> None:
-        """The time since the last note belongs to ``part``."""
+        """Attribute the time since the last note to ``part``."""
         step.cuts.extend((part, self._layer, self._clock()))
 
-    def _watched_draw(self, draw: Draw, step: Step) -> Draw:
-        def watched(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
+    def _timed_draw(self, draw: Draw, step: Step) -> Draw:
+        def timed(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
             self._note(step, self._between)
             drawn = draw(logits, rows)
             self._note(step, DRAW)
             self._between = ANSWERS
             return drawn
 
-        return watched
+        return timed
 
-    # ---------------------------------------------------------------- what the runner tells
+    # ---------------------------------------------------------------- called by the runner
 
     def begin_forward(self, step: Step, tokens: int) -> None:
         self._note(step, self._between)
@@ -164,10 +164,10 @@ class Profiler:
         step.tokens += tokens
 
     def around_attention(self, step: Step, attend: Attend) -> Attend:
-        """``attend``, with notes of when a layer begins and ends it."""
+        """``attend`` with the begin and end of each call recorded."""
         cuts, clock = step.cuts, self._clock
 
-        def watched(
+        def timed(
             layer: int,
             query: Tensor,
             key: Tensor,
@@ -184,15 +184,15 @@ class Profiler:
             self._between = PRODUCTS
             return mixed
 
-        return watched
+        return timed
 
     def end_layers(self, step: Step) -> None:
-        """Some layers are done; whether others come in this step is open."""
+        """Some layers are done; others may follow in this step."""
         self._note(step, PRODUCTS)
         self._layer, self._between = NO_LAYER, ANSWERS
 
     def end_forward(self, step: Step, engine: Engine) -> None:
-        """The step's requests are all there still: none has ended at its new token."""
+        """Record the pages read; no request of the step has finished yet."""
         self._layer = NO_LAYER
         self._note(step, HEAD)
         if isinstance(engine, DecodeEngine):
@@ -218,8 +218,8 @@ class Profiler:
         return Lists(selector.ordinals.cpu().numpy()[:, slots, :, :most], counts, is_read)
 
 
-class _WatchedRunner:
-    """A runner that tells when it begins, and when attention does."""
+class _ProfiledRunner:
+    """A runner that reports its phases to the profiler."""
 
     def __init__(self, inner: Runner, profiler: Profiler, step: Step, engine: Engine) -> None:
         self._inner, self._profiler, self._step, self._engine = inner, profiler, step, engine
@@ -241,22 +241,22 @@ class _WatchedRunner:
         exits: Exits | None = None,
     ) -> Tensor:
         profiler, step = self._profiler, self._step
-        watched = profiler.around_attention(step, attend)
+        timed = profiler.around_attention(step, attend)
         profiler.begin_forward(step, len(tokens))
-        logits = self._inner.forward(tokens, positions, watched, logits_at, exits)
+        logits = self._inner.forward(tokens, positions, timed, logits_at, exits)
         profiler.end_forward(step, self._engine)
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens count where they begin: what follows are layers of the same ones."""
+        """Counts tokens at the first layer only."""
         self._step.tokens += len(tokens)
         return self._inner.embed(tokens)
 
     def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         profiler, step = self._profiler, self._step
-        watched = profiler.around_attention(step, attend)
+        timed = profiler.around_attention(step, attend)
         profiler.begin_forward(step, 0)
-        passed = self._inner.through(layers, hidden, positions, watched)
+        passed = self._inner.through(layers, hidden, positions, timed)
         profiler.end_layers(step)
         return passed
 

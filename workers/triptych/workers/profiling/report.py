@@ -1,4 +1,4 @@
-"""What a profile tells: seconds and bytes by part, by layer and by step, and a trace of all."""
+"""Profile reports: seconds and bytes by part, layer and step, and a Chrome trace."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ from triptych.workers.profiling.profiler import Step
 READS_PAGES = "decode_attention"
 US = 1e6
 Event = dict[str, object]
-"""Of a trace."""
+"""An event of a Chrome trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +45,27 @@ class StepRow:
 
     stage: Stage
     begin_s: float
-    """After the first one began; as a worker tells it, of the Unix epoch."""
+    """Seconds after the first step; in the report of a worker, Unix time."""
     seconds: float
     tokens: int
     page_bytes: int = 0
-    """Of keys and values that attention read."""
+    """Bytes of keys and values that attention read."""
     weight_bytes: int = 0
     pages: int = 0
-    """That the requests have."""
+    """Pages of the requests."""
     pages_read: int = 0
     reused: float | None = None
-    """Share of the pages read that the same request read at the step before."""
+    """Share of the pages read that the request also read in the previous step."""
 
     @property
     def gb_per_s(self) -> float:
-        """Weights and pages, over the time of the step."""
+        """Bytes of weights and pages per second of the step."""
         return (self.page_bytes + self.weight_bytes) / self.seconds / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """Where time and bytes went."""
+    """Time and bytes of a profile, by part, layer and step."""
 
     parts: list[PartRow]
     layers: list[LayerRow]
@@ -73,7 +73,7 @@ class ProfileReport:
 
     @classmethod
     def joined(cls, reports: Sequence["ProfileReport"]) -> "ProfileReport":
-        """One of several workers, each with stages of its own; time begins with the first step."""
+        """Merge reports of workers with different stages; time begins at the first step."""
         first = min((row.begin_s for one in reports for row in one.steps), default=0.0)
         return cls(
             parts=[row for one in reports for row in one.parts],
@@ -95,9 +95,9 @@ class ProfileReport:
 def report_of(
     steps: Sequence[Step], weight_bytes: int, origin_s: float | None = None
 ) -> ProfileReport:
-    """Add up what a profiler kept; ``weight_bytes`` are those that a forward pass reads.
+    """Report of profiled steps; ``weight_bytes`` are read by each forward pass.
 
-    ``origin_s``: where time begins, on the profiler's clock; None: with the first step.
+    ``origin_s``: zero of the report's time, on the profiler's clock; None: the first step.
     """
     rows = _steps(steps, weight_bytes, _origin(steps, origin_s))
     decode = [step for step in steps if step.stage == "decode"]
@@ -182,7 +182,7 @@ def _steps(steps: Sequence[Step], weight_bytes: int, origin_s: float) -> list[St
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
-    """What chrome://tracing and Perfetto open: a row for each stage."""
+    """A trace for chrome://tracing and Perfetto, with a row per stage."""
     names: list[Event] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": stage}}
         for pid, stage in enumerate(STAGES)
@@ -196,14 +196,14 @@ def trace_events(steps: Sequence[Step], origin_s: float | None = None) -> list[E
     events = list[Event]()
     for step in steps:
         pid = STAGES.index(step.stage)
-        told: dict[str, object] = {"tokens": step.tokens}
-        events.append(_event("step", pid, step.begin_s - start, step.took_s, told))
+        args: dict[str, object] = {"tokens": step.tokens}
+        events.append(_event("step", pid, step.begin_s - start, step.took_s, args))
         for part, layer, begin_s, end_s in step.spans:
-            told = {} if layer < 0 else {"layer": layer}
-            events.append(_event(part, pid, begin_s - start, end_s - begin_s, told))
+            args = {} if layer < 0 else {"layer": layer}
+            events.append(_event(part, pid, begin_s - start, end_s - begin_s, args))
     return events
 
 
-def _event(name: str, pid: int, begin_s: float, took_s: float, told: dict[str, object]) -> Event:
+def _event(name: str, pid: int, begin_s: float, took_s: float, args: dict[str, object]) -> Event:
     times = {"ts": round(begin_s * US, 3), "dur": round(took_s * US, 3)}
-    return {"name": name, "ph": "X", "pid": pid, "tid": 0, **times, "args": told}
+    return {"name": name, "ph": "X", "pid": pid, "tid": 0, **times, "args": args}

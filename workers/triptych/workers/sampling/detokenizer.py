@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: whole characters only, and never past a stop text."""
+"""Incremental detokenization: whole characters only, and no text past a stop string."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ _WINDOW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What a token added: text that is final, and the stop text that ended the answer."""
+class TextDelta:
+    """Final text that a token added, and the stop string that ended the output."""
 
     text: str
     stop: str | None = None
 
 
-class TextStream:
-    """Detokenizes one answer incrementally.
+class IncrementalDetokenizer:
+    """Detokenizes one output incrementally.
 
-    All pieces and ``finish`` together are the decoded answer, cut at the first stop text
-    that is completed. Decoding restarts inside a window of recent tokens, so a token costs
-    the same however long the answer is.
+    All deltas and ``finish`` together are the decoded output, cut at the first stop string that
+    is completed. Decoding covers a window of recent tokens, so the cost of a token does not
+    depend on the length of the output.
 
     One exception: tokenizers with byte tokens (``<0x41>``) replace every byte of a run that
-    is not UTF-8 as a whole. Characters of such a run that were already sent stay as they are.
+    is not UTF-8 as a whole. Characters of such a run that were already sent do not change.
     """
 
     def __init__(
@@ -35,25 +35,25 @@ class TextStream:
         sampling: Sampling,
         prompt_tail: Sequence[int] = (),
     ) -> None:
-        """``prompt_tail``: last tokens of a prompt that the answer continues without a break.
-        Tokenizers of SentencePiece's kind drop a space in front of the very first token."""
-        self._decoder = _Window(tokenizer, skip_special=sampling.skip_special_tokens)
-        self._stops = _StopTexts(sampling.stop, keep=sampling.include_stop)
+        """``prompt_tail``: last tokens of the prompt. SentencePiece tokenizers drop a space in
+        front of the very first token, so decoding must not start with the output."""
+        self._decoder = _DecodeWindow(tokenizer, skip_special=sampling.skip_special_tokens)
+        self._stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
         for token in prompt_tail:
             self._decoder.push(token)
 
-    def push(self, token: int) -> Piece:
-        """Take the answer's next token."""
+    def push(self, token: int) -> TextDelta:
+        """Add an output token; the text that it makes final."""
         return self._stops.push(self._decoder.push(token))
 
     def finish(self) -> str:
-        """The text that was still held back; nothing after a stop text was found."""
+        """The text held back until now; empty after a stop string was found."""
         piece = self._stops.push(self._decoder.flush())
         return piece.text + self._stops.flush()
 
 
-class _Window:
-    """Decodes the last few tokens and gives what is new.
+class _DecodeWindow:
+    """Decodes a window of the last tokens and returns the new text.
 
     The decoded tail may still change while it ends in a replacement character: the rest of
     a multi-byte character may come with the next token. A window starts at a token border
@@ -65,12 +65,12 @@ class _Window:
         self._skip = frozenset(tokenizer.all_special_ids if skip_special else ())
         self._tokens = list[int]()
         self._border = 0
-        """Tokens of the window whose text was settled when the next token came."""
+        """Tokens of the window whose text was final when the next token came."""
         self._given = 0
-        """Characters of the window's text that were handed out."""
+        """Characters of the window's text that were returned already."""
 
     def push(self, token: int) -> str:
-        """Text that this token settles."""
+        """Text that this token makes final."""
         if token in self._skip:
             return ""
         self._tokens.append(token)
@@ -83,7 +83,7 @@ class _Window:
         return new
 
     def flush(self) -> str:
-        """Everything else, an unfinished character as a replacement character."""
+        """The remaining text; an incomplete character becomes a replacement character."""
         text = self._text(self._tokens)
         new, self._given = text[self._given :], len(text)
         return new
@@ -108,35 +108,35 @@ class _Window:
         return self._decode(tokens, skip_special_tokens=False)
 
 
-class _StopTexts:
-    """Lets text through until one of the stop texts is complete.
+class _StopStrings:
+    """Returns text until a stop string is complete; holds back text that may begin one.
 
-    The stop text that is completed first ends the answer, whatever the tokens' borders;
+    The stop string that is completed first ends the output, regardless of token borders;
     of several completed by the same character, the longest.
     """
 
     def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._keep = keep
-        self._held = ""
+        self._held_back = ""
         self._ended = False
 
-    def push(self, new: str) -> Piece:
+    def push(self, new: str) -> TextDelta:
         if self._ended:
-            return Piece("")
+            return TextDelta("")
         if not self._stops:
-            return Piece(new)
-        text = self._held + new
+            return TextDelta(new)
+        text = self._held_back + new
         if found := self._first(text):
             end, stop = found
-            self._held, self._ended = "", True
-            return Piece(text[: end if self._keep else end - len(stop)], stop)
+            self._held_back, self._ended = "", True
+            return TextDelta(text[: end if self._keep else end - len(stop)], stop)
         hold = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - hold :]
-        return Piece(text[: len(text) - hold])
+        self._held_back = text[len(text) - hold :]
+        return TextDelta(text[: len(text) - hold])
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._held_back = self._held_back, ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
@@ -152,7 +152,7 @@ class _StopTexts:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop`` but is not all of it."""
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

@@ -1,6 +1,6 @@
 # llguidance lacks some type hints.
 # pyright: reportUnknownMemberType=false
-"""Answers that keep to a grammar: before each draw, tokens that cannot follow are ruled out."""
+"""Guided decoding: masks the logits of tokens that a grammar does not allow next."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,23 +15,23 @@ from triptych.core.grammar import LIMITS
 from triptych.workers.models.load import LoadedModel
 
 
-class Constraint:
-    """How far one answer has come in its grammar."""
+class GrammarMatcher:
+    """Grammar state of one output."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         self._tokens = 0
 
-    def append(self, token: int) -> None:
-        """Take a token of the answer. One that does not fit makes ``rule_out`` raise."""
+    def accept_token(self, token: int) -> None:
+        """Advance by an output token. After a token that does not fit ``mask_logits`` raises."""
         self._tokens += 1
         self._matcher.consume_token(token)
 
-    def rule_out(self, logits: Tensor) -> None:
-        """Set the logits of tokens that cannot follow to minus infinity.
+    def mask_logits(self, logits: Tensor) -> None:
+        """Set the logits of tokens that the grammar does not allow next to minus infinity.
 
         Shapes:  logits (vocab,)
-        Raises:  GrammarError if the answer has left its grammar, or the step costs too much
+        Raises:  GrammarError if the output violates the grammar, or the step exceeds a limit
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -47,17 +47,17 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Constraints:
-    """Makes constraints for one model; its vocabulary is prepared when the first one is asked for.
+class GrammarMatcherFactory:
+    """Makes grammar matchers for one model.
 
-    That takes half a second, once.
+    The first matcher prepares the vocabulary, which takes half a second.
     """
 
     model: LoadedModel
 
-    def start(self, grammar: str) -> Constraint:
-        """A constraint for an answer that has not begun."""
-        return Constraint(self._tokenizer, grammar)
+    def start(self, grammar: str) -> GrammarMatcher:
+        """A matcher for an output without tokens."""
+        return GrammarMatcher(self._tokenizer, grammar)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

@@ -1,4 +1,4 @@
-"""One answer as it grows: tokens, text, when it ends, what the client is told."""
+"""Output state of a request: tokens, text, finish reason and the messages to the client."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,40 +13,40 @@ from triptych.core.messages import (
     Tokens,
 )
 from triptych.workers.models.load import LoadedModel
-from triptych.workers.sampling.detokenizer import TextStream
-from triptych.workers.sampling.grammar import Constraints
+from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
+from triptych.workers.sampling.grammar import GrammarMatcherFactory
 from triptych.workers.sampling.sampler import Drawn, SamplerRow
 
 PROMPT_TAIL_TOKENS = 8
-"""Tokens of the prompt that decide how the first token of the answer is written."""
+"""Prompt tokens that the detokenizer needs for the text of the first output token."""
 
 
 @dataclass(eq=False)
-class Answer:
-    """State of one answer. The decode stage rebuilds it from the first token."""
+class OutputProcessor:
+    """Turns sampled tokens of one request into messages. Decode rebuilds it from all tokens."""
 
     request: Request
     sampler_row: SamplerRow
-    text: TextStream
+    text: IncrementalDetokenizer
     end_ids: frozenset[int]
     limit: int
-    """Tokens at most: what the request asks for, or what is left of the context."""
+    """Most output tokens: the request's ``max_tokens``, or what is left of the context."""
     tokens: list[int] = field(default_factory=list[int])
     finish: FinishReason | None = None
     report: CompressionReport | None = None
-    """Told to the client with the next tokens, once."""
+    """Sent once, with the next tokens."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed again; told once, too."""
+    """Prompt tokens from the prefix cache; sent once, too."""
     prompt_logprobs: PromptLogprobs | None = None
-    """How likely the tokens of the prompt were; told once, too."""
+    """Log probabilities of the prompt; sent once, too."""
     ended_by: str = ""
-    """The plug-in that ended it, if one did."""
+    """The plug-in that ended the output, if any."""
 
     def push(self, drawn: Drawn, ended_by: str = "") -> Send:
-        """Take a drawn token; what comes back goes to the ingress.
+        """Add a sampled token; the message for the ingress.
 
-        ``ended_by``: the plug-in that wants the answer to end with it, unless that ends it anyway.
-        It has no say before ``min_tokens``, nor in an answer that must keep to a grammar.
+        ``ended_by``: the plug-in that ends the output with this token, if nothing else does. It
+        is ignored before ``min_tokens`` and in guided decoding.
 
         Raises: ModelError if the row's logits were not numbers; GrammarError if no token may follow
         """
@@ -75,10 +75,10 @@ class Answer:
     def replay(
         self, token: int, ended_by: str = "", logprobs: tuple[TokenLogprob, ...] = ()
     ) -> Send:
-        """Take a token that an earlier worker drew; what comes back repeats it to the ingress.
+        """Add a token that a previous worker sampled; the message that repeats it to the ingress.
 
-        The worker may have died before it got the token through. ``ended_by``: the plug-in that
-        ended the answer with it; ``logprobs``: how likely it was, if that is known.
+        The worker can have died before its message arrived. ``ended_by``: the plug-in that ended
+        the output with it; ``logprobs``: its log probabilities, if known.
         """
         index = len(self.tokens)
         text, stop = self._advance(token, ended_by)
@@ -113,7 +113,7 @@ class Answer:
         return piece.text, piece.stop
 
     def logprobs(self, drawn: Drawn) -> tuple[TokenLogprob, ...]:
-        """How likely a drawn token is, as the client is told; nothing if it did not ask."""
+        """Log probabilities of a sampled token for the client; empty if it did not ask for them."""
         if self.request.sampling.logprobs < 0 or drawn.logprob is None:
             return ()
         return (TokenLogprob(token=drawn.token, logprob=drawn.logprob, top=drawn.top),)
@@ -121,33 +121,35 @@ class Answer:
 
 @dataclass(frozen=True)
 class OutputFactory:
-    """Makes answers for one model."""
+    """Makes output processors for one model."""
 
     model: LoadedModel
     context_tokens: int
 
     @cached_property
-    def _constraints(self) -> Constraints:
-        return Constraints(self.model)
+    def _grammars(self) -> GrammarMatcherFactory:
+        return GrammarMatcherFactory(self.model)
 
-    def start(self, request: Request) -> Answer:
-        """An answer that goes on behind what its client has already."""
+    def start(self, request: Request) -> OutputProcessor:
+        """An output processor that continues after the tokens that the client has already."""
         sampling = request.sampling
         own = frozenset[int]() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
-        answer = Answer(
+        output = OutputProcessor(
             request=request,
             sampler_row=SamplerRow(
                 sampling,
                 request.prompt,
                 self.model.eos_token_ids,
-                constraint=self._constraints.start(sampling.grammar) if sampling.grammar else None,
+                grammar=self._grammars.start(sampling.grammar) if sampling.grammar else None,
             ),
-            text=TextStream(self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]),
+            text=IncrementalDetokenizer(
+                self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]
+            ),
             end_ids=own | frozenset(sampling.stop_token_ids),
             limit=min(
                 sampling.max_tokens, self.context_tokens + request.skipped - len(request.prompt)
             ),
         )
         for token in request.said:
-            answer.replay(token)
-        return answer
+            output.replay(token)
+        return output

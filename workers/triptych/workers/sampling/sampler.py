@@ -1,6 +1,6 @@
 # torch leaves Tensor.tolist untyped.
 # pyright: reportUnknownMemberType=false
-"""From logits to tokens: penalties, filters and a draw that does not depend on the batch."""
+"""Sampling: penalties, filters and a draw that is independent of the batch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.core.errors import GrammarError, ModelError
 from triptych.core.messages import Sampling
-from triptych.workers.sampling.grammar import Constraint
+from triptych.workers.sampling.grammar import GrammarMatcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0: dividing by them would overflow."""
@@ -25,9 +25,9 @@ _FLOORS = (-8.0, -16.0, -torch.inf)
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token; log probabilities only where the row asked for them.
+    """A sampled token, with log probabilities if the row asks for them.
 
-    They are those of the model itself: before bias, penalties, temperature and filters.
+    Log probabilities are those before bias, penalties, temperature and filters.
     """
 
     token: int
@@ -35,7 +35,7 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with their log probabilities, best first."""
     error: GrammarError | None = None
-    """Why there is no token, if it is not that the model's logits are no numbers."""
+    """Why there is no token, if the reason is the grammar and not logits that are not finite."""
 
     def checked_token(self) -> int:
         """The token.
@@ -50,7 +50,7 @@ class Drawn:
 
 
 class SamplerRow:
-    """One answer as the sampler sees it; ``append`` keeps its counts up to date."""
+    """Sampling state of one output: settings, token counts and grammar."""
 
     def __init__(
         self,
@@ -58,33 +58,33 @@ class SamplerRow:
         prompt: Sequence[int],
         eos_token_ids: Sequence[int],
         output: Iterable[int] = (),
-        constraint: Constraint | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.sampling = sampling
         self.prompt = prompt
         self.length = 0
-        """Tokens of the answer so far."""
+        """Output tokens so far."""
         repeats = sampling.repetition_penalty != 1.0
-        self._seen = _Counts(prompt if repeats else ()) if repeats else None
+        self._all_counts = _Counts(prompt if repeats else ()) if repeats else None
         counts = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-        self._answered = _Counts(()) if counts else None
+        self._output_counts = _Counts(()) if counts else None
         eos = () if sampling.ignore_eos else tuple(eos_token_ids)
         self._ends = torch.tensor([*eos, *sampling.stop_token_ids], dtype=torch.int64)
         self._bias_ids = torch.tensor([i for i, _ in sampling.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([b for _, b in sampling.logit_bias], dtype=torch.float32)
-        self._constraint = constraint
+        self._grammar = grammar
         for token in output:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Count a token of the answer."""
+        """Count an output token."""
         self.length += 1
-        if self._seen is not None:
-            self._seen.add(token)
-        if self._answered is not None:
-            self._answered.add(token)
-        if self._constraint is not None:
-            self._constraint.append(token)
+        if self._all_counts is not None:
+            self._all_counts.add(token)
+        if self._output_counts is not None:
+            self._output_counts.add(token)
+        if self._grammar is not None:
+            self._grammar.accept_token(token)
 
     @property
     def is_greedy(self) -> bool:
@@ -94,15 +94,15 @@ class SamplerRow:
     def is_edited(self) -> bool:
         """Whether logits change before the draw."""
         return (
-            self._seen is not None
-            or self._answered is not None
+            self._all_counts is not None
+            or self._output_counts is not None
             or len(self._bias) > 0
-            or self._holds_end_back
-            or self._constraint is not None
+            or self._suppresses_stop
+            or self._grammar is not None
         )
 
     @property
-    def _holds_end_back(self) -> bool:
+    def _suppresses_stop(self) -> bool:
         return self.length < self.sampling.min_tokens and len(self._ends) > 0
 
     def edit(self, logits: Tensor) -> None:
@@ -116,21 +116,21 @@ class SamplerRow:
             known = self._bias_ids < vocab
             ids, bias = self._bias_ids[known], self._bias[known]
             logits.index_add_(0, ids.to(logits.device), bias.to(logits.device))
-        if self._seen is not None and self._seen.ids.numel():
-            ids = self._seen.ids.to(logits.device)
+        if self._all_counts is not None and self._all_counts.ids.numel():
+            ids = self._all_counts.ids.to(logits.device)
             old, penalty = logits[ids], settings.repetition_penalty
             logits[ids] = torch.where(old > 0, old / penalty, old * penalty)
-        if self._answered is not None and self._answered.ids.numel():
-            ids = self._answered.ids.to(logits.device)
-            counts = self._answered.counts.to(logits.device)
+        if self._output_counts is not None and self._output_counts.ids.numel():
+            ids = self._output_counts.ids.to(logits.device)
+            counts = self._output_counts.counts.to(logits.device)
             logits[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
-        if self._holds_end_back:
+        if self._suppresses_stop:
             logits[self._ends[self._ends < vocab].to(logits.device)] = -torch.inf
-        if self._constraint is not None:
-            self._constraint.rule_out(logits)
+        if self._grammar is not None:
+            self._grammar.mask_logits(logits)
 
     def uniform(self) -> float:
-        """A number in [0, 1) that depends on the seed and the position in the answer alone."""
+        """A number in [0, 1) that depends only on the seed and the position in the output."""
         key = self.sampling.seed & (2**128 - 1)
         generator = np.random.Philox(key=key, counter=self.length)
         return (int(generator.random_raw()) >> 11) * 2.0**-53
@@ -167,10 +167,10 @@ Draw = Callable[[Tensor, Sequence[SamplerRow]], list[Drawn]]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
-    """Draw one token per row.
+    """Sample one token per row.
 
-    Order, as in vLLM: bias, repetition penalty over prompt and answer, presence and
-    frequency penalties over the answer, minimum length, grammar, temperature, then top-k,
+    Order, as in vLLM: bias, repetition penalty over prompt and output, presence and
+    frequency penalties over the output, minimum length, grammar, temperature, then top-k,
     top-p and min-p. Ties at a filter's border all stay. A row whose logits are not finite, or
     whose grammar allows no token, gives a ``Drawn`` that raises when its token is asked for; the
     others are not touched.
@@ -183,13 +183,15 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
     edited, errors = _edit(logits, rows)
     values, tokens = _best(edited)
     drawn = list[Drawn]()
-    for i, (row, line, value, token) in enumerate(zip(rows, edited, values, tokens, strict=True)):
+    for i, (row, row_logits, value, token) in enumerate(
+        zip(rows, edited, values, tokens, strict=True)
+    ):
         if i in errors:
             drawn.append(Drawn(_NO_TOKEN, error=errors[i]))
         elif not isfinite(value):
             drawn.append(Drawn(_NO_TOKEN))
         else:
-            drawn.append(Drawn(token if row.is_greedy else _draw(line, value, row)))
+            drawn.append(Drawn(token if row.is_greedy else _draw(row_logits, value, row)))
     _add_logprobs(drawn, logits, rows)
     return drawn
 
@@ -210,7 +212,7 @@ def _best(logits: Tensor) -> tuple[list[float], list[int]]:
 
 
 def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, GrammarError]]:
-    """Logits to draw from, and what is wrong with some rows."""
+    """Edited logits, and the errors of some rows."""
     edits = [i for i, row in enumerate(rows) if row.is_edited]
     errors = dict[int, GrammarError]()
     if not edits:
@@ -225,7 +227,7 @@ def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int,
 
 
 def _draw(logits: Tensor, best: float, row: SamplerRow) -> int:
-    """Inverse of the cumulative distribution, in the order of token ids.
+    """Sample by the inverse of the cumulative distribution, in the order of token ids.
 
     Weights are relative to the most likely token, so they need no normalisation. One row
     at a time: its numbers stay in the core's cache, which for 16 rows of 49,152 logits is

@@ -1,7 +1,7 @@
-"""What a client wants its answer to keep to, as a grammar.
+"""Structured outputs: the fields that constrain the output, converted to a grammar.
 
-OpenAI says it in ``response_format``, vLLM in ``structured_outputs`` and, before its release 0.12,
-in ``guided_*``: all are read, as a client that sends one of them would not expect to be ignored.
+OpenAI's field is ``response_format``, vLLM's ``structured_outputs`` and, before its release 0.12,
+``guided_*``. All of them are accepted, since ignoring a constraint would surprise its client.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One field that says what the answer is to be."""
+class OutputConstraint:
+    """One request field that constrains the output, with its constraint."""
 
     param: str
     schema: dict[str, object] | None = None
@@ -29,48 +29,51 @@ class Wish:
     lark: str | None = None
 
     def grammar(self) -> str:
-        """Takes milliseconds. Raises: RequestError naming the field"""
+        """Compile the constraint, which takes milliseconds.
+
+        Raises: RequestError naming the field
+        """
         try:
-            return self._made()
+            return self._compile()
         except GrammarError as error:
             raise RequestError(f"{self.param}: {error}", self.param) from error
 
-    def _made(self) -> str:
+    def _compile(self) -> str:
         if self.schema is not None:
-            return grammar.of_schema(self.schema)
+            return grammar.from_json_schema(self.schema)
         if self.regex is not None:
-            return grammar.of_regex(self.regex)
+            return grammar.from_regex(self.regex)
         if self.choice is not None:
-            return grammar.of_choice(self.choice)
-        return grammar.of_lark(self.lark or "")
+            return grammar.from_choices(self.choice)
+        return grammar.from_lark(self.lark or "")
 
 
 def is_structured(body: GenerationBody) -> bool:
-    """Whether a client says what its answer is to keep to.
+    """Whether a request constrains its output.
 
-    Raises: RequestError naming the field that does not say it well
+    Raises: RequestError naming a field that is invalid
     """
-    return any(True for _ in _wishes(body))
+    return any(True for _ in _constraints(body))
 
 
 def grammar_of(body: GenerationBody) -> str:
-    """The grammar of a request; empty if its answer may be anything. Takes milliseconds.
+    """The grammar of a request; empty if its output is not constrained. Takes milliseconds.
 
     Raises: RequestError naming the field
     """
-    wishes = list(_wishes(body))
-    if not wishes:
+    constraints = list(_constraints(body))
+    if not constraints:
         return ""
-    if len(wishes) > 1:
-        names = " and ".join(wish.param for wish in wishes)
+    if len(constraints) > 1:
+        names = " and ".join(constraint.param for constraint in constraints)
         text = f"{names} all say what the answer is to be: send one"
-        raise RequestError(text, wishes[1].param.partition(".")[0])
+        raise RequestError(text, constraints[1].param.partition(".")[0])
     check_own_end(body, "a structured answer")
-    return wishes[0].grammar()
+    return constraints[0].grammar()
 
 
 def check_own_end(body: GenerationBody, what: str) -> None:
-    """Refuse what would have an answer go on behind the end of its grammar.
+    """Reject fields that would continue the output after the end of its grammar.
 
     Raises: RequestError naming the field
     """
@@ -79,53 +82,53 @@ def check_own_end(body: GenerationBody, what: str) -> None:
             raise RequestError(f"{name}: {what} ends when it is complete; leave {name} out", name)
 
 
-def _wishes(body: GenerationBody) -> Iterator[Wish]:
+def _constraints(body: GenerationBody) -> Iterator[OutputConstraint]:
     if body.response_format is not None:
         yield from _of_format(body.response_format)
     if body.structured_outputs is not None:
         yield from _of_outputs(body.structured_outputs)
     if body.guided_json is not None:
-        yield Wish("guided_json", schema=body.guided_json)
+        yield OutputConstraint("guided_json", schema=body.guided_json)
     if body.guided_regex is not None:
-        yield Wish("guided_regex", regex=body.guided_regex)
+        yield OutputConstraint("guided_regex", regex=body.guided_regex)
     if body.guided_choice is not None:
-        yield Wish("guided_choice", choice=body.guided_choice)
+        yield OutputConstraint("guided_choice", choice=body.guided_choice)
     if body.guided_grammar is not None:
-        yield Wish("guided_grammar", lark=body.guided_grammar)
+        yield OutputConstraint("guided_grammar", lark=body.guided_grammar)
 
 
-def _of_format(wanted: ResponseFormat) -> Iterator[Wish]:
+def _of_format(wanted: ResponseFormat) -> Iterator[OutputConstraint]:
     param = "response_format"
     match wanted:
         case ResponseFormat(type="text"):
             return
         case ResponseFormat(type="json_object"):
-            yield Wish(param, schema=ANY_OBJECT)
+            yield OutputConstraint(param, schema=ANY_OBJECT)
         case ResponseFormat(type="json_schema", json_schema=wrapped) if wrapped is not None:
-            yield Wish(f"{param}.json_schema.schema", schema=wrapped.json_schema)
+            yield OutputConstraint(f"{param}.json_schema.schema", schema=wrapped.json_schema)
         case ResponseFormat(type="regex", pattern=str(pattern)):
-            yield Wish(f"{param}.pattern", regex=pattern)
+            yield OutputConstraint(f"{param}.pattern", regex=pattern)
         case ResponseFormat(type="grammar", grammar=str(rules)):
-            yield Wish(f"{param}.grammar", lark=rules)
+            yield OutputConstraint(f"{param}.grammar", lark=rules)
         case _:
             missing = "pattern" if wanted.type == "regex" else wanted.type
             raise RequestError(f"type {wanted.type} needs a {missing}", f"{param}.{missing}")
 
 
-def _of_outputs(wanted: StructuredOutputs) -> Iterator[Wish]:
+def _of_outputs(wanted: StructuredOutputs) -> Iterator[OutputConstraint]:
     param = "structured_outputs"
     if len(wanted.model_fields_set) != 1:
         raise RequestError("expected one of json, json_object, regex, choice, grammar", param)
     match wanted:
         case StructuredOutputs(json_schema=dict(schema)):
-            yield Wish(f"{param}.json", schema=schema)
+            yield OutputConstraint(f"{param}.json", schema=schema)
         case StructuredOutputs(regex=str(pattern)):
-            yield Wish(f"{param}.regex", regex=pattern)
+            yield OutputConstraint(f"{param}.regex", regex=pattern)
         case StructuredOutputs(choice=list(choices)):
-            yield Wish(f"{param}.choice", choice=choices)
+            yield OutputConstraint(f"{param}.choice", choice=choices)
         case StructuredOutputs(grammar=str(rules)):
-            yield Wish(f"{param}.grammar", lark=rules)
+            yield OutputConstraint(f"{param}.grammar", lark=rules)
         case StructuredOutputs(json_object=True):
-            yield Wish(param, schema=ANY_OBJECT)
+            yield OutputConstraint(param, schema=ANY_OBJECT)
         case _:
             return

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests: which fields we read, their types and their bounds."""
+"""Request bodies of OpenAI's API: the supported fields, their types and bounds."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def _well_formed(text: str) -> str:
 
 
 def _small(value: object) -> object:
-    """Refuse a large mapping before each of its entries is checked and reported."""
+    """Reject a large mapping before each of its entries is validated and reported."""
     entries = len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
     if entries > MAX_BIASED_TOKENS:
         raise ValueError(f"Mapping should have at most {MAX_BIASED_TOKENS} entries, not {entries}")
@@ -65,7 +65,7 @@ def _text_only(part: object) -> object:
 
 
 def _kind(value: object) -> str:
-    """Tell apart what a field that takes several types was given.
+    """The tag of the type that was given for a field of several types.
 
     The tags begin with ``@``, so that error paths can leave them out.
     """
@@ -86,7 +86,7 @@ def _one_or_many(value: object) -> str:
 
 
 def _few_plugins(value: object) -> object:
-    """Refuse a large mapping before each of its entries is checked and reported."""
+    """Reject a large mapping before each of its entries is validated and reported."""
     given = cast("dict[str, object]", value) if isinstance(value, dict) else {}
     if len(given) > MAX_PLUGINS:
         raise ValueError(f"Mapping should have at most {MAX_PLUGINS} entries, not {len(given)}")
@@ -107,11 +107,11 @@ Milliseconds = Annotated[Finite, Field(gt=0, le=MAX_SLO_MS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 PluginName = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-PluginWish = Annotated[
+PluginOverride = Annotated[
     Annotated[bool, Tag("@switch")] | Annotated[dict[PluginName, Finite], Tag("@options")],
     Discriminator(_switch_kind),
 ]
-"""On or off, or on with these options."""
+"""A plug-in on, off, or on with options."""
 Stop = Annotated[
     Annotated[StopText, Tag("@one")]
     | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("@many")],
@@ -127,7 +127,7 @@ Prompt = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object: strict types, null means absent, unknown fields are let be."""
+    """A JSON object: strict types, null means absent, unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -146,7 +146,7 @@ class StreamOptions(Body):
 
 
 def _parsed(schema: object) -> object:
-    """Read a schema that is sent as text, as vLLM allows."""
+    """Parse a schema that is sent as text, as vLLM allows."""
     try:
         return json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
@@ -166,18 +166,18 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What kind of text the answer is to be, as OpenAI has it; ``regex`` is Together's."""
+    """OpenAI's constraint of the output; ``regex`` is an extension of Together."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
     pattern: Pattern | None = None
-    """For ``regex``: what matches the answer from end to end."""
+    """For ``regex``: a pattern that matches the whole output."""
     grammar: Pattern | None = None
     """For ``grammar``: rules in Lark's notation."""
 
 
 class StructuredOutputs(Body):
-    """What the answer is to keep to, as vLLM has it: one of these."""
+    """vLLM's constraint of the output: exactly one of these fields."""
 
     json_schema: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -187,7 +187,7 @@ class StructuredOutputs(Body):
 
 
 class GenerationBody(Body):
-    """What chat and plain completions have in common."""
+    """Fields that chat completions and completions share."""
 
     model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
     stream: bool = False
@@ -216,7 +216,7 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT)
-    """The newest tokens of the prompt to read, as vLLM has it; -1: as many as fit."""
+    """Keep only this many last tokens of the prompt, as in vLLM; -1: as many as fit."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -229,10 +229,10 @@ class GenerationBody(Body):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    plugins: Annotated[dict[PluginName, PluginWish], BeforeValidator(_few_plugins)] = Field(
+    plugins: Annotated[dict[PluginName, PluginOverride], BeforeValidator(_few_plugins)] = Field(
         default_factory=dict[str, bool | dict[str, float]]
     )
-    """Plug-ins of the decode step of which this request wants something else than the server."""
+    """Plug-ins of the decode step whose settings this request overrides."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class GenerationBody(Body):
 
     @property
     def answer_tokens(self) -> tuple[int | None, str]:
-        """The longest answer that the client wants, and the name of the field that says so."""
+        """The requested limit of output tokens, and the name of its field."""
         return self.max_tokens, "max_tokens"
 
 
@@ -263,7 +263,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class Function(Body):
-    """What a tool does, and what it takes."""
+    """A tool's name, description and parameters."""
 
     name: ToolName
     description: Text = ""
@@ -293,7 +293,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call that an earlier answer made."""
+    """A tool call of an earlier assistant message."""
 
     id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     type: Literal["function"] = "function"
@@ -301,7 +301,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(
@@ -334,7 +334,7 @@ class Message(Body):
         return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
 
     def for_template(self) -> dict[str, str]:
-        # OpenAI's newer name for the system; no chat template knows it.
+        # OpenAI's newer name of the system role; no chat template knows it.
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.text}
 
@@ -343,14 +343,14 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 
 
 class TemplateOptions(Body):
-    """What templates of some models ask for. All else might be their own variables, or ours."""
+    """Template variables that clients may set. Others could overwrite internal variables."""
 
     model_config = ConfigDict(extra="forbid")
 
     enable_thinking: bool | None = None
-    """Qwen3's name for it,"""
+    """Switches reasoning on or off; Qwen3's name."""
     thinking: bool | None = None
-    """and DeepSeek's and Granite's."""
+    """The same; DeepSeek's and Granite's name."""
 
 
 class Rendering(Body):
@@ -358,7 +358,7 @@ class Rendering(Body):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The answer goes on with the last message instead of beginning a new one."""
+    """The output continues the last message instead of starting a new one."""
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     chat_template: object = None
 
@@ -398,7 +398,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompt
     max_tokens: int | None = Field(None, ge=0, le=2**63 - 1)
-    """0, with ``echo``: nothing but the prompt, for its log probabilities."""
+    """0 is allowed with ``echo``: only the prompt with its log probabilities is returned."""
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str = ""
@@ -434,27 +434,27 @@ class DetokenizeBody(Body):
 
 
 class ProfileBody(Body):
-    """``POST /profile``: for how long to look on."""
+    """``POST /profile``: the length of the profile."""
 
     steps: Annotated[int, Field(ge=1, le=MAX_PROFILE_STEPS)] = 100
-    """Of each stage at most."""
+    """Most steps of each stage."""
     seconds: Annotated[float, Field(gt=0, le=MAX_PROFILE_S)] = 10.0
     trace: bool = False
-    """Whether every part of every step is told, too."""
+    """Whether to return the events of every step as well."""
 
 
 B = TypeVar("B", bound=Body)
 
-LET_BE = {
+IGNORED_FIELDS = {
     "metadata", "modalities", "prompt_cache_key", "reasoning_effort", "request_id",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
-"""Fields of OpenAI's and vLLM's that change nothing about an answer here."""
+"""Fields of OpenAI's and vLLM's APIs that have no effect here."""
 
 
 def check_known(kind: type[Body], data: Mapping[str, object]) -> None:
-    """Raise RequestError for a field that nobody reads, such as a misspelt one."""
-    known = {info.alias or name for name, info in kind.model_fields.items()} | LET_BE
+    """Raise RequestError for an unknown field, such as a misspelt one."""
+    known = {info.alias or name for name, info in kind.model_fields.items()} | IGNORED_FIELDS
     for name in data:
         if name not in known:
             shown = name[:MAX_REPORTED_CHARS]
@@ -486,7 +486,7 @@ def _dotted(path: tuple[int | str, ...]) -> str:
 
 
 def _given(value: object) -> str:
-    """Show a wrong value if it is short to show."""
+    """The invalid value for an error message, if it is short."""
     match value:
         case str() if value:
             return f" (got {value[:MAX_REPORTED_CHARS]!r})"

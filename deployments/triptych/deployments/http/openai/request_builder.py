@@ -1,4 +1,4 @@
-"""From a checked body to the requests that the engine runs."""
+"""Builds the engine's requests from a validated body."""
 
 import asyncio
 import secrets
@@ -32,12 +32,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 SEEDS = 2**63
 
 MAX_PROMPT_LOGPROBS = 200_000
-"""Log probabilities of prompts in one answer, at most: as JSON they take 16 MB."""
+"""Most log probabilities of prompts in one response; as JSON they take 16 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One client request, ready to run: a request of the engine per choice."""
+    """One client request, ready to run: one engine request per choice."""
 
     id: str
     created: int
@@ -45,32 +45,32 @@ class Job:
     model: str
     requests: tuple[Request, ...]
     prompt_tokens: int
-    """Each prompt counted once, however many choices continue it."""
+    """Tokens of all prompts; each prompt counts once for all its choices."""
     stream: bool
     include_usage: bool
     """Send the usage as a last event of the stream."""
     continuous_usage: bool
     """Send the usage so far with each event."""
     token_ids: bool
-    """Give the ids of prompt and answer beside the text, as vLLM does."""
+    """Return the token ids of prompt and output beside the text, as vLLM does."""
     choices_each: int = 1
     """Choices of one prompt; they follow each other in ``requests``."""
     echo: tuple[str, ...]
-    """What each choice repeats before its answer."""
+    """Text of the prompt that each choice repeats before its output."""
     tools: frozenset[str] = frozenset()
-    """Names of the tools that the answer may call."""
+    """Names of the tools that the output may call."""
     prompt_logprobs: int = -1
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
     fidelity: Fidelity | None = None
-    """What compression costs at about this length; None: nobody measured it."""
+    """Measured error of compression at about this length; None if there is no measurement."""
     is_prompt_alone: bool = False
-    """Nothing is answered: what is told is the prompt, with its log probabilities."""
+    """Return only the prompt with its log probabilities, and no output tokens."""
     echo_logprobs: int = -1
-    """Alternatives per token of the prompt to repeat before those of the answer; -1: none."""
+    """Alternatives per prompt token in the echoed log probabilities; -1: none."""
 
 
-class Planner:
-    """Checks what a body asks for against the model, and tokenizes its prompts."""
+class RequestBuilder:
+    """Checks a body against the model and the settings, and tokenizes its prompts."""
 
     def __init__(
         self, *, engine: Engine, codec: TextCodec, model: ModelCard, config: IngressConfig
@@ -95,7 +95,7 @@ class Planner:
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         tools = tools_of(body)
-        prompt = self._newest(await self.encode_messages(body.messages, body, tools), body)
+        prompt = self._truncated(await self.encode_messages(body.messages, body, tools), body)
         logprobs = body.top_logprobs if body.logprobs else -1
         sampling = await self._sampling(body, logprobs)
         if tools:
@@ -118,7 +118,7 @@ class Planner:
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
         given = [await self._encode_prompt(prompt) for prompt in body.prompts]
-        prompts = [self._newest(prompt, body) for prompt in given]
+        prompts = [self._truncated(prompt, body) for prompt in given]
         whole = body.prompts if prompts == given else prompts
         texts = await self._texts(whole) if body.echo else [""] * len(prompts)
         logprobs = -1 if body.logprobs is None else body.logprobs
@@ -131,10 +131,10 @@ class Planner:
         return self._owned(job, body, tenant, weight)
 
     def _with_prompt_logprobs(self, job: Job, body: GenerationBody) -> Job:
-        """Have a choice of each prompt tell how likely the prompt's tokens were.
+        """Request the log probabilities of each prompt from one of its choices.
 
-        Raises: RequestError if a stream asks for what has no place in its events, or if it is
-            too much
+        Raises: RequestError if a stream requests them, whose events have no field for them, or if
+            they are too many
         """
         shown = -1 if body.prompt_logprobs is None else body.prompt_logprobs
         top, name = max(shown, job.echo_logprobs), "prompt_logprobs" if shown >= 0 else "logprobs"
@@ -156,7 +156,7 @@ class Planner:
                 "once, and longer ones in windows; send parts that are shorter"
             )
             raise RequestError(text, name)
-        # In a stream any choice of a prompt may be the first to speak.
+        # In a stream any choice of a prompt may have the first event.
         first = range(0, len(job.requests), 1 if job.stream else job.choices_each)
         requests = (
             replace(request, sampling=replace(request.sampling, prompt_logprobs=top))
@@ -167,12 +167,11 @@ class Planner:
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
     def _owned(self, job: Job, body: GenerationBody, tenant: str, weight: float) -> Job:
-        """Say with whom the requests share cached prefixes, whose they are, in which conversation,
-        how urgent, and with which plug-ins.
+        """Set tenant, cache salt, session, weight, priority, SLOs and plug-ins of the requests.
 
-        ``tenant`` is "" or has a fixed length, so no two pairs look alike.
+        ``tenant`` is "" or has a fixed length, so no two pairs of tenant and salt are equal.
 
-        Raises: RequestError if plug-ins are asked for what is not offered
+        Raises: RequestError if a plug-in override is not offered
         """
         salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
         mine = {
@@ -182,7 +181,7 @@ class Planner:
             "weight": weight,
             "priority": body.priority,
             "slo": _slo(body),
-            "switches": overrides_of(body.plugins, self._model.plugins),
+            "plugin_overrides": overrides_of(body.plugins, self._model.plugins),
         }
         owned = (replace(request, **mine) for request in job.requests)
         return replace(job, requests=tuple(owned))
@@ -199,7 +198,7 @@ class Planner:
             text = "continue_final_message needs add_generation_prompt: false"
             raise RequestError(text, "continue_final_message")
         turns = turns_of(messages, tools)
-        # The template's own tokens come on top, so this never refuses what fits.
+        # The template only adds tokens, so this rejects nothing that fits.
         self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
         return await self._codec.encode_chat(
             turns,
@@ -208,10 +207,10 @@ class Planner:
             options=how.template_options,
         )
 
-    def _newest(self, prompt: list[int], body: GenerationBody) -> list[int]:
-        """What is left of a prompt after ``truncate_prompt_tokens``.
+    def _truncated(self, prompt: list[int], body: GenerationBody) -> list[int]:
+        """The last ``truncate_prompt_tokens`` tokens of a prompt.
 
-        Raises: RequestError if that is nothing
+        Raises: RequestError if none is left
         """
         keep = body.truncate_prompt_tokens
         if keep is None:
@@ -269,7 +268,7 @@ class Planner:
                 request = Request(
                     id=f"{name}-{index}",
                     prompt=tuple(prompt),
-                    # Who reads a prompt has the next token as well: it is drawn, and not told.
+                    # Prefill samples a token in any case; with max_tokens=0 it is not returned.
                     sampling=replace(
                         sampling, max_tokens=max(limit, 1), seed=(seed + index) % SEEDS
                     ),
@@ -293,14 +292,14 @@ class Planner:
         )
 
     def _fidelity(self, requests: Sequence[Request]) -> Fidelity | None:
-        """What compression costs them; None: nobody measured that, or they switch something on."""
+        """The measured error of compression; None without one, or if they enable a plug-in."""
         if any(switch.on for request in requests for switch in request.switches):
             return None
         longest = max(len(request.prompt) for request in requests)
         return _nearest(self._model.fidelity, longest)
 
     def _answer_tokens(self, body: GenerationBody, prompt_tokens: int, param: str) -> int:
-        """Say how long the answer may become.
+        """The most output tokens of a request.
 
         Raises: PromptTooLong with both numbers; RequestError for an empty prompt
         """
@@ -320,7 +319,7 @@ class Planner:
         return limit
 
     def _too_long(self, prompt_tokens: int, wanted: int | None, param: str) -> str:
-        # Clients recognise an overflow by the words of the first sentence.
+        # Clients recognise this error by the words of its first sentence.
         asked = (
             f"your {param} resulted in {prompt_tokens} tokens"
             if wanted is None

@@ -1,4 +1,4 @@
-"""OpenAI's answers, whole and in chunks, built from the tokens of each choice."""
+"""OpenAI's responses, whole and as chunks, built from the tokens of each choice."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,48 +16,48 @@ from triptych.core.messages import (
 )
 from triptych.core.profile import Fidelity
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.tool_parser import Call, Reader
+from triptych.deployments.http.openai.tool_parser import ParsedCall, ToolParser
 from triptych.deployments.http.tokenizer import TextCodec
 
 Json = dict[str, object]
 
 UNLIKELY = -9999.0
-"""What OpenAI writes for the log probability of what cannot happen: JSON has no infinity."""
+"""OpenAI's value for a log probability of minus infinity, which JSON does not have."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """What one choice has come to so far."""
+    """The output of one choice so far."""
 
     index: int
     echo: str = ""
     texts: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     ids: list[int] = field(default_factory=list[int])
-    untold: list[int] = field(default_factory=list[int])
-    """Ids of tokens that no event has told of, as they had no text yet."""
+    unsent_ids: list[int] = field(default_factory=list[int])
+    """Ids of tokens that are in no event yet, as they had no text."""
     chars: int = 0
     """Characters of the tokens whose log probabilities were reported."""
     opened: bool = False
-    """Whether a stream has begun to tell of this choice."""
+    """Whether a stream has had an event of this choice."""
     finish: FinishReason | None = None
     stop: str | int | None = None
     ended_by: str = ""
-    """The plug-in that ended it, if one did."""
+    """The plug-in that ended the choice, if one did."""
     compression: CompressionReport | None = None
     cached_tokens: int = 0
-    """Tokens of its prompt that were not computed again."""
+    """Tokens of its prompt that were in the prefix cache."""
     prompt_logprobs: PromptLogprobs | None = None
-    """How likely the tokens of its prompt were, if it is the first choice of that prompt."""
+    """Log probabilities of its prompt, if it is the first choice of that prompt."""
 
     @property
     def ending(self) -> Json:
-        """What ended it, beside the reason: a stop, and only if one did, a plug-in."""
+        """The stop string or token, and the plug-in if one ended the choice."""
         ending: Json = {"stop_reason": self.stop}
         return ending | {"ended_by": self.ended_by} if self.ended_by else ending
 
     def add(self, item: Tokens) -> None:
-        """Take new tokens."""
+        """Add new tokens."""
         self.texts.append(item.text)
         self.logprobs += item.logprobs
         self.ids += item.tokens
@@ -73,9 +73,9 @@ def usage(
     choices_each: int = 1,
     fidelity: Fidelity | None = None,
 ) -> Json:
-    """Count tokens, and say what compression did if a stage reported it, and costs if it is known.
+    """OpenAI's ``usage``, with compression's result and its measured error if they are known.
 
-    A prompt counts once, with the most that one of its ``choices_each`` choices had cached.
+    A prompt counts once, with the largest number of cached tokens of its ``choices_each`` choices.
     """
     answer_tokens = sum(len(choice.ids) for choice in choices)
     counts: Json = {
@@ -95,10 +95,10 @@ def usage(
 
 
 def _compression(choices: Sequence[Choice]) -> Json:
-    """What compression did to all choices together; empty if no stage reported it.
+    """The result of compression over all choices; empty if no stage reported it.
 
-    The ratio counts what is shared as if each choice had it alone: it is compression's, and what
-    sharing saves beyond it stands beside it.
+    The ratio counts shared bytes for each choice, so it is the ratio of compression alone. Bytes
+    that sharing saves are reported separately.
     """
     reports = [choice.compression for choice in choices if choice.compression]
     if not reports:
@@ -106,13 +106,13 @@ def _compression(choices: Sequence[Choice]) -> Json:
     raw = sum(report.raw_bytes for report in reports)
     stored = sum(report.stored_bytes for report in reports)
     shared = sum(report.shared_bytes for report in reports)
-    told: Json = {
+    result: Json = {
         "policy": reports[0].policy,
         "ratio": round(raw / max(stored + shared, 1), 3),
         "raw_bytes": raw,
         "stored_bytes": stored,
     }
-    return told | {"shared_bytes": shared} if shared else told
+    return result | {"shared_bytes": shared} if shared else result
 
 
 def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:
@@ -122,8 +122,8 @@ def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:
     )
 
 
-class Answer(ABC):
-    """Builds the answer to one client request. Subclasses know the shape of a choice."""
+class ResponseBuilder(ABC):
+    """Builds the response to one client request. Subclasses define the JSON of a choice."""
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -138,31 +138,31 @@ class Answer(ABC):
 
     @property
     def is_long(self) -> bool:
-        """Whether building it may take a second: log probabilities of a prompt do."""
+        """Whether building the response may take a second, as with prompt log probabilities."""
         return max(self.job.prompt_logprobs, self.job.echo_logprobs) >= 0
 
     def whole(self) -> Json:
-        """Build the answer that is not streamed."""
+        """The response of a request without streaming."""
         choices = [self._choice(choice) | self._ids(choice) for choice in self.choices]
         return self._frame(self.object, choices) | {"usage": self._usage()}
 
     def headers(self) -> dict[str, str]:
-        """What compression did, and what was cached, for those who do not read the body."""
+        """Response headers with the result of compression and the number of cached tokens."""
         cached = _cached_tokens(self.choices, self.job.choices_each)
-        told = {"x-triptych-cached-tokens": str(cached)}
+        headers = {"x-triptych-cached-tokens": str(cached)}
         if compression := _compression(self.choices):
-            told["x-triptych-compression-policy"] = str(compression["policy"])
-            told["x-triptych-compression-ratio"] = str(compression["ratio"])
+            headers["x-triptych-compression-policy"] = str(compression["policy"])
+            headers["x-triptych-compression-ratio"] = str(compression["ratio"])
             if self.job.fidelity:
-                told["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
-        return told
+                headers["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
+        return headers
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
-        """Build the events that tell of ``item``, which ``choice`` has taken already."""
-        choice.untold += item.tokens
+        """The events for ``item``, which was added to ``choice`` already."""
+        choice.unsent_ids += item.tokens
         for part in self._parts(choice, item):
             if self.job.token_ids:
-                part["token_ids"], choice.untold = choice.untold, []
+                part["token_ids"], choice.unsent_ids = choice.unsent_ids, []
             chunk = self._frame(self.chunk_object, [part])
             if self.job.continuous_usage:
                 chunk["usage"] = self._usage()
@@ -177,17 +177,17 @@ class Answer(ABC):
         return {"prompt_token_ids": list(prompt), "token_ids": choice.ids}
 
     def usage_chunk(self) -> Json:
-        """Build the last event of a stream whose client asked for the usage."""
+        """The last event of a stream with ``include_usage``."""
         return self._frame(self.chunk_object, []) | {"usage": self._usage()}
 
     def _prompt_rows(self, choice: Choice) -> list[TokenRank]:
-        """How likely the tokens of its prompt were, but the first, of which nothing is known."""
+        """Log probabilities of the prompt's tokens without the first, which has none."""
         first = self.choices[choice.index - choice.index % self.job.choices_each]
-        told = choice.prompt_logprobs or first.prompt_logprobs
-        return list(told.rows()) if told else []
+        found = choice.prompt_logprobs or first.prompt_logprobs
+        return list(found.rows()) if found else []
 
     def _prompt_logprobs(self, choice: Choice) -> Json:
-        """vLLM's list of what each token of the prompt, and others in its place, are worth."""
+        """vLLM's ``prompt_logprobs``: each prompt token and its alternatives."""
         top = self.job.prompt_logprobs
         if top < 0:
             return {}
@@ -222,22 +222,22 @@ class Answer(ABC):
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Json:
-        """Build the finished choice."""
+        """The JSON of a finished choice."""
 
     @abstractmethod
     def _parts(self, choice: Choice, item: Tokens) -> Iterator[Json]:
-        """Build what a stream says of ``choice`` for these tokens, one entry per event."""
+        """The JSON of ``choice`` in stream events for these tokens, one per event."""
 
 
-class ChatAnswer(Answer):
-    """``chat.completion``. All choices have one prompt, so vLLM tells of it beside them."""
+class ChatResponseBuilder(ResponseBuilder):
+    """``chat.completion``. All choices have one prompt, so its data stand beside the choices."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, job: Job, codec: TextCodec) -> None:
         super().__init__(job, codec)
-        self._readers = [Reader(job.tools) for _ in job.requests]
+        self._tool_parsers = [ToolParser(job.tools) for _ in job.requests]
         self._calls = [0 for _ in job.requests]
 
     def whole(self) -> Json:
@@ -271,14 +271,14 @@ class ChatAnswer(Answer):
             yield last | {"finish_reason": self._finish(choice), **choice.ending}
 
     def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
-        """What a text adds to the answer, and which calls."""
+        """The text and the tool calls that a piece of output adds."""
         if not self.job.tools:
             return text, []
-        pieces = list(self._readers[choice.index].read(text, is_last=is_last))
-        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        pieces = list(self._tool_parsers[choice.index].read(text, is_last=is_last))
+        calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
         self._calls[choice.index] += len(calls)
         rest = "".join(piece for piece in pieces if isinstance(piece, str))
-        # Line breaks around calls are no text of the answer.
+        # Line breaks around calls are not part of the text.
         return (rest if rest.strip() or not self._calls[choice.index] else ""), [
             {
                 "id": call.id,
@@ -316,7 +316,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-class CompletionAnswer(Answer):
+class CompletionResponseBuilder(ResponseBuilder):
     """``text_completion``."""
 
     object = "text_completion"
@@ -335,7 +335,7 @@ class CompletionAnswer(Answer):
             yield self._part(choice, text, item.logprobs, echoed)
 
     def _echoed(self, choice: Choice) -> list[TokenLogprob | int]:
-        """What log probabilities repeat of the prompt; of its first token there is only the id."""
+        """The echoed log probabilities of the prompt; its first token has only an id."""
         top = self.job.echo_logprobs
         if top < 0:
             return []
@@ -356,19 +356,19 @@ class CompletionAnswer(Answer):
         logprobs: Sequence[TokenLogprob],
         echoed: Sequence[TokenLogprob | int],
     ) -> Json:
-        told = [*echoed, *logprobs]
+        entries = [*echoed, *logprobs]
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice, told) if told else None,
+            "logprobs": self._logprobs(choice, entries) if entries else None,
             "finish_reason": choice.finish,
             **choice.ending,
         }
 
-    def _logprobs(self, choice: Choice, told: Sequence[TokenLogprob | int]) -> Json:
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | int]) -> Json:
         offsets, tokens = list[int](), list[str]()
         values, tops = list[float | None](), list[Json | None]()
-        for entry in told:
+        for entry in entries:
             token = entry if isinstance(entry, int) else entry.token
             offsets.append(choice.chars)
             choice.chars += _characters(self._codec.token_bytes(token))
@@ -387,7 +387,7 @@ class CompletionAnswer(Answer):
         return best | {self._name(entry.token): _finite(entry.logprob)}
 
     def _name(self, token: int) -> str:
-        """Name a token by its text, or by its bytes (as OpenAI did) if they are no text alone."""
+        """A token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
         raw = self._codec.token_bytes(token)
         try:
             return raw.decode()
@@ -400,5 +400,5 @@ def _finite(logprob: float) -> float:
 
 
 def _characters(raw: bytes) -> int:
-    """Count the characters that begin in these bytes: continuation bytes of UTF-8 do not."""
+    """Number of characters that begin in these bytes, that is, of non-continuation bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in raw)

@@ -1,9 +1,9 @@
-"""Tool calls: how tools are told to a model, how its answer is kept to them, and how it is read.
+"""Tool calls: tools in the prompt, a grammar for the output, and a parser of calls.
 
-The notation is that of Hermes and Qwen: tools stand in the system's turn, a call is JSON between
-``<tool_call>`` and ``</tool_call>``, a result comes back between ``<tool_response>`` tags. Models
-that were trained on it need no more; with any other one the grammar sees to it that a call has the
-form, the name and the arguments that it must have.
+The format is that of Hermes and Qwen: tools are listed in the system message, a call is JSON
+between ``<tool_call>`` and ``</tool_call>``, a result is between ``<tool_response>`` tags. With
+models that were not trained on this format the grammar enforces the form, name and arguments of a
+call.
 """
 
 import json
@@ -38,8 +38,8 @@ Turn = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A tool that the model wants to be called."""
+class ParsedCall:
+    """A tool call in the output."""
 
     name: str
     arguments: str
@@ -47,11 +47,11 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-# ---------------------------------------------------------------- what a client asks for
+# ---------------------------------------------------------------- request fields
 
 
 def tools_of(body: ChatBody) -> list[Tool]:
-    """The tools that the answer may call.
+    """The tools that the output may call.
 
     Raises: RequestError naming the field
     """
@@ -77,17 +77,17 @@ def tools_of(body: ChatBody) -> list[Tool]:
 
 
 def must_call(body: ChatBody) -> bool:
-    """Whether the answer has to be a call."""
+    """Whether the output must be a call."""
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
-# ---------------------------------------------------------------- what the model is told
+# ---------------------------------------------------------------- prompt
 
 
 def turns_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
-    """Messages as turns of role and text, with tools, calls and results written into them.
+    """Messages for the chat template, with tools, calls and results formatted into their text.
 
-    Raises: RequestError if a result answers no call
+    Raises: RequestError if a result belongs to no call
     """
     turns, open_calls = list[Turn](), set[str]()
     for index, message in enumerate(messages):
@@ -97,47 +97,49 @@ def turns_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
                 text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
                 raise RequestError(text, f"messages.{index}.tool_call_id")
             turn = {"role": "user", "content": RESULT.format(message.text)}
-            if index and messages[index - 1].role == "tool":  # results of one turn stand together
+            if (
+                index and messages[index - 1].role == "tool"
+            ):  # results of one turn become one message
                 turns[-1]["content"] += "\n" + turn["content"]
                 continue
-        said = message.tool_calls if message.role == "assistant" else []
-        calls = [_written(call.function.name, call.function.arguments) for call in said]
-        open_calls |= {call.id for call in said}
+        given = message.tool_calls if message.role == "assistant" else []
+        calls = [_call_text(call.function.name, call.function.arguments) for call in given]
+        open_calls |= {call.id for call in given}
         turn["content"] = "\n".join([turn["content"]] * bool(turn["content"]) + calls)
         turns.append(turn)
     return _with_tools(turns, tools) if tools else turns
 
 
-def _written(name: str, arguments: str) -> str:
+def _call_text(name: str, arguments: str) -> str:
     return f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{CLOSE}'
 
 
 def _with_tools(turns: list[Turn], tools: Sequence[Tool]) -> list[Turn]:
-    told = INSTRUCTIONS.format("\n".join(_signature(tool) for tool in tools))
+    instructions = INSTRUCTIONS.format("\n".join(_signature(tool) for tool in tools))
     if turns[0]["role"] != "system":
-        return [{"role": "system", "content": told}, *turns]
-    first = {**turns[0], "content": f"{turns[0]['content']}\n\n{told}"}
+        return [{"role": "system", "content": instructions}, *turns]
+    first = {**turns[0], "content": f"{turns[0]['content']}\n\n{instructions}"}
     return [first, *turns[1:]]
 
 
 def _signature(tool: Tool) -> str:
     function = tool.function
-    told = {
+    signature = {
         "name": function.name,
         "description": function.description,
         "parameters": function.parameters or ANY_ARGUMENTS,
     }
-    return json.dumps({"type": "function", "function": told}, ensure_ascii=False)
+    return json.dumps({"type": "function", "function": signature}, ensure_ascii=False)
 
 
-# ---------------------------------------------------------------- what the answer keeps to
+# ---------------------------------------------------------------- grammar of the output
 
 
 def grammar_of(body: ChatBody, tools: Sequence[Tool]) -> str:
-    """Calls with arguments that fit their tools; text, too, unless a call must come.
+    """The grammar of calls with valid arguments, and of text unless a call is required.
 
-    Raises: RequestError naming the tool whose parameters cannot be kept to, or a field that
-        tools rule out
+    Raises: RequestError naming a tool whose parameters have no grammar, or a field that tools
+        exclude
     """
     check_own_end(body, "an answer that may call tools")
     places = {tool.function.name: index for index, tool in enumerate(body.tools)}
@@ -153,14 +155,14 @@ def grammar_of(body: ChatBody, tools: Sequence[Tool]) -> str:
             "TEXT: /(.|\\n)*/",
         ]
     rules.append(f'body: "\\n" ({" | ".join(f"({call})" for call in calls)}) "\\n{CLOSE}"')
-    return _made("\n".join(rules), "tools")
+    return _compile("\n".join(rules), "tools")
 
 
 def _body(tool: Tool, param: str) -> str:
     function = tool.function
     schema = function.parameters or ANY_ARGUMENTS
     try:
-        grammar.of_schema(schema)
+        grammar.from_json_schema(schema)
     except GrammarError as error:
         if function.strict:
             raise RequestError(f"{error}", f"{param}.function.parameters") from error
@@ -169,62 +171,62 @@ def _body(tool: Tool, param: str) -> str:
     return f'{head} %json {json.dumps(schema)} "}}"'
 
 
-def _made(rules: str, param: str) -> str:
+def _compile(rules: str, param: str) -> str:
     try:
-        return grammar.of_lark(rules)
+        return grammar.from_lark(rules)
     except GrammarError as error:
         raise RequestError(f"{error}", param) from error
 
 
-# ---------------------------------------------------------------- what the answer says
+# ---------------------------------------------------------------- parser of the output
 
 
 @dataclass
-class Reader:
-    """Tells calls from text while an answer comes in pieces."""
+class ToolParser:
+    """Separates tool calls from text in streamed output."""
 
     names: frozenset[str]
-    _held: str = ""
-    """What may be a call, or the beginning of one."""
+    _buffer: str = ""
+    """Text that may be a call, or the beginning of one."""
 
-    def read(self, text: str, *, is_last: bool = False) -> Iterator[str | Call]:
-        """What the next piece adds: text, and calls once they are whole.
+    def read(self, text: str, *, is_last: bool = False) -> Iterator[str | ParsedCall]:
+        """Parse the next piece: yields text, and calls when they are complete.
 
-        What looks like a call and is none is text.
+        Text between call tags that is no valid call is yielded as text.
         """
-        self._held += text
-        while (found := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, found)
+        self._buffer += text
+        while (found := self._buffer.find(OPEN)) >= 0:
+            end = self._buffer.find(CLOSE, found)
             if end < 0:
                 break
-            yield from self._text(self._held[:found])
-            block = self._held[found : end + len(CLOSE)]
-            self._held = self._held[end + len(CLOSE) :]
+            yield from self._text(self._buffer[:found])
+            block = self._buffer[found : end + len(CLOSE)]
+            self._buffer = self._buffer[end + len(CLOSE) :]
             yield self._call(block) or block
-        keep = len(self._held) if is_last else self._free(found)
-        yield from self._text(self._held[:keep])
-        self._held = self._held[keep:]
+        keep = len(self._buffer) if is_last else self._text_chars(found)
+        yield from self._text(self._buffer[:keep])
+        self._buffer = self._buffer[keep:]
 
-    def _free(self, found: int) -> int:
-        """How many characters cannot be part of a call any more."""
+    def _text_chars(self, found: int) -> int:
+        """Number of buffered characters that cannot be part of a call."""
         if found >= 0:
             return found
-        longest = min(len(OPEN) - 1, len(self._held))
-        ends = (n for n in range(longest, 0, -1) if self._held.endswith(OPEN[:n]))
-        return len(self._held) - next(ends, 0)
+        longest = min(len(OPEN) - 1, len(self._buffer))
+        ends = (n for n in range(longest, 0, -1) if self._buffer.endswith(OPEN[:n]))
+        return len(self._buffer) - next(ends, 0)
 
     @staticmethod
     def _text(text: str) -> Iterator[str]:
         if text:
             yield text
 
-    def _call(self, block: str) -> Call | None:
+    def _call(self, block: str) -> ParsedCall | None:
         try:
-            said = json.loads(block[len(OPEN) : -len(CLOSE)])
+            call = json.loads(block[len(OPEN) : -len(CLOSE)])
         except ValueError:
             return None
-        match said:
+        match call:
             case {"name": str(name), "arguments": dict()} if name in self.names:
-                return Call(name, json.dumps(said["arguments"], ensure_ascii=False))
+                return ParsedCall(name, json.dumps(call["arguments"], ensure_ascii=False))
             case _:
                 return None

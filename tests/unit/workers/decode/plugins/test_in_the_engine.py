@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.workers.decode.test_resume import REPORT, Client, Crash, Stages
 from triptych.core.config import AppConfig
-from triptych.core.grammar import of_regex
+from triptych.core.grammar import from_regex
 from triptych.core.messages import (
     Finished,
     Join,
@@ -21,10 +21,10 @@ from triptych.core.messages import (
     Sampling,
     Tokens,
 )
-from triptych.workers.decode.checkpoint import MOST_MEMORY, Checkpoint
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.plugins.entropy import entropy
-from triptych.workers.decode.window import Leaving, Window
+from triptych.workers.decode.window import RetirementPlan, Window
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
 
@@ -67,9 +67,11 @@ class Answers:
         """Of each prompt an answer; wish by wish, each batch by itself."""
         done = list[Completion]()
         with LocalServer(self.config, draw=self.draw) as server:
-            for switches in wishes or ((),):
+            for plugin_overrides in wishes or ((),):
                 asked = [server.request(prompt, sampling) for prompt in PROMPTS[:prompts]]
-                done += server.complete([replace(one, switches=tuple(switches)) for one in asked])
+                done += server.complete(
+                    [replace(one, plugin_overrides=tuple(plugin_overrides)) for one in asked]
+                )
             assert server.pool.stat().held_pages == 0
         assert all(one.error is None for one in done)
         return done
@@ -123,7 +125,7 @@ def test_tokens_skip_layers_for_those_who_want_it_alone(
     early = (PluginOverride(plugin="layer_exit", options={"threshold": 99.0, "depth": 0.5}),)
     with LocalServer(settings(tiny_model, "layer_exit")) as server:
         asked = [server.request(prompt, GREEDY) for prompt in PROMPTS]
-        changed, *others = server.complete([replace(asked[0], switches=early), *asked[1:]])
+        changed, *others = server.complete([replace(asked[0], plugin_overrides=early), *asked[1:]])
         assert server.pool.stat().held_pages == 0
     assert [one.tokens for one in others] == [[*map(int, one[:30])] for one in plain[1:]]
     assert changed.error is None
@@ -145,7 +147,7 @@ def test_an_answer_ends_with_the_last_of_so_many_tokens_that_were_sure(
     (longer,) = answers.ask(wish, sampling=held_back, prompts=1)
     assert len(longer.tokens) > length
     assert longer.tokens == plain[0][: len(longer.tokens)]
-    structured = replace(GREEDY, grammar=of_regex(r"[ -~\n]{25,}"), ignore_eos=False)
+    structured = replace(GREEDY, grammar=from_regex(r"[ -~\n]{25,}"), ignore_eos=False)
     (kept,) = answers.ask(wish, sampling=structured, prompts=1)
     assert len(kept.tokens) >= 25
 
@@ -158,7 +160,7 @@ def test_what_a_request_wants_and_nobody_has_ends_it_with_a_400(tiny_model: Path
             PluginOverride(plugin="selection", on=False),
             PluginOverride(plugin="entropy_stop", options={"patience_tokens": -1.0}),
         ):
-            request = replace(server.request(PROMPTS[0], GREEDY), switches=(switch,))
+            request = replace(server.request(PROMPTS[0], GREEDY), plugin_overrides=(switch,))
             (answer,) = server.complete([request])
             assert answer.error is not None
             assert answer.error.status == 400
@@ -179,7 +181,9 @@ def test_requests_of_one_batch_read_different_shares_of_their_pages(
     assert alone[1] == alone[3] == whole[0] != alone[0]
     with LocalServer(config) as server:
         asked = [server.request(PROMPTS[0], GREEDY) for _ in wishes]
-        mixed = [replace(one, switches=wish) for one, wish in zip(asked, wishes, strict=True)]
+        mixed = [
+            replace(one, plugin_overrides=wish) for one, wish in zip(asked, wishes, strict=True)
+        ]
         together = server.complete(mixed)
     assert [one.tokens for one in together] == [one[:30] for one in alone]
     assert plain[0] == whole[0]
@@ -195,7 +199,7 @@ def asked(threshold: float) -> list[Request]:
         Request(id=f"r{i}", prompt=tuple(prompt), sampling=sampling, reply_to="client")
         for i, prompt in enumerate(PROMPTS[:2])
     ]
-    return [replace(requests[0], switches=(wish,)), requests[1]]
+    return [replace(requests[0], plugin_overrides=(wish,)), requests[1]]
 
 
 class Listener(Client):
@@ -275,14 +279,14 @@ def joining(offer: Preempted, threshold: float) -> Join:
     (request,) = [one for one in asked(threshold) if one.id == offer.request]
     return Join(
         request=request,
-        words=offer.words,
+        output_tokens=offer.output_tokens,
         handle=offer.handle,
         report=REPORT,
         memory=offer.memory,
     )
 
 
-@pytest.mark.parametrize("call", ["note", "say", "end", "leave"])
+@pytest.mark.parametrize("call", ["record_plugins", "append_token", "mark_finished", "leave"])
 def test_a_streak_outlives_its_worker(
     stages: Stages, threshold: float, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -290,7 +294,7 @@ def test_a_streak_outlives_its_worker(
     whole = run(stages, threshold)
     last = 2 * len(whole.answer("r0"))
     original = getattr(Checkpoint, call)
-    for dies_at in range(1, 3) if call in ("end", "leave") else range(last - 7, last + 1):
+    for dies_at in range(1, 3) if call in ("mark_finished", "leave") else range(last - 7, last + 1):
         left = [dies_at]
 
         def die(checkpoint: Checkpoint, *given: object, left: list[int] = left) -> None:
@@ -307,25 +311,25 @@ def test_a_streak_outlives_its_worker(
             patch.setattr(Checkpoint, call, die)
             while engine.has_work():
                 client.hear(engine.step())
-        heir_name, heir = stages.decoder()
+        takeover_name, takeover = stages.decoder()
         for request in asked(threshold):
             if request.id not in client.finished:
-                client.hear(heir.accept(stages.resume(request, previous_worker)) or ())
-        while heir.has_work():
-            client.hear(heir.step())
-        check(client, whole, stages, [previous_worker, heir_name])
+                client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
+        while takeover.has_work():
+            client.hear(takeover.step())
+        check(client, whole, stages, [previous_worker, takeover_name])
 
 
 def test_a_memory_that_has_no_room_is_refused(stages: Stages) -> None:
     name, engine = stages.decoder()
-    join = replace(stages.join(asked(0.0)[1]), memory=(0.0,) * (MOST_MEMORY + 1))
+    join = replace(stages.join(asked(0.0)[1]), memory=(0.0,) * (MAX_PLUGIN_MEMORY + 1))
     (refusal,) = engine.accept(join) or ()
     assert isinstance(refusal.message, Finished)
     assert refusal.message.error is not None
     assert "at most 16" in refusal.message.error.message
     assert not engine.has_work()
     stages.pool.expel(name)
-    stages.pool.withdraw([join.request.id])  # what it was offered is its giver's still
+    stages.pool.withdraw([join.request.id])  # what it was offered is its source worker's still
     assert stages.pool.stat().held_pages == 0
 
 
@@ -339,30 +343,34 @@ def stored(tiny_model: Path, threshold: float | None) -> tuple[list[int], int, i
     wish = PluginOverride(plugin="soft_prune", options={"threshold": threshold or 0.0})
     sampling = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
     request = Request(
-        id="r", prompt=tuple(PROMPTS[0]), sampling=sampling, reply_to="client", switches=(wish,)
+        id="r",
+        prompt=tuple(PROMPTS[0]),
+        sampling=sampling,
+        reply_to="client",
+        plugin_overrides=(wish,),
     )
     if threshold is None:
-        request = replace(request, switches=())
+        request = replace(request, plugin_overrides=())
     client, (name, engine) = Client(), stages.decoder()
     client.hear(engine.accept(stages.join(request)) or ())
     (dropped, held) = (0, 0)
-    retire = Window.move
+    retire = Window.apply
 
-    def move(window: Window, leaving: Leaving) -> None:
+    def move(window: Window, retirement: RetirementPlan) -> None:
         nonlocal dropped
-        before, low = held_tokens(engine), engine.tables[2].tokens[:, leaving.slots].copy()
-        is_replaced = (leaving.plan.mover_places >= 0) & (
-            leaving.plan.mover_places < low[..., None]
+        before, low = held_tokens(engine), engine.tables[2].tokens[:, retirement.slots].copy()
+        is_replaced = (retirement.plan.mover_places >= 0) & (
+            retirement.plan.mover_places < low[..., None]
         )
         gone = int(
-            ((leaving.plan.movers >= 0) & (leaving.plan.mover_places < 0) | is_replaced).sum()
+            ((retirement.plan.movers >= 0) & (retirement.plan.mover_places < 0) | is_replaced).sum()
         )
-        retire(window, leaving)
+        retire(window, retirement)
         assert before - held_tokens(engine) == gone
         dropped += gone
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Window, "move", move)
+        patch.setattr(Window, "apply", move)
         while engine.has_work():
             held = held_tokens(engine)
             client.hear(engine.step())

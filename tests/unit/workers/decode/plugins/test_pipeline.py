@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from triptych.core.config import AppConfig, DecodeConfig, StepPluginConfig
 from triptych.core.errors import ConfigError, PluginError, RequestError
 from triptych.core.messages import PluginOverride
-from triptych.core.plugin_overrides import Bound, Offer
+from triptych.core.plugin_overrides import OptionRange, OverridablePlugin
 from triptych.core.policy import Policy
-from triptych.workers.decode.checkpoint import MOST_MEMORY
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY
 from triptych.workers.decode.plugins import Facts, Pipeline, StepPlugin, offers_of
 from triptych.workers.decode.plugins.entropy import EntropyStop, entropy
 from triptych.workers.decode.plugins.pipeline import Seen, Verdict
@@ -74,7 +74,7 @@ class Usurper(StepPlugin):
 
 @dataclass(frozen=True)
 class Elephant(StepPlugin):
-    memory: ClassVar = MOST_MEMORY
+    memory: ClassVar = MAX_PLUGIN_MEMORY
 
 
 @dataclass(frozen=True)
@@ -203,16 +203,16 @@ def test_what_is_offered_to_requests() -> None:
         selection={"method": "moments", "request_bounds": {"keep_fraction": [0.1, 1.0]}},
     )
     assert offers_of(config) == (
-        Offer(
+        OverridablePlugin(
             plugin="selection",
             on=True,
-            bounds={"keep_fraction": Bound(default=0.3, least=0.1, most=1.0, is_whole=False)},
+            bounds={"keep_fraction": OptionRange(default=0.3, least=0.1, most=1.0, is_whole=False)},
         ),
-        Offer(plugin="average", on=True),
-        Offer(
+        OverridablePlugin(plugin="average", on=True),
+        OverridablePlugin(
             plugin="CalmStop",
             on=False,
-            bounds={"words": Bound(default=3, least=1, most=9, is_whole=True)},
+            bounds={"words": OptionRange(default=3, least=1, most=9, is_whole=True)},
             needs=("average",),
         ),
     )
@@ -255,7 +255,7 @@ def test_nobody_looks_where_no_request_has_a_plugin() -> None:
     pipeline = Pipeline.of(configured(entry("entropy_stop", enabled=False)).steps)
     chosen = [pipeline.chosen(())] * 2
     logits = torch.zeros(2, 8)
-    assert pipeline.look(chosen, seen(logits), np.zeros((2, MOST_MEMORY))) is None
+    assert pipeline.look(chosen, seen(logits), np.zeros((2, MAX_PLUGIN_MEMORY))) is None
 
 
 def test_the_first_in_order_is_who_ended_an_answer() -> None:
@@ -275,7 +275,7 @@ def test_the_first_in_order_is_who_ended_an_answer() -> None:
             )
         ),
     ]
-    verdict = pipeline.look(chosen, seen(torch.zeros(3, 8)), np.zeros((3, MOST_MEMORY)))
+    verdict = pipeline.look(chosen, seen(torch.zeros(3, 8)), np.zeros((3, MAX_PLUGIN_MEMORY)))
     assert verdict is not None
     names = [pipeline.label(number) for number in verdict.ended_by]
     assert names == ["entropy_stop", "CalmStop", ""]
@@ -289,7 +289,7 @@ def test_a_plugin_that_does_not_do_what_it_says_is_named(how: str) -> None:
     pipeline = Pipeline.of(configured(entry("Liar", options={"how": how})).steps)
     with pytest.raises(PluginError, match="plug-in 'Liar'"):
         pipeline.look(
-            [pipeline.chosen(())] * 2, seen(torch.zeros(2, 4)), np.zeros((2, MOST_MEMORY))
+            [pipeline.chosen(())] * 2, seen(torch.zeros(2, 4)), np.zeros((2, MAX_PLUGIN_MEMORY))
         )
 
 
@@ -302,7 +302,7 @@ class Run:
     memory: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = np.zeros((len(self.chosen), MOST_MEMORY))
+        self.memory = np.zeros((len(self.chosen), MAX_PLUGIN_MEMORY))
 
     def step(self, logits: torch.Tensor, length: int) -> list[int]:
         verdict = self.pipeline.look(self.chosen, seen(logits, length), self.memory)
@@ -393,7 +393,9 @@ def test_pruning_is_refused_where_nobody_counts_attention() -> None:
     assert (
         pipeline.settings(pipeline.chosen((PluginOverride(plugin="soft_prune", on=False),))) == {}
     )
-    assert pipeline.look([chosen], seen(torch.zeros(1, 4)), np.zeros((1, MOST_MEMORY))) is None
+    assert (
+        pipeline.look([chosen], seen(torch.zeros(1, 4)), np.zeros((1, MAX_PLUGIN_MEMORY))) is None
+    )
     twice = configured("soft_prune", entry("soft_prune", label="again"))
     with pytest.raises(ConfigError, match="both provide 'alpha_low'"):
         offers_of(twice)

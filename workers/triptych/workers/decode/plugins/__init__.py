@@ -1,4 +1,4 @@
-"""Plug-ins of a decode step: what they see, in which order they run, who has which."""
+"""Step plug-ins of decode: their interface, their order and their use by requests."""
 
 from triptych.workers.decode.plugins.pipeline import Pipeline, Verdict, offers_of
 from triptych.workers.decode.plugins.plugin import Facts, StepPlugin

@@ -1,6 +1,6 @@
 # torch leaves some operators untyped.
 # pyright: reportUnknownMemberType=false
-"""Entropy of the next token's distribution, and answers that end when it stays low."""
+"""Entropy of the next token's distribution, and a plug-in that ends outputs while it is low."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,20 +12,20 @@ from triptych.core.config import require
 from triptych.workers.decode.plugins.plugin import END, MEMORY, Facts, StepPlugin
 
 _LEAST = -100.0
-"""Logits further below the best one weigh less than float32 can tell."""
+"""Clamp for centred logits: lower ones do not change a float32 sum."""
 
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) in nats: log Z - sum w (l - max) / Z, with w = exp(l - max).
 
-    Row by row, as the numbers of one row stay in the core's cache. No number where a row has none.
+    Row by row, so that a row stays in the core's cache. NaN for rows with NaN.
 
     Shapes: logits (B, vocab) -> (B,)
     Dtypes: float32
     """
     found = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    for row, line in enumerate(logits):
-        centred = (line - line.max()).clamp_(min=_LEAST)
+    for row, values in enumerate(logits):
+        centred = (values - values.max()).clamp_(min=_LEAST)
         weights = centred.exp()
         total = weights.sum()
         found[row] = total.log() - weights.dot(centred) / total
@@ -34,14 +34,14 @@ def entropy(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EntropyStop(StepPlugin):
-    """An answer ends with the last of so many tokens in a row of which the model was sure.
+    """Ends an output after ``patience_tokens`` tokens in a row with an entropy below ``threshold``.
 
-    Sure is: the entropy of the model's own distribution for the token, in nats, before
-    temperature, penalties and filters, was below ``threshold``. Entropy is never below 0, so with
-    that nothing changes. The prefill draws the first token of an answer; that one does not count.
+    The entropy is that of the model's own distribution in nats, before temperature, penalties and
+    filters. It is never below 0, so a threshold of 0 changes nothing. The first output token is
+    sampled in prefill and does not count.
 
     Source: TinyServe, sections 3.1 and 4.1 (EntropyStop; which entropy, its unit and for how many
-            tokens it has to be low is ours, the paper does not say)
+            tokens it has to be low is ours, the paper does not define it)
     """
 
     needs: ClassVar = ("entropy",)
@@ -49,9 +49,9 @@ class EntropyStop(StepPlugin):
     memory: ClassVar = 1
 
     threshold: float = 0.0
-    """In nats; 0 never ends an answer."""
+    """In nats; 0 never ends an output."""
     patience_tokens: int = 16
-    """Tokens in a row whose entropy has to be below it."""
+    """Number of successive tokens whose entropy must be below the threshold."""
 
     def __post_init__(self) -> None:
         require(self.threshold >= 0, "threshold", self.threshold, "0 or more")

@@ -1,4 +1,4 @@
-"""Tokens of which the model is sure before its last layer skip the rest."""
+"""Early exit: tokens with a confident prediction before the last layer skip the rest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from triptych.workers.decode.plugins.plugin import EXIT_DEPTH, EXIT_ENTROPY, EXI
 
 @dataclass(frozen=True)
 class LayerExit(StepPlugin):
-    """A token whose next one is clear after a share of the layers skips the others.
+    """A token exits after the share ``depth`` of the layers if its prediction is confident there.
 
-    Clear is: the hidden state, through the model's last norm and head, stands for a distribution of
-    less than ``threshold`` nats. A token that leaves has keys and values in all layers, made of the
-    hidden state with which it left (``models/exits.py``). Models that were not trained for it
-    change what they say.
+    Confident: the hidden state, through the model's last norm and head, gives a distribution with
+    an entropy below ``threshold`` nats. The skipped layers get keys and values from the hidden
+    state at the exit (``models/early_exit.py``). Models that were not trained for it give other
+    outputs.
 
-    Source: TinyServe, section 4.1 (early exit); CALM (what becomes of the layers that are skipped)
+    Source: TinyServe, section 4.1 (early exit); CALM (state propagation to the skipped layers)
     """
 
     needs: ClassVar = (EXITS,)
@@ -26,7 +26,7 @@ class LayerExit(StepPlugin):
     threshold: float = 0.0
     """In nats; 0 never skips a layer."""
     depth: float = 0.8
-    """Share of the layers after which a token is asked, once."""
+    """Share of the layers after which the exit is decided, once per token."""
 
     def __post_init__(self) -> None:
         require(self.threshold >= 0, "threshold", self.threshold, "0 or more")

@@ -1,6 +1,6 @@
 # torch leaves some operators untyped.
 # pyright: reportUnknownMemberType=false
-"""The plug-ins of a decode worker: their order, and which of its requests has which."""
+"""The step plug-ins of a decode worker: their order, and those of each request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,10 +14,10 @@ from torch import Tensor
 from triptych.core.config import DecodeConfig, SelectionConfig, StepPluginConfig
 from triptych.core.errors import ConfigError, PluginError, RequestError
 from triptych.core.messages import PluginOverride
-from triptych.core.plugin_overrides import Bound, Offer
+from triptych.core.plugin_overrides import OptionRange, OverridablePlugin
 from triptych.core.policy import Policy
 from triptych.core.schema import SchemaError, build
-from triptych.workers.decode.checkpoint import MOST_MEMORY
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY
 from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.decode.plugins.plugin import (
     CONDITIONS,
@@ -38,33 +38,33 @@ Chosen = tuple[StepPlugin | None, ...]
 """The plug-ins of one request, in the order of the pipeline; None: it does not have that one."""
 
 SELECTION = "selection"
-"""What requests call ``decode.selection``."""
+"""Name of ``decode.selection`` in requests."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A plug-in in its place."""
+    """A configured plug-in at its place in the order."""
 
     label: str
     plugin: StepPlugin
     """With the server's options."""
     is_on: bool
-    """Whether requests that say nothing of it have it."""
+    """Whether requests have it by default."""
     bounds: dict[str, Bound]
     after: tuple[str, ...]
-    """Labels of those whose facts it needs."""
+    """Labels of the plug-ins whose values it needs."""
     memory: slice
-    """Its columns of what is remembered."""
+    """Its columns of the plug-in memory."""
 
     @property
     def looks(self) -> bool:
-        """Whether it looks at steps."""
+        """Whether it runs at each step."""
         return self.plugin.memory > 0 or not SETTINGS_ALONE.issuperset(self.plugin.provides)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the engine itself knows at the end of a step; rows are requests."""
+    """Values of the engine at the end of a step; rows are requests."""
 
     logits: Tensor
     tokens: Sequence[int]
@@ -74,10 +74,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What plug-ins made of a step; rows are requests."""
+    """Results of the plug-ins of a step; rows are requests."""
 
     ended_by: list[int]
-    """Who ends the answer, counted from 1 in the order of the pipeline; 0: nobody."""
+    """The plug-in that ends the output, counted from 1 in pipeline order; 0: none."""
     memory: Memory
 
 
@@ -102,11 +102,11 @@ class Pipeline:
         return cls(tuple(ordered(plugins, policy, can_exit=can_exit)))
 
     def label(self, number: int) -> str:
-        """Who that is in ``Verdict.ended_by``; empty: nobody."""
+        """The label of a number of ``Verdict.ended_by``; empty for 0."""
         return self.places[number - 1].label if 0 < number <= len(self.places) else ""
 
     def chosen(self, switches: Sequence[PluginOverride]) -> Chosen:
-        """The plug-ins that a request wants.
+        """The plug-ins of a request.
 
         Raises: RequestError if one of them is not here, or does not take these options
         """
@@ -116,13 +116,13 @@ class Pipeline:
         return tuple(_chosen(placed, wanted.get(placed.label)) for placed in self.places)
 
     def settings(self, chosen: Chosen) -> dict[str, float]:
-        """What the plug-ins of a request set for it."""
+        """The settings that the plug-ins of a request provide."""
         return {name: value for one in chosen if one for name, value in one.settings().items()}
 
     def look(self, chosen: Sequence[Chosen], seen: Seen, memory: Memory) -> Verdict | None:
-        """Let the plug-ins of each request look at a step.
+        """Run the plug-ins of a step; None: no request has any.
 
-        Those with equal options look at their requests together. None: no request has any.
+        Plug-ins with equal options run once for all their requests.
         """
         looking = [index for index, placed in enumerate(self.places) if placed.looks]
         if not any(plugins[index] for plugins in chosen for index in looking):
@@ -154,9 +154,9 @@ class Pipeline:
 def selection_for(
     config: SelectionConfig, switches: Sequence[PluginOverride]
 ) -> SelectionConfig | None:
-    """Which pages of a request are read; None: all.
+    """The page selection of a request; None: it reads all pages.
 
-    Raises: RequestError if that is no selection
+    Raises: RequestError if its options are invalid
     """
     wanted = [switch for switch in switches if switch.plugin == SELECTION]
     if config.method == "none":
@@ -171,13 +171,13 @@ def selection_for(
         raise RequestError(str(error), f"plugins.{SELECTION}") from error
 
 
-# ---------------------------------------------------------------- what the configuration says
+# ---------------------------------------------------------------- configuration
 
 
 def offers_of(
     config: DecodeConfig, policy: Policy | None = None, *, can_exit: bool = True
 ) -> tuple[Offer, ...]:
-    """What requests may change of the plug-ins, selection included.
+    """The options of plug-ins and page selection that requests can change.
 
     ``policy``: how pages are compressed; None: that is not known. ``can_exit``: whether tokens can
     skip layers of the model.
@@ -186,19 +186,20 @@ def offers_of(
     """
     places = ordered(config.steps, policy, can_exit=can_exit)
     offers = [
-        Offer(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after) for one in places
+        OverridablePlugin(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after)
+        for one in places
     ]
     chosen = config.selection
     if chosen.method == "none":
         return tuple(offers)
     bounds = _bounds("decode.selection", chosen, chosen.request_bounds)
-    return (Offer(plugin=SELECTION, on=True, bounds=bounds), *offers)
+    return (OverridablePlugin(plugin=SELECTION, on=True, bounds=bounds), *offers)
 
 
 def ordered(
     configs: Sequence[StepPluginConfig], policy: Policy | None, *, can_exit: bool = True
 ) -> list[Placed]:
-    """Load plug-ins, and put each behind those whose facts it needs, else as configured.
+    """Load plug-ins and sort each behind those whose values it needs, else as configured.
 
     Raises: ConfigError if one cannot be loaded, or they do not fit together
     """
@@ -214,9 +215,9 @@ def ordered(
         place = slice(column, end)
         places.append(Placed(label, plugin, config.enabled, bounds, before[label], place))
         column = end
-    if column > MOST_MEMORY:
+    if column > MAX_PLUGIN_MEMORY:
         text = f"decode.plugins: together they remember {column} numbers of each answer"
-        raise ConfigError(f"{text}; there is room for {MOST_MEMORY}")
+        raise ConfigError(f"{text}; there is room for {MAX_PLUGIN_MEMORY}")
     _check_switched_on(places)
     return places
 
@@ -236,7 +237,7 @@ def _loaded(configs: Sequence[StepPluginConfig]) -> dict[str, StepPlugin]:
 def _sorted(
     configs: Sequence[StepPluginConfig], before: Mapping[str, Sequence[str]]
 ) -> Iterator[StepPluginConfig]:
-    """Each behind those that are before it; of several the one that is configured first."""
+    """Topological order; among plug-ins that are ready, the one configured first."""
     waiting, done = list(configs), set[str]()
     while waiting:
         ready = next((one for one in waiting if done.issuperset(before[one.called])), None)
@@ -272,7 +273,7 @@ def _is_plugin(kind: object) -> bool:
 
 
 def _makers(plugins: Mapping[str, StepPlugin]) -> dict[str, str]:
-    """Who provides each fact that is not the engine's."""
+    """The plug-in that provides each value that the engine does not."""
     makers = dict[str, str]()
     for label, plugin in plugins.items():
         for fact in plugin.provides:
@@ -287,7 +288,7 @@ def _makers(plugins: Mapping[str, StepPlugin]) -> dict[str, str]:
 
 
 def _lacking(policy: Policy | None, *, can_exit: bool) -> dict[str, str]:
-    """Conditions that do not hold, and what is in their way."""
+    """Conditions that are not met, and the reason."""
     lacking = dict[str, str]()
     if policy is not None and not (policy.score_every > 0 and policy.low_format is not None):
         lacking[SCORES] = f"compressor.policy: {policy.name}"
@@ -307,7 +308,7 @@ def _check_conditions(plugins: Mapping[str, StepPlugin], lacking: Mapping[str, s
 
 
 def _before(label: str, plugin: StepPlugin, makers: Mapping[str, str]) -> tuple[str, ...]:
-    """Whose facts a plug-in needs."""
+    """Labels of the plug-ins whose values a plug-in needs."""
     for fact in plugin.needs:
         if fact not in (*GIVEN, *CONDITIONS) and fact not in makers:
             have = ", ".join(sorted({*GIVEN, *CONDITIONS, *makers}))
@@ -327,9 +328,9 @@ def _check_switched_on(places: Sequence[Placed]) -> None:
 
 def _bounds(
     where: str, plugin: object, given: Mapping[str, tuple[float, float]]
-) -> dict[str, Bound]:
+) -> dict[str, OptionRange]:
     """Bounds of options, each of which the plug-in takes at both its ends."""
-    bounds = dict[str, Bound]()
+    bounds = dict[str, OptionRange]()
     for name, (least, most) in given.items():
         now = getattr(plugin, name, None)
         if type(now) not in (int, float):
@@ -346,7 +347,7 @@ def _bounds(
                 replace(cast("Any", plugin), **{name: type(value)(end)})
             except ConfigError as error:
                 raise ConfigError(f"{where}.request_bounds.{name}: {error}") from error
-        bounds[name] = Bound(default=value, least=least, most=most, is_whole=whole)
+        bounds[name] = OptionRange(default=value, least=least, most=most, is_whole=whole)
     return bounds
 
 
@@ -371,7 +372,7 @@ def _chosen(placed: Placed, switch: PluginOverride | None) -> StepPlugin | None:
 
 
 def _typed(kind: type, options: Mapping[str, float]) -> dict[str, Any]:
-    """Numbers as a dataclass has them: those of a message are all floats."""
+    """Options with the number types of their dataclass; a message has floats only."""
     whole = {field.name for field in fields(kind) if field.type in (int, "int")}
     return {name: int(value) if name in whole else value for name, value in options.items()}
 
@@ -379,9 +380,9 @@ def _typed(kind: type, options: Mapping[str, float]) -> dict[str, Any]:
 def _step(
     placed: Placed, plugin: StepPlugin, rows: Rows, facts: dict[str, Tensor], memory: Tensor
 ) -> dict[str, Tensor]:
-    """What a plug-in makes of some rows.
+    """Run a plug-in on some rows.
 
-    Raises: PluginError if that is not what it said it would
+    Raises: PluginError if its results are not the values that it provides
     """
     if "entropy" in plugin.needs:
         _add_entropy(facts, rows)
@@ -389,9 +390,9 @@ def _step(
     if plugin.memory:
         given[MEMORY] = memory[rows, placed.memory]
     made = dict(plugin.step(given))
-    said = {*plugin.provides, *([MEMORY] if plugin.memory else [])} - SETTINGS_ALONE
-    if made.keys() != said:
-        raise PluginError(placed.label, f"gave {sorted(made)}, expected {sorted(said)}")
+    expected = {*plugin.provides, *([MEMORY] if plugin.memory else [])} - SETTINGS_ALONE
+    if made.keys() != expected:
+        raise PluginError(placed.label, f"gave {sorted(made)}, expected {sorted(expected)}")
     for name, value in made.items():
         width = (plugin.memory,) if name == MEMORY else value.shape[1:]
         if value.shape != (len(rows), *width):
@@ -401,7 +402,7 @@ def _step(
 
 
 def _add_entropy(facts: dict[str, Tensor], rows: Rows) -> None:
-    """Compute what is not known of these rows yet."""
+    """Compute the entropy of these rows where it is missing."""
     logits = facts["logits"]
     known = facts.setdefault("entropy", logits.new_full((logits.shape[0],), torch.nan))
     unknown = torch.tensor(rows).to(known.device)[known[rows].isnan()]
@@ -409,7 +410,7 @@ def _add_entropy(facts: dict[str, Tensor], rows: Rows) -> None:
 
 
 def _spread(facts: dict[str, Tensor], name: str, value: Tensor, rows: Rows, count: int) -> None:
-    """Put the rows that a plug-in made among those of all requests."""
+    """Scatter the rows that a plug-in computed into those of all requests."""
     if name not in facts:
         facts[name] = value.new_zeros(count, *value.shape[1:])
     facts[name][rows] = value

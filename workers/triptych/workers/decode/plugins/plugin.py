@@ -1,4 +1,4 @@
-"""What a plug-in of the decode step is."""
+"""The interface of a plug-in of the decode step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import ClassVar
 from torch import Tensor
 
 Facts = Mapping[str, Tensor]
-"""What is known at the end of a step, by name; a row for each request that has the plug-in."""
+"""Values at the end of a step, by name; one row for each request that has the plug-in."""
 
 GIVEN = ("logits", "entropy", "token", "length", "position")
-"""Facts of the engine itself.
+"""Values that the engine provides.
 
 ``logits``: the model's own, float32 [B, vocab], before bias, penalties and grammar.
-``entropy``: of the distribution that they stand for, in nats, float32 [B].
-``token``: drawn in this step, int64 [B].
-``length``: tokens of the answer with it, int64 [B].
-``position``: of the token that the step read, int64 [B].
+``entropy``: entropy of their distribution in nats, float32 [B].
+``token``: the token sampled in this step, int64 [B].
+``length``: output tokens, this one included, int64 [B].
+``position``: position of the input token of the step, int64 [B].
 """
 
 END, MEMORY = "end", "memory"
-"""What the engine takes from plug-ins: ``end``, bool [B], says whose answer ends with this token;
-``memory``, float64 [B, n], is given back with the next step."""
+"""Values that the engine takes from plug-ins. ``end``, bool [B]: the output ends with this token.
+``memory``, float64 [B, n]: the state of the plug-in, its input at the next step."""
 
 SCORES, EXITS = "scores", "exits"
 CONDITIONS = {
@@ -29,44 +29,43 @@ CONDITIONS = {
     "attention, with score_every_tokens above 0",
     EXITS: "a model of the Llama, Mistral, Qwen2 or Qwen3 kind",
 }
-"""What a plug-in may need of the server, and what it takes. ``scores``: the attention that tokens
-of answers receive is counted. ``exits``: tokens can leave a step before the last layer, which the
-worker knows once it has its model."""
+"""Conditions that a plug-in can need, and the settings that meet them. ``scores``: output tokens
+have scores, from the attention that they receive. ``exits``: tokens can exit before the last layer,
+which the worker knows once it has loaded the model."""
 
 ALPHA_LOW, EXIT_ENTROPY, EXIT_DEPTH = "alpha_low", "exit_entropy", "exit_depth"
 SETTINGS = (ALPHA_LOW, EXIT_ENTROPY, EXIT_DEPTH)
-"""What a plug-in may set for a request instead of looking at its steps. ``alpha_low``: tokens of
-the answer with less mean attention, times the tokens so far, are dropped, if that is more than
-``compressor.alpha_low``. ``exit_entropy``, ``exit_depth``: tokens skip the layers behind that share
-of them if their next one is clear by then, to less than so many nats."""
+"""Settings that a plug-in can set for a request instead of running at each step. ``alpha_low``:
+output tokens whose mean attention, times the tokens so far, is lower are dropped, if it is above
+``compressor.alpha_low``. ``exit_entropy``, ``exit_depth``: tokens skip the layers after the share
+``exit_depth`` if the entropy of the next token is below ``exit_entropy`` nats there."""
 
 
 @dataclass(frozen=True)
 class StepPlugin:
-    """A plug-in: a frozen dataclass whose fields are its options, plain numbers, flags or texts.
+    """A plug-in: a frozen dataclass whose fields are its options: numbers, flags or texts.
 
-    It looks at the facts that it ``needs`` and makes those that it ``provides``. Whoever provides
-    a fact runs before whoever needs it. ``step`` must depend on nothing but options and facts, row
-    by row: then an answer does not depend on what shares its batch, and a worker that takes over
-    comes to the same.
+    ``step`` computes the values that it ``provides`` from those that it ``needs``. A plug-in that
+    provides a value runs before one that needs it. ``step`` must depend only on options and
+    values, row by row: then an output does not depend on the rest of its batch, and a takeover
+    worker computes the same.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Names of facts, the engine's or of other plug-ins, and conditions."""
+    """Names of values, of the engine or of other plug-ins, and of conditions."""
     provides: ClassVar[tuple[str, ...]] = ()
-    """Names of facts and of settings. Only ``end`` may be provided by several."""
+    """Names of values and of settings. Only ``end`` can have several providers."""
     memory: ClassVar[int] = 0
-    """Numbers that are kept of each answer from one step to the next, at first 0. With some,
-    ``step`` is given them as the fact ``memory``, and gives new ones back under that name. They go
-    wherever the answer goes on."""
+    """Numbers of state per request, initially 0. If there are any, ``step`` gets them as the value
+    ``memory`` and returns new ones under that name. They follow the request to other workers."""
 
     def step(self, facts: Facts) -> Facts:
-        """Look at one step of some requests, one in each row.
+        """Compute the provided values of one step; one row per request.
 
-        Not called of a plug-in that provides nothing but settings.
+        Not called for a plug-in that provides only settings.
         """
         raise NotImplementedError
 
     def settings(self) -> Mapping[str, float]:
-        """The settings that it provides, for as long as a request is answered."""
+        """The settings that it provides, constant during a request."""
         return {}

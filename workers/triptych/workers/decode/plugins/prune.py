@@ -1,4 +1,4 @@
-"""Tokens that later ones hardly look at are dropped while an answer is written."""
+"""Token pruning in decode: drops tokens that receive little attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from triptych.workers.decode.plugins.plugin import ALPHA_LOW, SCORES, StepPlugin
 
 @dataclass(frozen=True)
 class SoftPrune(StepPlugin):
-    """Tokens whose mean attention is below ``threshold / n`` are dropped while an answer grows.
+    """Drops tokens whose mean attention is below ``threshold / n`` during decode.
 
-    That happens when a page of tokens leaves the window: those that leave the window of high tokens
-    with it are judged, and older low ones below the threshold make room for newcomers. It raises
-    ``compressor.alpha_low`` after the prompt and never lowers it; from ``alpha_high`` on, whoever
-    is not high is dropped.
+    Tokens are dropped when a page retires from the window: tokens that leave the high window are
+    classified, and older low ones below the threshold give their places to downgraded tokens. The
+    threshold raises ``compressor.alpha_low`` for output tokens and never lowers it; from
+    ``alpha_high`` on, no token becomes low.
 
     Source: TinyServe, sections 3.1 and 4.1 (token-level pruning, SoftPrune; the paper has no
-            formula for it: the judgement is DiffKV's)
+            formula for it: the classification is DiffKV's)
     """
 
     needs: ClassVar = (SCORES,)

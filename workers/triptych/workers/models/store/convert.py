@@ -1,9 +1,9 @@
-"""A GGUF turned once into a directory in Hugging Face's form, weights in bfloat16.
+"""Converts a GGUF file to a directory in Hugging Face format, weights in bfloat16.
 
-transformers reads the GGUF's settings and vocabulary; the weights are dequantized here,
-one tensor at a time, so that a model never stands in memory twice and nothing in the
-file is silently left out. bfloat16 is half the size of float32, can be mapped and shared
-by all workers of a machine, and its rounding is far below that of a quantized file.
+transformers reads the GGUF's settings and vocabulary. The weights are dequantized here, one tensor
+at a time, so that the model is in memory only once and no tensor of the file is left out. bfloat16
+is half the size of float32, can be memory-mapped and shared by all workers of a machine, and rounds
+far less than the quantization of the file.
 """
 
 import json
@@ -31,7 +31,7 @@ from triptych.workers.models.store.gguf import GgufHeader, GgufTensor, read_head
 from triptych.workers.models.store.safe_files import Progress
 
 Fix = Callable[[np.ndarray, str, PreTrainedConfig], np.ndarray]
-"""Undoes what llama.cpp's converter did to a tensor, given its name in transformers."""
+"""Reverts the change of llama.cpp's converter to a tensor, given its transformers name."""
 
 SHARD_BYTES = 2 << 30
 
@@ -74,7 +74,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
 def convert(gguf: Path, target: Path, progress: Progress) -> None:
     """Write config, tokenizer and safetensors of ``gguf`` into the existing ``target``.
 
-    Raises: ModelError for a file we cannot read in full and with certainty
+    Raises: ModelError for a file that cannot be converted completely
     """
     header = read_header(gguf)
     architecture = header.text("general.architecture")
@@ -91,7 +91,7 @@ def convert(gguf: Path, target: Path, progress: Progress) -> None:
 def _correct(
     tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig, header: GgufHeader
 ) -> None:
-    """Put in what the file says and transformers passes over."""
+    """Apply settings of the file that transformers ignores."""
     head_dim = header.metadata.get(f"{header.text('general.architecture')}.attention.key_length")
     if head_dim is not None and hasattr(config, "head_dim"):
         config.head_dim = head_dim
@@ -116,10 +116,10 @@ def _refuse_scaled_rope(gguf: Path, header: GgufHeader, architecture: str) -> No
 
 
 def _complete_config(path: Path) -> None:
-    """The type of the weights in, the name of the GGUF's author's run out."""
+    """Add the dtype of the weights, remove the author's ``name_or_path``."""
     body = json.loads(path.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in body.items() if not key.endswith("name_or_path")}
-    text = json.dumps(kept | {"dtype": "bfloat16"}, indent=2, sort_keys=True)
+    fields = {key: value for key, value in body.items() if not key.endswith("name_or_path")}
+    text = json.dumps(fields | {"dtype": "bfloat16"}, indent=2, sort_keys=True)
     path.write_text(text, encoding="utf-8")
 
 
@@ -128,7 +128,7 @@ def _complete_config(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor to write: its name in transformers and where it lies in the GGUF."""
+    """One tensor to write: its name in transformers and its place in the GGUF."""
 
     name: str
     source: GgufTensor
@@ -162,7 +162,7 @@ def _write_weights(
 
 
 def _plan(gguf: Path, header: GgufHeader, config: PreTrainedConfig) -> list[_Entry]:
-    """Which tensor of the file is which of the model: one to one, nothing left on either side."""
+    """Map tensors of the file to those of the model, one to one, without remainder."""
     model = without_weights(config)
     config.architectures = [type(model).__name__]
     names = _name_map(header.text("general.architecture"), config.num_hidden_layers)

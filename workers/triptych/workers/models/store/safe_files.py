@@ -1,4 +1,4 @@
-"""Files that are whole or absent: hashes, a lock, directories put in place at once."""
+"""Atomic files and directories: hashes, manifests, a lock, atomic replacement."""
 
 import fcntl
 import hashlib
@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 20
 
 Progress = Callable[[str, int, int], None]
-"""Told as work goes on: the stage, such as ``download``, bytes done, bytes in all."""
+"""Progress callback: the stage, such as ``download``, bytes done, bytes in all."""
 
 
 def ignore_progress(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -34,7 +34,7 @@ def is_exactly(path: Path, size_bytes: int, sha256: str) -> bool:
 
 
 def copy_stream(read: Callable[[int], bytes], target: Path, total: int, report: Progress) -> None:
-    """Write what ``read`` gives to ``target``, reporting the stage ``unpack``."""
+    """Copy a stream to ``target``, reporting progress of the stage ``unpack``."""
     done = 0
     with target.open("wb") as file:
         while chunk := read(_CHUNK_BYTES):
@@ -45,7 +45,7 @@ def copy_stream(read: Callable[[int], bytes], target: Path, total: int, report: 
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Hold an advisory lock between processes; the system drops it if this process dies."""
+    """Hold an advisory lock between processes; the system releases it if this process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -64,14 +64,14 @@ def seal(directory: Path) -> None:
 
 
 def put_in_place(finished: Path, target: Path) -> None:
-    """Rename a sealed directory to where it is looked for: readers see all of it or nothing."""
+    """Rename a sealed directory to its final path, atomically for readers."""
     if target.exists():
         shutil.rmtree(target)
     os.replace(finished, target)
 
 
 def is_sealed(directory: Path, *, verify: bool = False) -> bool:
-    """Whether every file of the manifest is there in its size, and with ``verify`` in its hash."""
+    """Whether every file of the manifest exists with its size, and with ``verify`` its hash."""
     path = directory / MANIFEST
     if not path.is_file():
         return False
@@ -85,7 +85,7 @@ def is_sealed(directory: Path, *, verify: bool = False) -> bool:
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
-    """Full hashes of the files of a sealed directory, by name; none of any other."""
+    """Full hashes of the files of a sealed directory, by name; empty if it is not sealed."""
     path = directory / MANIFEST
     if not path.is_file():
         return {}

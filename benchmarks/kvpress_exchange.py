@@ -1,4 +1,4 @@
-"""Cases and records as JSON files, for baselines that need an environment of their own."""
+"""Cases and records as JSON files: kvpress runs in an environment of its own."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from triptych.evals.metrics.fidelity import Steps
 from triptych.evals.studies.runner import Group, Record, Records
 
 CASES = "cases.json"
-"""What there is to do; every other JSON file of the folder holds one method's records."""
+"""The cases to run; every other JSON file of the folder holds one method's records."""
 
 
 def write_cases(folder: Path, model: Path, revision: str, groups: Sequence[Group]) -> None:

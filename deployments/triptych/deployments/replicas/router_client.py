@@ -1,0 +1,175 @@
+"""The engine of the HTTP app: requests go to routers, tokens come from workers, losses are retried.
+
+Which shard takes a request is decided in ``shard_links``; what an operator may see comes from
+``router_stats``.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from triptych.core.errors import Overloaded, StageLost
+from triptych.core.messages import Failed, Message, Register, Request, Tokens, failed
+from triptych.deployments.app_plan import AppPlan, new_name
+from triptych.deployments.http import Health
+from triptych.deployments.replicas.router_stats import RouterHandle, RouterStats, WorkerHandle
+from triptych.deployments.replicas.shard_links import ShardLinks
+from triptych.deployments.transport.addressing import LOCAL, Routes
+from triptych.deployments.transport.peer_channel import PeerChannel
+from triptych.router import AttemptTable, RequestAttempts, Shards
+from triptych.router.frontend.shards import may_pass_on, names_of
+
+logger = logging.getLogger(__name__)
+
+ROUTER_GRACE_S = 30.0
+"""How long requests wait for a router to be restarted, if there is no other one."""
+
+Event = Tokens | Failed
+
+
+class RouterClient:
+    """Runs requests on the stages, and retries those whose worker or router dies.
+
+    A retry carries the tokens that the client has so far, so the stream continues where it stopped.
+    """
+
+    def __init__(
+        self,
+        plan: AppPlan,
+        routers: Sequence[RouterHandle] = (),
+        workers: Sequence[WorkerHandle] = (),
+        routes: Routes = LOCAL,
+    ) -> None:
+        """``routers``: one of each shard; ``workers``: one of each deployment of workers."""
+        name = new_name("ingress")
+        self.address = plan.address(name)
+        names = list(names_of(plan.shards))
+        self.shards = Shards(names, plan.config.router.shard_overload, plan.readers)
+        self.stats = RouterStats(self.shards, names, routers, workers)
+        self.attempts = AttemptTable(plan.windows)
+        """The present attempt at each running request."""
+        self._unsent = dict[str, RequestAttempts]()
+        """Attempts that wait for a router, by the request's id."""
+        self._grace: asyncio.TimerHandle | None = None
+        self._channel = PeerChannel(self.address, self._receive, self._on_lost, routes)
+        self._links = ShardLinks(
+            plan,
+            self._channel,
+            Register(name=name, address=self.address),
+            self.shards,
+            on_found=self._on_router_found,
+            on_lost=self._on_router_lost,
+        )
+
+    async def start(self) -> None:
+        await self._channel.start()
+        self._links.start()
+
+    async def stop(self) -> None:
+        self._links.stop()
+        await self._channel.stop()
+
+    async def health(self) -> Health:
+        """Whether any shard has a worker of each stage."""
+        return await self.stats.health()
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
+        """Yield tokens of all the requests as they arrive; closing it cancels what still runs."""
+        events = asyncio.Queue[Event]()
+        running = {r.id: self.attempts.start(r, events.put_nowait) for r in requests}
+        for attempts in running.values():
+            self._submit(attempts)
+        try:
+            while running:
+                event = await events.get()
+                if isinstance(event, Failed) or event.finish is not None:
+                    del running[event.request]
+                yield event
+        finally:
+            self._abort(list(running.values()))
+
+    def _receive(self, messages: Sequence[Message], sender: str) -> None:
+        for message in messages:
+            if not isinstance(message, Tokens | Failed):
+                continue
+            attempts = self.attempts.get(message.request)
+            if attempts is None:
+                continue  # of an attempt that was given up, or whose client is gone
+            if isinstance(message, Failed):
+                self._failed(attempts, message)
+            elif attempts.hear(message):
+                self._end(attempts)
+            elif attempts.is_at_window_end:
+                self.attempts.again(attempts)
+                self._submit(attempts)
+            elif attempts.is_torn:
+                self._links.abort(attempts)
+                self._failed(attempts, failed(attempts.id, StageLost("decode")))
+
+    def _failed(self, attempts: RequestAttempts, failure: Failed) -> None:
+        if failure.resumable and self.attempts.again(attempts):
+            logger.info("request %s is retried: %s", attempts.id, failure.message)
+            self._submit_later(attempts, attempts.id)
+        elif attempts.is_untouched and may_pass_on(failure):
+            self._refused(attempts, failure)
+        else:
+            self._end(attempts)
+            attempts.fail(failure)
+
+    def _refused(self, attempts: RequestAttempts, refusal: Failed) -> None:
+        """Try another shard; if none is left, fail with the refusal that has the soonest retry."""
+        soonest = attempts.refused(refusal)
+        if not self._links.resubmit(attempts):
+            self._end(attempts)
+            attempts.fail(soonest)
+
+    def _submit_later(self, attempts: RequestAttempts, attempt: str) -> None:
+        def submit() -> None:
+            if self.attempts.get(attempt) is attempts:  # its client still waits for it
+                self._submit(attempts)
+
+        asyncio.get_running_loop().call_later(attempts.delay_s, submit)
+
+    def _submit(self, attempts: RequestAttempts) -> None:
+        """Send the present attempt to a router, now or when one is connected."""
+        if self._links.submit(attempts):
+            return
+        self._unsent[attempts.request.id] = attempts
+        if self._grace is None:
+            later = asyncio.get_running_loop().call_later
+            self._grace = later(ROUTER_GRACE_S, self._fail_unsent)
+
+    def _abort(self, unfinished: Sequence[RequestAttempts]) -> None:
+        """Their client is gone: cancel them in their shards."""
+        self._links.abort_all(unfinished)
+        for attempts in unfinished:
+            self._end(attempts)
+
+    def _end(self, attempts: RequestAttempts) -> None:
+        self.attempts.end(attempts)
+        self.shards.remove(attempts.request.id)
+        self._unsent.pop(attempts.request.id, None)
+
+    def _on_lost(self, address: str) -> None:
+        self._links.peer_lost(address)
+
+    def _on_router_found(self) -> None:
+        for attempts in self._take_unsent():
+            self._submit(attempts)
+
+    def _on_router_lost(self, shard: str) -> None:
+        for attempts in self.attempts:
+            if self.shards.where(attempts.request.id) == shard:
+                self._failed(attempts, failed(attempts.id, StageLost("router")))
+
+    def _fail_unsent(self) -> None:
+        for attempts in self._take_unsent():
+            self._end(attempts)
+            attempts.fail(failed(attempts.id, Overloaded("the router does not answer")))
+
+    def _take_unsent(self) -> list[RequestAttempts]:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+        unsent, self._unsent = self._unsent, {}
+        return list(unsent.values())

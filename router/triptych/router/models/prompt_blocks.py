@@ -1,0 +1,63 @@
+"""Blocks of a prompt in the units of the prefix cache, and the prompt as placement sees it."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from triptych.core.messages import Request, pack_tokens
+
+KEY_BYTES, TOKEN_BYTES = 16, 4
+
+
+def block_keys(packed: bytes, salt: str, block_tokens: int) -> tuple[bytes, ...]:
+    """A key for each whole block of a prompt in which prefixes are kept, first to last.
+
+    The key of a block hashes that of the block before it, so equal keys mean equal beginnings. The
+    last token is always computed, so it is in no block. Prompts with different salts share nothing.
+    ``packed``: the tokens, as ``pack_tokens`` writes them.
+    """
+    step = block_tokens * TOKEN_BYTES
+    found = list[bytes]()
+    parent = salt.encode()
+    for at in range(0, len(packed) - step, step):
+        hashed = blake2b(packed[at : at + step], digest_size=KEY_BYTES)
+        hashed.update(parent)
+        parent = hashed.digest()
+        found.append(parent)
+    return tuple(found)
+
+
+@dataclass(eq=False, slots=True)
+class PromptToPlace:
+    """A prompt as placement policies see it: its length, its time limit, and keys of its blocks."""
+
+    request: Request
+    ttft_s: float
+    """TTFT limit of the request, or ``router.affinity_ttft_s`` if it has none."""
+    block_tokens: int
+    """Tokens of a block of the prefix cache."""
+    _keys: tuple[bytes, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.request.known_tokens
+
+    @property
+    def session(self) -> bytes:
+        """Name of the conversation, unique over all clients; empty if there is none."""
+        request = self.request
+        if not request.session:
+            return b""
+        return f"{request.tenant}/{request.cache_salt}/{request.session}".encode()
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Keys of its blocks. If a policy uses them, the router records where it is sent."""
+        if self._keys is None:
+            request = self.request
+            packed = pack_tokens(request.known[: request.cached_at_most])
+            self._keys = block_keys(packed, request.cache_salt, self.block_tokens)
+        return self._keys
+
+    @property
+    def keys_were_read(self) -> bool:
+        return self._keys is not None

@@ -1,0 +1,264 @@
+"""Requests that enter and leave a decode batch: joins, preemption and takeover of a dead worker."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.core.config import SelectionConfig
+from triptych.core.errors import MessageError, StaleHandle
+from triptych.core.handles import LeaseRef, PageRun
+from triptych.core.messages import ROUTER, Join, Preempted, Request, Resume, Resumed, Send
+from triptych.core.pages import PagePlan
+from triptych.kvpool import About, WorkerPool
+from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
+from triptych.workers.decode.page_selection import Selector
+from triptych.workers.decode.plugins.pipeline import Pipeline, selection_for
+from triptych.workers.decode.plugins.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_ENTROPY
+from triptych.workers.decode.running_batch import RunningRequest, StepOptions
+from triptych.workers.decode.window import Window
+from triptych.workers.kv.block_table import Sections, SectionTable
+from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
+from triptych.workers.kv.handle_codec import make_handle, unpack_run
+from triptych.workers.sampling.output import OutputFactory, OutputProcessor
+from triptych.workers.stage import finished
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The result of a join or a takeover."""
+
+    sends: list[Send]
+    """Messages to the router and the ingress."""
+    request: RunningRequest | None = None
+    """The request to add to the batch; None: its output was complete already."""
+
+
+class RequestHandover:
+    """Admits requests to the slots of a decode worker, and hands running requests back."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        plan: PagePlan,
+        outputs: OutputFactory,
+        max_requests: int,
+        selection: SelectionConfig,
+        pipeline: Pipeline,
+        checkpoint: Checkpoint,
+        sections: Sections,
+        memory: DevicePages,
+        selector: Selector | None,
+    ) -> None:
+        self._pool, self._plan, self._outputs = pool, plan, outputs
+        self._selection, self._pipeline = selection, pipeline
+        self._checkpoint, self._sections = checkpoint, sections
+        self._memory, self._selector = memory, selector
+        self._tables, self._max_requests = checkpoint.tables, max_requests
+        # First in, first out: the finished output of a slot stays in the checkpoint for longest.
+        self._free_slots = deque(range(max_requests))
+
+    def join(self, message: Join, previous_worker: str = "") -> Admission:
+        """Admit a request from the pages of a handle.
+
+        ``previous_worker``: the worker that may still own the pages, if there was one.
+        """
+        self._require_slot()
+        rows = self._plan.geometry.head_rows
+        unpacked = list[tuple[SectionTable, Ids, Ids]]()
+        for run in message.handle.runs:
+            table = self._table_of(run)
+            capacity = self._pool.capacity_pages
+            unpacked.append((table, *unpack_run(run, table.layout, rows, capacity)))
+        output = self._output(message)
+        options = self._options(message.request)
+        if len(message.memory) > MAX_PLUGIN_MEMORY:
+            raise MessageError(
+                f"memory of {len(message.memory)} numbers: at most {MAX_PLUGIN_MEMORY}"
+            )
+        ids = np.concatenate([ids for _, _, ids in unpacked])
+        self._checkpoint.forget(message.request.id)
+        lease_ref = self._attach(message, ids, previous_worker)
+        slot = self._free_slots.popleft()
+        for table in self._sections.tables:
+            table.clear(slot)
+        for table, tokens, pages in unpacked:
+            table.fill(slot, tokens, pages)
+        name, stored = message.request.id, message.handle.tokens
+        self._checkpoint.join(
+            slot, name, lease_ref.lease, message.output_tokens, stored, message.memory
+        )
+        resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
+        return self._admit(message, output, slot, lease_ref, options, resumed)
+
+    def resume(self, message: Resume) -> Admission:
+        """Admit a request from the checkpoint of a dead worker and its pages in the pool.
+
+        The worker may have died before it attached the pages, even if its checkpoint has the
+        request: the entry can be of an earlier stay of the same request. It then joins by the
+        handle.
+        """
+        join = message.join
+        left = self._checkpoint.open_other(self._pool.inherit(message.previous_worker))
+        at = left.find(join.request.id)
+        resumed = Send(ROUTER, Resumed(request=join.request.id))
+        if at is None:
+            admitted = self.join(join, message.previous_worker)
+        else:
+            try:
+                admitted = self._take_over(message, left, at)
+            except StaleHandle:
+                admitted = self.join(join)
+        return Admission([resumed, *admitted.sends], admitted.request)
+
+    def is_mid_step(self, one: RunningRequest) -> bool:
+        """Whether a step of a request was cut short by the death of its previous worker.
+
+        What that step has done is in the checkpoint alone, not in the pages of the request.
+        """
+        return self._checkpoint.is_mid_step(one.slot)
+
+    def preempt(self, one: RunningRequest) -> Send:
+        """Hand the pages and the output tokens of a request, as they are between two steps, back.
+
+        This worker owns the pages until another one attaches them. If it dies before the router
+        has the message, the takeover worker goes by the checkpoint. The caller frees the slot.
+        """
+        checkpoint = self._checkpoint
+        runs = [table.run(one.slot) for table in self._tables]
+        fixed = checkpoint.fixed_run(one.slot)
+        parts = runs if fixed is None else [*runs, fixed]
+        held = np.concatenate([pages for _, _, pages in parts])
+        checkpoint.mark_preempted(one.slot)
+        owned = runs if one.lease_ref.shared else parts
+        about = About(formats=tuple((name, pages.size) for name, _, pages in owned))
+        (lease_ref,) = self._pool.handoff([(one.id, held)], [one.lease_ref.lease], about=[about])
+        handle = make_handle(lease_ref, runs, one.position, fixed)
+        tokens = tuple(checkpoint.output_tokens(one.slot))
+        memory = tuple(checkpoint.plugin_memory_of(one.slot).tolist())
+        one.allocated_pages = [np.setdiff1d(np.concatenate(one.allocated_pages), held)]
+        return Send(
+            ROUTER, Preempted(request=one.id, output_tokens=tokens, handle=handle, memory=memory)
+        )
+
+    def release_slot(self, slot: int) -> None:
+        """Make a slot free for the next request."""
+        self._free_slots.append(slot)
+
+    # ---------------------------------------------------------------- joining
+
+    def _table_of(self, run: PageRun) -> SectionTable:
+        """The table of a run: by format, and by whether its pages are ever written."""
+        fixed = self._checkpoint.fixed
+        tables = [fixed] if fixed is not None and run.fixed else [] if run.fixed else self._tables
+        found = {table.layout.format.name: table for table in tables}
+        if run.format not in found:
+            kind = "fixed run" if run.fixed else "run"
+            raise MessageError(f"{kind} of format {run.format}: expected one of {sorted(found)}")
+        return found[run.format]
+
+    def _attach(self, message: Join, ids: Ids, previous_worker: str) -> LeaseRef:
+        try:
+            return self._pool.attach([(message.handle.lease_ref, ids)])[0]
+        except StaleHandle:
+            if not previous_worker:
+                raise
+            return self._pool.adopt(previous_worker, message.request.id, None, ids)
+
+    def _require_slot(self) -> None:
+        if not self._free_slots:
+            raise MessageError(f"no free slot: all {self._max_requests} are taken")
+
+    def _take_over(self, message: Resume, left: Checkpoint, at: int) -> Admission:
+        """Admit a request from a slot of a dead worker's checkpoint."""
+        join, name, checkpoint = message.join, message.join.request.id, self._checkpoint
+        output = self._output(join)
+        if left.is_finished(at):
+            sends = self._replay(output, left, at)
+            if output.finish is None:
+                raise MessageError(
+                    f"the checkpoint entry of {name!r} is marked finished, its output is not"
+                )
+            return Admission([*sends, finished(name, len(output.tokens))])
+        self._require_slot()
+        options = self._options(join.request)
+        begun = left.mid_step_pages(at)
+        held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
+        checkpoint.forget(name)
+        lease_ref = self._pool.adopt(message.previous_worker, name, left.lease_of(at), held)
+        # The pages of the dead worker are in the arena: they are copied to the device when whole.
+        window = Window(self._memory.behind, left) if self._plan.compresses else None
+        emptied = window.resume(at) if window else NO_PAGES
+        # Rows take their next pages from the start of the unused ones, in this order.
+        unused = np.concatenate([begun, emptied])
+        # A step that was cut short may have counted its token already.
+        left.tables[0].tokens[:, at] = left.raw_tokens(at)
+        slot = self._free_slots.popleft()
+        checkpoint.copy_slot(left, at, slot)
+        checkpoint.enter(slot, name, lease_ref.lease)
+        return self._admit(join, output, slot, lease_ref, options, [], unused)
+
+    def _options(self, request: Request) -> StepOptions:
+        """The step options of a request.
+
+        Raises: RequestError if it asks for a plug-in that is not configured
+        """
+        switches = request.switches
+        plugins = self._pipeline.chosen(switches)
+        set_to = self._pipeline.settings(plugins)
+        return StepOptions(
+            plugins,
+            selection_for(self._selection, switches),
+            alpha_low=set_to.get(ALPHA_LOW, 0.0),
+            exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
+            exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * self._plan.geometry.layers)),
+        )
+
+    def _output(self, message: Join) -> OutputProcessor:
+        output = self._outputs.start(message.request)
+        output.report = message.report
+        return output
+
+    def _admit(
+        self,
+        join: Join,
+        output: OutputProcessor,
+        slot: int,
+        lease_ref: LeaseRef,
+        options: StepOptions,
+        sends: list[Send],
+        unused: Ids = NO_PAGES,
+    ) -> Admission:
+        """Make a running request of a slot of the checkpoint."""
+        if self._memory.is_copied:
+            self._memory.fetch(self._checkpoint.pages(slot))
+        self._sections.moved(slot)
+        if self._selector is not None:
+            self._selector.join(slot, options.selection)
+        sends = [*sends, *self._replay(output, self._checkpoint, slot)]
+        position = self._checkpoint.position(slot)
+        one = RunningRequest(
+            slot, lease_ref, output, options, position, unused, token_s=join.token_s
+        )
+        return Admission(sends, one)
+
+    def _replay(self, output: OutputProcessor, checkpoint: Checkpoint, slot: int) -> list[Send]:
+        """Send the output tokens of a checkpoint to the ingress again, in case they were lost.
+
+        Of a request with log probabilities only the newest tokens are sent: the checkpoint has
+        no older log probabilities, nor those of the prompt, which go with the first token. If
+        the ingress lacks older ones, it starts the request again.
+        """
+        sends, tokens, asked = list[Send](), checkpoint.output_tokens(slot), output.request.sampling
+        for index, token in enumerate(tokens):
+            logprob = checkpoint.logprob_of(slot, index)
+            is_last = index == len(tokens) - 1
+            ended_by = self._pipeline.label(checkpoint.ending_plugin(slot)) if is_last else ""
+            send = output.replay(token, ended_by, () if logprob is None else (logprob,))
+            has_prompt_logprobs = index == 0 and asked.prompt_logprobs >= 0
+            if logprob is not None or not (asked.logprobs >= 0 or has_prompt_logprobs):
+                sends.append(send)
+        return sends

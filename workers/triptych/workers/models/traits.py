@@ -1,0 +1,53 @@
+"""Value types that describe a model: read from its settings, or observed on its layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from triptych.core.layout import Geometry
+from triptych.workers.models.attention_interface import LayerTraits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTraits:
+    """What the fused forward pass needs of plain pre-norm layers besides their weights."""
+
+    norm_epsilon: float
+    frequencies: tuple[float, ...]
+    """RoPE frequency of each pair of channels, in radians per position."""
+    rotary_scale: float
+    """Factor on cosine and sine."""
+    is_tied: bool
+    """Whether the embedding is also the head."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Name and shape of every weight, as in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """What a model's settings state, and what its layers hand to attention."""
+
+    geometry: Geometry
+    num_heads: int
+    """Query heads of each layer."""
+    layers: tuple[LayerTraits, ...]
+    """Scale, sliding window and softcap of each layer's attention."""
+    context_tokens: int
+    """Longest sequence the model was made for."""
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    """Length of a row of logits; may exceed the tokenizer's vocabulary."""
+    plain: PlainTraits | None
+    """Set if the layers are plain pre-norm blocks, which run fused and allow early exit."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.plain is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides how much memory a model takes."""
+
+    geometry: Geometry
+    context_tokens: int
+    parameters: int

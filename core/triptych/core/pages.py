@@ -80,8 +80,8 @@ class PagePlan:
         Raises: ConfigError if the setting is a number of bytes that holds too little
         """
         least = 2 * self.block_pages(0) * self.page_bytes
-        asked = config.prefix_bytes
-        if asked == "auto":
+        setting = config.prefix_bytes
+        if setting == "auto":
             quarter = config.kv_cache_memory_bytes // 4
             return quarter if quarter >= least else 0
         if 0 < setting < least:
@@ -235,6 +235,6 @@ class PagePlan:
         return tokens * self.geometry.head_rows * self.geometry.head_dim * 4
 
 
-def _spread(config: AppConfig, profile: Profile | None) -> bytes:
+def _head_budgets(config: AppConfig, profile: Profile | None) -> bytes:
     is_even = config.decode.selection.head_budgets == "even"
-    return b"" if is_even or profile is None else profile.spread_codes
+    return b"" if is_even or profile is None else profile.head_budget_codes

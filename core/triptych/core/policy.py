@@ -186,7 +186,7 @@ def kv_rotation_of(
     """
     quantized = page_format(high_format).is_quantized
     if config.kv_rotation == "none" or (config.kv_rotation == "auto" and not quantized):
-        return Basis()
+        return KVRotation()
     if profile is None or config.sink_tokens == 0 or not quantized:
         return KVRotation(rotated=True)
     return KVRotation(rotated=True, key_centre=profile.centre)

@@ -32,7 +32,7 @@ class AppPlan:
     """Nodes of the application. With several, processes of different nodes talk over TCP."""
     fidelity: tuple[Fidelity, ...] = ()
     """What calibration measured for these settings, by context length."""
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
     token: str = field(default="", repr=False)
     """Token between processes of different nodes, unless a file is configured."""

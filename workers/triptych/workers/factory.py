@@ -57,7 +57,7 @@ def _load_context(
 ) -> ModelContext:
     model = load(model_path, config.model.dtype, str(device))
     return ModelContext(
-        ModelRunner(model, Coordinates.of(plan.policy.basis, plan.geometry, device)),
+        ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),
     )
 

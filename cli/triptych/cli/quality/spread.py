@@ -65,7 +65,7 @@ def spread(
         bar = bars.add_task("texts", total=documents)
         plan = HeadBudgetStudy(context=context, documents=documents, steps=steps)
         found = find_head_budgets(path, plan, lambda _name: bars.advance(bar))
-    made = made.with_spread(found)
+    made = made.with_head_budgets(found)
     output.parent.mkdir(parents=True, exist_ok=True)
     made.write(output)
     rows = _rows(made)

@@ -31,7 +31,7 @@ class ModelCard:
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()
     """The error of compression that calibration measured, by context length."""
-    plugins: tuple[Offer, ...] = ()
+    plugins: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
     root: str = ""
     """Where the weights come from; empty: ``name``."""

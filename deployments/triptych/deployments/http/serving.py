@@ -120,7 +120,7 @@ class OpenAIServing:
         return card | {"plugins": plugins} if plugins else card
 
 
-def _shown(offer: Offer) -> dict[str, object]:
+def _shown(offer: OverridablePlugin) -> dict[str, object]:
     """What clients may change about a plug-in: whether it is on, and the bounds of its options."""
     options = {
         name: {"default": bound.default, "minimum": bound.least, "maximum": bound.most}

@@ -20,11 +20,11 @@ FULL, DEFAULT, SIMULATED, SELECTION = "full", "default", "simulated:", "selectio
 COMPARED = (
     DEFAULT,
     "leankv",
-    "diffkv+alpha_high=1+recent_window_tokens=64+basis=plain",
-    "uniform:k8v8+basis=plain",
-    "uniform:k8v4+basis=plain",
-    "uniform:k4v4+basis=plain",
-    "uniform:k4v2+basis=plain",
+    "diffkv+alpha_high=1+recent_window_tokens=64+kv_rotation=none",
+    "uniform:k8v8+kv_rotation=none",
+    "uniform:k8v4+kv_rotation=none",
+    "uniform:k4v4+kv_rotation=none",
+    "uniform:k4v2+kv_rotation=none",
     "simulated:k4v8",
     "simulated:k2v4",
 )

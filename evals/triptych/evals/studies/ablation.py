@@ -35,7 +35,7 @@ AXES: dict[str, dict[str, str]] = {
     },
     "compressor": {
         "all": DEFAULT,
-        "keys as they are": f"{DEFAULT}+basis=plain",
+        "keys as they are": f"{DEFAULT}+kv_rotation=none",
         "first page rounded": f"{DEFAULT}+sink_tokens=0",
         "newest rounded": f"{DEFAULT}+recent_window_tokens=0",
         "one class, low": "uniform:k4v2",

@@ -51,7 +51,7 @@ class MissedAttention:
     """A ``TokenMask`` that reads everything, and adds up what queries miss at each share."""
 
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """[KH, ``SPREAD_STEPS`` + 1], summed over texts."""
+    """[KH, ``BUDGET_STEPS`` + 1], summed over texts."""
 
     def __call__(self, layer: int, queries: LayerQueries) -> None:
         """Add the squares, as means over queries and query heads."""
@@ -65,8 +65,8 @@ class MissedAttention:
         got = mass.gather(3, order[:, None].expand_as(mass)).cumsum(3)
         forced = scores.isposinf().sum(2)
         missed = list[Tensor]()
-        for part in range(SPREAD_STEPS + 1):
-            count = (-(-visible * part // SPREAD_STEPS)).maximum(forced)
+        for part in range(BUDGET_STEPS + 1):
+            count = (-(-visible * part // BUDGET_STEPS)).maximum(forced)
             at = (count - 1)[:, None, :, None].expand(*mass.shape[:3], 1)
             missed.append((1 - got.gather(3, at)[..., 0]).clamp_min(0).square().mean((1, 2)))
         here = torch.stack(missed, 1)
@@ -78,7 +78,9 @@ class MissedAttention:
         return torch.stack([self.sums[layer] for layer in sorted(self.sums)])
 
 
-def find_head_budgets(model: Path, plan: HeadBudgetStudy, done: Callable[[str], None]) -> Spread:
+def find_head_budgets(
+    model: Path, plan: HeadBudgetStudy, done: Callable[[str], None]
+) -> HeadBudgets:
     """Run texts with the full cache, and allocate pages by the attention each row would miss.
 
     ``done`` is called with the name of each finished document.
@@ -102,7 +104,7 @@ def find_head_budgets(model: Path, plan: HeadBudgetStudy, done: Callable[[str], 
     for text in texts:
         masked.run(Case(name=text.name, prompt=text.context, forced=text.continuation), missed)
         done(text.name)
-    return encode_spread(allocate_budgets(missed.curves.flatten(0, 1).tolist()))
+    return encode_head_budgets(allocate_budgets(missed.curves.flatten(0, 1).tolist()))
 
 
 def profile_to_extend(config: AppConfig, path: Path) -> Profile:

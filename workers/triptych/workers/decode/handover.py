@@ -206,12 +206,12 @@ class RequestHandover:
 
         Raises: RequestError if it asks for a plug-in that is not configured
         """
-        switches = request.switches
-        plugins = self._pipeline.chosen(switches)
+        plugin_overrides = request.plugin_overrides
+        plugins = self._pipeline.chosen(plugin_overrides)
         set_to = self._pipeline.settings(plugins)
         return StepOptions(
             plugins,
-            selection_for(self._selection, switches),
+            selection_for(self._selection, plugin_overrides),
             alpha_low=set_to.get(ALPHA_LOW, 0.0),
             exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
             exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * self._plan.geometry.layers)),

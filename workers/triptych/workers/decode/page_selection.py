@@ -142,7 +142,7 @@ class StepChoice:
                 rule,
                 known.lists.of(due),
                 scale=scale,
-                spread=known.head_budgets,
+                head_budgets=known.head_budgets,
             )
         return known.lists.of(self.read)
 
@@ -188,7 +188,7 @@ class Selector:
         most = sum(table.width for table in tables)
         self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
         self.counts = memory.device.put(np.zeros((layers, slots, kv_heads), np.int32))
-        budgets = memory.device.put(_head_budgets(plan)) if plan.spread else None
+        budgets = memory.device.put(_head_budgets(plan)) if plan.head_budgets else None
         nobody = memory.device.put(np.zeros(0, np.int32))
         self.of_layer = [
             LayerChoice(
@@ -284,8 +284,8 @@ class Selector:
 
 def _head_budgets(plan: PagePlan) -> Ids:
     """The head budgets of a plan as ``select_pages`` takes them, [layers, kv_heads, steps]."""
-    parts = np.frombuffer(plan.spread, np.uint8).astype(np.int64) * WHOLE
-    rounded_up = -(-parts // SPREAD_TOP)
+    parts = np.frombuffer(plan.head_budgets, np.uint8).astype(np.int64) * WHOLE
+    rounded_up = -(-parts // BUDGET_MAX)
     geometry = plan.geometry
     return rounded_up.reshape(geometry.layers, geometry.kv_heads, -1).astype(np.int32)
 

@@ -35,7 +35,7 @@ class Coordinates:
         cls, kv_rotation: KVRotation, geometry: Geometry, device: torch.device | None = None
     ) -> "Coordinates | None":
         """The rotation on ``device``; None if keys and values are not rotated."""
-        if not basis.rotated:
+        if not kv_rotation.rotated:
             return None
         rotation = hadamard(geometry.head_dim)
         shape = geometry.layers, geometry.kv_heads, geometry.head_dim

@@ -293,7 +293,7 @@ class RequestBuilder:
 
     def _fidelity(self, requests: Sequence[Request]) -> Fidelity | None:
         """The measured error of compression; None without one, or if they enable a plug-in."""
-        if any(switch.on for request in requests for switch in request.switches):
+        if any(switch.on for request in requests for switch in request.plugin_overrides):
             return None
         longest = max(len(request.prompt) for request in requests)
         return _nearest(self._model.fidelity, longest)

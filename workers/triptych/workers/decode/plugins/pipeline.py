@@ -50,7 +50,7 @@ class Placed:
     """With the server's options."""
     is_on: bool
     """Whether requests have it by default."""
-    bounds: dict[str, Bound]
+    bounds: dict[str, OptionRange]
     after: tuple[str, ...]
     """Labels of the plug-ins whose values it needs."""
     memory: slice
@@ -105,12 +105,16 @@ class Pipeline:
         """The label of a number of ``Verdict.ended_by``; empty for 0."""
         return self.places[number - 1].label if 0 < number <= len(self.places) else ""
 
-    def chosen(self, switches: Sequence[PluginOverride]) -> Chosen:
+    def chosen(self, plugin_overrides: Sequence[PluginOverride]) -> Chosen:
         """The plug-ins of a request.
 
         Raises: RequestError if one of them is not here, or does not take these options
         """
-        wanted = {switch.plugin: switch for switch in switches if switch.plugin != SELECTION}
+        wanted = {
+            override.plugin: override
+            for override in plugin_overrides
+            if override.plugin != SELECTION
+        }
         for label in wanted.keys() - {placed.label for placed in self.places}:
             raise RequestError(f"no plug-in {label!r} is configured here", f"plugins.{label}")
         return tuple(_chosen(placed, wanted.get(placed.label)) for placed in self.places)
@@ -152,21 +156,21 @@ class Pipeline:
 
 
 def selection_for(
-    config: SelectionConfig, switches: Sequence[PluginOverride]
+    config: SelectionConfig, plugin_overrides: Sequence[PluginOverride]
 ) -> SelectionConfig | None:
     """The page selection of a request; None: it reads all pages.
 
     Raises: RequestError if its options are invalid
     """
-    wanted = [switch for switch in switches if switch.plugin == SELECTION]
+    wanted = [override for override in plugin_overrides if override.plugin == SELECTION]
     if config.method == "none":
         if wanted:
             raise RequestError("no selection is configured here", f"plugins.{SELECTION}")
         return None
-    if not wanted or not (switch := wanted[-1]).options:
+    if not wanted or not (override := wanted[-1]).options:
         return None if wanted and not wanted[-1].on else config
     try:
-        return replace(config, **_typed(SelectionConfig, switch.options)) if switch.on else None
+        return replace(config, **_typed(SelectionConfig, override.options)) if override.on else None
     except ConfigError as error:
         raise RequestError(str(error), f"plugins.{SELECTION}") from error
 
@@ -176,7 +180,7 @@ def selection_for(
 
 def offers_of(
     config: DecodeConfig, policy: Policy | None = None, *, can_exit: bool = True
-) -> tuple[Offer, ...]:
+) -> tuple[OverridablePlugin, ...]:
     """The options of plug-ins and page selection that requests can change.
 
     ``policy``: how pages are compressed; None: that is not known. ``can_exit``: whether tokens can
@@ -359,14 +363,14 @@ def _numbers(plugin: object) -> list[str]:
 # ---------------------------------------------------------------- a request, and a step
 
 
-def _chosen(placed: Placed, switch: PluginOverride | None) -> StepPlugin | None:
+def _chosen(placed: Placed, override: PluginOverride | None) -> StepPlugin | None:
     """The plug-in as a request wants it; None: not at all."""
-    if switch is None:
+    if override is None:
         return placed.plugin if placed.is_on else None
-    if not switch.on:
+    if not override.on:
         return None
     try:
-        return replace(placed.plugin, **_typed(type(placed.plugin), switch.options))
+        return replace(placed.plugin, **_typed(type(placed.plugin), override.options))
     except (ConfigError, TypeError) as error:
         raise RequestError(f"{placed.label}: {error}", f"plugins.{placed.label}") from error
 

@@ -6,14 +6,16 @@ part; the text between them is replaced. Words after the name are arguments, as 
 """
 
 import ast
+import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import getdoc, isclass, isfunction
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from typer.main import get_command
 
@@ -30,12 +32,16 @@ from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
 from triptych.workers.plugins import STEP_PLUGINS
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
+    "docs/benchmarks.md",
     "docs/cli.md",
     "docs/configuration.md",
     "docs/extending.md",
     "docs/features.md",
     "docs/papers.md",
+    "docs/quality.md",
+    "docs/simulator.md",
     "docs/troubleshooting.md",
 )
 PARTS = ("core", "kernels", "kvpool", "router", "workers", "simulator", "evals")
@@ -301,6 +307,56 @@ def _values(parameter: Any, context: Any) -> str:
     return f"{kind}, at least {least}" if least is not None else kind
 
 
+# ---------------------------------------------------------------- results of benchmarks
+
+
+class Measured(NamedTuple):
+    """What a figure comes from: a result file and how it was made."""
+
+    file: str
+    command: str
+    commit: str
+    date: str
+    machine: str
+    stale: str
+
+
+def results(*names: str) -> str:
+    """Provenance of result files: a list of the named ones, or a table of all.
+
+    Commit and machine are the file's ``host``, which in newer files has command and date as well;
+    ``provenance.toml`` has the rest.
+
+    Raises: KeyError for a file that has no entry there
+    """
+    if not names:
+        every = [_measured(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+        rows = [(*one[:-1], "yes" if one.stale else "") for one in every]
+        return table((*Measured._fields[:-1], "stale"), rows)
+    return "".join(
+        f"- {one.file}: {one.command}; commit {one.commit}, {one.date}, {one.machine}."
+        f"{f' **Stale:** {one.stale}.' if one.stale else ''}\n"
+        for one in map(_measured, names)
+    )
+
+
+def _measured(name: str) -> Measured:
+    told = tomllib.loads((RESULTS / "provenance.toml").read_text(encoding="utf-8"))[name]
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    host = next((part["host"] for part in parts if "host" in part), {})
+    cpu = re.sub(r"\((?:R|TM)\)| Processor", "", host.get("cpu", "machine not recorded"))
+    rest = f", {host['cores']} cores, load {host['load_1min']:.1f}" if host else ""
+    return Measured(
+        file=f"[{name}](../benchmarks/results/{name}.json)",
+        command=f"`{host.get('command') or told['command']}`",
+        commit=f"{told.get('commit') or host.get('commit')} (added in {told['added']})",
+        date=str(host.get("date") or told["date"])[:10],
+        machine=cpu + rest,
+        stale=told.get("stale", ""),
+    )
+
+
 # ---------------------------------------------------------------- putting them in
 
 PIECES: dict[str, Callable[..., str]] = {
@@ -309,6 +365,7 @@ PIECES: dict[str, Callable[..., str]] = {
     "formats": formats,
     "policies": policies,
     "papers": papers,
+    "results": results,
     "errors": error_tree,
     "remedies": remedies,
 }

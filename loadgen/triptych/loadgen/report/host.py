@@ -1,20 +1,29 @@
-"""Conditions of a measurement, which every result file contains."""
+"""Conditions of a measurement: command, commit, date and machine."""
 
 import platform
+import re
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 PACKAGES = ("triptych", "torch", "triton", "transformers", "ray", "numba", "numpy")
+SECRET_OPTION = "--api-key"
 
 HostInfo = dict[str, object]
 
 
 def host_info() -> HostInfo:
-    """Machine, versions, commit and load average at this moment."""
+    """The command line, the date, the machine, the versions, the commit and the load, as of now."""
     return {
+        "command": command_line(sys.orig_argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -24,6 +33,25 @@ def host_info() -> HostInfo:
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "commit": _commit(),
     }
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command of a process as a reader can type it.
+
+    The interpreter of an installed program is left out, absolute paths lose their directories,
+    which differ between machines, and API keys their value.
+
+    >>> command_line(["/usr/bin/python3", "/usr/bin/triptych", "bench", "serve", "--api-key", "k"])
+    'triptych bench serve --api-key ...'
+    """
+    program, *arguments = words
+    is_installed = bool(arguments) and Path(arguments[0]).is_absolute()
+    shown = [] if is_installed else [Path(program).name]
+    for before, word in pairwise((program, *arguments)):
+        is_key = before == SECRET_OPTION
+        name = Path(word).name if Path(word).is_absolute() else word
+        shown.append("..." if is_key else re.sub(f"^({SECRET_OPTION})=.*", r"\1=...", name))
+    return shlex.join(shown).replace("'...'", "...")
 
 
 def _version(package: str) -> str | None:

@@ -59,7 +59,7 @@ class Watched(Simulation):
     def _decide(self, messages: Sequence[Message], sender: str, shard: str) -> None:
         super()._decide(messages, sender, shard)
         now = self.clock.now
-        snapshot = self._coordinators[shard].snapshot(now)
+        snapshot = self._schedulers[shard].snapshot(now)
         assert all(0 <= booked <= self.capacity for booked in snapshot.booked_bytes.values())
         waiting = snapshot.requests["waiting"]
         assert bool(waiting) == bool(snapshot.blocked_reason)

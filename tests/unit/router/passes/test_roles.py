@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.router.driver import Driver, request
 from triptych.core.config import RouterConfig
 from triptych.core.messages import Cancel, Join, Message, Preempt, Prefill
-from triptych.router.passes.roles import CALM_S, REMEMBERED_S, ReadingWork, divide
+from triptych.router.passes.roles import CALM_S, DECAY_S, PrefillWork, divide
 from triptych.router.snapshot import Role, WorkerLoad
 from triptych.simulator import Cluster, Costs, Job, Simulation, Trial
 from triptych.simulator.setup import Chain
@@ -67,11 +67,11 @@ def test_those_begin_to_read_that_write_least() -> None:
 
 
 def test_work_at_a_steady_rate_is_measured_as_it_is() -> None:
-    work = ReadingWork()
+    work = PrefillWork()
     for step in range(2000):  # 0.3 s of reading, five times a second
         work.note(0.3, step / 5)
     assert 1.4 < work.at(400.0) < 1.55
-    assert work.at(400.0 + 5 * REMEMBERED_S) < 0.02
+    assert work.at(400.0 + 5 * DECAY_S) < 0.02
 
 
 def run(roles: str, workers: int = 4, **cluster: object) -> tuple[Trial, list[tuple[str, Message]]]:

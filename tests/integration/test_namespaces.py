@@ -53,7 +53,7 @@ def start(namespace: str, script: Path, *arguments: object) -> "subprocess.Popen
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def said(child: "subprocess.Popen[str]") -> str:
+def output_tokens(child: "subprocess.Popen[str]") -> str:
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
@@ -64,8 +64,8 @@ def test_pages_come_from_a_node_with_another_address(namespaces: None, tmp_path:
     far = start(FAR, POOL, tmp_path / "far", "outside", "10.99.0.1", TOKEN, 20)
     near = start(NEAR, POOL, tmp_path / "near", "outside", "10.99.0.2", TOKEN, 20)
     try:
-        far_address, (arena, calls, pages) = said(far), said(far).split()
-        near_address = said(near)
+        far_address, (arena, calls, pages) = output_tokens(far), output_tokens(far).split()
+        near_address = output_tokens(near)
         with PoolClient(far_address, "compress", directory=tmp_path / "far") as producer:
             ids = producer.allocate(PAGES)
             rng = np.random.default_rng(0)

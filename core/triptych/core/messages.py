@@ -195,7 +195,7 @@ class Request:
     """How to continue it."""
     reply_to: str
     """Address of the mailbox that gets the tokens."""
-    said: tuple[int, ...] = ()
+    output_tokens: tuple[int, ...] = ()
     """Tokens of the answer that the client has already: the answer goes on behind them."""
     attempt: int = 0
     """Which attempt this is; all but the first one go in front, and are not refused."""
@@ -226,12 +226,12 @@ class Request:
     @property
     def known(self) -> tuple[int, ...]:
         """The tokens that are read before the next one."""
-        return (self.prompt + self.said)[self.skipped :]
+        return (self.prompt + self.output_tokens)[self.skipped :]
 
     @property
     def known_tokens(self) -> int:
         """How many they are."""
-        return len(self.prompt) + len(self.said) - self.skipped
+        return len(self.prompt) + len(self.output_tokens) - self.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

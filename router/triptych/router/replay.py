@@ -18,7 +18,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
 from triptych.router.scheduler import Scheduler, Timeouts
 
-VERSION = 1
+VERSION = 2
 MAX_RECORD_BYTES = 128 << 20
 DIGEST_BYTES = 16
 
@@ -161,8 +161,8 @@ def replay(path: Path, around: Callable[[Call], None] = lambda _: None) -> Repla
         calls, sent = calls + 1, sent + len(found)
         if found != record.sent:
             difference = f"call {calls} ({record.kind} {record.sender} at {record.now:.3f} s)"
-            said = f"recorded {_in_words(record.sent)}, replayed {_in_words(found)}"
-            return Replay(starts, calls, sent, f"{difference}: {said}")
+            outcome = f"recorded {_in_words(record.sent)}, replayed {_in_words(found)}"
+            return Replay(starts, calls, sent, f"{difference}: {outcome}")
     return Replay(starts, calls, sent, "")
 
 

@@ -297,13 +297,13 @@ class Scheduler:
             cluster.counters["duplicate_submit"] += 1
             return
         cluster.counters["submitted"] += 1
-        left = max(0, request.sampling.max_tokens - len(request.said))
+        left = max(0, request.sampling.max_tokens - len(request.output_tokens))
         whole = self._model.estimate(request.known_tokens, left)
         sizes = self._sizes_in_parts(request, left) or whole
         if not len(cluster.requests.queue):
             cluster.latency.reset_start_gap()
-        patience_s, ageing_s = self._config.max_overtake_s, self._config.ageing_s
-        due = due_s(now, request.priority, patience_s=patience_s, ageing_s=ageing_s)
+        max_overtake_s, ageing_s = self._config.max_overtake_s, self._config.ageing_s
+        due = due_s(now, request.priority, max_overtake_s=max_overtake_s, ageing_s=ageing_s)
         slo, slo_refusal = self._slo_admission.assess(request, due, now)
         refusal = self._refusal(request, sizes, now) or slo_refusal
         if refusal is None:

@@ -58,7 +58,9 @@ async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path
         clients = asyncio.create_task(crowd(cluster))
         await cluster.until(lambda: len(places) == CLIENTS, "all were sent")
         journeys = list(cluster.engine.attempts)
-        await cluster.until(lambda: all(len(one.said) > 4 for one in journeys), "all stream")
+        await cluster.until(
+            lambda: all(len(one.output_tokens) > 4 for one in journeys), "all stream"
+        )
         there = [one for one in journeys if places[one.request.id] == [KILLED]]
         cluster.kill("router", cell=int(KILLED))
         answers = await clients

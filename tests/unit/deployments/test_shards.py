@@ -246,8 +246,8 @@ class FakeShard:
                 self.cancelled |= set(message.requests)
 
     def say(self, name: str, *tokens: int, at: int = 0, finish: FinishReason | None = None) -> None:
-        said = Tokens(request=name, index=at, tokens=tokens, text="", finish=finish)
-        self.peer_channel.post(self.asked[name].reply_to, said)
+        output_tokens = Tokens(request=name, index=at, tokens=tokens, text="", finish=finish)
+        self.peer_channel.post(self.asked[name].reply_to, output_tokens)
 
 
 @dataclass
@@ -321,14 +321,14 @@ async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own
     for name, shard in before.items():
         front.shards[shard].say(name, 7, 8, 9)
     journeys = {one.request.id: one for one in front.engine.attempts}
-    await until(lambda: all(len(one.said) == 3 for one in journeys.values()))
+    await until(lambda: all(len(one.output_tokens) == 3 for one in journeys.values()))
 
     await front.shards[1].peer_channel.stop()
     orphans = [name for name, shard in before.items() if shard == 1]
     again = [f"{name}~1" for name in orphans]
     await until(lambda: set(again) <= set(front.shards[0].asked))
     assert set(front.shards[0].asked) == {n for n, shard in before.items() if shard == 0} | {*again}
-    assert {front.shards[0].asked[name].said for name in again} == {(7, 8, 9)}
+    assert {front.shards[0].asked[name].output_tokens for name in again} == {(7, 8, 9)}
     for name in SESSIONS:
         front.shards[0].say(f"{name}~1" if name in orphans else name, 5, at=3, finish="length")
     heard = {name: await client for name, client in clients.items()}

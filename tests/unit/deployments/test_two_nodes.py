@@ -200,7 +200,7 @@ async def test_a_decode_worker_that_goes_leaves_its_requests_to_another(
     front = await cluster.work("front", "prefill", "compress")
     back = await cluster.work("back", "decode")
     asking = asyncio.create_task(cluster.ask(prompts()))
-    while not any(len(journey.said) > 2 for journey in cluster.engine.attempts):  # noqa: ASYNC110
+    while not any(len(journey.output_tokens) > 2 for journey in cluster.engine.attempts):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await back.leave()
     other = await cluster.work("back", "decode")

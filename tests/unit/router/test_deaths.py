@@ -271,7 +271,7 @@ def test_a_request_that_lost_its_worker_goes_to_the_front_and_finds_the_line_nev
     driver = Driver("C", "D", max_queued_requests=1)
     assert failures(driver.submit(request("first"))) == []
     assert len(failures(driver.submit(request("late")))) == 1
-    again = replace(request("again~1"), said=(5, 6), attempt=1)
+    again = replace(request("again~1"), output_tokens=(5, 6), attempt=1)
     assert failures(driver.submit(again)) == []
     [send] = driver.register("P")
     assert isinstance(send.message, Prefill)

@@ -71,7 +71,7 @@ def test_the_compressor_hears_what_may_be_kept_of_a_prompt() -> None:
     driver.router = router
     for worker in WORKERS:
         driver.register(worker)
-    one = replace(request(), said=(5, 6), cache_salt="salt", tenant="me")
+    one = replace(request(), output_tokens=(5, 6), cache_salt="salt", tenant="me")
     driver.submit(one)
     done = Prefilled(request="r", first_token=7, handle=handle("r", "raw"), token_s=0.25)
     (send,) = driver.on(done, "P")

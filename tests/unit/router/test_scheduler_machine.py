@@ -502,11 +502,11 @@ def name_of(task: Task) -> str:
 class GreedyWorld(FakeWorld):
     """Checks that nobody overtakes a request that lost patience."""
 
-    patience_s = 2.0
+    max_overtake_s = 2.0
 
     def note_admitted(self, admitted: list[str]) -> None:
         self.waiting = [name for name in self.waiting if name not in admitted]
-        late = [n for n in self.waiting if self.arrived[n] + self.patience_s < self.now]
+        late = [n for n in self.waiting if self.arrived[n] + self.max_overtake_s < self.now]
         if late and self.check_admissions:
             oldest = min(self.arrived[name] for name in late)
             assert all(self.arrived[name] <= oldest for name in admitted)
@@ -543,7 +543,7 @@ class RouterMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         config = RouterConfig(
             batch_policy=self.policy,
-            max_overtake_s=GreedyWorld.patience_s,
+            max_overtake_s=GreedyWorld.max_overtake_s,
             max_queued_requests=8,
             prefill_batch_tokens=300,
             roles=self.roles,

@@ -226,11 +226,11 @@ class LeaseTable:
         self.own(ids, lease)
         return self.lease_ref(lease)
 
-    def end(self, leases: Iterable[Lease], heir: Lease | None) -> None:
+    def end(self, leases: Iterable[Lease], new_owner: Lease | None) -> None:
         for lease in leases:
             left = lease.committed[self.owner[lease.committed] == lease.id]
-            if heir:
-                self.own(left, heir)
+            if new_owner:
+                self.own(left, new_owner)
             else:
                 self.set_free(left)
             del self.by_id[lease.id]

@@ -405,9 +405,9 @@ class PrefixCache:
         wrong, stat = self._index.check(), self._index.stat()
         ledger = self._pool.stat(0.0)
         (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)
-        said = stat.blocks, stat.nbytes
-        if said != (mine.requests, mine.request_pages * ledger.page_bytes):
-            wrong.append(f"blocks, bytes of the index are {said}: its worker holds {mine}")
+        recorded = stat.blocks, stat.nbytes
+        if recorded != (mine.requests, mine.request_pages * ledger.page_bytes):
+            wrong.append(f"blocks, bytes of the index are {recorded}: its worker holds {mine}")
         kept = {
             name: n - stat.reserved_by_tenant.get(name, 0)
             for name, n in stat.bytes_by_tenant.items()

@@ -339,10 +339,12 @@ class PrefixIndex:
         for key, node in self._nodes.items():
             if node.soft_pins != soft_pins[node]:
                 wrong.append(f"block {key.hex()}: {node.soft_pins} guards: {soft_pins[node]}")
-            said = (node.pins, node.children, node.stamp > 0)
+            recorded = (node.pins, node.children, node.stamp > 0)
             found = (pins[key], children[key], not pins[key] and not children[key])
-            if said != found:
-                wrong.append(f"block {key.hex()}: pins, children, evictable are {said}: {found}")
+            if recorded != found:
+                wrong.append(
+                    f"block {key.hex()}: pins, children, evictable: {recorded}, not {found}"
+                )
             if node.parent and self._nodes.get(node.block.parent) is not node.parent:
                 wrong.append(f"block {key.hex()} has a parent that is gone")
             if key != child_key(node.block.parent, node.block.tokens, self._digest):

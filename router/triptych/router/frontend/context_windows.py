@@ -51,7 +51,7 @@ class Windows:
 
     def cut(self, request: Request) -> Request:
         """The request limited to its present window."""
-        skipped = self.begin(len(request.prompt) + len(request.said))
+        skipped = self.begin(len(request.prompt) + len(request.output_tokens))
         room = skipped + self.size - len(request.prompt)
         sampling = request.sampling
         if not skipped and sampling.max_tokens <= room:

@@ -30,7 +30,7 @@ class RequestAttempts:
     """Sends a message to the client."""
     windows: Windows | None = None
     """Windows for a sequence beyond the model's context; None: not supported."""
-    said: list[int] = field(default_factory=list[int])
+    output_tokens: list[int] = field(default_factory=list[int])
     attempt: int = 0
     lost: int = 0
     """Attempts that were lost."""
@@ -61,7 +61,7 @@ class RequestAttempts:
         request = replace(
             self.request,
             id=self.id,
-            said=self._start,
+            output_tokens=self._start,
             attempt=self.attempt,
             cached_at_most=self._cached,
         )
@@ -73,10 +73,10 @@ class RequestAttempts:
         A worker that takes over says again what the one before may not have got through.
         """
         self._early[message.index] = message
-        while (item := self._early.pop(len(self.said), None)) is not None:
-            if len(self.said) == len(self._start):
+        while (item := self._early.pop(len(self.output_tokens), None)) is not None:
+            if len(self.output_tokens) == len(self._start):
                 self._cached = item.cached_tokens
-            self.said += item.tokens
+            self.output_tokens += item.tokens
             if item.finish == "length" and self.present().goes_on:
                 self.is_at_window_end = True
                 self.tell(replace(item, request=self.request.id, finish=None))
@@ -108,15 +108,15 @@ class RequestAttempts:
         """
         self.attempt += 1
         self.lost += not self.is_at_window_end
-        if self.is_at_window_end or len(self.said) > len(self._start) + 1:
-            self._start, self._cached = tuple(self.said), None
+        if self.is_at_window_end or len(self.output_tokens) > len(self._start) + 1:
+            self._start, self._cached = tuple(self.output_tokens), None
         self.is_at_window_end = False
         self._early.clear()
 
     @property
     def is_untouched(self) -> bool:
         """Whether the present attempt has no output yet."""
-        return len(self.said) == len(self._start) and not self._early
+        return len(self.output_tokens) == len(self._start) and not self._early
 
     def refused(self, refusal: Failed) -> Failed:
         """A router would not take it; returns what to tell the client if all others say so, too."""

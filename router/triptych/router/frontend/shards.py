@@ -163,13 +163,13 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
     if not plan.prefix_bytes:
         return request.id.encode()
     beginning = request.prompt[: KEY_BLOCKS * plan.block_tokens + 1]
-    asked = replace(request, prompt=beginning, said=(), cached_at_most=None)
+    asked = replace(request, prompt=beginning, output_tokens=(), cached_at_most=None)
     return affinity_key(PromptToPlace(asked, 0.0, plan.block_tokens))
 
 
 def bytes_of(request: Request, plan: PagePlan) -> int:
     """Bytes that a request counts for in its shard: the most that its router will book."""
-    left = max(0, request.sampling.max_tokens - len(request.said))
+    left = max(0, request.sampling.max_tokens - len(request.output_tokens))
     return ByteModel(plan).estimate(request.known_tokens, left).peak
 
 

@@ -95,7 +95,7 @@ class Scaling:
     """Computes the demand. A sample costs time for each request, so results are reused."""
 
     cluster: ClusterState
-    patience_s: float
+    max_overtake_s: float
     look_every_s: float = 2.0
     _busy: BusyTime = field(default_factory=BusyTime)
     _demand: Demand | None = None
@@ -145,7 +145,7 @@ class Scaling:
             waiting_tokens=sum(one.prompt_tokens for one in waiting),
             queued_tokens=sum(load.prefill_tokens for load in loads),
             prefill_token_s=cluster.latency.prefill_token_s.at(now),
-            drain_s=min(MOST_DRAIN_S, max(LEAST_DRAIN_S, min([self.patience_s, *limits]))),
+            drain_s=min(MOST_DRAIN_S, max(LEAST_DRAIN_S, min([self.max_overtake_s, *limits]))),
             waiting_requests=len(waiting),
             slots_used=taken + cluster.load_index.needs_slot,
             worker_slots=max(1, min(slots.values(), default=1)),

@@ -29,7 +29,7 @@ class QueueView(Protocol):
         ...
 
 
-def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) -> float:
+def due_s(arrived: float, priority: int, *, max_overtake_s: float, ageing_s: float) -> float:
     """When a request becomes overdue: from then on no request of its tenant overtakes it.
 
     Each step of ``priority`` (lower is sooner) counts as ``ageing_s`` of waiting. So no request
@@ -39,7 +39,7 @@ def due_s(arrived: float, priority: int, *, patience_s: float, ageing_s: float) 
     >>> due_s(100.0, 2, patience_s=5.0, ageing_s=10.0)
     125.0
     """
-    return arrived + patience_s + priority * ageing_s
+    return arrived + max_overtake_s + priority * ageing_s
 
 
 def of_one_tenant(waiting: Sequence[Waiting], key: Callable[[Waiting], Any]) -> list[Waiting]:

@@ -85,17 +85,17 @@ def as_vllm_bench_reads(text: str) -> tuple[str, int, int]:
 
     Comments are skipped; the usage counts where there are no choices.
     """
-    said, chunks, tokens = "", 0, 0
+    output_tokens, chunks, tokens = "", 0, 0
     for message in text.strip().split("\n\n"):
         if message.startswith(":") or message == "data: [DONE]":
             continue
         told = json.loads(message.removeprefix("data: "))
         if choices := told.get("choices"):
             piece = choices[0].get("text") or choices[0].get("delta", {}).get("content")
-            said, chunks = said + (piece or ""), chunks + bool(piece)
+            output_tokens, chunks = output_tokens + (piece or ""), chunks + bool(piece)
         elif usage := told.get("usage"):
             tokens = usage["completion_tokens"]
-    return said, chunks, tokens
+    return output_tokens, chunks, tokens
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", CHAT])

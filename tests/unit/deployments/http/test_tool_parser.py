@@ -145,13 +145,13 @@ def test_however_an_answer_is_cut_it_says_the_same(parts: list[str], seed: int) 
         size = cut.randint(1, 30)
         pieces += reader.read(rest[:size], is_last=size >= len(rest))
         rest = rest[size:]
-    assert said(pieces) == said(whole)
+    assert output_tokens(pieces) == output_tokens(whole)
     assert sum(isinstance(one, ParsedCall) for one in whole) == parts.count(CALL) + parts.count(
         TIME_CALL
     )
 
 
-def said(pieces: list[str | ParsedCall]) -> tuple[str, list[tuple[str, str]]]:
+def output_tokens(pieces: list[str | ParsedCall]) -> tuple[str, list[tuple[str, str]]]:
     texts = [one for one in pieces if isinstance(one, str)]
     return "".join(texts), [
         (one.name, one.arguments) for one in pieces if isinstance(one, ParsedCall)

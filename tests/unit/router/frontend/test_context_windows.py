@@ -52,7 +52,7 @@ def played(windows: Windows, prompt: int, answer: int, losses: Random | None) ->
     while not done:
         asked = journey.present()
         assert 0 < asked.known_tokens < windows.size
-        first, last = len(asked.said), asked.sampling.max_tokens
+        first, last = len(asked.output_tokens), asked.sampling.max_tokens
         assert asked.known_tokens + last - first <= windows.size
         end = last if losses is None or losses.random() < 0.8 else losses.randrange(first, last)
         for index in range(first, end):
@@ -86,7 +86,7 @@ def test_windows_are_no_failures() -> None:
     journey = journeys.start(request(7, 900), lambda _: None)
     for number in range(3 * MAX_ATTEMPTS):
         asked = journey.present()
-        for index in range(len(asked.said), asked.sampling.max_tokens):
+        for index in range(len(asked.output_tokens), asked.sampling.max_tokens):
             is_last = index == asked.sampling.max_tokens - 1
             finish = "length" if is_last else None
             journey.hear(Tokens(request=asked.id, index=index, tokens=(1,), text="", finish=finish))

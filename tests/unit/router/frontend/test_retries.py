@@ -42,7 +42,7 @@ def test_the_client_hears_each_token_once_and_in_order(
     for index in (*order, *order):
         journey.hear(tokens(index))
     assert record_report == [tokens(index) for index in range(4)]
-    assert journey.said == [10, 11, 12, 13]
+    assert journey.output_tokens == [10, 11, 12, 13]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_token_that_will_not_come_any_more_tears_the_answer(asking: RequestAtt
         journey.hear(tokens(index))
     assert not journey.is_torn
     journey.hear(tokens(1))
-    assert journey.said == [10, 11, 12, 13]
+    assert journey.output_tokens == [10, 11, 12, 13]
     journey.hear(tokens(5, last=True))
     assert journey.is_torn
     assert journey.hear(tokens(4))  # it comes after all, and that is the end
@@ -91,7 +91,7 @@ def test_another_attempt_begins_behind_what_the_client_has() -> None:
     journey.hear(replace(tokens(3), tokens=(99,)))  # the one before it never came
     assert journeys.again(journey)
     request = journey.present()
-    assert (request.id, request.said, request.attempt) == ("r~1", (10, 11), 1)
+    assert (request.id, request.output_tokens, request.attempt) == ("r~1", (10, 11), 1)
     assert request.known == (1, 2, 3, 10, 11)
     assert journeys.get("r") is None
     assert journeys.get("r~1") is journey
@@ -120,15 +120,15 @@ def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was
     journey = journeys.start(REQUEST, record_report.append)
     journey.hear(tokens(0))
     assert journeys.again(journey)
-    assert journey.present().said == ()
+    assert journey.present().output_tokens == ()
     for index in range(3):
         journey.hear(tokens(index, "r~1"))
     assert record_report == [tokens(index) for index in range(3)]
     assert journeys.again(journey)
-    assert journey.present().said == (10, 11, 12)
+    assert journey.present().output_tokens == (10, 11, 12)
     journey.hear(tokens(3, "r~2"))
     assert journeys.again(journey)
-    assert journey.present().said == (10, 11, 12)
+    assert journey.present().output_tokens == (10, 11, 12)
 
 
 def test_a_request_that_kills_its_workers_ends() -> None:
@@ -153,10 +153,10 @@ def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
         journey = journeys.start(REQUEST, record_report.append)
         length, done = random.randrange(1, 30), False
         while not done:
-            start = random.randrange(len(journey.said) + 1)
+            start = random.randrange(len(journey.output_tokens) + 1)
             end = random.randrange(start, length + 1)
             if journey.attempt == MAX_ATTEMPTS - 1:
-                start, end = len(journey.said), length
+                start, end = len(journey.output_tokens), length
             for index in range(start, end):
                 done |= journey.hear(tokens(index, journey.id, last=index == length - 1))
             if not done:

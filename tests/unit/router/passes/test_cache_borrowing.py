@@ -55,7 +55,7 @@ class Bench:
         sizes = RequestBytes(raw=nbytes, encoded=0, compressed=0, growth=0, grown=0)
         self.cluster.requests.add(Entry(request=request, sizes=sizes, arrived=0.0, since=0.0))
 
-    def said(self, blocked_reason: str, now: float) -> list[int]:
+    def output_tokens(self, blocked_reason: str, now: float) -> list[int]:
         self.borrowing.run(blocked_reason, now)  # type: ignore[arg-type]
         sends = self.cluster.outbox.take()
         assert all(isinstance(send, Send) and send.to == POOL for send in sends)
@@ -68,21 +68,21 @@ class Bench:
 def test_memory_comes_when_somebody_waits_and_goes_back_when_nobody_does() -> None:
     bench = Bench()
     ledger = bench.cluster.ledger
-    assert bench.said("", 0.0) == [0]  # what did an earlier router borrow?
+    assert bench.output_tokens("", 0.0) == [0]  # what did an earlier router borrow?
     bench.answer(0, 0.0)
-    assert bench.said("", 0.1) == []
+    assert bench.output_tokens("", 0.1) == []
     ledger.book("running", {"a": 90})
     bench.wait("next", 30)
-    assert bench.said("no_bytes", 1.0) == [20]
-    assert bench.said("no_bytes", 1.1) == []  # the question is open
+    assert bench.output_tokens("no_bytes", 1.0) == [20]
+    assert bench.output_tokens("no_bytes", 1.1) == []  # the question is open
     assert ledger.free("a") == 10
     bench.answer(20, 1.2)
     assert ledger.free("a") == 30
     assert ledger.book("next", {"a": 30})
-    assert bench.said("", 1.3) == []
+    assert bench.output_tokens("", 1.3) == []
     ledger.release("running")
-    assert bench.said("", 1.0 + KEEP_S / 2) == []
-    assert bench.said("", 1.0 + KEEP_S) == [0]
+    assert bench.output_tokens("", 1.0 + KEEP_S / 2) == []
+    assert bench.output_tokens("", 1.0 + KEEP_S) == [0]
     assert ledger.free("a") == CAPACITY - 30
     assert bench.cluster.counters == {"memory_asked": 1, "memory_returned": 1}
 
@@ -91,7 +91,7 @@ def test_only_what_is_not_booked_goes_back() -> None:
     bench = Bench()
     bench.answer(40, 0.0)
     bench.cluster.ledger.book("running", {"a": 125})
-    assert bench.said("", 10.0) == [25]
+    assert bench.output_tokens("", 10.0) == [25]
     assert bench.cluster.ledger.free("a") == 0
 
 
@@ -101,17 +101,17 @@ def test_a_pool_that_cannot_lend_is_not_asked_all_the_time(answers: bool) -> Non
     bench.answer(0, 0.0)
     bench.cluster.ledger.book("running", {"a": 100})
     bench.wait("next", 30)
-    assert bench.said("no_bytes", 1.0) == [30]
+    assert bench.output_tokens("no_bytes", 1.0) == [30]
     if answers:
         bench.answer(10, 1.0)
-    assert bench.said("no_bytes", 1.0 + ASK_AGAIN_S / 2) == []
-    assert bench.said("no_bytes", 1.0 + ASK_AGAIN_S) == [30]
+    assert bench.output_tokens("no_bytes", 1.0 + ASK_AGAIN_S / 2) == []
+    assert bench.output_tokens("no_bytes", 1.0 + ASK_AGAIN_S) == [30]
 
 
 def test_nobody_borrows_where_memory_has_more_than_one_place() -> None:
     bench = Bench("a", "b")
     bench.wait("next", 130)
-    assert bench.said("no_bytes", 0.0) == []
+    assert bench.output_tokens("no_bytes", 0.0) == []
 
 
 @given(st.lists(st.integers(-50, 80), min_size=1), st.integers(0, LIMIT))

@@ -60,7 +60,7 @@ def test_a_kept_line_reads_like_one_that_was_written_down(
     kept, written = WaitingQueue(), Written()
     for number, (size, in_front, tenant, priority, gone, charge) in enumerate(events):
         arrived, name = float(number), f"r{number}"
-        due = due_s(arrived, priority, patience_s=PATIENCE_S, ageing_s=AGEING_S)
+        due = due_s(arrived, priority, max_overtake_s=PATIENCE_S, ageing_s=AGEING_S)
         kept.add(
             name,
             size,
@@ -113,7 +113,7 @@ class Service:
 
     def add(self, name: str, now: float, size: int, priority: int, tenant: str) -> None:
         self.arrived[name] = (now, priority, tenant)
-        due = due_s(now, priority, patience_s=PATIENCE_S, ageing_s=AGEING_S)
+        due = due_s(now, priority, max_overtake_s=PATIENCE_S, ageing_s=AGEING_S)
         weight = WEIGHTS[tenant]
         self.queue.add(name, size, now, due=due, priority=priority, tenant=tenant, weight=weight)
 

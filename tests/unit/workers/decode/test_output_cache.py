@@ -81,8 +81,8 @@ def whole(server: LocalServer, tokens: int) -> int:
 def test_the_next_turn_begins_behind_the_answer(tiny_model: Path, policy: str) -> None:
     first, second = prompt(70), prompt(20, seed=1)
     with LocalServer(config(policy), tiny_model) as server:
-        said = ask(server, first)
-        turns = [*first, *said.tokens, *second]
+        output_tokens = ask(server, first)
+        turns = [*first, *output_tokens.tokens, *second]
         again = ask(server, turns)
         assert again.cached_tokens == whole(server, 70 + 149)
         alone = ask(server, turns, session="", salt="nobody else")
@@ -115,8 +115,8 @@ def test_the_ledger_knows_whose_and_of_which_format_what_is_kept_is(tiny_model: 
 def test_only_whose_conversation_it_is_gains(tiny_model: Path) -> None:
     first = prompt(70)
     with LocalServer(config("k8v8"), tiny_model) as server:
-        said = ask(server, first, salt="one")
-        turns = [*first, *said.tokens, 5]
+        output_tokens = ask(server, first, salt="one")
+        turns = [*first, *output_tokens.tokens, 5]
         assert ask(server, turns, salt="two").cached_tokens == 0
         assert ask(server, turns, session="", salt="one").cached_tokens == whole(server, 219)
 
@@ -136,8 +136,8 @@ def test_a_setting_says_which_answers_are_kept(
 ) -> None:
     first = prompt(70)
     with LocalServer(config("k8v8", keep_answers=keep), tiny_model) as server:
-        said = ask(server, first, session)
-        again = ask(server, [*first, *said.tokens, 5], session)
+        output_tokens = ask(server, first, session)
+        again = ask(server, [*first, *output_tokens.tokens, 5], session)
         assert again.cached_tokens == whole(server, 219 if is_kept else 70)
 
 
@@ -155,8 +155,8 @@ def test_what_would_mislead_the_next_turn_is_not_kept(
     """Tokens were dropped, or nobody knows what attention the answer received."""
     first, counted = prompt(70), list[dict[str, int]]()
     with LocalServer(config("diffkv", compressor), tiny_model) as server:
-        said = ask(server, first)
-        again = ask(server, [*first, *said.tokens, 5])
+        output_tokens = ask(server, first)
+        again = ask(server, [*first, *output_tokens.tokens, 5])
         counted.append(dict(server.prefixes_skipped))
         assert again.cached_tokens == whole(server, 70)
     assert counted == [skipped]
@@ -220,9 +220,11 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
                 scores[at, row : row + 1],
             )
     store = PrefixStore(pool, plan, "weights", "float32")
-    said = tuple(range(stored))
-    first = Prefix(tokens=pack_tokens(said[: 2 * size]), cache_salt="", tenant="", token_s=0.0)
-    for prefix in (first, replace(first, tokens=pack_tokens(said), session="s")):
+    output_tokens = tuple(range(stored))
+    first = Prefix(
+        tokens=pack_tokens(output_tokens[: 2 * size]), cache_salt="", tenant="", token_s=0.0
+    )
+    for prefix in (first, replace(first, tokens=pack_tokens(output_tokens), session="s")):
         kept = store.begin(prefix)
         assert kept is not None
         span = kept.first * size, kept.last * size
@@ -235,7 +237,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     assert pool.stat().prefix.sessions == 0, "the pool was told of no time-to-live"
     again = pool.allocate(rows * plan.raw.pages(stored)).reshape(2, 2, -1)
     attention = torch.zeros(2, 4, stored)
-    request = Request(id="r", prompt=said, sampling=Sampling(), reply_to="")
+    request = Request(id="r", prompt=output_tokens, sampling=Sampling(), reply_to="")
     assert store.load(request, again, attention) == 3 * size
     lengths = torch.full((rows,), 3 * size, dtype=torch.int32)
     key, value, positions = load_tokens(

@@ -480,18 +480,18 @@ def test_an_answer_that_is_computed_again_goes_on_with_the_token_that_was_drawn(
 ) -> None:
     """Behind what the client has, as after a router's death; decode took the answer's first one."""
     request = replace(requests(1)[0], sampling=Sampling(temperature=0.0, max_tokens=ANSWER))
-    said = (7, 9, 11)
+    output_tokens = (7, 9, 11)
     handed = dict[str, tuple[int, ...]]()
     for name, one in {
-        "again": replace(request, id="again", said=said),
-        "prompt": replace(request, id="prompt", prompt=request.prompt + said),
+        "again": replace(request, id="again", output_tokens=output_tokens),
+        "prompt": replace(request, id="prompt", prompt=request.prompt + output_tokens),
     }.items():
         join = stages.join(one)
         handed[name] = join.output_tokens
         _, engine = stages.decoder()
         engine.accept(join)
         engine.cancel([name])
-    assert handed["again"] == handed["prompt"] != (said[0],)
+    assert handed["again"] == handed["prompt"] != (output_tokens[0],)
 
 
 def joining(offer: Preempted, previous_worker: str = "") -> Join:

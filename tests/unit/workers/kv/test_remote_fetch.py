@@ -69,22 +69,22 @@ class Worker:
     fetcher: FakeFetcher
     posted: list[Message] = field(default_factory=list[Message])
     sent: list[Send] = field(default_factory=list[Send])
-    said: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    output_tokens: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def __post_init__(self) -> None:
         def post(message: Message) -> None:
             self.posted.append(message)
-            self.said.release()
+            self.output_tokens.release()
 
         def deliver(sends: list[Send]) -> None:
             self.sent += sends
-            self.said.release()
+            self.output_tokens.release()
 
         self.inbound = RemoteFetch(self.pool, self.fetcher, post, deliver)  # type: ignore[arg-type]
 
     def wait(self, count: int = 1) -> None:
         for _ in range(count):
-            assert self.said.acquire(timeout=10)
+            assert self.output_tokens.acquire(timeout=10)
 
 
 @pytest.fixture

@@ -362,7 +362,7 @@ class PrefixStore:
 
 def asks_for_prompt(request: Request) -> bool:
     """Whether prompt log probabilities of a request are still to be computed."""
-    return request.sampling.prompt_logprobs >= 0 and not request.said
+    return request.sampling.prompt_logprobs >= 0 and not request.output_tokens
 
 
 def _lookable(request: Request) -> Ids:

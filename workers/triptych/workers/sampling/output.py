@@ -150,6 +150,6 @@ class OutputFactory:
                 sampling.max_tokens, self.context_tokens + request.skipped - len(request.prompt)
             ),
         )
-        for token in request.said:
+        for token in request.output_tokens:
             output.replay(token)
         return output

@@ -50,16 +50,18 @@ def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
 
 
 def test_a_quarter_is_for_prefixes_unless_it_holds_too_little() -> None:
-    assert plan(capacity_bytes=1 << 30).prefix_bytes == 1 << 28
-    assert plan(capacity_bytes=5_000_000).prefix_bytes == 0
-    assert plan(capacity_bytes=1 << 30, prefix_bytes=0).prefix_bytes == 0
-    assert plan(capacity_bytes=1 << 30, prefix_bytes=5_000_000).prefix_bytes == 5_000_000
+    assert plan(kv_cache_memory_bytes=1 << 30).prefix_bytes == 1 << 28
+    assert plan(kv_cache_memory_bytes=5_000_000).prefix_bytes == 0
+    assert plan(kv_cache_memory_bytes=1 << 30, prefix_bytes=0).prefix_bytes == 0
+    assert plan(kv_cache_memory_bytes=1 << 30, prefix_bytes=5_000_000).prefix_bytes == 5_000_000
 
 
 def test_what_is_left_must_do_for_a_request() -> None:
     page = plan(TINY).page_bytes
     with pytest.raises(ConfigError, match=r"at least 21504 bytes \(two blocks of 64 tokens\)"):
         plan(TINY, prefix_bytes=6 * page - 1)
-    assert plan(TINY, capacity_bytes=10 * page, prefix_bytes=6 * page).prefix_bytes == 6 * page
+    assert (
+        plan(TINY, kv_cache_memory_bytes=10 * page, prefix_bytes=6 * page).prefix_bytes == 6 * page
+    )
     with pytest.raises(ConfigError, match=f"beside pool.prefix_bytes={6 * page}"):
-        plan(TINY, capacity_bytes=10 * page - 1, prefix_bytes=6 * page)
+        plan(TINY, kv_cache_memory_bytes=10 * page - 1, prefix_bytes=6 * page)

@@ -50,7 +50,7 @@ STAGES = {"prefill": TWO, "compressor": TWO, "decode": {"actor": {"num_replicas"
 
 
 def plans(shards: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0) -> list[AppPlan]:
-    model = {"max_model_len": longest_tokens}
+    model = {"max_model_len": longest_tokens or "auto"}
     config = AppConfig.from_mapping({"router": {"shards": shards}, "model": model, **STAGES})
     first = AppPlan(
         config=config,

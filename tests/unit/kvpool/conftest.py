@@ -27,7 +27,7 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., PoolServer]]:
         **settings: float,
     ) -> PoolServer:
         config = PoolConfig(
-            **{"capacity_bytes": PAGES * PAGE_BYTES, "extent_pages": 64, **settings}  # type: ignore[arg-type]
+            **{"kv_cache_memory_bytes": PAGES * PAGE_BYTES, "extent_pages": 64, **settings}  # type: ignore[arg-type]
         )
         server = PoolServer(
             config,

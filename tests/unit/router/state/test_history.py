@@ -108,7 +108,7 @@ def test_a_life_has_no_end_of_steps() -> None:
     assert len(trace.steps) == MAX_STEPS
 
 
-@pytest.mark.parametrize("text", ["prompt", "said"])
+@pytest.mark.parametrize("text", ["prompt", "output_tokens"])
 def test_nothing_of_what_was_said_is_remembered(text: str) -> None:
     driver = whole()
     driver.submit(replace(request(), **{text: (987_654_321,)}))

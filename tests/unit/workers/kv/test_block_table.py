@@ -94,7 +94,7 @@ class Slots:
         return found
 
     def _grow(self, table: PageTable, at: np.ndarray, tokens: np.ndarray) -> None:
-        fresh = self.free.take(int(table.count_lacking(at, tokens)[0]))
+        fresh = self.free.allocate(int(table.count_lacking(at, tokens)[0]))
         self.taken[int(at[0])] += fresh.tolist()
         table.append_pages(at, tokens, fresh, np.zeros(1, np.int64))
 

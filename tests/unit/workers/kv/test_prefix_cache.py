@@ -131,7 +131,7 @@ def test_only_equal_salts_share(tiny_model: Path) -> None:
 
 
 def test_a_full_cache_makes_room_and_no_request_fails(tiny_model: Path) -> None:
-    settings = config("k8v8", capacity_bytes=4 << 20, prefix_bytes=200_000)
+    settings = config("k8v8", kv_cache_memory_bytes=4 << 20, prefix_bytes=200_000)
     with LocalServer(settings, tiny_model) as s:
         for seed in range(8):
             ask(s, prompt(200, seed=seed))
@@ -154,7 +154,7 @@ def test_requests_that_come_together_publish_once(tiny_model: Path) -> None:
 def test_requests_have_the_memory_of_prefixes_before_they_wait(tiny_model: Path) -> None:
     """What is set aside for requests has room for one of them; the rest is full of prefixes."""
     counts = Counter[str]()
-    settings = config("k8v8", capacity_bytes=1_000_000, prefix_bytes=700_000)
+    settings = config("k8v8", kv_cache_memory_bytes=1_000_000, prefix_bytes=700_000)
     sampling = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
     with LocalServer(settings, tiny_model) as server:
         for seed in range(9):
@@ -210,7 +210,7 @@ def test_a_prefix_outlives_its_server(tiny_model: Path, tmp_path: Path, policy: 
 def test_a_cache_that_is_too_small_lives_on_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     """Prompts come together: some are read while others wait for the disk."""
     disk = {"disk_path": str(tmp_path / "tier"), "disk_bytes": 1 << 24}
-    settings = config("k8v8", capacity_bytes=4 << 20, prefix_bytes=200_000, **disk)
+    settings = config("k8v8", kv_cache_memory_bytes=4 << 20, prefix_bytes=200_000, **disk)
     sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
     prompts = [prompt(200, seed=seed) for seed in range(4)]
     with LocalServer(settings, tiny_model) as server:

@@ -36,7 +36,7 @@ def due_s(arrived: float, priority: int, *, max_overtake_s: float, ageing_s: flo
     overtakes one that arrived ``ageing_s`` earlier for each step between them. A request with an
     SLO becomes overdue sooner (``passes.slo_admission``).
 
-    >>> due_s(100.0, 2, patience_s=5.0, ageing_s=10.0)
+    >>> due_s(100.0, 2, max_overtake_s=5.0, ageing_s=10.0)
     125.0
     """
     return arrived + max_overtake_s + priority * ageing_s

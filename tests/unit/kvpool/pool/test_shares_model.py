@@ -178,7 +178,7 @@ class ShareMachine(RuleBasedStateMachine):
         name, pages = self.pins[hold]
         if own > self.pool.free_pages:
             return
-        shared = data.draw(st.lists(st.sampled_from(pages), unique=True))
+        shared = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
         mine = self.pool.allocate(self.workers[name], own).tolist()
         self.requests += 1
         label = f"r{self.requests}"

@@ -5,10 +5,13 @@ import re
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.arch.test_folders import PARTS, ROOT, SOURCES, name_of
+from tests.integration.faults.points import PARTS as LAYER_PARTS
+from tests.integration.faults.points import PLACES
 from triptych.cli.config import all_settings
 from triptych.core.config import AppConfig
 
@@ -102,3 +105,12 @@ def test_every_word_of_the_glossary_is_used() -> None:
         words = re.split(r", | / | \(", re.sub(r"[`*)]", "", row))
         plain = [re.sub(r"[\s_-]+", " ", word).strip().lower() for word in words]
         assert any(word in everything for word in plain), row
+
+
+@pytest.mark.parametrize("places", [PLACES, LAYER_PARTS])
+def test_fail_points_name_functions_that_there_are(
+    places: dict[str, dict[str, tuple[Any, str]]],
+) -> None:
+    """Else a process of the fault tests ends at its start, minutes into ``make test``."""
+    for done in places.values():
+        assert all(callable(getattr(owner, name)) for owner, name in done.values())

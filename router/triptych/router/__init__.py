@@ -15,6 +15,9 @@ from triptych.router.scheduler import Scheduler, Timeouts
 from triptych.router.snapshot import Budget, Explanation, RouterSnapshot, Waiting, WorkerLoad
 from triptych.router.state.history import Decision, RequestTrace
 
+Line, ListedLine = QueueView, ListedQueue
+"""Names of the release before, for policies of users; they go with the next release."""
+
 __all__ = [
     "BATCH_POLICIES",
     "PLACEMENT_POLICIES",
@@ -23,6 +26,8 @@ __all__ = [
     "ByteModel",
     "Decision",
     "Explanation",
+    "Line",
+    "ListedLine",
     "ListedQueue",
     "QueueView",
     "RequestAttempts",

@@ -26,7 +26,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
     "prefill": {
         "look up the prefix": (PoolStub, "find_prefix"),
         "get pages": (PoolStub, "allocate"),
-        "read a chunk": (PrefillEngine, "_read"),
+        "read a chunk": (PrefillEngine, "_forward"),
         "draw the first token": (PrefillEngine, "_finish"),
         "commit": (PoolStub, "handoff"),
         "tell": (WorkerReplica, "_deliver"),
@@ -77,7 +77,7 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "prefilled": (Scheduler, "_prefilled"),
         "planned": (Scheduler, "_planned"),
         "compressed": (Scheduler, "_compressed"),
-        "suspended": (Scheduler, "_suspended"),
+        "suspended": (Scheduler, "_preempted"),
         "finished": (Scheduler, "_finished"),
     },
     "pool": {
@@ -95,8 +95,8 @@ continues the requests of one that died."""
 
 PARTS: dict[str, dict[str, tuple[Any, str]]] = {
     "prefill": {
-        "hand layers over": (PrefillEngine, "_hand_part_over"),
-        "hear that layers are encoded": (PrefillEngine, "_hear_encoded"),
+        "hand layers over": (PrefillEngine, "_hand_over_layers"),
+        "hear that layers are encoded": (PrefillEngine, "_on_layers_encoded"),
     },
     "compress": {
         "take layers": (compress_engine.CompressEngine, "_take_layers"),

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import sys
 
 import pytest
 
@@ -9,7 +10,10 @@ from triptych.router import Line, ListedLine, ListedQueue, QueueView
 from triptych.workers.decode.plugins import Facts, StepPlugin
 
 
-def test_step_plugins_are_found_where_they_were(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_plugins_are_found_where_they_were(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "triptych.workers.steps", raising=False)
     with caplog.at_level(logging.WARNING):
         old = importlib.import_module("triptych.workers.steps")
     assert (old.Facts, old.StepPlugin) == (Facts, StepPlugin)

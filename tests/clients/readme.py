@@ -147,6 +147,9 @@ class Reader:
             os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
         self._server = None
+        deadline = time.monotonic() + 30  # make ends before the server that it started
+        while time.monotonic() < deadline and is_answering():
+            time.sleep(0.2)
 
     def _start(self, name: str, command: list[str]) -> "subprocess.Popen[bytes]":
         print(f"--> {name}", flush=True)
@@ -160,6 +163,17 @@ class Reader:
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
+
+
+def is_answering() -> bool:
+    """Whether something still listens where the last server did."""
+    try:
+        httpx.get(f"{URL}/health", timeout=5)
+    except httpx.ConnectError:
+        return False
+    except httpx.HTTPError:
+        return True
+    return True
 
 
 def main() -> int:

@@ -6,7 +6,7 @@
 The first method sets the bytes: for each group of cases every press keeps the share of tokens that
 takes as many bytes, all included, as that method. Create the environment of kvpress with:
 
-    python -m venv ENV && ENV/bin/pip install kvpress==0.5.5
+    python -m venv ENV && ENV/bin/pip install torch kvpress==0.5.5
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
 from kvpress_exchange import read_records, write_cases  # beside this file
 
@@ -23,6 +24,7 @@ from triptych.cli.list_options import integers, names, names_or_none
 from triptych.cli.output import write_json
 from triptych.cli.quality.evaluate import show_results
 from triptych.evals.data.tasks import TASKS
+from triptych.evals.data.texts import Split
 from triptych.evals.methods.method_names import COMPARED
 from triptych.evals.studies.plot import plot_quality
 from triptych.evals.studies.runner import Records
@@ -84,6 +86,8 @@ def main() -> None:
     parser.add_argument("--contexts", default="1024,2048,4096")
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--split", choices=get_args(Split), default="test")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--task-count", type=int, default=8)
     parser.add_argument("--greedy-tokens", type=int, default=0)
@@ -96,7 +100,7 @@ def main() -> None:
     keep = shares(records[prepared.methods[0].name])
     records |= press(options.kvpress_python, options.presses, keep, prepared)
     results = report(prepared, records)
-    show_results(results)
+    show_results(results, intervals=True)
     if options.json:
         body = {"host": host, "kept_by_kvpress": keep, **results.as_json()}
         write_json(body, options.json)

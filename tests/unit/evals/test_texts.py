@@ -1,5 +1,7 @@
 """Documents that share nothing, within a split and across splits."""
 
+from itertools import combinations
+
 import pytest
 
 from triptych.core.errors import ConfigError
@@ -15,9 +17,14 @@ def paragraphs(text: str) -> set[str]:
 
 
 def test_the_splits_share_no_paragraph_and_no_module() -> None:
-    assert not paragraphs(prose("evaluation")) & paragraphs(prose("calibration"))
-    assert not set(CODE["evaluation"]) & set(CODE["calibration"])
-    assert text_hash("evaluation") != text_hash("calibration")
+    for one, other in combinations(CODE, 2):
+        assert not paragraphs(prose(one)) & paragraphs(prose(other))
+        assert not set(CODE[one]) & set(CODE[other])
+        assert text_hash(one) != text_hash(other)
+
+
+def test_all_topics_that_repeat_no_other_are_in_a_split() -> None:
+    assert sum(len(paragraphs(prose(split))) for split in CODE) > 1000
 
 
 def test_documents_come_from_the_texts_word_by_word_and_share_no_token() -> None:

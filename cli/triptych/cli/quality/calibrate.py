@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from triptych.evals.studies.calibration import CalibrationResult
 
 COLUMNS = {
+    "context": "context",
     "data": "bytes_data_ratio",
     "all-in": "bytes_all_in_ratio",
     "KL": "kl",
@@ -74,7 +75,7 @@ def calibrate(
 def _show(found: "CalibrationResult") -> None:
     lines = [
         [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
-        for row in sorted(found.rows, key=lambda row: row.bytes_all_in_ratio)
+        for row in sorted(found.rows, key=lambda row: (str(row.context), row.bytes_all_in_ratio))
     ]
     console.print(make_table(("method", "", *COLUMNS), lines))
 

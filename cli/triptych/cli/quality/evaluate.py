@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -48,6 +48,8 @@ ANSWERS = {
     "ROUGE-L": "rouge_l",
 }
 QUICK_CONTEXTS = "1024"
+SplitName = Literal["calibration", "evaluation", "test"]
+"""As ``evals.data.texts.Split``, which is slow to import."""
 POINTS = ("axis", "setting", "read", "hit", "KL", "+-", "95 %", "top-1", "+-", "perplexity", "+-")
 
 
@@ -83,8 +85,15 @@ def quality(
     ] = "1024,2048,4096",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each context.")] = 128,
+    split: Annotated[
+        SplitName,
+        typer.Option(
+            help="Texts: calibration (to choose settings), evaluation (to compare during "
+            "development) or test (to report; no setting was chosen on it)."
+        ),
+    ] = "evaluation",
     calibration: Annotated[
-        bool, typer.Option("--calibration", help="Use the calibration split of the texts.")
+        bool, typer.Option("--calibration", help="The same as --split calibration.")
     ] = False,
     dtype: Annotated[DType, typer.Option(help="Data type of the engines.")] = "float32",
     tasks: Annotated[
@@ -136,7 +145,7 @@ def quality(
         contexts=tuple(integers(QUICK_CONTEXTS if quick else contexts)),
         documents=documents,
         steps=steps,
-        split="calibration" if calibration else "evaluation",
+        split="calibration" if calibration else split,
         tasks=() if quick else names_or_none(tasks),
         task_context=task_context,
         task_count=task_count,

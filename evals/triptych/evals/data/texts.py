@@ -1,9 +1,13 @@
-"""Texts from Python's standard library, cut into documents for calibration and evaluation.
+"""Texts from Python's standard library, cut into documents for calibration, evaluation and test.
 
 Prose: ``pydoc_data.topics``, the language reference as Python carries it for ``help()``. Code:
 modules of the standard library. Both are under the PSF licence, which allows use and copies;
 nothing is downloaded and nothing is stored here. Every source belongs to one split, so a
-profile calibrated on one split uses no line of the other.
+profile calibrated on one split uses no line of the others.
+
+Settings are chosen on ``calibration``. ``evaluation`` has the texts of the gates and of studies
+that compare methods during development. ``test`` is for reported figures only: no choice of any
+kind has used its texts.
 """
 
 import hashlib
@@ -19,14 +23,18 @@ from typing import Literal
 
 from triptych.core.errors import ConfigError
 
-Split = Literal["calibration", "evaluation"]
+Split = Literal["calibration", "evaluation", "test"]
 Encode = Callable[[str], list[int]]
 
 CODE: dict[Split, tuple[str, ...]] = {
     "evaluation": ("argparse", "inspect", "subprocess", "ipaddress", "dataclasses", "statistics"),
     "calibration": ("typing", "tarfile", "doctest", "enum", "threading", "configparser"),
+    "test": ("difflib", "mailbox", "unittest.mock", "pickletools", "optparse", "imaplib"),
 }
 """Modules that are one large file in every Python version from 3.11 on."""
+
+EVALUATION_TOPICS = 4
+"""Of the topics that calibration does not use, ``evaluation`` has this many, the largest."""
 
 DUPLICATE_LIMIT = 0.1
 """A topic with a larger share of known paragraphs is left out as a duplicate."""
@@ -46,7 +54,8 @@ def prose(split: Split) -> str:
     """Topics of a split, joined.
 
     Some topics repeat sections of others. A topic that shares paragraphs with an earlier one
-    is left out, so that the two splits share none; the others alternate between the splits.
+    is left out, so that no two splits share any. Of the others, every second one is for
+    calibration; the rest are divided by ``EVALUATION_TOPICS``.
     """
     kept = list[str]()
     known = set[str]()
@@ -56,7 +65,12 @@ def prose(split: Split) -> str:
         if len(paragraphs & known) <= DUPLICATE_LIMIT * len(paragraphs):
             kept.append("\n\n".join(p for p in text.split("\n\n") if p.strip() not in known))
         known |= paragraphs
-    return "\n\n".join(kept[0 if split == "evaluation" else 1 :: 2])
+    chosen: dict[Split, list[str]] = {
+        "calibration": kept[1::2],
+        "evaluation": kept[0::2][:EVALUATION_TOPICS],
+        "test": kept[0::2][EVALUATION_TOPICS:],
+    }
+    return "\n\n".join(chosen[split])
 
 
 def sources(split: Split) -> list[tuple[str, str]]:

@@ -87,7 +87,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """The profile, every candidate's row, and the name of the chosen one."""
+    """The profile, the candidates' rows at each context and over all, and the chosen one."""
 
     profile: Profile
     rows: list[Row]
@@ -104,14 +104,14 @@ def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
         path = Path(folder) / "profile.json"
         uncalibrated.write(path)
         results = run(_study(plan, path))
-    rows = [row for row in results.rows if row.context == results.rows[-1].context]
-    chosen = choose([row for row in rows if row.method in plan.candidates], plan.target)
+    overall = [row for row in results.rows if row.context == results.rows[-1].context]
+    chosen = choose([row for row in overall if row.method in plan.candidates], plan.target)
     profile = replace(
         uncalibrated,
         settings=plan.candidates[chosen.method],
         measured=tuple(_fidelity(row) for row in results.rows if _is_of(row, chosen.method)),
     )
-    return CalibrationResult(profile=profile, rows=rows, chosen=chosen.method)
+    return CalibrationResult(profile=profile, rows=results.rows, chosen=chosen.method)
 
 
 def choose(rows: Sequence[Row], target: Target) -> Row:

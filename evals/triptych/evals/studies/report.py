@@ -34,6 +34,8 @@ class Row:
     summary: Summary
     kl_over_first_ci95: Interval | None
     """Paired 95 % interval of this method's KL less that of the first method that is not full."""
+    kl_by_document: tuple[float, ...]
+    """Mean KL of each document: shows whether one of them decides the mean."""
 
     def as_json(self) -> dict[str, object]:
         """Flat: ``summary`` comes with the other fields."""
@@ -63,7 +65,8 @@ def _pick(records: Records, groups: Iterable[Group]) -> list[list[Record]]:
 
 def _row(name: str, context: Context, ours: list[list[Record]], first: list[list[Record]]) -> Row:
     steps = [_steps(one) for one in ours]
-    pairs = zip(kl_means(steps), kl_means([_steps(one) for one in first]), strict=True)
+    means = kl_means(steps)
+    pairs = zip(means, kl_means([_steps(one) for one in first]), strict=True)
     prints = [record.footprint for one in ours for record in one]
     full = sum(one.full_bytes for one in prints)
     hits = [record.hit for one in ours for record in one if record.hit is not None]
@@ -75,6 +78,7 @@ def _row(name: str, context: Context, ours: list[list[Record]], first: list[list
         attention_hit=_mean(hits) if hits else None,
         summary=summarize(steps),
         kl_over_first_ci95=bootstrap([a - b for a, b in pairs]),
+        kl_by_document=tuple(round(mean, 6) for mean in means),
     )
 
 

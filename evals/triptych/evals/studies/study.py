@@ -52,7 +52,7 @@ class Study:
     steps: int = 128
     """Tokens that are forced and scored after each context."""
     split: Split = "evaluation"
-    """Texts: settings are tuned on one split and evaluated on the other."""
+    """Texts: settings are chosen on ``calibration`` and reported on ``test``."""
     texts: bool = True
     """Whether continuations of documents are scored; if not, tasks alone."""
     tasks: tuple[str, ...] = tuple(TASKS)

@@ -14,7 +14,7 @@ from triptych.kernels.codegen.numba_runtime import kernel
 
 
 @kernel
-def begin_step(tokens, slots, room, positions, progress, every):
+def count_new_tokens(tokens, slots, room, positions, progress, every):
     """Count one more token in each row of some slots, and see whose tokens are given scores.
 
     Rows of a slot are equally long, and have cells for ``room`` tokens. Every so many
@@ -47,7 +47,7 @@ def begin_step(tokens, slots, room, positions, progress, every):
 
 
 @kernel
-def leaving_rows(tokens, slots, seen, sink_tokens, lag):
+def retirement_inputs(tokens, slots, seen, sink_tokens, lag):
     """What a retirement is planned from, for the rows of each layer and slot as one slot.
 
     ``seen``: tokens of each slot. The oldest token judged is ``lag`` behind those that leave raw
@@ -88,7 +88,7 @@ def fill_rows(pages, tokens, slot, given, room, ids):
 
 
 @kernel
-def one_more(tokens, slots):
+def tokens_plus_one(tokens, slots):
     """Tokens of each row of some slots, and one more: int32 [layers, slots, kv_heads, tables]."""
     tables, layers, _, heads = tokens.shape
     more = np.empty((layers, len(slots), heads, tables), np.int32)
@@ -122,16 +122,16 @@ def count_lacking(tokens, slots, wanted, rooms):
 
 
 @kernel
-def append_pages(cells, tokens, slots, wanted, rooms, ids, first):
+def append_pages(entries, tokens, slots, wanted, rooms, ids, first):
     """Put the pages that are lacking behind those that the rows of each slot have, row after row.
 
-    The first table's pages lie in ``cells`` from the left, those of a second one from the right.
+    The first table's pages lie in ``entries`` from the left, those of a second one from the right.
     Pages of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
 
     Raises: IndexError if a row cannot have so many, or there are fewer ``ids`` than are lacking
     """
     tables, layers, _, heads = tokens.shape
-    width = cells.shape[3]
+    width = entries.shape[3]
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
@@ -142,8 +142,8 @@ def append_pages(cells, tokens, slots, wanted, rooms, ids, first):
                     if want > width or first[at] + want - have > len(ids):
                         raise IndexError("a row of a page table lacks more pages than there are")
                     for column in range(have, want):
-                        cell = column if table == 0 else width - 1 - column
-                        cells[layer, slot, head, cell] = ids[first[at]]
+                        entry = column if table == 0 else width - 1 - column
+                        entries[layer, slot, head, entry] = ids[first[at]]
                         first[at] += 1
 
 
@@ -153,24 +153,24 @@ def _pages(tokens, room):
 
 
 @kernel
-def write_down(pages, plan, slots, room, kept_pages, kept_plan, retired, retired_then):
+def save_retirement(pages, plan, slots, room, saved_pages, saved_plan, retired, retired_after):
     """Keep the table of some slots as it is, what is planned for them, [layers, slots, ...], and
     how many of their tokens will have left it when a page has."""
     layers, _, heads, width = pages.shape
     for at in range(len(slots)):
-        retired_then[slots[at]] = retired[slots[at]] + room
+        retired_after[slots[at]] = retired[slots[at]] + room
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
             for head in range(heads):
                 for column in range(width):
-                    kept_pages[layer, slot, head, column] = pages[layer, slot, head, column]
+                    saved_pages[layer, slot, head, column] = pages[layer, slot, head, column]
                 for number in range(plan.shape[3]):
-                    kept_plan[layer, slot, head, number] = plan[layer, at, head, number]
+                    saved_plan[layer, slot, head, number] = plan[layer, at, head, number]
 
 
 @kernel
-def turn_page(pages, tokens, before, slots, column, last, room, class_tokens, counts):
+def move_page_to_end(pages, tokens, before, slots, column, last, room, class_tokens, counts):
     """Let one page of each row of some slots be empty, and the next one to be written.
 
     The row's tokens fill its pages up to column ``last``, where the page comes; what lies between
@@ -181,7 +181,7 @@ def turn_page(pages, tokens, before, slots, column, last, room, class_tokens, co
     Returns: the pages, int32 [slots, layers * kv_heads]
     """
     layers, _, heads, _ = pages.shape
-    gone = np.empty((len(slots), layers * heads), np.int32)
+    moved = np.empty((len(slots), layers * heads), np.int32)
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
@@ -189,8 +189,8 @@ def turn_page(pages, tokens, before, slots, column, last, room, class_tokens, co
                 page = before[layer, slot, head, column]
                 for place in range(column, last):
                     pages[layer, slot, head, place] = before[layer, slot, head, place + 1]
-                pages[layer, slot, head, last] = gone[at, layer * heads + head] = page
+                pages[layer, slot, head, last] = moved[at, layer * heads + head] = page
                 tokens[layer, slot, head] -= room
                 for each in range(class_tokens.shape[0]):
                     class_tokens[each, layer, slot, head] = counts[layer, at, head, each]
-    return gone
+    return moved

@@ -17,22 +17,22 @@ R = TypeVar("R")
 
 REFERENCE = "reference"
 
-Hear = Callable[[str, Mapping[str, Any], float, float], None]
+OpObserver = Callable[[str, Mapping[str, Any], float, float], None]
 """Told an op's name, its keyword arguments, and when it began and ended (``perf_counter``)."""
-_hear: Hear | None = None
+_observer: OpObserver | None = None
 
 
 @contextmanager
-def hearing(hear: Hear) -> Generator[None]:
-    """Have ``hear`` told of each op that this process runs meanwhile; one listener at a time."""
-    global _hear
-    if _hear is not None:
+def observe_ops(observer: OpObserver) -> Generator[None]:
+    """Call ``observer`` after each op that this process runs; one observer at a time."""
+    global _observer
+    if _observer is not None:
         raise ConfigError("ops are being listened to already: one profile at a time")
-    _hear = hear
+    _observer = observer
     try:
         yield
     finally:
-        _hear = None
+        _observer = None
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Op(Generic[P, R]):
     )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        device, hear = self._device([*args, *kwargs.values()]), _hear
+        device, observer = self._device([*args, *kwargs.values()]), _observer
         run = self.on(device)
-        if hear is None:
+        if observer is None:
             return run(*args, **kwargs)
         begin_s = _time_on(device)
         try:
             return run(*args, **kwargs)
         finally:
-            hear(self.name, kwargs, begin_s, _time_on(device))
+            observer(self.name, kwargs, begin_s, _time_on(device))
 
     @property
     def backends(self) -> list[str]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.codegen.call_cache import Known
+from triptych.kernels.codegen.call_cache import CallCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class Section:
 
     So two sections share one table, one from each side (DiffKV's bidirectional page table).
     """
-    known: Known = field(default_factory=Known, init=False, repr=False)
+    call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
 
     @property
     def forward_pages(self) -> Tensor:

@@ -18,8 +18,8 @@ class Table:
     def __init__(self, seed: int, *, backward: bool = False, equal: bool = False) -> None:
         self.random = np.random.default_rng(seed)
         shape = (LAYERS, SLOTS, HEADS, WIDTH)
-        cells = self.random.permutation(LAYERS * SLOTS * HEADS * WIDTH).astype(np.int32)
-        self.pages = cells.reshape(shape)[..., :: -1 if backward else 1]
+        entries = self.random.permutation(LAYERS * SLOTS * HEADS * WIDTH).astype(np.int32)
+        self.pages = entries.reshape(shape)[..., :: -1 if backward else 1]
         each = (1, SLOTS, 1) if equal else shape[:3]
         tokens = self.random.integers(0, WIDTH * ROOM, each, np.int32)
         self.tokens: Ids = np.broadcast_to(tokens, shape[:3]).copy()
@@ -41,7 +41,7 @@ def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
     table = Table(seed, equal=True)
     tokens, slots = table.tokens.copy(), table.slots
     positions, progress = table.numbers(3, end=9), table.random.integers(0, 27, SLOTS)
-    places, due, before, is_begun = ops.begin_step(
+    places, due, before, is_begun = ops.count_new_tokens(
         table.tokens, slots, WIDTH * ROOM, positions, progress, every
     )
     assert np.array_equal(places, tokens[0, slots, 0])
@@ -80,7 +80,7 @@ def test_rows_are_set_to_pages_in_row_order(seed: int, backward: bool) -> None:
 def test_one_more_token_than_each_row_has(seed: int, tables: int) -> None:
     table = Table(seed)
     tokens = table.numbers(tables, LAYERS, SLOTS, HEADS)
-    more = ops.one_more(tokens, table.slots)
+    more = ops.tokens_plus_one(tokens, table.slots)
     assert np.array_equal(more, np.moveaxis(tokens[:, :, table.slots] + 1, 0, -1))
 
 
@@ -103,11 +103,11 @@ def test_each_row_gets_the_pages_that_it_lacks(seed: int, tables: int) -> None:
     for at, slot in enumerate(slots.tolist()):
         # Row after row: in each the first table's pages, then those of the second one.
         new = [
-            (layer, slot, head, int(cell))
+            (layer, slot, head, int(entry))
             for layer in range(LAYERS)
             for head in range(HEADS)
             for each in range(tables)
-            for cell in np.flatnonzero(is_new[each, layer, at, head])[:: 1 if each == 0 else -1]
+            for entry in np.flatnonzero(is_new[each, layer, at, head])[:: 1 if each == 0 else -1]
         ]
         for page, where in zip(ids[first[at] : ends[at]], new, strict=True):
             expected[where] = page
@@ -130,10 +130,10 @@ def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int)
     )
     for _ in range(2):
         table.tokens[:] = tokens
-        gone = ops.turn_page(
+        moved = ops.move_page_to_end(
             table.pages, table.tokens, before, slots, column, last, ROOM, classes, counts
         )
-        assert np.array_equal(gone, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
+        assert np.array_equal(moved, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
         assert np.array_equal(table.pages, expected)
         assert np.array_equal(classes, then)
     tokens[:, slots] -= ROOM
@@ -144,24 +144,24 @@ def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int)
 def test_what_is_planned_is_written_beside_the_table_as_it_was(seed: int) -> None:
     table = Table(seed)
     slots, plan = table.slots, table.numbers(LAYERS, 3, HEADS, 9)
-    kept, kept_plan = (
+    kept, saved_plan = (
         np.full_like(table.pages, -1),
         np.full((LAYERS, SLOTS, HEADS, 9), -1, np.int32),
     )
-    retired, retired_then = table.numbers(SLOTS), np.full(SLOTS, -1, np.int32)
-    expected, expected_plan, then = kept.copy(), kept_plan.copy(), retired_then.copy()
+    retired, retired_after = table.numbers(SLOTS), np.full(SLOTS, -1, np.int32)
+    expected, expected_plan, then = kept.copy(), saved_plan.copy(), retired_after.copy()
     then[slots] = retired[slots] + ROOM
     expected[:, slots], expected_plan[:, slots] = table.pages[:, slots], plan
-    ops.write_down(table.pages, plan, slots, ROOM, kept, kept_plan, retired, retired_then)
-    assert np.array_equal(retired_then, then)
+    ops.save_retirement(table.pages, plan, slots, ROOM, kept, saved_plan, retired, retired_after)
+    assert np.array_equal(retired_after, then)
     assert np.array_equal(kept, expected)
-    assert np.array_equal(kept_plan, expected_plan)
+    assert np.array_equal(saved_plan, expected_plan)
 
 
 def test_a_retirement_is_planned_for_the_rows_of_every_layer() -> None:
     table = Table(3, equal=True)
     slots, seen = table.slots, table.numbers(3, least=500, end=900)
-    rows, now, judged = ops.leaving_rows(table.tokens, slots, seen, 13, 40)
+    rows, now, judged = ops.retirement_inputs(table.tokens, slots, seen, 13, 40)
     assert np.array_equal(rows.reshape(LAYERS, 3), np.arange(LAYERS)[:, None] * SLOTS + slots)
     assert np.array_equal(now.reshape(LAYERS, 3), [seen] * LAYERS)
     oldest = seen - (table.tokens[0, slots, 0] - 13) - 40
@@ -180,4 +180,4 @@ def test_what_a_table_has_no_cell_for_is_refused() -> None:
     table.tokens[:] = WIDTH * ROOM
     none = np.zeros(SLOTS, np.int64)
     with pytest.raises(IndexError):
-        ops.begin_step(table.tokens, slots, WIDTH * ROOM, slots, none, 0)
+        ops.count_new_tokens(table.tokens, slots, WIDTH * ROOM, slots, none, 0)

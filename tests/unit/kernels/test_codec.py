@@ -210,11 +210,11 @@ def test_a_token_moves_from_its_place_to_its_place_or_stays(backend: str) -> Non
             stays += 1
             continue
         slot, place = int(moves.slots[row]), int(moves.places[row, head, token])
-        column, cell = divmod(place, moves.source.layout.tokens)
-        to_column, to_cell = divmod(int(to), target.layout.tokens)
+        column, page_row = divmod(place, moves.source.layout.tokens)
+        to_column, target_row = divmod(int(to), target.layout.tokens)
         page = int(target.pages[slot, head, -1 - to_column])
-        position = known[int(moves.source.pages[slot, head, column]), cell]
-        assert moved[page, to_cell] == position
+        position = known[int(moves.source.pages[slot, head, column]), page_row]
+        assert moved[page, target_row] == position
         written[page] = True
     assert stays > 0
     assert torch.equal(arena[~written], moves.arena[~written])
@@ -248,9 +248,9 @@ def test_places_of_another_shape_are_an_error() -> None:
 
 
 def _store_outside(arena: Tensor, layout: PageLayout) -> None:
-    cell = torch.tensor([[9]], dtype=torch.int32)
+    slot = torch.tensor([[9]], dtype=torch.int32)
     vectors = torch.randn(1, 1, 64)
-    store_tokens(arena, layout, vectors, vectors, cell, cell * 0, cell[0])
+    store_tokens(arena, layout, vectors, vectors, slot, slot * 0, slot[0])
 
 
 def _transcode_outside(arena: Tensor, layout: PageLayout) -> None:

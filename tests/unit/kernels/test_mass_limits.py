@@ -19,7 +19,7 @@ def kept(scores: list[float], total: float, mass: float) -> list[bool]:
 
 
 @given(
-    counts=st.lists(st.integers(0, 64), min_size=1, max_size=40, unique=True),
+    counts=st.page_lists(st.integers(0, 64), min_size=1, max_size=40, unique=True),
     rest=st.integers(0, 50),
     share=st.integers(0, 16),
 )

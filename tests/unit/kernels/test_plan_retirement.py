@@ -52,9 +52,9 @@ class Row:
                 self.low.append(gone)
         elif mean(self.high[candidate]) >= is_low:
             gone, self.high[candidate] = self.high[candidate], new
-            outcast = least(self.low, list(range(len(self.low))))
-            if outcast is not None and mean(self.low[outcast]) < is_low:
-                self.low[outcast] = gone
+            least_low = least(self.low, list(range(len(self.low))))
+            if least_low is not None and mean(self.low[least_low]) < is_low:
+                self.low[least_low] = gone
             else:
                 self.low.append(gone)
         else:
@@ -74,16 +74,22 @@ class Cache:
         layout, tokens = (HIGH, LOW)[kind], self.tokens[..., kind].contiguous()
         return Section(layout, self.table, tokens, backward=kind == 1)
 
-    def cell(self, head: int, kind: int, place: int) -> tuple[int, int]:
+    def slot_of(self, head: int, kind: int, place: int) -> tuple[int, int]:
         column, row = divmod(place, (HIGH, LOW)[kind].tokens)
         return int(self.table[0, head, -1 - column if kind else column]), row
 
     def read(self, head: int, kind: int, place: int) -> Token:
-        parts, (page, row) = segments(self.arena, (HIGH, LOW)[kind]), self.cell(head, kind, place)
+        parts, (page, row) = (
+            segments(self.arena, (HIGH, LOW)[kind]),
+            self.slot_of(head, kind, place),
+        )
         return int(parts.positions[page, row]), float(parts.scores[page, row])
 
     def write(self, head: int, kind: int, place: int, token: Token) -> None:
-        parts, (page, row) = segments(self.arena, (HIGH, LOW)[kind]), self.cell(head, kind, place)
+        parts, (page, row) = (
+            segments(self.arena, (HIGH, LOW)[kind]),
+            self.slot_of(head, kind, place),
+        )
         parts.positions[page, row], parts.scores[page, row] = token
 
     def row(self, head: int) -> Row:
@@ -93,11 +99,11 @@ class Cache:
 
     def apply(self, head: int, plan: Retirement[Tensor], coming: list[Token]) -> None:
         """Move as the plan says: down first, then in."""
-        parts = plan.places, plan.movers, plan.mover_places, plan.counts
-        places, movers, mover_places, counts = (part[0, head].tolist() for part in parts)
+        parts = plan.places, plan.downgraded, plan.downgraded_places, plan.counts
+        places, downgraded, downgraded_places, counts = (part[0, head].tolist() for part in parts)
         down = [
-            (self.read(head, 0, mover), place)
-            for mover, place in zip(movers, mover_places, strict=True)
+            (self.read(head, 0, downgraded_place), place)
+            for downgraded_place, place in zip(downgraded, downgraded_places, strict=True)
             if place >= 0
         ]
         for token, place in down:
@@ -115,7 +121,7 @@ def random_scores(generator: np.random.Generator, positions: list[int], now: int
 
 
 def call(
-    backend: str, cache: Cache, now: int, judged: int, alpha_high: float, alpha_low: float
+    backend: str, cache: Cache, now: int, first_leaving: int, alpha_high: float, alpha_low: float
 ) -> Retirement[Tensor]:
     return plan_retirement.on(backend)(
         cache.arena,
@@ -123,7 +129,7 @@ def call(
         cache.section(1),
         torch.zeros(1, dtype=torch.int32),
         torch.tensor([now], dtype=torch.int32),
-        torch.tensor([judged], dtype=torch.int32),
+        torch.tensor([first_leaving], dtype=torch.int32),
         count=COUNT,
         alpha_high=alpha_high,
         alpha_low=alpha_low,
@@ -143,17 +149,17 @@ def test_many_at_once_are_algorithm_1_token_after_token(
     ever = [dict[int, str]() for _ in range(HEADS)]
     for turn in range(rounds):
         first, now = turn * COUNT, (turn + 1) * COUNT + 20
-        judged, coming = first - WINDOW, list(range(first, first + COUNT))
+        first_leaving, coming = first - WINDOW, list(range(first, first + COUNT))
         limits = min(1.0, alpha_high / now), min(1.0, alpha_low / now)
         for head, row in enumerate(rows):
             _shake_scores(generator, cache, row, head, now)
-        plan = call(backend, cache, now, judged, alpha_high, alpha_low)
+        plan = call(backend, cache, now, first_leaving, alpha_high, alpha_low)
         for head, row in enumerate(rows):
             scores = random_scores(generator, coming, now)
             new = list(zip(coming, scores, strict=True))
             before = len(row.high) + len(row.low)
             for offset, token in enumerate(new):
-                row.take(token, now, judged + offset, *limits)
+                row.take(token, now, first_leaving + offset, *limits)
             cache.apply(head, plan, new)
             after = cache.row(head)
             assert sorted(after.high) == sorted(row.high)
@@ -193,8 +199,8 @@ def test_without_thresholds_all_stay_high(backend: str) -> None:
     for head in range(HEADS):
         for place in range(30):
             cache.write(head, 0, place, (place, 0.0))
-    plan = call(backend, cache, now=100, judged=10, alpha_high=0.0, alpha_low=0.0)
+    plan = call(backend, cache, now=100, first_leaving=10, alpha_high=0.0, alpha_low=0.0)
     assert plan.places.tolist() == [[list(range(30, 30 + COUNT))] * HEADS]
-    assert plan.movers.eq(-1).all()
-    assert plan.mover_places.eq(-1).all()
+    assert plan.downgraded.eq(-1).all()
+    assert plan.downgraded_places.eq(-1).all()
     assert plan.counts.tolist() == [[[30 + COUNT, 0]] * HEADS]

@@ -30,8 +30,8 @@ def test_classes_ranks_and_counts(
     backend: str, data: st.DataObject, first: int, window: int
 ) -> None:
     number = st.floats(0, 1, width=32)
-    rows = data.draw(st.lists(st.lists(number, max_size=40), min_size=1, max_size=4))
-    high = data.draw(st.lists(number, min_size=len(rows), max_size=len(rows)))
+    rows = data.draw(st.page_lists(st.page_lists(number, max_size=40), min_size=1, max_size=4))
+    high = data.draw(st.page_lists(number, min_size=len(rows), max_size=len(rows)))
     low = [data.draw(st.floats(0, limit, width=32)) for limit in high]
     longest = max(len(row) for row in rows)
     padded = torch.full((len(rows), longest), float("nan"))

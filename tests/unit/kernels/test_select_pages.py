@@ -70,13 +70,13 @@ def new_lists(sections: Sequence[Section], requests: int) -> PageLists:
 
 @dataclass
 class Chosen:
-    lists: PageLists
+    page_lists: PageLists
     scores: Tensor
 
     def of(self, request: int, head: int) -> list[int]:
-        place = self.lists.rows[request]
-        count = int(self.lists.counts[place, head])
-        return self.lists.ordinals[place, head, :count].tolist()
+        place = self.page_lists.rows[request]
+        count = int(self.page_lists.counts[place, head])
+        return self.page_lists.ordinals[place, head, :count].tolist()
 
 
 def select(
@@ -89,14 +89,14 @@ def select(
     head_budgets: Tensor | None = None,
 ) -> Chosen:
     requests = len(query)
-    lists = new_lists(sections, requests)
-    scores = torch.full((requests, *lists.ordinals.shape[1:]), float("nan"))
+    page_lists = new_lists(sections, requests)
+    scores = torch.full((requests, *page_lists.ordinals.shape[1:]), float("nan"))
     slots = torch.arange(requests, dtype=torch.int32)
     positions = torch.full((requests,), position, dtype=torch.int32)
     choose = select_pages.on(backend)
-    arguments = query, sections, summaries, slots, positions, rule, lists
+    arguments = query, sections, summaries, slots, positions, rule, page_lists
     choose(*arguments, scale=DIM**-0.5, head_budgets=head_budgets, scores=scores)
-    return Chosen(lists, scores)
+    return Chosen(page_lists, scores)
 
 
 def keys_of_a_model(*shape: int) -> Tensor:
@@ -213,9 +213,9 @@ def violations(name: str, pages: int, rotated: bool) -> int:
     table = torch.randperm(pages, dtype=torch.int32).view(1, heads, -1)
     token = torch.arange(count)
     keys, query = keys_of_a_model(count, heads, DIM), keys_of_a_model(1, heads, DIM)
-    cells = table[0][:, token // layout.tokens].T.contiguous()
+    slot_pages = table[0][:, token // layout.tokens].T.contiguous()
     rows = (token % layout.tokens).int()[:, None].repeat(1, heads)
-    store_tokens(arena, layout, keys, keys, cells, rows, token.int())
+    store_tokens(arena, layout, keys, keys, slot_pages, rows, token.int())
     tokens = torch.full((1, heads), count, dtype=torch.int32)
     section = Section(layout, table, tokens)
     summaries = new_summaries(section, "box", rotated)
@@ -277,7 +277,7 @@ def test_fast_scores_are_those_of_the_reference(
     want = select("reference", query, sections, summaries, rule, 600)
     got = select("cpu", query, sections, summaries, rule, 600)
     torch.testing.assert_close(got.scores, want.scores, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert torch.equal(got.lists.counts, want.lists.counts)
+    assert torch.equal(got.page_lists.counts, want.page_lists.counts)
 
 
 @pytest.mark.parametrize("group", [1, 4, 13])
@@ -502,15 +502,22 @@ def test_a_box_does_not_tell_what_a_page_is_expected_to_receive(new_cache: NewCa
 def test_a_request_without_a_list_gets_none(backend: str, new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
-    lists = replace(new_lists(sections, 2), rows=torch.tensor([-1, 0], dtype=torch.int32))
-    before = lists.ordinals.clone()
+    page_lists = replace(new_lists(sections, 2), rows=torch.tensor([-1, 0], dtype=torch.int32))
+    before = page_lists.ordinals.clone()
     slots = positions = torch.tensor([0, 1], dtype=torch.int32)
     select_pages.on(backend)(
-        torch.randn(2, 3, DIM), sections, summaries, slots, positions, Rule.of(0.5), lists, scale=1
+        torch.randn(2, 3, DIM),
+        sections,
+        summaries,
+        slots,
+        positions,
+        Rule.of(0.5),
+        page_lists,
+        scale=1,
     )
-    assert torch.equal(lists.ordinals[1], before[1])
-    assert (lists.counts[1] == 10**6).all()
-    assert (lists.counts[0] < 10**6).all()
+    assert torch.equal(page_lists.ordinals[1], before[1])
+    assert (page_lists.counts[1] == 10**6).all()
+    assert (page_lists.counts[0] < 10**6).all()
 
 
 # ---------------------------------------------------------------- attention over lists
@@ -534,7 +541,7 @@ def test_lists_of_all_pages_give_the_same_bits_as_no_lists(
     torch.set_num_threads(threads)
     lse, other = torch.empty(2, 9), torch.empty(2, 9)
     whole = attend(backend, cache, query, sections, lse=lse)
-    listed = attend(backend, cache, query, sections, lse=other, lists=chosen.lists)
+    listed = attend(backend, cache, query, sections, lse=other, page_lists=chosen.page_lists)
     torch.set_num_threads(before)
     assert torch.equal(whole, listed)
     assert torch.equal(lse, other)
@@ -547,7 +554,7 @@ def test_attention_reads_the_listed_pages_and_no_other(backend: str, new_cache: 
     sections, summaries = filled(cache, "box", MIXED)
     query = torch.randn(2, 9, DIM)
     chosen = select("cpu", query, sections, summaries, Rule.of(0.4), 400)
-    got = attend(backend, cache, query, sections, lists=chosen.lists)
+    got = attend(backend, cache, query, sections, page_lists=chosen.page_lists)
     few = [Section(s.layout, s.pages * 0, s.tokens * 0) for s in sections]
     for request in range(2):
         for head in range(3):
@@ -570,29 +577,29 @@ def test_requests_with_and_without_lists_go_together(backend: str, new_cache: Ne
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
     query = torch.randn(2, 6, DIM)
-    lists = select(backend, query, sections, summaries, Rule.of(0.3)).lists
-    listed = attend(backend, cache, query, sections, lists=lists)
+    page_lists = select(backend, query, sections, summaries, Rule.of(0.3)).page_lists
+    listed = attend(backend, cache, query, sections, page_lists=page_lists)
     rows = torch.tensor([-1, 1], dtype=torch.int32)
-    both = attend(backend, cache, query, sections, lists=replace(lists, rows=rows))
+    both = attend(backend, cache, query, sections, page_lists=replace(page_lists, rows=rows))
     torch.testing.assert_close(both[0], attend(backend, cache, query, sections)[0])
     torch.testing.assert_close(both[1], listed[1])
     assert (both[0] - listed[0]).abs().max() > 1e-3
 
 
-def _unsorted(lists: PageLists) -> PageLists:
-    return replace(lists, ordinals=lists.ordinals.flip(2))
+def _unsorted(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, ordinals=page_lists.ordinals.flip(2))
 
 
-def _beyond_the_end(lists: PageLists) -> PageLists:
-    return replace(lists, ordinals=lists.ordinals + 30)
+def _beyond_the_end(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, ordinals=page_lists.ordinals + 30)
 
 
-def _too_many(lists: PageLists) -> PageLists:
-    return replace(lists, counts=lists.counts + 40)
+def _too_many(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, counts=page_lists.counts + 40)
 
 
-def _no_such_list(lists: PageLists) -> PageLists:
-    return replace(lists, rows=lists.rows + 1)
+def _no_such_list(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, rows=page_lists.rows + 1)
 
 
 @pytest.mark.parametrize("spoil", [_unsorted, _beyond_the_end, _too_many, _no_such_list])
@@ -602,9 +609,9 @@ def test_lists_that_name_nothing_are_an_error(
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
     query = torch.randn(2, 6, DIM)
-    lists = spoil(select("cpu", query, sections, summaries, Rule.of(0.5)).lists)
+    page_lists = spoil(select("cpu", query, sections, summaries, Rule.of(0.5)).page_lists)
     with pytest.raises(ConfigError, match="out of range"):
-        attend("cpu", cache, query, sections, lists=lists)
+        attend("cpu", cache, query, sections, page_lists=page_lists)
 
 
 def test_summaries_of_too_few_pages_are_an_error(new_cache: NewCache) -> None:

@@ -12,7 +12,7 @@ from triptych.core.errors import TriptychError
 from triptych.kernels.bench.attention_cpu import TOLERANCE, Case, Shape, build_case, in_turns
 from triptych.kernels.bench.attention_gpu import device_seconds
 from triptych.kernels.decode import decode_attention
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section
 from triptych.kernels.select import (
     TILE_PAGES,
@@ -62,7 +62,7 @@ class SelectionCase:
     case: Case
     summaries: list[Summaries]
     rule: Rule
-    lists: PageLists
+    page_lists: PageLists
     slots: Tensor
     positions: Tensor
 
@@ -76,7 +76,7 @@ class SelectionCase:
             case=case,
             summaries=[summaries_of(case.arena, section, kind) for section in case.sections],
             rule=rule,
-            lists=PageLists(
+            page_lists=PageLists(
                 torch.zeros(batch, heads, most, dtype=torch.int32, device=device),
                 torch.zeros(batch, heads, dtype=torch.int32, device=device),
                 slots,
@@ -94,7 +94,7 @@ class SelectionCase:
             self.slots,
             self.positions,
             self.rule,
-            self.lists,
+            self.page_lists,
             scale=case.query.shape[2] ** -0.5,
         )
 
@@ -106,7 +106,7 @@ class SelectionCase:
             case.sections,
             self.slots,
             scale=case.query.shape[2] ** -0.5,
-            lists=self.lists,
+            page_lists=self.page_lists,
         )
 
     def run(self, backend: str) -> Tensor:
@@ -125,10 +125,10 @@ class SelectionCase:
     def listed_bytes(self) -> int:
         """What attention reads of the listed pages, and the tiles of summaries that are scored."""
         total = 0
-        batch, heads = self.lists.counts.shape
+        batch, heads = self.page_lists.counts.shape
         for request, head in product(range(batch), range(heads)):
-            count = int(self.lists.counts[request, head])
-            listed, first = self.lists.ordinals[request, head, :count], 0
+            count = int(self.page_lists.counts[request, head])
+            listed, first = self.page_lists.ordinals[request, head, :count], 0
             for section in self.case.sections:
                 tokens, room = int(section.tokens[request, head]), section.layout.tokens
                 pages = section.layout.pages(tokens)
@@ -146,7 +146,7 @@ class SelectionCase:
         context is short such pages are many. Which of the others are read is up to the data, so
         one is as likely as another.
         """
-        batch, heads = self.lists.counts.shape
+        batch, heads = self.page_lists.counts.shape
         position = int(self.positions[0])
         context, tiles, always, chance = 0, 0, list[int](), list[int]()
         for section in self.case.sections:
@@ -245,7 +245,7 @@ def _measure(
         whole, selected, select = (device_seconds(call, repeats) for call in calls)
     else:
         whole, selected, select = in_turns(calls, repeats)
-    read = int(case.lists.counts.sum())
+    read = int(case.page_lists.counts.sum())
     return SelectionRow(
         backend=backend,
         method=kind,

@@ -35,12 +35,12 @@ APPEND_WORDS = APPEND_PLACES + 1
 
 SOURCE_FORM = SHARED_WORDS
 TARGET_FORM = SOURCE_FORM + FORM_WORDS
-KEY_WAY, VALUE_WAY = range(TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 2)
-WAY_WORDS = VALUE_WAY + 1
-SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(WAY_WORDS, WAY_WORDS + 4)
+KEY_CONVERSION, VALUE_CONVERSION = range(TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 2)
+CONVERSION_WORDS = VALUE_CONVERSION + 1
+SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(CONVERSION_WORDS, CONVERSION_WORDS + 4)
 TRANSCODE_WORDS = TARGET_ROWS + 1
 
-SOURCE_TABLE = WAY_WORDS
+SOURCE_TABLE = CONVERSION_WORDS
 TARGET_TABLE = SOURCE_TABLE + TABLE_WORDS
 SLOTS, HEADS, MOST, RUN, RUNS, AT_ONCE = range(
     TARGET_TABLE + TABLE_WORDS, TARGET_TABLE + TABLE_WORDS + 6
@@ -75,7 +75,7 @@ def _form(words):
 
 
 @kernel
-def _is_cell(job, form, page, row):
+def _is_slot(job, form, page, row):
     return 0 <= page < job[PAGE_COUNT] and 0 <= row < form.tokens
 
 
@@ -104,7 +104,7 @@ def _table(words):
 @kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
     """Encode one head of a token into a cell, unless there is none such; but for the score."""
-    if not _is_cell(job, form, page_id, row):
+    if not _is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
     page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
@@ -123,19 +123,19 @@ def _store(job, form, page_id, row, token, head, codes, numbers):
 def store(address):
     job = carray(pointer(address), STORE_WORDS, np.int64)
     form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
-    cells = job[ITEMS]
-    pages = carray(pointer(job[PAGES]), cells, np.int32)
-    rows = carray(pointer(job[ROWS]), cells, np.int32)
+    items = job[ITEMS]
+    pages = carray(pointer(job[PAGES]), items, np.int32)
+    rows = carray(pointer(job[ROWS]), items, np.int32)
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
-            if pages[cell] == -1:
+        for item in range(start, min(items, start + CHUNK)):
+            if pages[item] == -1:
                 continue
-            token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
-            _store(job, form, pages[cell], rows[cell], token, head, codes, numbers)
+            token, head = item // job[KV_HEADS], item % job[KV_HEADS]
+            _store(job, form, pages[item], rows[item], token, head, codes, numbers)
 
 
 @team_body
@@ -144,13 +144,13 @@ def append(address):
     form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
     table = _table(job[APPEND_TABLE : APPEND_TABLE + TABLE_WORDS])
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
-    cells = job[ITEMS]
+    items = job[ITEMS]
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
-            token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
+        for item in range(start, min(items, start + CHUNK)):
+            token, head = item // job[KV_HEADS], item % job[KV_HEADS]
             slot = np.int64(_word(job[APPEND_SLOTS], token)[0])
             place = _word(job[APPEND_PLACES], token)[0]
             page, row = _page_in(table, slot, head, place, form.tokens)
@@ -160,13 +160,25 @@ def append(address):
 @kernel
 def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes, numbers):
     """Re-encode one cell, unless there is none such."""
-    if not (_is_cell(job, source, old_page, old_row) and _is_cell(job, target, new_page, new_row)):
+    if not (_is_slot(job, source, old_page, old_row) and _is_slot(job, target, new_page, new_row)):
         job[BAD] = 1
         return
     old = job[ARENA] + np.int64(old_page) * job[PAGE_BYTES]
     new = job[ARENA] + np.int64(new_page) * job[PAGE_BYTES]
-    recode(job[KEY_WAY], source.keys, old, old_row, target.keys, new, new_row, codes, numbers)
-    recode(job[VALUE_WAY], source.values, old, old_row, target.values, new, new_row, codes, numbers)
+    recode(
+        job[KEY_CONVERSION], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
+    )
+    recode(
+        job[VALUE_CONVERSION],
+        source.values,
+        old,
+        old_row,
+        target.values,
+        new,
+        new_row,
+        codes,
+        numbers,
+    )
     _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
     _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
 
@@ -176,20 +188,20 @@ def transcode(address):
     job = carray(pointer(address), TRANSCODE_WORDS, np.int64)
     source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
     target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
-    cells = job[ITEMS]
-    source_pages = carray(pointer(job[SOURCE_PAGES]), cells, np.int32)
-    source_rows = carray(pointer(job[SOURCE_ROWS]), cells, np.int32)
-    target_pages = carray(pointer(job[TARGET_PAGES]), cells, np.int32)
-    target_rows = carray(pointer(job[TARGET_ROWS]), cells, np.int32)
+    items = job[ITEMS]
+    source_pages = carray(pointer(job[SOURCE_PAGES]), items, np.int32)
+    source_rows = carray(pointer(job[SOURCE_ROWS]), items, np.int32)
+    target_pages = carray(pointer(job[TARGET_PAGES]), items, np.int32)
+    target_rows = carray(pointer(job[TARGET_ROWS]), items, np.int32)
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
+        for item in range(start, min(items, start + CHUNK)):
             _transcode(
-                job, source, source_pages[cell], source_rows[cell], target, target_pages[cell],
-                target_rows[cell], codes, numbers,
+                job, source, source_pages[item], source_rows[item], target, target_pages[item],
+                target_rows[item], codes, numbers,
             )  # fmt: skip
 
 
@@ -217,35 +229,35 @@ def move(address):
                 to = _word(job[TO], target_places + token)[0]
                 if to < 0:
                     continue
-                page, cell = _page_in(table, slot, head, place, source.tokens)
-                new_page, new_cell = _page_in(target_table, slot, head, to, target.tokens)
-                _transcode(job, source, page, cell, target, new_page, new_cell, codes, numbers)
+                page, page_row = _page_in(table, slot, head, place, source.tokens)
+                new_page, new_row = _page_in(target_table, slot, head, to, target.tokens)
+                _transcode(job, source, page, page_row, target, new_page, new_row, codes, numbers)
 
 
 @team_body
 def load(address):
     job = carray(pointer(address), LOAD_WORDS, np.int64)
     form, dim, longest = _form(job[LOAD_FORM : LOAD_FORM + FORM_WORDS]), job[HEAD_DIM], job[LONGEST]
-    cells = job[ITEMS]
-    keys = carray(pointer(job[OUT_KEY]), (cells, dim), np.float32)
-    values = carray(pointer(job[OUT_VALUE]), (cells, dim), np.float32)
-    positions = carray(pointer(job[OUT_POSITIONS]), cells, np.int32)
+    items = job[ITEMS]
+    keys = carray(pointer(job[OUT_KEY]), (items, dim), np.float32)
+    values = carray(pointer(job[OUT_VALUE]), (items, dim), np.float32)
+    positions = carray(pointer(job[OUT_POSITIONS]), items, np.int32)
     codes = np.empty(dim, np.uint8)
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
-            line, token = cell // longest, cell % longest
-            keys[cell], values[cell], positions[cell] = 0.0, 0.0, -1
+        for item in range(start, min(items, start + CHUNK)):
+            line, token = item // longest, item % longest
+            keys[item], values[item], positions[item] = 0.0, 0.0, -1
             if token >= _word(job[TOKENS], line)[0]:
                 continue
             entry, row = token // form.tokens, token % form.tokens
             page_id = _word(job[TABLE], line * job[TABLE_STRIDE] + min(entry, job[WIDTH] - 1))[0]
-            if entry >= job[WIDTH] or not _is_cell(job, form, page_id, row):
+            if entry >= job[WIDTH] or not _is_slot(job, form, page_id, row):
                 job[BAD] = 1
                 continue
             page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
-            decode(form.keys, page, row, codes, keys[cell])
-            decode(form.values, page, row, codes, values[cell])
-            positions[cell] = _word(page + form.positions, row)[0]
+            decode(form.keys, page, row, codes, keys[item])
+            decode(form.values, page, row, codes, values[item])
+            positions[item] = _word(page + form.positions, row)[0]

@@ -70,7 +70,9 @@ def append_tokens(
     positions: Tensor,
 ) -> None:
     """See ``reference.append_tokens``."""
-    pages, table = section.known(lambda: _append_words(arena, section), arena, append_tokens)
+    pages, table = section.call_cache.get(
+        lambda: _append_words(arena, section), arena, append_tokens
+    )
     rows, heads = check_append(section, key, value, slots, places, positions)
     if key.dtype not in (torch.float32, torch.bfloat16) or value.dtype != key.dtype:
         raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
@@ -108,14 +110,14 @@ def transcode(
     """See ``reference.transcode``."""
     check_arena(arena, source_layout)
     check_arena(arena, target_layout)
-    cells = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
-    check_indices(*cells)
+    indices = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
+    check_indices(*indices)
     job = _job(
         arena,
         source_layout.head_dim,
-        cells[0].numel(),
-        *way_words(source_layout, target_layout),
-        *(item.data_ptr() for item in cells),
+        indices[0].numel(),
+        *conversion_words(source_layout, target_layout),
+        *(item.data_ptr() for item in indices),
     )
     _run(job, codec_numba.transcode.address, "transcode")
 
@@ -129,7 +131,7 @@ def move_tokens(
     target_places: Tensor,
 ) -> None:
     """See ``reference.move_tokens``."""
-    words = source.known(lambda: _move_words(arena, source, target), arena, target)
+    words = source.call_cache.get(lambda: _move_words(arena, source, target), arena, target)
     check_moves(source, target, slots, places, target_places)
     slots, places, target_places = slots.contiguous(), _dense(places), _dense(target_places)
     rows, heads, most = target_places.shape
@@ -195,14 +197,14 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
 
 
 @cache
-def way_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
+def conversion_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
     """Two layouts, and how keys and values get from one to the other."""
     old, new = source.format, target.format
     return (
         *form_words(source),
         *form_words(target),
-        _way(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
-        _way(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
+        _conversion(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
+        _conversion(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
     )
 
 
@@ -221,8 +223,8 @@ def _move_words(arena: Tensor, source: Section, target: Section) -> tuple[int, .
     """All that a job of ``move_tokens`` says of pages and their tables."""
     for section in (source, target):
         check_arena(arena, section.layout)
-    ways = way_words(source.layout, target.layout)
-    return (*ways, *_table_words(source), *_table_words(target))
+    conversions = conversion_words(source.layout, target.layout)
+    return (*conversions, *_table_words(source), *_table_words(target))
 
 
 def _table_words(section: Section) -> tuple[int, ...]:
@@ -240,7 +242,7 @@ def _coded(*part: int) -> tuple[int, ...]:
     return (*part[:5], 0) if part[4] == 16 else part
 
 
-def _way(bits: int, groups: int, to_bits: int, to_groups: int) -> int:
+def _conversion(bits: int, groups: int, to_bits: int, to_groups: int) -> int:
     if bits == to_bits and (bits == 16 or groups == to_groups):
         return COPY
     return NARROW if to_bits < bits < 16 and groups == to_groups else REQUANTIZE

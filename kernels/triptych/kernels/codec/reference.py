@@ -7,7 +7,7 @@ from triptych.core.layout import PageLayout
 from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow, pack, unpack
 from triptych.kernels.pages import Section, segments
 
-Cells = tuple[Tensor, Tensor]
+Slots = tuple[Tensor, Tensor]
 """Page and row of each cell, [n] each."""
 
 
@@ -57,7 +57,7 @@ def append_tokens(
     Dtypes:  arena uint8; key, value float32 or bfloat16; indices int32
     """
     head = torch.arange(key.shape[1], device=key.device)[None]
-    pages, rows = _cells_of(section, slots.long()[:, None], head, places[:, None])
+    pages, rows = _slots_of(section, slots.long()[:, None], head, places[:, None])
     rows = rows.expand_as(pages)
     store_tokens(arena, section.layout, key, value, pages, rows, positions)
 
@@ -113,12 +113,12 @@ def move_tokens(
     """
     row, head, token = (target_places >= 0).nonzero(as_tuple=True)
     slot = slots.long()[row]
-    read = _cells_of(source, slot, head, places[row, head, token])
-    write = _cells_of(target, slot, head, target_places[row, head, token])
+    read = _slots_of(source, slot, head, places[row, head, token])
+    write = _slots_of(target, slot, head, target_places[row, head, token])
     transcode(arena, source.layout, target.layout, *read, *write)
 
 
-def _cells_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> Cells:
+def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> Slots:
     column, row = places // section.layout.tokens, places % section.layout.tokens
     return section.forward_pages[slot, head, column.long()], row
 
@@ -164,13 +164,13 @@ def load_tokens(
     )
 
 
-def _write_keys(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:
+def _write_keys(arena: Tensor, layout: PageLayout, at: Slots, encoded: Encoded) -> None:
     into = segments(arena, layout)
     into.keys[at] = pack(encoded.codes, layout.format.key_bits)
     into.key_metadata[at] = encoded.metadata
 
 
-def _write_values(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:
+def _write_values(arena: Tensor, layout: PageLayout, at: Slots, encoded: Encoded) -> None:
     into = segments(arena, layout)
     into.values[at] = pack(encoded.codes, layout.format.value_bits)
     into.value_metadata[at] = encoded.metadata

@@ -69,11 +69,11 @@ def decode(part, page, row, codes, numbers):
 
 
 @inlined
-def recode(way, source, read_page, read_row, target, write_page, write_row, codes, numbers):
+def recode(conversion, source, read_page, read_row, target, write_page, write_row, codes, numbers):
     """Bring one vector from a cell of one format into a cell of another."""
-    if way == COPY:
+    if conversion == COPY:
         _copy(source, read_page, read_row, target, write_page, write_row, len(numbers))
-    elif way == NARROW:
+    elif conversion == NARROW:
         unpack(source, read_page + source.codes + read_row * source.token_stride, codes)
         ratio = np.uint32((2**source.bits - 1) // (2**target.bits - 1))
         # A product and a shift divide codes of a byte exactly, many at a time.

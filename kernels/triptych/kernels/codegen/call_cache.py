@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Known:
+class CallCache:
     """Checks, addresses and strides of an owner's tensors, which do not move: found once.
 
     A step asks each layer's tables again, and finding out takes longer than reading a few pages.
@@ -15,10 +15,10 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, Any] = {}
 
-    def __call__(self, find: Callable[[], T], *about: Hashable) -> T:
+    def get(self, compute: Callable[[], T], *key: Hashable) -> T:
         """What ``find`` returns, or returned when last asked about the same."""
-        if about not in self._found:
-            self._found[about] = find()
-        return self._found[about]
+        if key not in self._values:
+            self._values[key] = compute()
+        return self._values[key]

@@ -16,7 +16,7 @@ from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
 from triptych.kernels.compact import gpu as compact
 from triptych.kernels.decode import gpu as decode
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import gpu as prefill
 from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
@@ -80,11 +80,11 @@ USUAL_VARIANTS = {
     "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
     "sum_columns": "past k8v4 d128 g4 bf16 window cap #2",
     "find_first": "past k8v4 d128 g4 bf16 window cap",
-    "store_cells": "k8v4 d128 bf16",
-    "append_cells": "k8v4 d128 bf16",
-    "load_cells": "k8v4 d128",
-    "transcode_cells": "fp16>k8v4 d128",
-    "move_cells": "k8v4>k4v2 d128",
+    "store_slots": "k8v4 d128 bf16",
+    "append_slots": "k8v4 d128 bf16",
+    "load_slots": "k8v4 d128",
+    "transcode_slots": "fp16>k8v4 d128",
+    "move_slots": "k8v4>k4v2 d128",
     "classify": "any",
     "retire_tokens": "k8v4+k4v2 d128",
 }
@@ -104,14 +104,14 @@ def _decode() -> Iterator[Planned]:
     wanted = chain(
         product(HEAD_DIMS, MIXES, kinds, (None,)), product(HEAD_DIMS, MIXES[:1], kinds, (listed,))
     )
-    for dim, mix, kind, lists in wanted:
+    for dim, mix, kind, page_lists in wanted:
         query, cache = _query(dim, kind), [_section(name, dim, kind) for name in mix]
         out, lse = query.float(), _meta(4, 8 * kind.group, dtype=torch.float32)
         yield (
-            f"{'+'.join(mix)} d{dim} {kind}{' listed' if lists else ''}",
+            f"{'+'.join(mix)} d{dim} {kind}{' listed' if page_lists else ''}",
             decode.plan(
                 query, _arena(dim), cache, _meta(4), 0.1, kind.window, kind.softcap, _meta(4),
-                lse, lists, out,
+                lse, page_lists, out,
             ),
         )  # fmt: skip
 
@@ -144,13 +144,13 @@ def _select() -> Iterator[Planned]:
         cache = [_section(name, dim, kind, width) for name in MIXES[0]]
         memory = _meta(4, 8, -(-width // 16), tile_bytes(how, dim), dtype=torch.uint8)
         known = Summaries(how, memory, dim)
-        lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
+        page_lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
         means = " means" if rule.omitted_mass else ""
         yield (
             f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
             select.plan(
-                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule, lists,
-                0.1, _meta(8, BUDGET_STEPS + 1),
+                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule,
+                page_lists, 0.1, _meta(8, BUDGET_STEPS + 1),
             ),
         )  # fmt: skip
 
@@ -179,10 +179,10 @@ def _codec() -> Iterator[Planned]:
     """Storing, loading, and every conversion between two formats."""
     for dim, name in product(HEAD_DIMS, FORMATS):
         layout, arena = _layout(name, dim), _arena(dim)
-        cells, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
+        slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
         for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
             given = _meta(100, 8, dim, dtype=dtype)
-            made = codec.plan_store(arena, layout, given, given, *cells, scores)
+            made = codec.plan_store(arena, layout, given, given, *slots, scores)
             yield f"{name} d{dim} {_short(dtype)}", made
             section, new = _section(name, dim, USUAL), given[:4]
             made = codec.plan_append(arena, section, new, new, _meta(4), _meta(4), _meta(4))
@@ -191,8 +191,8 @@ def _codec() -> Iterator[Planned]:
         table = _meta(7, 9), _meta(7)
         yield f"{name} d{dim}", codec.plan_load(arena, layout, *table, out, out, _meta(7, 50))
     for source, target in product(FORMATS, FORMATS):
-        layouts, cells = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
-        yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *cells)
+        layouts, slots = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
+        yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *slots)
         old, new = _section(source, 128, USUAL), _section(target, 128, RICH)
         moves = _meta(4), _meta(4, 8, 16), _meta(4, 8, 16)
         yield f"{source}>{target} d128", codec.plan_moves(_arena(128), old, new, *moves)

@@ -22,14 +22,14 @@ def plan_retirement(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     *,
     count: int,
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement[Tensor]:
     """See ``retire.plan_retirement``."""
-    check_indices(slots, now, judged)
+    check_indices(slots, now, first_leaving)
     rows = len(slots), high.tokens.shape[1]
     numbers = np.full((*rows, Retirement.width(count)), NONE, np.int32)
     words = arena.numpy().view(np.int32)
@@ -40,7 +40,7 @@ def plan_retirement(
         *(_table(arena, low) if low is not None else _no_table(high)),
         slots.numpy(),
         now.numpy(),
-        judged.numpy(),
+        first_leaving.numpy(),
         alpha_high,
         alpha_low,
         count,
@@ -71,7 +71,7 @@ def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
 def _plan(
     words, numbers,
     high, high_pages, high_tokens, low, low_pages, low_tokens,
-    slots, now, judged, alpha_high, alpha_low, count, found,
+    slots, now, first_leaving, alpha_high, alpha_low, count, found,
 ):  # fmt: skip
     for r in range(len(slots)):
         slot, seen = slots[r], now[r]
@@ -79,36 +79,38 @@ def _plan(
         for head in range(found.shape[1]):
             row = words, numbers, high, high_pages[slot, head], high_tokens[slot, head], seen
             low_row = words, numbers, low, low_pages[slot, head], low_tokens[slot, head], seen
-            _plan_row(row, low_row, judged[r], is_high, is_low, count, found[r, head])
+            _plan_row(row, low_row, first_leaving[r], is_high, is_low, count, found[r, head])
 
 
 @kernel
-def _plan_row(row, low_row, judged, is_high, is_low, wanted, found):
+def _plan_row(row, low_row, first_leaving, is_high, is_low, wanted, found):
     """Into ``found``: counts, places of newcomers, movers, places of movers."""
     n_high, n_low = row[4], low_row[4]
-    places, movers, mover_places = found[2:], found[2 + wanted :], found[2 + 2 * wanted :]
-    leaving, means, still_high = _judge(row, judged, judged + wanted, is_high, is_low)
+    places, downgraded, downgraded_places = found[2:], found[2 + wanted :], found[2 + 2 * wanted :]
+    leaving, means, still_high = _leaving_tokens(
+        row, first_leaving, first_leaving + wanted, is_high, is_low
+    )
     to_low = 0
     while to_low < len(leaving) and means[to_low] >= is_low:
         to_low += 1
-    victims, victim_means = _least(row, judged, is_high, still_high)
-    outcasts, _ = _least(low_row, 2**31 - 1, is_low, to_low)
+    victims, victim_means = _least(row, first_leaving, is_high, still_high)
+    dropped_low, _ = _least(low_row, 2**31 - 1, is_low, to_low)
     count, next_low = 0, 0
     for group in range(2):
-        who, significance = (leaving, means) if group == 0 else (victims, victim_means)
-        for i in range(len(who)):
-            movers[count] = who[i]
+        candidates, significance = (leaving, means) if group == 0 else (victims, victim_means)
+        for i in range(len(candidates)):
+            downgraded[count] = candidates[i]
             if significance[i] >= is_low:
-                if next_low < len(outcasts):
-                    mover_places[count] = outcasts[next_low]
+                if next_low < len(dropped_low):
+                    downgraded_places[count] = dropped_low[next_low]
                 else:
-                    mover_places[count] = n_low + next_low - len(outcasts)
+                    downgraded_places[count] = n_low + next_low - len(dropped_low)
                 next_low += 1
             count += 1
     for i in range(wanted):
-        places[i] = movers[i] if i < count else n_high + i - count
+        places[i] = downgraded[i] if i < count else n_high + i - count
     found[0] = n_high + wanted - count
-    found[1] = n_low + next_low - len(outcasts)
+    found[1] = n_low + next_low - len(dropped_low)
 
 
 @inlined
@@ -122,7 +124,7 @@ def _look_ahead(words, layout, pages, column, count):
 
 
 @kernel
-def _judge(row, first, end, is_high, is_low):
+def _leaving_tokens(row, first, end, is_high, is_low):
     """Those at some positions that are no longer high, low ones first; and how many still are."""
     words, numbers, layout, pages, count, seen = row
     room, scores, positions = layout[0], layout[1], layout[2]

@@ -62,7 +62,7 @@ def plan_retirement(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     *,
     count: int,
     alpha_high: float,
@@ -72,7 +72,7 @@ def plan_retirement(
     shape = (len(slots), high.tokens.shape[1], Retirement.width(count))
     found = Retirement(torch.empty(shape, dtype=torch.int32, device=arena.device))
     alphas = alpha_high, alpha_low
-    for launch in plan_rows(arena, high, low, slots, now, judged, alphas, found):
+    for launch in plan_rows(arena, high, low, slots, now, first_leaving, alphas, found):
         launch.run()
     return found
 
@@ -83,14 +83,14 @@ def plan_rows(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     alphas: tuple[float, float],
     found: Retirement[Tensor],
 ) -> list[Launch]:
     """The launch of one call, into the output given."""
     rows, heads, _ = found.numbers.shape
-    check_indices(slots, now, judged)
-    check_device("plan_retirement", arena, slots, now, judged)
+    check_indices(slots, now, first_leaving)
+    check_device("plan_retirement", arena, slots, now, first_leaving)
     for section in (high, low):
         if section is not None:
             check_arena(arena, section.layout)
@@ -99,8 +99,8 @@ def plan_rows(
     seen = now.double()
     limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
     arguments = (
-        arena, arena.shape[0], slots.contiguous(), now.contiguous(), judged.contiguous(), limits,
-        found.tokens, *section_arguments(high), *_low_arguments(low), found.numbers,
+        arena, arena.shape[0], slots.contiguous(), now.contiguous(), first_leaving.contiguous(),
+        limits, found.tokens, *section_arguments(high), *_low_arguments(low), found.numbers,
     )  # fmt: skip
     constants = {
         "HIGH": form_of(high.layout),

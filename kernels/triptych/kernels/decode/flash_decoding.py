@@ -31,7 +31,7 @@ Job = namedtuple(
     "query out slots positions lse rows window"
     " arena page_count page_bytes kv_heads group dim scratch_floats sections section_count"
     " scale cap weight"
-    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
     " runs run_count partial counter bad",
 )
 """All that a thread needs: sizes, and addresses of what is shared."""
@@ -106,20 +106,20 @@ def _count_pages(job):
 @kernel
 def _list_of(job, request):
     """The list of pages that a request reads; -1: all."""
-    if not job.lists:
+    if not job.list_rows:
         return np.int64(-1)
-    return np.int64(carray(pointer(job.lists + 4 * request), 1, np.int32)[0])
+    return np.int64(carray(pointer(job.list_rows + 4 * request), 1, np.int32)[0])
 
 
 @kernel
 def _listed(job, row, pages):
     """Pages in the list of a head row; -1 if there is no such list, or more than pages."""
     place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
-    if place >= job.list_slots:
+    if place >= job.list_count:
         return np.int64(-1)
     at = job.counts + 4 * (place * job.count_slot + head * job.count_head)
     count = np.int64(carray(pointer(at), 1, np.int32)[0])
-    return count if count <= min(pages, job.room) else np.int64(-1)
+    return count if count <= min(pages, job.list_entries) else np.int64(-1)
 
 
 @kernel
@@ -128,7 +128,7 @@ def _entries(job, row):
     place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
     if place < 0:
         return np.int64(0)
-    return job.ordinals + 4 * (place * job.list_slot + head * job.list_head)
+    return job.ordinals + 4 * (place * job.list_stride + head * job.list_head)
 
 
 @kernel
@@ -150,7 +150,7 @@ def _cut(pages, longest):
 
 
 @kernel
-def _work(job):
+def _take_runs(job):
     """Take runs until none is left."""
     size = job.group * (job.dim + 2)
     runs = carray(pointer(job.runs), (job.run_count, 4), np.int64)
@@ -163,7 +163,7 @@ def _work(job):
             break
         state = partial[index]
         _prepare(job, runs[index, 0], query, state)
-        if not _walk(job, runs[index], query, state, scratch):
+        if not _attend_run(job, runs[index], query, state, scratch):
             fetch_add(job.bad, 1)
         if runs[index, 3] == 1 and job.weight == 0:
             _finish(job, runs[index, 0], state)
@@ -195,7 +195,7 @@ def _prepare(job, row, query, state):
 
 
 @kernel
-def _walk(job, run, query, state, scratch):
+def _attend_run(job, run, query, state, scratch):
     """Step through the pages of a run, section by section; False at a page id out of range.
 
     A run is a part of the row's pages, or of its list of pages, which is ascending. Each page is
@@ -206,8 +206,8 @@ def _walk(job, run, query, state, scratch):
     slot = carray(pointer(job.slots + 4 * request), 1, np.int32)[0]
     oldest = np.int32(0)
     if job.window > 0:
-        asked = carray(pointer(job.positions + 4 * request), 1, np.int32)[0]
-        oldest = np.int32(asked - job.window + 1)
+        position = carray(pointer(job.positions + 4 * request), 1, np.int32)[0]
+        oldest = np.int32(position - job.window + 1)
     step = page = live = np.int64(0)
     sections, listed = _sections(job), _entries(job, row)
     which, begin, end, tokens, room, table = -1, np.int64(0), np.int64(0), 0, 1, np.int64(0)
@@ -270,27 +270,27 @@ def _merge(job, runs, partial):
     while index < len(runs):
         parts = runs[index, 3]
         for other in range(index + 1, index + parts):
-            _join(job.group, job.dim, partial[index], partial[other])
+            _merge_state(job.group, job.dim, partial[index], partial[other])
         if parts > 1:
             _finish(job, runs[index, 0], partial[index])
         index += parts
 
 
 @kernel
-def _join(group, dim, state, other):
+def _merge_state(group, dim, state, other):
     """Add a running softmax to another one."""
     for head in range(group):
         largest_at, sum_at = group * dim + head, group * (dim + 1) + head
         largest = max(state[largest_at], other[largest_at])
-        mine = np.exp2(state[largest_at] - largest)
-        theirs = np.exp2(other[largest_at] - largest)
+        rescale = np.exp2(state[largest_at] - largest)
+        other_rescale = np.exp2(other[largest_at] - largest)
         for channel in range(head * dim, (head + 1) * dim):
-            state[channel] = state[channel] * mine + other[channel] * theirs
-        state[sum_at] = state[sum_at] * mine + other[sum_at] * theirs
+            state[channel] = state[channel] * rescale + other[channel] * other_rescale
+        state[sum_at] = state[sum_at] * rescale + other[sum_at] * other_rescale
         state[largest_at] = largest
 
 
 @team_body
 def take_runs(address):
     """The part of ``attend`` that every thread of the team runs."""
-    _work(_job(address))
+    _take_runs(_job(address))

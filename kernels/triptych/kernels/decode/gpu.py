@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, score_run
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.triton.launch import (
     Launch,
@@ -23,7 +23,7 @@ from triptych.kernels.triton.triton_layout import (
     MIN_DOT,
     chunk_of,
     form_of,
-    list_arguments,
+    page_list_arguments,
     section_arguments,
 )
 
@@ -64,7 +64,7 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
-    lists: PageLists | None = None,
+    page_lists: PageLists | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``.
 
@@ -75,7 +75,7 @@ def decode_attention(
     """
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     for launch in plan(
-        query, arena, sections, slots, scale, window, softcap, positions, lse, lists, out
+        query, arena, sections, slots, scale, window, softcap, positions, lse, page_lists, out
     ):
         launch.run()
     return out
@@ -111,32 +111,34 @@ def plan(
     softcap: float,
     positions: Tensor | None,
     lse: Tensor | None,
-    lists: PageLists | None,
+    page_lists: PageLists | None,
     out: Tensor,
 ) -> list[Launch]:
     """The launches of one call: one for all sections, and one that merges."""
-    asked = _ask("decode_attention", query, arena, sections, slots, window, positions, lse)
+    prepared = _prepare("decode_attention", query, arena, sections, slots, window, positions, lse)
     rows, heads, dim = query.shape
-    total = sum(asked.runs)
+    total = sum(prepared.runs)
     partial = query.new_empty((rows, heads, total, dim), dtype=torch.float32)
     peaks, sums = query.new_empty((2, rows, heads, total), dtype=torch.float32)
-    if lists is not None:
-        check_lists(lists, rows, asked.kv_heads)
-        check_device("decode_attention", query, lists.ordinals, lists.counts, lists.rows)
+    if page_lists is not None:
+        check_page_lists(page_lists, rows, prepared.kv_heads)
+        check_device(
+            "decode_attention", query, page_lists.ordinals, page_lists.counts, page_lists.rows
+        )
     arguments = (
-        asked.query, arena, asked.slots, asked.positions, partial, peaks, sums, arena.shape[0],
-        total, *factors_of(scale, softcap), window,
+        prepared.query, arena, prepared.slots, prepared.positions, partial, peaks, sums,
+        arena.shape[0], total, *factors_of(scale, softcap), window,
         tuple(tuple(section_arguments(section)) for section in sections),
-        None if lists is None else tuple(list_arguments(lists)),
+        None if page_lists is None else tuple(page_list_arguments(page_lists)),
     )  # fmt: skip
-    constants = asked.constants(softcap) | {
+    constants = prepared.constants(softcap) | {
         "FORMS": tuple(form_of(section.layout) for section in sections),
         "BACKWARD": tuple(section.backward for section in sections),
-        "RUNS": tuple(asked.runs),
-        "CHUNK": 0 if lists is None else chunk_of(lists.ordinals.shape[2]),
+        "RUNS": tuple(prepared.runs),
+        "CHUNK": 0 if page_lists is None else chunk_of(page_lists.ordinals.shape[2]),
     }
-    grid = (total, asked.kv_heads, rows)
-    attend = Launch(attend_sections, grid, arguments, constants, *asked.tile.size)
+    grid = (total, prepared.kv_heads, rows)
+    attend = Launch(attend_sections, grid, arguments, constants, *prepared.tile.size)
     merge = {"DIM": dim, "WIDE": power_of_two(dim), "RUNS": power_of_two(total), "STEP": 16}
     merged = (partial, peaks, sums, out, lse, total)
     return [attend, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
@@ -155,22 +157,22 @@ def plan_scores(
     weight: float,
 ) -> list[Launch]:
     """The launches of one call: one for each section."""
-    asked = _ask("score_tokens", query, arena, sections, slots, window, positions, lse)
+    prepared = _prepare("score_tokens", query, arena, sections, slots, window, positions, lse)
     launches: list[Launch] = []
-    for section, runs in zip(sections, asked.runs, strict=True):
+    for section, runs in zip(sections, prepared.runs, strict=True):
         arguments = (
-            asked.query, arena, asked.slots, asked.positions, lse, arena.shape[0],
+            prepared.query, arena, prepared.slots, prepared.positions, lse, arena.shape[0],
             *factors_of(scale, softcap), window, float(weight), *section_arguments(section),
         )  # fmt: skip
         form = {"FORM": form_of(section.layout), "BACKWARD": section.backward, "RUNS": runs}
-        constants = {**asked.constants(softcap), **form}
-        grid = (runs, asked.kv_heads, len(query))
-        launches.append(Launch(score_run, grid, arguments, constants, *asked.tile.size))
+        constants = {**prepared.constants(softcap), **form}
+        grid = (runs, prepared.kv_heads, len(query))
+        launches.append(Launch(score_run, grid, arguments, constants, *prepared.tile.size))
     return launches
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Prepared:
     """Queries of a call, and how its work is cut."""
 
     query: Tensor
@@ -193,7 +195,7 @@ class Asked:
         }
 
 
-def _ask(
+def _prepare(
     name: str,
     query: Tensor,
     arena: Tensor,
@@ -202,7 +204,7 @@ def _ask(
     window: int,
     positions: Tensor | None,
     lse: Tensor | None,
-) -> Asked:
+) -> Prepared:
     """Raise ``ConfigError`` unless kernels can be compiled for the inputs; cut the work."""
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
@@ -227,7 +229,7 @@ def _ask(
     tile = tile_of(dim, heads // kv_heads)
     seen = positions.contiguous() if window > 0 and positions is not None else None
     runs = _runs(sections, tile, rows * kv_heads, processors(query.device))
-    return Asked(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs)
+    return Prepared(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs)
 
 
 def _check_section(name: str, arena: Tensor, section: Section, kv_heads: int, dim: int) -> None:

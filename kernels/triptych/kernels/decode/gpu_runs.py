@@ -7,16 +7,16 @@ import triton.language as tl
 
 from triptych.kernels.triton.page_access import (
     capped,
-    cells_of,
     half_of,
     halves,
     held_of,
     listed_of,
     metadata_of,
+    online_softmax,
     positions_of,
     products,
     row_of,
-    soften,
+    slots_of,
     split_query,
     tile_logits,
     value_units,
@@ -26,14 +26,14 @@ from triptych.kernels.triton.page_access import (
 @triton.jit
 def attend_sections(
     query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, scale, cap, window,
-    sections, lists,
+    sections, page_lists,
     FORMS: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one run of one section of one head row, for all query heads of its group.
 
-    Grid: runs of the sections side by side, KV heads, requests. ``lists``: None, or the pages
+    Grid: runs of the sections side by side, KV heads, requests. ``page_lists``: None, or the pages
     that each request reads, of which a program looks at ``CHUNK`` entries at a time.
     """
     run = tl.program_id(0)
@@ -41,7 +41,7 @@ def attend_sections(
         if (run >= 0) & (run < RUNS[at]):
             attend_run(
                 query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
-                scale, cap, window, sections, lists, at, FORMS, BACKWARD[at], RUNS[at], CHUNK,
+                scale, cap, window, sections, page_lists, at, FORMS, BACKWARD[at], RUNS[at], CHUNK,
                 G, HEADS, TILE, EXACT, CAPPED,
             )  # fmt: skip
         run -= RUNS[at]
@@ -80,7 +80,7 @@ def oldest_of(positions, window):
 @triton.jit
 def attend_run(
     query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
-    scale, cap, window, sections, lists, at: tl.constexpr, FORMS: tl.constexpr,
+    scale, cap, window, sections, page_lists, at: tl.constexpr, FORMS: tl.constexpr,
     BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
@@ -95,10 +95,10 @@ def attend_run(
     )
     listed = None
     base = 0
-    if lists is not None:
+    if page_lists is not None:
         base = pages_before(sections, slots, at, FORMS)
         pages = tl.minimum((count + FORM.tokens - 1) // FORM.tokens, width)
-        entries, has_list, count = listed_of(lists, base, count, pages, FORM.tokens, CHUNK)
+        entries, has_list, count = listed_of(page_lists, base, count, pages, FORM.tokens, CHUNK)
         listed = (entries, has_list)
     first_tile, last_tile = tiles_of(count, run, RUNS, TILE)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
@@ -114,7 +114,7 @@ def attend_run(
     out_2 = out_0
     out_3 = out_0
     for tile in range(first_tile, last_tile):
-        page, row, live, wrong = cells_of(
+        page, row, live, wrong = slots_of(
             arena, page_count, table, width, by_page, tile * TILE, count, FORM,
             BACKWARD, TILE, listed, base,
         )  # fmt: skip
@@ -127,7 +127,7 @@ def attend_run(
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)
         hidden = tl.where(wrong, float("nan"), float("-inf"))
         logits = tl.where(shown[None, :], logits, hidden[None, :])
-        weights, rescale, peak, weight_sum = soften(logits, peak, weight_sum)
+        weights, rescale, peak, weight_sum = online_softmax(logits, peak, weight_sum)
         out_0, out_1, out_2, out_3 = add_values(
             out_0 * rescale[:, None], out_1 * rescale[:, None], out_2 * rescale[:, None],
             out_3 * rescale[:, None], weights, page, row, live, FORM, EXACT,
@@ -206,7 +206,7 @@ def score_run(
     sums = tl.load(lse + group + heads, mask=heads < G, other=float("inf"))
     sums *= 1.4426950408889634  # log2(e)
     for tile in range(first_tile, last_tile):
-        page, row, live, _wrong = cells_of(
+        page, row, live, _wrong = slots_of(
             arena, page_count, table, width, by_page, tile * TILE, count, FORM, BACKWARD, TILE
         )
         logits = tile_logits(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.kernels.codec import reference as codec
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, segments
 
 
@@ -21,7 +21,7 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
-    lists: PageLists | None = None,
+    page_lists: PageLists | None = None,
 ) -> Tensor:
     """Attention of one query token per request over all its sections.
 
@@ -29,7 +29,7 @@ def decode_attention(
     must be in a page already. ``window > 0`` hides keys that are ``window`` positions old
     or older and needs ``positions``, the position of each query; ``softcap > 0`` caps
     logits by tanh. ``lse`` is filled with the natural logarithm of the sum of each head's
-    exponentials: what ``score_tokens`` needs. With ``lists`` only the pages that they name are
+    exponentials: what ``score_tokens`` needs. With ``page_lists`` only the pages that they name are
     read (``select_pages`` makes such lists).
 
     Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H] -> [R, H, d]
@@ -39,8 +39,8 @@ def decode_attention(
     Source:  DiffKV (mixed-precision pages in one kernel); FlashDecoding (splits)
     """
     logits, value, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
-    if lists is not None:
-        unread = ~_listed(lists, sections, slots)
+    if page_lists is not None:
+        unread = ~_listed(page_lists, sections, slots)
         logits = logits.masked_fill(unread[:, :, None], float("-inf"))
     if lse is not None:
         lse[:] = logits.logsumexp(-1).view_as(lse)
@@ -83,23 +83,23 @@ def score_tokens(
         start += len(token)
 
 
-def _listed(lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:
+def _listed(page_lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:
     """Which tokens lie in pages that their request reads, [R, KH, N] in the order of ``_logits``.
 
     Beyond the end of a row the answer means nothing.
     """
-    check_lists(lists, len(slots), sections[0].tokens.shape[1])
-    place = lists.rows.long().clamp(min=0)
-    entry = torch.arange(lists.ordinals.shape[2], device=slots.device)
-    named = lists.ordinals[place].where(entry < lists.counts[place][..., None], -1)
-    parts, first = list[Tensor](), torch.zeros_like(lists.counts[place])
+    check_page_lists(page_lists, len(slots), sections[0].tokens.shape[1])
+    place = page_lists.rows.long().clamp(min=0)
+    entry = torch.arange(page_lists.ordinals.shape[2], device=slots.device)
+    named = page_lists.ordinals[place].where(entry < page_lists.counts[place][..., None], -1)
+    parts, first = list[Tensor](), torch.zeros_like(page_lists.counts[place])
     for section in sections:
         tokens, room = section.tokens[slots.long()], section.layout.tokens
         page = torch.arange(int(tokens.max()), device=slots.device) // room
         ordinal = first[..., None] + page
         parts.append((ordinal[..., None] == named[:, :, None]).any(-1))
         first = first + (tokens + room - 1) // room
-    return torch.cat(parts, 2) | (lists.rows < 0)[:, None, None]
+    return torch.cat(parts, 2) | (page_lists.rows < 0)[:, None, None]
 
 
 def _logits(

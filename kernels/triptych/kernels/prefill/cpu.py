@@ -42,29 +42,29 @@ def prefill_attention(
             continue
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
         sums = None if significance is None else significance[index]
-        asked, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
+        queries, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
         if is_even and sums is None and window == 0 and softcap == 0:
-            _attend_plainly(asked, keys, mixed, scale)
+            _attend_flash(queries, keys, mixed, scale)
         elif is_even or sums is None:
-            _attend(asked, keys, mixed, scale, window, softcap, sums)
+            _attend(queries, keys, mixed, scale, window, softcap, sums)
         else:
             padded = torch.zeros(len(sums), keys.positions.shape[1])
-            _attend(asked, keys, mixed, scale, window, softcap, padded)
+            _attend(queries, keys, mixed, scale, window, softcap, padded)
             add_sums(sums, padded, keys, end - start)
     return out
 
 
-def _attend_plainly(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
+def _attend_flash(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
     """Causal attention of one sequence, of which all heads know the same tokens.
 
     Over past and new keys apart, merged by their log-sum-exps: a mask would cost more.
     """
     past = keys.key.shape[1] - len(query)
-    asked = query.transpose(0, 1)[None]
+    queries = query.transpose(0, 1)[None]
     key, value = (part.to(query.dtype)[None] for part in (keys.key, keys.value))
-    mixed, lse = _flash(asked, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
+    mixed, lse = _flash(queries, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
     if past:
-        old, old_lse = _flash(asked, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
+        old, old_lse = _flash(queries, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
         whole = torch.logaddexp(lse, old_lse)
         mixed = mixed * (lse - whole).exp()[..., None] + old * (old_lse - whole).exp()[..., None]
     out.copy_(mixed[0].transpose(0, 1))
@@ -102,8 +102,8 @@ def _attend(
     hidden = None if is_plain else ~visible(keys, count, window)[:, None]
     for start, end in _blocks(count, first, heads):
         size, seen = end - start, first + end
-        asked = grouped[:, :, start:end].reshape(kv_heads, group * size, dim)
-        logits = torch.bmm(asked, key[:, :, :seen]).view(kv_heads, group, size, seen)
+        queries = grouped[:, :, start:end].reshape(kv_heads, group * size, dim)
+        logits = torch.bmm(queries, key[:, :, :seen]).view(kv_heads, group, size, seen)
         if softcap > 0:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         if hidden is None:

@@ -97,10 +97,10 @@ def gather_keys(load: Load, key: Tensor, value: Tensor, past: Past | None, index
 
 def visible(keys: Keys, queries: int, window: int) -> Tensor:
     """Which keys each query may read: bool [KH, n, P + n]."""
-    asked = keys.positions[:, -queries:, None]
-    known = keys.positions[:, None, :]
-    seen = (known >= 0) & (known <= asked)
-    return seen & (asked - known < window) if window > 0 else seen
+    query_at = keys.positions[:, -queries:, None]
+    key_at = keys.positions[:, None, :]
+    seen = (key_at >= 0) & (key_at <= query_at)
+    return seen & (query_at - key_at < window) if window > 0 else seen
 
 
 def add_sums(significance: Tensor, sums: Tensor, keys: Keys, queries: int) -> None:

@@ -14,7 +14,7 @@ from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.hadamard import block_size
-from triptych.kernels.lists import PageLists, list_words
+from triptych.kernels.page_lists import PageLists, page_list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import cpu_choice, cpu_summaries
 from triptych.kernels.select.reference import unrotated
@@ -77,7 +77,7 @@ def select_pages(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     *,
     scale: float,
     head_budgets: Tensor | None = None,
@@ -85,14 +85,18 @@ def select_pages(
 ) -> None:
     """See ``reference.select_pages``."""
     rows, heads, dim = query.shape
-    table = sections[0].known(
+    table = sections[0].call_cache.get(
         lambda: _table(sections, summaries, rule, heads, dim),
         *(tuple(sections[1:]), tuple(summaries), rule, heads, dim),
     )
     check_indices(slots, positions)
     check_head_budgets(head_budgets, table.kv_heads)
     query = unrotated(query.float(), table.summaries).contiguous()
-    slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
+    slots, positions, lists_of = (
+        slots.contiguous(),
+        positions.contiguous(),
+        page_lists.rows.contiguous(),
+    )
     job = np.empty(cpu_choice.JOB_WORDS, np.int64)
     JOB.pack_into(
         job.data,
@@ -104,7 +108,7 @@ def select_pages(
         positions.data_ptr(),
         rows,
         lists_of.data_ptr(),
-        *list_words(lists, rows, table.kv_heads),
+        *page_list_words(page_lists, rows, table.kv_heads),
         0 if head_budgets is None else head_budgets.data_ptr(),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
         *table.words,
@@ -150,8 +154,8 @@ def _table(
     words = np.array([_words(*pair, kv_heads, dim) for pair in pairs], np.int64)
     tile = ScoreTile(known.kind, group, dim, rule.omitted_mass > 0)
     shared = kv_heads, group, dim, words.ctypes.data, len(words), score_tile_address(tile)
-    asked = rule.keep, rule.budget_tokens, rule.sink_tokens, rule.window_tokens
-    return Table(kv_heads, known, (*shared, *asked, *_form(known)), words)
+    rule_words = rule.keep, rule.budget_tokens, rule.sink_tokens, rule.window_tokens
+    return Table(kv_heads, known, (*shared, *rule_words, *_form(known)), words)
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ SERIAL_PAGES = 512
 Job = namedtuple(
     "Job",
     "counter bad query slots positions rows"
-    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
     " head_budgets scores score_row score_head"
     " kv_heads group dim sections section_count step keep budget sinks window"
     " is_box codes numbers"
@@ -50,7 +50,7 @@ def run_choice(words, team, body, threads):
     """Choose pages for all head rows; False if a slot, a count or a list is out of range."""
     job = _job(words.ctypes.data)
     sections = _sections(job)
-    most = _most(sections)
+    most = _max_pages(sections)
     few = job.rows * job.kv_heads * most <= SERIAL_PAGES
     run_team(team, body, words.ctypes.data, 1 if few else threads)
     return words[1] == 0
@@ -75,7 +75,7 @@ def _sections(job):
 
 
 @kernel
-def _most(sections):
+def _max_pages(sections):
     """Pages that a head row may have."""
     most = 0
     for section in sections:
@@ -88,34 +88,36 @@ def _choose(job, sections, row, keys, found, query, masses):
     """Write the list of one head row; False if something is out of range."""
     request, head = row // job.kv_heads, row % job.kv_heads
     slot = np.int64(_word(job.slots, request))
-    place = np.int64(_word(job.lists, request))
-    if place >= job.list_slots:
+    place = np.int64(_word(job.list_rows, request))
+    if place >= job.list_count:
         return False
-    pages, forced, tokens = _mark(job, sections, slot, head, _word(job.positions, request), keys)
+    pages, forced, tokens = _mark_required(
+        job, sections, slot, head, _word(job.positions, request), keys
+    )
     if pages < 0:
         return False
     share = _share(job, head, tokens)
     budget = min(pages, max(forced, -(-pages * share // WHOLE)))
-    if budget > job.room:
+    if budget > job.list_entries:
         return False
     if budget < pages or job.scores:
         _prepare(job, row, query)
         _score(job, sections, slot, head, keys, found, query, masses)
         if job.scores:
-            _tell(job, request, head, keys[:pages])
+            _write_scores(job, request, head, keys[:pages])
         if job.omitted > 0:
             shares, powers = masses[: job.group, :pages], masses[job.group :, :pages]
-            budget = max(budget, _enough(keys[:pages], shares, powers, job.omitted))
-            if budget > job.room:
+            budget = max(budget, _count_for_mass(keys[:pages], shares, powers, job.omitted))
+            if budget > job.list_entries:
                 return False
     ordinals = carray(
-        pointer(job.ordinals + 4 * (place * job.list_slot + head * job.list_head)),
-        job.room, np.int32,
+        pointer(job.ordinals + 4 * (place * job.list_stride + head * job.list_head)),
+        job.list_entries, np.int32,
     )  # fmt: skip
     count = carray(
         pointer(job.counts + 4 * (place * job.count_slot + head * job.count_head)), 1, np.int32
     )
-    _list(keys[:pages], budget, ordinals)
+    _write_list(keys[:pages], budget, ordinals)
     count[0] = budget
     return True
 
@@ -146,7 +148,7 @@ def _tokens(section, slot, head):
 
 
 @kernel
-def _mark(job, sections, slot, head, position, keys):
+def _mark_required(job, sections, slot, head, position, keys):
     """Mark the pages that are read in any case; pages, marked pages and tokens of the row.
 
     -1 pages if a section has no such row.
@@ -244,7 +246,7 @@ def _score(job, sections, slot, head, keys, found, query, masses):
 
 
 @kernel
-def _enough(keys, masses, powers, omitted):
+def _count_for_mass(keys, masses, powers, omitted):
     """The fewest pages, best first, that leave no head more than its share ``omitted``.
 
     A page is expected to receive ``masses * 2**powers``; masses become shares. Pages of equal
@@ -288,12 +290,12 @@ def _fits(keys, shares, least, omitted):
     """Whether pages below a key receive no more than ``omitted`` of any head."""
     most = np.float32(0.0)
     for head in range(len(shares)):
-        most = max(most, _left(keys, shares[head], least))
+        most = max(most, _mass_below(keys, shares[head], least))
     return most <= omitted
 
 
 @summing_kernel
-def _left(keys, shares, least):
+def _mass_below(keys, shares, least):
     """What pages below a key receive."""
     total = np.float32(0.0)
     for page in range(len(keys)):
@@ -308,7 +310,7 @@ def _key(bits):
 
 
 @kernel
-def _tell(job, request, head, keys):
+def _write_scores(job, request, head, keys):
     at = job.scores + 4 * (request * job.score_row + head * job.score_head)
     scores = carray(pointer(at), len(keys), np.int32)
     for page in range(len(keys)):
@@ -316,7 +318,7 @@ def _tell(job, request, head, keys):
 
 
 @kernel
-def _list(keys, count, ordinals):
+def _write_list(keys, count, ordinals):
     """The ``count`` largest keys, of equal ones the first, in ascending order of their places.
 
     The smallest of them is found by bisection over all integers: 32 passes at most, each as fast
@@ -352,17 +354,17 @@ def _count(keys, least):
 def choose_rows(address):
     job = _job(address)
     sections = _sections(job)
-    most = _most(sections)
+    most = _max_pages(sections)
     keys = np.empty(most, np.int32)
     found = np.empty((1 + 2 * job.group, TILE_PAGES), np.float32)
     masses = np.empty((2 * job.group, most if job.omitted > 0 else 0), np.float32)
     query = np.empty(2 * job.group * (job.dim + 1) + BLOCKS + 1, np.float32)
-    lists = carray(pointer(job.lists), job.rows, np.int32)
+    list_rows = carray(pointer(job.list_rows), job.rows, np.int32)
     while True:
         row = fetch_add(address, 1)
         if row >= job.rows * job.kv_heads:
             break
-        if lists[row // job.kv_heads] < 0:
+        if list_rows[row // job.kv_heads] < 0:
             continue
         if not _choose(job, sections, row, keys, found, query, masses):
             fetch_add(address + 8, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec import gpu as codec
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_indices
 from triptych.kernels.select.gpu_choice import choose_pages
 from triptych.kernels.select.gpu_scores import score_spans
@@ -27,7 +27,7 @@ from triptych.kernels.select.summary import (
     check_summaries,
 )
 from triptych.kernels.triton.launch import Argument, Launch, check_device, power_of_two, processors
-from triptych.kernels.triton.triton_layout import MIN_DOT, chunk_of, list_arguments
+from triptych.kernels.triton.triton_layout import MIN_DOT, chunk_of, page_list_arguments
 
 SPAN = 32
 """Pages that a program scores together; half of them where a group fills two tiles of heads."""
@@ -59,7 +59,7 @@ def select_pages(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     *,
     scale: float,
     head_budgets: Tensor | None = None,
@@ -70,7 +70,7 @@ def select_pages(
     Nothing waits for the device, so wrong slots cannot raise: their lists are empty.
     """
     for launch in plan(
-        query, sections, summaries, slots, positions, rule, lists, scale, head_budgets, scores
+        query, sections, summaries, slots, positions, rule, page_lists, scale, head_budgets, scores
     ):
         launch.run()
 
@@ -82,7 +82,7 @@ def plan(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     scale: float,
     head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
@@ -94,10 +94,10 @@ def plan(
     known = check_summaries(summaries, rule)
     if known is None:
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
-    check_lists(lists, rows, kv_heads)
+    check_page_lists(page_lists, rows, kv_heads)
     check_head_budgets(head_budgets, kv_heads)
     check_indices(slots, positions)
-    check_device("select_pages", query, slots, positions, scores, head_budgets, lists.ordinals)
+    check_device("select_pages", query, slots, positions, scores, head_budgets, page_lists.ordinals)
     pages = sum(section.pages.shape[2] for section in sections)
     scores = _scores(query, (rows, kv_heads, pages), scores)
     means = None
@@ -122,7 +122,7 @@ def plan(
         "SPAN": span,
     }
     is_fused = fuses(pages, rows * kv_heads, processors(query.device))
-    wanted = tuple(list_arguments(lists))
+    wanted = tuple(page_list_arguments(page_lists))
     chunk = chunk_of(pages, 1 if means is None else power_of_two(group))
     choose = Launch(
         choose_pages,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triptych.core import head_budgets as core_budgets
 from triptych.kernels.select import summary
-from triptych.kernels.select.gpu_scores import asked_of, pages_of, score_pages
+from triptych.kernels.select.gpu_scores import pages_of, query_stats_of, score_pages
 
 WHOLE = tl.constexpr(summary.WHOLE)
 STEPS = tl.constexpr(core_budgets.BUDGET_STEPS)
@@ -23,7 +23,7 @@ DIGITS = tl.constexpr(256)
 @triton.jit
 def choose_pages(
     query, slots, positions, sections, scores, by_row, by_head, means, all_pages,
-    scale, deviations, sinks, window, lists, head_budgets, keep, budget, omitted,
+    scale, deviations, sinks, window, page_lists, head_budgets, keep, budget, omitted,
     KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
     FUSED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
@@ -32,20 +32,20 @@ def choose_pages(
 
     ``FUSED``: its scores are to be computed first; else ``score_spans`` has written them.
     """
-    ordinals, counts, rows, row_count, most, list_row, list_head, count_row, count_head = lists
+    ordinals, counts, rows, row_count, most, list_row, list_head, count_row, count_head = page_lists
     request, head = tl.program_id(2), tl.program_id(1)
     place = tl.load(rows + request)
     if (place >= 0) & (place < row_count):
         total, tokens = 0, 0
         if FUSED:
-            asked = asked_of(query, scale, G, HEADS, DIM)
+            query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         for at in tl.static_range(len(sections)):
             count, pages, _width = pages_of(sections[at], slots)
             if FUSED:
                 for first in range(0, pages, SPAN):
                     score_pages(
-                        asked, slots, positions, sections[at], count, pages, total, first, scores,
-                        by_row, by_head, means, all_pages, deviations, sinks, window,
+                        query_stats, slots, positions, sections[at], count, pages, total, first,
+                        scores, by_row, by_head, means, all_pages, deviations, sinks, window,
                         KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
                     )  # fmt: skip
             total += pages
@@ -58,7 +58,7 @@ def choose_pages(
         if means is not None:
             row = (request * tl.num_programs(1) + head).to(tl.int64)
             masses = means + row * G * all_pages
-            needed = enough(found, masses, all_pages, total, omitted, G, GROUP, CHUNK)
+            needed = count_for_mass(found, masses, all_pages, total, omitted, G, GROUP, CHUNK)
             wanted = tl.maximum(wanted, needed)
         last, ties = threshold(found, total, wanted, CHUNK)
         entries = ordinals + place.to(tl.int64) * list_row + head * list_head
@@ -142,11 +142,11 @@ def write_list(entries, most, found, total, last, ties, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def enough(
+def count_for_mass(
     found, masses, by_member, total, omitted,
     G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``reference.enough``: bit by bit the largest score down to which pages suffice.
+    """``reference.count_for_mass``: bit by bit the largest score down to which pages suffice.
 
     masses: logarithms of what pages are expected to receive from each of G heads.
     """

@@ -33,13 +33,13 @@ def score_spans(
     """
     place = tl.load(rows + tl.program_id(2))
     if (place >= 0) & (place < row_count):
-        asked = asked_of(query, scale, G, HEADS, DIM)
+        query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         span, base = tl.program_id(0), 0
         for at in tl.static_range(len(sections)):
             count, pages, width = pages_of(sections[at], slots)
             if (span >= 0) & (span * SPAN < pages):
                 score_pages(
-                    asked, slots, positions, sections[at], count, pages, base, span * SPAN,
+                    query_stats, slots, positions, sections[at], count, pages, base, span * SPAN,
                     scores, by_row, by_head, means, all_pages, deviations, sinks, window,
                     KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
                 )  # fmt: skip
@@ -57,7 +57,7 @@ def pages_of(section, slots):
 
 
 @triton.jit
-def asked_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+def query_stats_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
     """Queries of a group, times ``scale``: where they lie, their unit and its inverse, and the
     sums of their positive and of their negative numbers, [HEADS] each."""
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * G
@@ -65,10 +65,10 @@ def asked_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constex
     largest = tl.zeros([HEADS], tl.float32)
     above, below = largest, largest
     for first in range(0, DIM, STEP):
-        asked = channels_of(lines, scale, first, G, HEADS, DIM)
-        largest = tl.maximum(largest, tl.max(tl.abs(asked), 1))
-        above += tl.sum(tl.maximum(asked, 0.0), 1)
-        below += tl.sum(tl.minimum(asked, 0.0), 1)
+        part = channels_of(lines, scale, first, G, HEADS, DIM)
+        largest = tl.maximum(largest, tl.max(tl.abs(part), 1))
+        above += tl.sum(tl.maximum(part, 0.0), 1)
+        below += tl.sum(tl.minimum(part, 0.0), 1)
     unit, inverse = unit_of(largest)
     return lines, scale, unit, inverse, above, below
 
@@ -85,8 +85,8 @@ def channels_of(
 
 @triton.jit
 def score_pages(
-    asked, slots, positions, section, count, pages, base, first, scores, by_row, by_head, means,
-    all_pages, deviations, sinks, window,
+    query_stats, slots, positions, section, count, pages, base, first, scores, by_row, by_head,
+    means, all_pages, deviations, sinks, window,
     KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -108,10 +108,19 @@ def score_pages(
         tile, place = row + (page // PAGES) * tile_bytes, page % PAGES
         at = (tile + codes).to(tl.pointer_type(tl.float32)) + place
         if IS_BOX:
-            best = box_scores(asked, tile + place, live, at, G, HEADS, DIM)
+            best = box_scores(query_stats, tile + place, live, at, G, HEADS, DIM)
         else:
             best, mass = moment_scores(
-                asked, tile + place, live, at, room, deviations, means is not None, G, HEADS, DIM
+                query_stats,
+                tile + place,
+                live,
+                at,
+                room,
+                deviations,
+                means is not None,
+                G,
+                HEADS,
+                DIM,
             )
         best = tl.max(tl.where((tl.arange(0, HEADS) < G)[:, None], best, float("-inf")), 0)
         competing = tl.maximum(count - 1, 0) // room
@@ -133,10 +142,10 @@ def score_pages(
 
 @triton.jit
 def box_scores(
-    asked, codes, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+    query_stats, codes, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
     """The largest products [HEADS, SPAN] that keys in a page's box can have."""
-    lines, scale, unit, inverse, above, below = asked
+    lines, scale, unit, inverse, above, below = query_stats
     out = tl.zeros([HEADS, live.shape[0]], tl.float32)
     largest, smallest = out, out
     for first in range(0, DIM, STEP):
@@ -155,12 +164,12 @@ def box_scores(
 
 @triton.jit
 def moment_scores(
-    asked, codes, live, at, room, deviations, HAS_MASS: tl.constexpr,
+    query_stats, codes, live, at, room, deviations, HAS_MASS: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The largest logits [HEADS, SPAN] that a page's blocks are likely to have; and the logarithm
     of what they are expected to receive together, where asked for."""
-    lines, scale, unit, inverse, above, below = asked
+    lines, scale, unit, inverse, above, below = query_stats
     first_mean = tl.zeros([HEADS, live.shape[0]], tl.float32)
     second_mean, third_mean, fourth_mean, variance = first_mean, first_mean, first_mean, first_mean
     for first in range(0, DIM, STEP):

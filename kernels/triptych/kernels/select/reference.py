@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec import reference as codec
 from triptych.kernels.hadamard import hadamard
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section
 from triptych.kernels.select.summary import (
     BLOCKS,
@@ -132,13 +132,13 @@ def select_pages(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     *,
     scale: float,
     head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
-    """Choose the pages that each KV head of each request reads, and write them to ``lists``.
+    """Choose the pages that each KV head of each request reads, and write them to ``page_lists``.
 
     The pages with the largest scores, as many as the rule still has room for beside those that
     are read in any case; of equal scores the earlier page. A page's score is the largest among
@@ -164,9 +164,9 @@ def select_pages(
     known, kv_heads = check_summaries(summaries, rule), sections[0].tokens.shape[1]
     check_head_budgets(head_budgets, kv_heads)
     steps: list[list[int]] = [[]] * kv_heads if head_budgets is None else head_budgets.tolist()
-    asked = query.float() if known is None else unrotated(query.float(), known)
-    grouped = asked.unflatten(1, (kv_heads, -1)) * scale
-    for request, place in enumerate(lists.rows.tolist()):
+    model_query = query.float() if known is None else unrotated(query.float(), known)
+    grouped = model_query.unflatten(1, (kv_heads, -1)) * scale
+    for request, place in enumerate(page_lists.rows.tolist()):
         for head in range(kv_heads if place >= 0 else 0):
             slot = int(slots[request])
             row = _row(sections, summaries, slot, head)
@@ -174,11 +174,11 @@ def select_pages(
             tokens = sum(int(section.tokens[slot, head]) for section in sections)
             count = rule.pages(len(found), tokens, steps[head])
             if rule.omitted_mass > 0:
-                masses = expected(grouped[request, head], row)
-                count = max(count, enough(found, masses, rule.omitted_mass))
+                masses = expected_shares(grouped[request, head], row)
+                count = max(count, count_for_mass(found, masses, rule.omitted_mass))
             chosen = choose(found, count)
-            lists.ordinals[place, head, : len(chosen)] = chosen
-            lists.counts[place, head] = len(chosen)
+            page_lists.ordinals[place, head, : len(chosen)] = chosen
+            page_lists.counts[place, head] = len(chosen)
             if scores is not None:
                 scores[request, head, : len(found)] = found
 
@@ -190,7 +190,7 @@ def choose(scores: Tensor, count: int) -> Tensor:
     return best.sort().values.int()
 
 
-def enough(scores: Tensor, masses: Tensor, omitted: float) -> int:
+def count_for_mass(scores: Tensor, masses: Tensor, omitted: float) -> int:
     """The fewest pages, best scores first, that leave no head more than its share ``omitted``.
 
     Shapes:  scores [pages]; masses [G, pages], which sum up to 1, or are 0 without summaries
@@ -279,7 +279,7 @@ def block_logits(
     return (query @ mean.mT).transpose(0, 1), squares.transpose(0, 1)
 
 
-def expected(query: Tensor, row: Row) -> Tensor:
+def expected_shares(query: Tensor, row: Row) -> Tensor:
     """Share of the attention that each page is expected to receive from each query, [G, pages].
 
     Of the attention that goes to pages with summaries: the others count for nothing.

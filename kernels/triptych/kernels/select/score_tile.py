@@ -31,7 +31,7 @@ class ScoreTile:
     """Query heads per KV head."""
     head_dim: int
     has_masses: bool = False
-    """Also says what pages are expected to receive, as ``reference.expected`` does."""
+    """Also says what pages are expected to receive, as ``reference.expected_shares`` does."""
 
 
 @cache

@@ -163,11 +163,11 @@ class Rule:
         on to ``BUDGET_STEPS`` of as many parts of their pages; none: the same.
         """
         mean = min(WHOLE, max(self.keep, self.budget_tokens * WHOLE // max(1, tokens)))
-        own = between(head_budgets, mean) if head_budgets else mean
+        own = interpolate(head_budgets, mean) if head_budgets else mean
         return min(pages, -(-pages * own // WHOLE))
 
 
-def between(head_budgets: Sequence[int], mean: int) -> int:
+def interpolate(head_budgets: Sequence[int], mean: int) -> int:
     """What a head reads for any mean share, on the line between two steps, rounded up."""
     size = WHOLE // BUDGET_STEPS
     step, rest = divmod(mean, size)

@@ -57,7 +57,7 @@ def held_of(tokens, slot, slot_count, count_slot, count_head, width, room):
 
 
 @triton.jit
-def listed_of(lists, base, count, pages, room, CHUNK: tl.constexpr):
+def listed_of(page_lists, base, count, pages, room, CHUNK: tl.constexpr):
     """Which pages of a section this request's list names, and how many tokens they hold.
 
     Lists are ascending and name the last page of a section if they name any that is not full. So a
@@ -66,7 +66,7 @@ def listed_of(lists, base, count, pages, room, CHUNK: tl.constexpr):
     base: pages of the sections before; count, pages: what this section holds.
     Returns entries (a pointer to the section's first), whether there is a list, and tokens.
     """
-    ordinals, counts, rows, row_count, most, by_row, by_head, count_row, count_head = lists
+    ordinals, counts, rows, row_count, most, by_row, by_head, count_row, count_head = page_lists
     head, place = tl.program_id(1), tl.load(rows + tl.program_id(2))
     has_list = (place >= 0) & (place < row_count)
     row = tl.where(has_list, place, 0).to(tl.int64)
@@ -86,7 +86,7 @@ def listed_of(lists, base, count, pages, room, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def cells_of(
+def slots_of(
     arena, page_count, table, width, stride, first, tokens,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr, listed=None, base=0,
 ):  # fmt: skip
@@ -246,7 +246,7 @@ def capped(logits, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def soften(logits, peak, mass):
+def online_softmax(logits, peak, mass):
     """One step of an online softmax in powers of two over the columns of a tile.
 
     Returns the weights, by what earlier sums shrink, and the new peak and mass of each row.

@@ -6,7 +6,7 @@ from functools import cache
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section, is_channel_major
 from triptych.kernels.triton.launch import Argument, power_of_two
 
@@ -100,15 +100,15 @@ def section_arguments(section: Section) -> Iterator[Argument]:
     yield from section.tokens.stride()
 
 
-def list_arguments(lists: PageLists) -> Iterator[Argument]:
+def page_list_arguments(page_lists: PageLists) -> Iterator[Argument]:
     """Lists as kernels take them: entries, their counts, whose they are, sizes, and strides."""
-    yield lists.ordinals
-    yield lists.counts
-    yield lists.rows.contiguous()
-    yield min(lists.ordinals.shape[0], lists.counts.shape[0])
-    yield lists.ordinals.shape[2]
-    yield from lists.ordinals.stride()[:2]
-    yield from lists.counts.stride()
+    yield page_lists.ordinals
+    yield page_lists.counts
+    yield page_lists.rows.contiguous()
+    yield min(page_lists.ordinals.shape[0], page_lists.counts.shape[0])
+    yield page_lists.ordinals.shape[2]
+    yield from page_lists.ordinals.stride()[:2]
+    yield from page_lists.counts.stride()
 
 
 def chunk_of(entries: int, rows: int = 1) -> int:

@@ -72,8 +72,8 @@ def test_settings_and_sizes_of_one_compile(width: int) -> None:
     memory = ones(1, 1, -(-width // 16), tile_bytes("moments", 64), dtype=torch.uint8)
     known = [Summaries("moments", memory, 64), None]
     rule = Rule(keep=1, budget_tokens=1, sink_tokens=1, window_tokens=1)
-    lists = PageLists(ones(1, 1, 2 * width), ones(1, 1), ones(1))
+    page_lists = PageLists(ones(1, 1, 2 * width), ones(1, 1), ones(1))
     query = ones(1, 1, 64, dtype=torch.bfloat16)
-    for launch in gpu.plan(query, [section] * 2, known, ones(1), ones(1), rule, lists, 1.0):
+    for launch in gpu.plan(query, [section] * 2, known, ones(1), ones(1), rule, page_lists, 1.0):
         made = aot.compile_launch(launch, aot.Task(launch.name, "ones", "sm_90"))
         assert made.registers > 0

@@ -11,7 +11,7 @@ import torch
 from triptych.core.errors import ConfigError
 from triptych.kernels.bench.attention_cpu import Case, Shape, build_case
 from triptych.kernels.bench.selection import SelectionCase
-from triptych.kernels.codegen.call_cache import Known
+from triptych.kernels.codegen.call_cache import CallCache
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.select import Rule
 
@@ -48,7 +48,7 @@ def test_another_rule_chooses_anew_from_the_same_tables(case: Case) -> None:
     few.select("cpu")
     many.summaries[:] = few.summaries
     many.select("cpu")
-    assert (many.lists.counts > few.lists.counts).all()
+    assert (many.page_lists.counts > few.page_lists.counts).all()
 
 
 def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
@@ -61,13 +61,13 @@ def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
         case.sections,
         torch.tensor([1]).int(),
         scale=case.query.shape[2] ** -0.5,
-        lists=chosen.lists.of(torch.tensor([1]).int()),
+        page_lists=chosen.page_lists.of(torch.tensor([1]).int()),
     )
     torch.testing.assert_close(second, both[1:], atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match="expected 2"):
         decode_attention.on("cpu")(
             case.query, case.arena, case.sections, torch.arange(2).int(), scale=0.125,
-            lists=chosen.lists.of(torch.tensor([1]).int()),
+            page_lists=chosen.page_lists.of(torch.tensor([1]).int()),
         )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def test_lists_in_other_memory_are_read_there(case: Case) -> None:
     chosen = SelectionCase.of(case, "moments", Rule.of(0.3), 200)
     chosen.select("cpu")
     chosen.attend("cpu")
-    first = chosen.lists
+    first = chosen.page_lists
     fewer = replace(first, ordinals=first.ordinals.clone(), counts=first.counts - 1)
-    few = replace(chosen, lists=fewer)
+    few = replace(chosen, page_lists=fewer)
     torch.testing.assert_close(few.attend("cpu"), few.attend("reference"), atol=1e-4, rtol=1e-4)
     assert not torch.equal(few.attend("cpu"), chosen.attend("cpu"))
 
@@ -97,14 +97,14 @@ def test_an_arena_goes_with_its_tables(case: Case) -> None:
 
 
 def test_what_fails_is_not_remembered() -> None:
-    known, asked = Known(), list[int]()
+    cache, calls = CallCache(), list[int]()
 
-    def find(number: int) -> int:
-        asked.append(number)
+    def compute(number: int) -> int:
+        calls.append(number)
         return 12 // number
 
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            known(lambda: find(0), 0)
-    assert [known(partial(find, number), number) for number in (3, 3, 4)] == [4, 4, 3]
-    assert asked == [0, 0, 3, 4]
+            cache.get(lambda: compute(0), 0)
+    assert [cache.get(partial(compute, number), number) for number in (3, 3, 4)] == [4, 4, 3]
+    assert calls == [0, 0, 3, 4]

@@ -153,9 +153,9 @@ def test_cells_outside_of_the_arena_are_left_alone(device: Any) -> None:
 
 def test_numbers_of_another_type_are_an_error(device: Any) -> None:
     layout = layout_of("k8v4", 64, "token")
-    cell = torch.zeros(1, 1, dtype=torch.int32)
+    slot = torch.zeros(1, 1, dtype=torch.int32)
     vectors = torch.randn(1, 1, 64).double()
     arena = torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
-    inputs = device.take(arena, vectors, vectors, cell, cell, cell[0])
+    inputs = device.take(arena, vectors, vectors, slot, slot, slot[0])
     with pytest.raises(ConfigError, match="unsupported"):
         store_tokens.on("cuda")(inputs[0], layout, *inputs[1:])

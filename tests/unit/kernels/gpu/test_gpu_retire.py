@@ -26,7 +26,7 @@ def check(
 ) -> None:
     """``counts[kind][slot][head]``: high and low tokens; all integers must be the reference's."""
     cache, now = new_cache(64, pages=120), torch.tensor([900, 800], dtype=torch.int32)
-    judged = torch.tensor([3, 60], dtype=torch.int32)
+    first_leaving = torch.tensor([3, 60], dtype=torch.int32)
     stored = [
         cache.fill(name, tokens).section
         for name, tokens in zip(("k8v4", "k4v2"), counts, strict=False)
@@ -40,15 +40,15 @@ def check(
     options: dict[str, Any] = {"count": 13, "alpha_high": alphas[0], "alpha_low": alphas[1]}
     low = stored[1] if len(stored) > 1 else None
     want = plan_retirement.on("reference")(
-        cache.arena, stored[0], low, slots, now, judged, **options
+        cache.arena, stored[0], low, slots, now, first_leaving, **options
     )
     moved = [device.section(section) for section in stored]
-    inputs = device.take(slots, now, judged)
+    inputs = device.take(slots, now, first_leaving)
     (arena,) = device.take(cache.arena)
     low = moved[1] if len(moved) > 1 else None
     got = plan_retirement.on("cuda")(arena, moved[0], low, *inputs, **options)
     assert got.numbers.dtype == want.numbers.dtype
-    for name in ("counts", "places", "movers", "mover_places"):
+    for name in ("counts", "places", "downgraded", "downgraded_places"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
 

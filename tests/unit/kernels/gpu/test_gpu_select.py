@@ -43,9 +43,9 @@ def summarized(
     column = torch.arange(width).expand(section.pages.shape)
     row = torch.arange(full.numel()).view(*full.shape, 1).expand_as(column)
     wanted = column < full[..., None]
-    cells = [part[wanted].int() for part in (section.pages, row, column)]
+    tensors = [part[wanted].int() for part in (section.pages, row, column)]
     there = replace(made, memory=device.take(made.memory)[0])
-    pages, rows, columns = device.take(*cells)
+    pages, rows, columns = device.take(*tensors)
     op(device.take(arena)[0], section.layout, pages, there, rows, columns)
     return replace(made, memory=there.memory.cpu())
 
@@ -89,7 +89,7 @@ def select(
         torch.full((slots, heads), -9, dtype=torch.int32),
         torch.tensor(rows, dtype=torch.int32),
     )
-    lists = PageLists(*made)
+    page_lists = PageLists(*made)
     here = [replace(part, memory=take(part.memory)[0]) if part else None for part in summaries]
     there = [device.section(section) for section in sections] if backend == "cuda" else sections
     asked, scores, which, now = take(
@@ -101,7 +101,16 @@ def select(
     choose = select_pages.on(backend)
     shares = None if spread is None else take(spread)[0]
     choose(
-        asked, there, here, which, now, rule, lists, scale=0.125, head_budgets=shares, scores=scores
+        asked,
+        there,
+        here,
+        which,
+        now,
+        rule,
+        page_lists,
+        scale=0.125,
+        head_budgets=shares,
+        scores=scores,
     )
     return PageLists(*(part.cpu() for part in made)), scores.cpu()
 
@@ -184,12 +193,14 @@ def test_attention_reads_what_is_listed(
     want, _ = select("reference", Here(), query, sections, known, rule, rows)
     slots = torch.arange(2, dtype=torch.int32)
     expected = decode_attention.on("reference")(
-        query, cache.arena, sections, slots, scale=0.125, lists=want
+        query, cache.arena, sections, slots, scale=0.125, page_lists=want
     )
     moved = [device.section(section) for section in sections]
-    lists = PageLists(*device.take(want.ordinals, want.counts, want.rows))
+    page_lists = PageLists(*device.take(want.ordinals, want.counts, want.rows))
     asked, arena, which = device.take(query, cache.arena, slots)
-    mixed = decode_attention.on("cuda")(asked, arena, moved, which, scale=0.125, lists=lists)
+    mixed = decode_attention.on("cuda")(
+        asked, arena, moved, which, scale=0.125, page_lists=page_lists
+    )
     torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.codegen.call_cache import Known
+from triptych.kernels.codegen.call_cache import CallCache
 from triptych.kernels.pages import check_indices
 
 
@@ -23,20 +23,20 @@ class PageLists:
     rows: Tensor
     """int32 [R]: which of the S lists each request of a call has. Negative: none, it reads all
     pages."""
-    known: Known = field(default_factory=Known, init=False, repr=False)
+    call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
     """Not taken over by lists in other memory (``replace``)."""
 
     def of(self, rows: Tensor) -> "PageLists":
         """The same lists for the requests of another call, and what is known of them."""
-        lists = replace(self, rows=rows)
-        object.__setattr__(lists, "known", self.known)
-        return lists
+        page_lists = replace(self, rows=rows)
+        object.__setattr__(page_lists, "call_cache", self.call_cache)
+        return page_lists
 
 
-def check_lists(lists: PageLists, rows: int, kv_heads: int) -> None:
+def check_page_lists(page_lists: PageLists, rows: int, kv_heads: int) -> None:
     """Raise ``ConfigError`` unless there is a list for each KV head, and a place for each row."""
-    _check_rows(lists, rows)
-    ordinals, counts = lists.ordinals, lists.counts
+    _check_rows(page_lists, rows)
+    ordinals, counts = page_lists.ordinals, page_lists.counts
     check_indices(ordinals, counts)
     if {ordinals.shape[1], counts.shape[1]} != {kv_heads} or ordinals.stride(2) != 1:
         raise ConfigError(
@@ -45,21 +45,23 @@ def check_lists(lists: PageLists, rows: int, kv_heads: int) -> None:
         )
 
 
-def _check_rows(lists: PageLists, rows: int) -> None:
-    check_indices(lists.rows)
-    if lists.rows.shape != (rows,):
-        raise ConfigError(f"lists of pages for {tuple(lists.rows.shape)} requests: expected {rows}")
+def _check_rows(page_lists: PageLists, rows: int) -> None:
+    check_indices(page_lists.rows)
+    if page_lists.rows.shape != (rows,):
+        raise ConfigError(
+            f"page lists for {tuple(page_lists.rows.shape)} requests: expected {rows}"
+        )
 
 
-def list_words(lists: PageLists, rows: int, kv_heads: int) -> tuple[int, ...]:
+def page_list_words(page_lists: PageLists, rows: int, kv_heads: int) -> tuple[int, ...]:
     """What compiled code is told of checked lists: slots, addresses, strides, room of a row."""
-    _check_rows(lists, rows)
-    return lists.known(lambda: _words(lists, kv_heads), kv_heads)
+    _check_rows(page_lists, rows)
+    return page_lists.call_cache.get(lambda: _words(page_lists, kv_heads), kv_heads)
 
 
-def _words(lists: PageLists, kv_heads: int) -> tuple[int, ...]:
-    check_lists(lists, len(lists.rows), kv_heads)
-    ordinals, counts = lists.ordinals, lists.counts
+def _words(page_lists: PageLists, kv_heads: int) -> tuple[int, ...]:
+    check_page_lists(page_lists, len(page_lists.rows), kv_heads)
+    ordinals, counts = page_lists.ordinals, page_lists.counts
     return (
         min(ordinals.shape[0], counts.shape[0]),
         ordinals.data_ptr(),

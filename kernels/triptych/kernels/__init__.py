@@ -1,7 +1,7 @@
-"""Tensor maths on pages: formats, codecs and attention; reference and fast versions.
+"""Tensor operations on pages of keys and values: codecs, attention, classification, selection.
 
-An operation is an ``Op``: calling it runs the version for the device of its tensors, and
-``op.on("reference")`` is the readable definition.
+Each operation is an ``Op``. A call runs the implementation for the device of its tensors;
+``op.on("reference")`` is the readable definition in torch.
 """
 
 from typing import Any
@@ -72,4 +72,4 @@ OPS: dict[str, Op[..., Any]] = {
         gate,
     )
 }
-"""Every operation by name; tests and benchmarks iterate over this."""
+"""All operations by name; tests and benchmarks iterate over them."""

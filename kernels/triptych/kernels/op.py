@@ -1,4 +1,4 @@
-"""One operation, several implementations: a readable reference and fast versions by device."""
+"""``Op``: an operation with a reference in torch and one fast implementation per device."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ R = TypeVar("R")
 REFERENCE = "reference"
 
 OpObserver = Callable[[str, Mapping[str, Any], float, float], None]
-"""Told an op's name, its keyword arguments, and when it began and ended (``perf_counter``)."""
+"""Called with an op's name, keyword arguments, begin and end in seconds (``perf_counter``)."""
 _observer: OpObserver | None = None
 
 
@@ -27,7 +27,7 @@ def observe_ops(observer: OpObserver) -> Generator[None]:
     """Call ``observer`` after each op that this process runs; one observer at a time."""
     global _observer
     if _observer is not None:
-        raise ConfigError("ops are being listened to already: one profile at a time")
+        raise ConfigError("ops have an observer already: one profile at a time")
     _observer = observer
     try:
         yield
@@ -37,11 +37,11 @@ def observe_ops(observer: OpObserver) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """A kernel with its specification.
+    """An operation with its reference implementation and its fast ones.
 
-    ``spec`` is the slow, readable definition; every entry of ``fast`` must agree with it.
-    Tests and benchmarks iterate over ops, not over files. Calling the op runs the fast
-    version of the device that its tensors are on; there is no silent fallback.
+    ``spec`` is the readable definition in torch; every entry of ``fast`` must agree with it. A call
+    runs the fast implementation for the device of the tensors. A device without one is an error:
+    there is no silent fallback. Tests and benchmarks iterate over ops.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Op(Generic[P, R]):
         return [REFERENCE, *self.fast]
 
     def on(self, backend: str) -> Callable[P, R]:
-        """The implementation called ``backend``.
+        """The implementation named ``backend``: ``"reference"`` or a device type.
 
-        Raises:  ConfigError if there is none; names the op and what there is.
+        Raises:  ConfigError if there is none; it names the op and its backends
         """
         if backend == REFERENCE:
             return self.spec
@@ -85,7 +85,7 @@ class Op(Generic[P, R]):
                 "move its tensors to a device that has one"
             )
         module, _, function = self.fast[backend].partition(":")
-        # The table in the op's own package fixes the type; tests hold it to that.
+        # The type is that of ``spec``; tests load every entry and compare its results.
         return cast(Callable[P, R], getattr(import_module(module), function))
 
     def _device(self, values: Iterable[Any]) -> str:
@@ -96,7 +96,7 @@ class Op(Generic[P, R]):
 
 
 def _time_on(device: str) -> float:
-    """The time once a device has done what it was asked."""
+    """``perf_counter`` in seconds, after all queued work of the device is done."""
     if device == "cuda":
         torch.cuda.synchronize()
     return perf_counter()

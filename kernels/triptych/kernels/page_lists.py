@@ -1,4 +1,4 @@
-"""Which pages of each head row attention reads, where it does not read all."""
+"""Lists of the pages that decode attention reads of each head row after page selection."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,9 +11,9 @@ from triptych.kernels.pages import check_indices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageLists:
-    """Which pages of a head row are read, as places in its sections laid end to end.
+    """The pages that attention reads of each head row, numbered over its sections in order.
 
-    Page 3 of a row whose first section has 2 pages is page 1 of its second section.
+    If the first section of a row has 2 pages, number 3 is page 1 of the second section.
     """
 
     ordinals: Tensor
@@ -21,20 +21,19 @@ class PageLists:
     counts: Tensor
     """int32 [S, KH]."""
     rows: Tensor
-    """int32 [R]: which of the S lists each request of a call has. Negative: none, it reads all
-    pages."""
+    """int32 [R]: index of the list of each request of a call; negative: it reads all pages."""
     call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
-    """Not taken over by lists in other memory (``replace``)."""
+    """``replace`` starts a new one, since the copy may have other memory."""
 
     def of(self, rows: Tensor) -> "PageLists":
-        """The same lists for the requests of another call, and what is known of them."""
+        """The same lists and call cache, for the requests ``rows`` of another call."""
         page_lists = replace(self, rows=rows)
         object.__setattr__(page_lists, "call_cache", self.call_cache)
         return page_lists
 
 
 def check_page_lists(page_lists: PageLists, rows: int, kv_heads: int) -> None:
-    """Raise ``ConfigError`` unless there is a list for each KV head, and a place for each row."""
+    """Raise ``ConfigError`` unless there are lists for all KV heads and an index for each row."""
     _check_rows(page_lists, rows)
     ordinals, counts = page_lists.ordinals, page_lists.counts
     check_indices(ordinals, counts)
@@ -54,7 +53,7 @@ def _check_rows(page_lists: PageLists, rows: int) -> None:
 
 
 def page_list_words(page_lists: PageLists, rows: int, kv_heads: int) -> tuple[int, ...]:
-    """What compiled code is told of checked lists: slots, addresses, strides, room of a row."""
+    """Checked lists as integers for compiled code: count, addresses, strides, entries of a row."""
     _check_rows(page_lists, rows)
     return page_lists.call_cache.get(lambda: _words(page_lists, kv_heads), kv_heads)
 

@@ -1,4 +1,4 @@
-"""Time decode attention over chosen pages beside the same pages read whole, on CPU or GPU."""
+"""Benchmark of decode attention with page selection against reading all pages, on CPU or GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from triptych.kernels.select import (
 
 @dataclass(frozen=True, slots=True)
 class SelectionRow:
-    """One measured case: choosing pages and reading them, in turns with reading all."""
+    """One measured case: page selection and attention, interleaved with reading all pages."""
 
     backend: str
     method: Kind
@@ -37,27 +37,27 @@ class SelectionRow:
     rule: str
     """``keep 0.3`` or ``budget 2048``."""
     pages_read: float
-    """Share of the pages, those that are read in any case included."""
+    """Share of the pages, including those that are always read."""
     selected_ms: float
-    """Fastest choice and attention together."""
+    """Fastest page selection and attention together."""
     selected_median_ms: float
     select_ms: float
-    """Fastest choice alone."""
+    """Fastest page selection alone."""
     whole_ms: float
     whole_median_ms: float
     speedup: float
-    """Of the fastest calls."""
+    """Ratio of the fastest calls."""
     speedup_median: float
     bytes_read: int
-    """Of listed pages and of the summaries that were scored, counted from the lists."""
+    """Bytes of listed pages and of scored summaries, counted from the lists."""
     bytes_formula: int
-    """The same, foretold from the rule and the sizes of pages alone."""
+    """The same, computed from the rule and the page sizes alone."""
     bytes_whole: int
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionCase:
-    """A case whose pages have summaries."""
+    """A case with page summaries and page lists."""
 
     case: Case
     summaries: list[Summaries]
@@ -114,16 +114,16 @@ class SelectionCase:
         return self.attend(backend)
 
     def pages(self) -> int:
-        """Pages of all head rows."""
+        """Number of pages of all head rows."""
         return sum(int(section.layout.pages(n)) for section, n in self._counts())
 
     @property
     def tile_bytes(self) -> int:
-        """Of the summaries of ``TILE_PAGES`` pages."""
+        """Bytes of the summaries of ``TILE_PAGES`` pages."""
         return tile_bytes(self.summaries[0].kind, self.case.query.shape[2])
 
     def listed_bytes(self) -> int:
-        """What attention reads of the listed pages, and the tiles of summaries that are scored."""
+        """Bytes that attention reads of listed pages, and bytes of the scored summary tiles."""
         total = 0
         batch, heads = self.page_lists.counts.shape
         for request, head in product(range(batch), range(heads)):
@@ -140,11 +140,11 @@ class SelectionCase:
         return total
 
     def formula_bytes(self) -> int:
-        """Summaries of all pages, the pages that are always read, and an equal share of the others.
+        """Expected bytes: all summaries, pages that are always read, and a share of the others.
 
-        Only the others' share is the rule's: a section's last page is seldom full, and where a
-        context is short such pages are many. Which of the others are read is up to the data, so
-        one is as likely as another.
+        The rule gives the share of the others only. Their choice depends on the data, so each is
+        counted as equally likely. The last page of a section is rarely full, which matters for
+        short contexts.
         """
         batch, heads = self.page_lists.counts.shape
         position = int(self.positions[0])
@@ -171,7 +171,7 @@ class SelectionCase:
 
 
 def _tiles(section: Section, tokens: int) -> int:
-    """Tiles of summaries of a head row that are scored: its last page has none that counts."""
+    """Summary tiles of a head row that are scored; its last page is not scored."""
     return -(-((tokens - 1) // section.layout.tokens) // TILE_PAGES)
 
 
@@ -205,8 +205,7 @@ def run_selection(
     repeats: int = 30,
     device: str = "cpu",
 ) -> list[SelectionRow]:
-    """Measure every combination: on the CPU with the threads that torch has, in turns; on a GPU
-    each captured in a graph and replayed.
+    """Measure every combination, on the CPU interleaved, on a GPU as replayed CUDA graphs.
 
     Raises:  TriptychError if a backend disagrees with the reference over the chosen pages
     """
@@ -227,7 +226,7 @@ def run_selection(
 
 
 def check_selection(case: SelectionCase, backend: str, name: str) -> None:
-    """Raise ``TriptychError`` if attention over the list is not that of the reference."""
+    """Raise ``TriptychError`` if attention over the lists is not that of the reference."""
     error = (case.run(backend) - case.attend("reference")).abs().max().item()
     if not error <= TOLERANCE:
         raise TriptychError(f"{backend} is off by {error:.2g} on {name} pages: not measured")

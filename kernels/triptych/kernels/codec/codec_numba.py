@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""The codec kernels over many cells at once, in the threads of torch."""
+"""Compiled codec kernels over many token slots, in the threads of torch."""
 
 from collections import namedtuple
 
@@ -12,12 +12,12 @@ from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, r
 from triptych.kernels.floats import read_floats
 
 Form = namedtuple("Form", "tokens scores positions keys values")
-"""A page layout: tokens per page, offsets of two segments, and where the vectors lie."""
+"""A page layout: tokens per page, offsets of scores and positions, and ``Part`` of keys, values."""
 FORM_WORDS = 3 + 2 * PART_WORDS
 
 SHARED_WORDS = 7
 COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM = range(SHARED_WORDS)
-"""Words that every job begins with; ``COUNTER`` and ``BAD`` are 0 at first."""
+"""Indices of the first words of every job; ``COUNTER`` and ``BAD`` are 0 at the start."""
 
 STORE_FORM = SHARED_WORDS
 KEY, VALUE, KIND, KV_HEADS, TOKEN_STRIDE, HEAD_STRIDE, VALUE_TOKEN_STRIDE = range(
@@ -28,7 +28,7 @@ PAGES, ROWS = range(SCORES + 1, SCORES + 3)
 STORE_WORDS = ROWS + 1
 
 TABLE_WORDS = 6
-"""Address of the first page id, strides of slots, heads and ids, and how many slots and ids."""
+"""Address of the first page id; strides of slots, heads, ids; number of slots and of ids."""
 APPEND_TABLE = SCORES + 1
 APPEND_SLOTS, APPEND_PLACES = range(APPEND_TABLE + TABLE_WORDS, APPEND_TABLE + TABLE_WORDS + 2)
 APPEND_WORDS = APPEND_PLACES + 1
@@ -55,14 +55,14 @@ TABLE, TABLE_STRIDE, WIDTH, TOKENS, LONGEST, OUT_KEY, OUT_VALUE, OUT_POSITIONS =
 LOAD_WORDS = OUT_POSITIONS + 1
 
 CHUNK = 64
-"""Cells that a thread takes at a time."""
+"""Items that a thread takes at a time."""
 
 
 @kernel
 def run(job, team, body, threads, alone):
-    """Run a job in a team, up to so many items in one thread alone.
+    """Run a job in a team of threads; up to ``alone`` items in the calling thread.
 
-    Returns: False if it named a page or a row that there is not
+    Returns: False if a page id or a row is out of range
     """
     run_team(team, body, job.ctypes.data, threads if job[ITEMS] > alone else 1)
     return job[BAD] == 0
@@ -81,13 +81,13 @@ def _is_slot(job, form, page, row):
 
 @kernel
 def _word(address, index):
-    """The 32-bit word ``index`` after ``address``; scores move as bits."""
+    """A view of the int32 word ``index`` words after ``address``; scores are copied as bits."""
     return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)
 
 
 @kernel
 def _page_in(table, slot, head, place, room):
-    """The page that a head row has for the token at a place, or -1, and its row there."""
+    """Page id of token number ``place`` of a head row, -1 if out of range, and its row."""
     address, slot_stride, head_stride, stride, slots, width = table
     column = place // np.int32(room)
     row = place - column * np.int32(room)
@@ -103,7 +103,7 @@ def _table(words):
 
 @kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
-    """Encode one head of a token into a cell, unless there is none such; but for the score."""
+    """Encode one head of a token into a slot; without scores in the job the score is 0."""
     if not _is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
@@ -159,7 +159,7 @@ def append(address):
 
 @kernel
 def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes, numbers):
-    """Re-encode one cell, unless there is none such."""
+    """Re-encode the token of one slot into another; a slot out of range sets ``BAD``."""
     if not (_is_slot(job, source, old_page, old_row) and _is_slot(job, target, new_page, new_row)):
         job[BAD] = 1
         return

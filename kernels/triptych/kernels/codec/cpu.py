@@ -1,4 +1,4 @@
-"""The codec on the CPU: checks and addresses here, numba in ``driver``."""
+"""The codec ops on the CPU: checks and addresses; ``codec_numba`` has the compiled loops."""
 
 from functools import cache
 from struct import Struct
@@ -187,7 +187,7 @@ def load_tokens(
 
 @cache
 def form_words(layout: PageLayout) -> tuple[int, ...]:
-    """A layout as the driver's ``Form``, field by field."""
+    """A layout as the words of ``codec_numba.Form``."""
     form, offsets = layout.format, layout.offsets
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
     key_strides = (layout.tokens, 1) if is_channel_major(layout) else (1, key_bytes)
@@ -198,7 +198,7 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
 
 @cache
 def conversion_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
-    """Two layouts, and how keys and values get from one to the other."""
+    """Source and target layout, and the conversion of keys and of values."""
     old, new = source.format, target.format
     return (
         *form_words(source),
@@ -212,7 +212,7 @@ Words = tuple[int, ...]
 
 
 def _append_words(arena: Tensor, section: Section) -> tuple[Words, Words]:
-    """What a job of ``append_tokens`` says of pages, and of their table."""
+    """The words of pages and of the page table in a job of ``append_tokens``."""
     layout = section.layout
     check_arena(arena, layout)
     shared = arena.data_ptr(), *arena.shape, layout.head_dim
@@ -220,7 +220,7 @@ def _append_words(arena: Tensor, section: Section) -> tuple[Words, Words]:
 
 
 def _move_words(arena: Tensor, source: Section, target: Section) -> tuple[int, ...]:
-    """All that a job of ``move_tokens`` says of pages and their tables."""
+    """The words of layouts and page tables in a job of ``move_tokens``."""
     for section in (source, target):
         check_arena(arena, section.layout)
     conversions = conversion_words(source.layout, target.layout)
@@ -228,7 +228,7 @@ def _move_words(arena: Tensor, source: Section, target: Section) -> tuple[int, .
 
 
 def _table_words(section: Section) -> tuple[int, ...]:
-    """A page table as the driver's ``_page_in`` reads it."""
+    """A page table as the words that ``codec_numba._page_in`` reads."""
     pages = section.pages
     slot, head, entry = pages.stride()
     slots, _, width = pages.shape
@@ -238,7 +238,7 @@ def _table_words(section: Section) -> tuple[int, ...]:
 
 
 def _coded(*part: int) -> tuple[int, ...]:
-    """Without metadata in 16 bits."""
+    """The words of a part; 16-bit parts have no metadata groups."""
     return (*part[:5], 0) if part[4] == 16 else part
 
 
@@ -257,7 +257,7 @@ def _job(arena: Tensor, head_dim: int, items: int, *words: int) -> np.ndarray:
 
 
 def _packed(*words: int) -> np.ndarray:
-    """Words of a job; an array of Python's numbers would take as long as storing a few tokens."""
+    """The words of a job as an array; ``np.array`` of ints takes as long as storing some tokens."""
     job = np.empty(len(words), np.int64)
     _struct(len(words)).pack_into(job.data, 0, *words)
     return job
@@ -270,4 +270,4 @@ def _struct(words: int) -> Struct:
 
 def _run(job: np.ndarray, body: int, name: str, alone: int = codec_numba.CHUNK) -> None:
     if not codec_numba.run(job, team_address(), body, team_threads(), alone):
-        raise ConfigError(f"{name}: an index names a page or a row that the arena does not have")
+        raise ConfigError(f"{name}: a page id or a row is out of the range of the arena")

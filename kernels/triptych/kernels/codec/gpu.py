@@ -1,6 +1,6 @@
 # pyright: reportUnknownVariableType=false
 # The arguments of kernels have no types.
-"""The codec on the GPU: the bytes of the reference, a block of cells for each program."""
+"""The codec ops on the GPU: same bytes as the reference, one program per block of slots."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from triptych.kernels.triton.triton_layout import form_of
 
 COPY, NARROW, REQUANTIZE = range(3)
 BLOCK_NUMBERS = 4096
-"""Numbers that a program has in registers."""
+"""Numbers that a program keeps in registers."""
 
 
 def store_tokens(
@@ -48,7 +48,7 @@ def store_tokens(
 ) -> None:
     """See ``reference.store_tokens``.
 
-    An index out of range skips its cell: an error would need the host to wait.
+    A token with an index out of range is skipped: an error would make the host wait.
     """
     for launch in plan_store(arena, layout, key, value, pages, rows, positions, scores):
         launch.run()
@@ -90,7 +90,7 @@ def append_tokens(
     places: Tensor,
     positions: Tensor,
 ) -> None:
-    """See ``reference.append_tokens``; a place that there is not is skipped."""
+    """See ``reference.append_tokens``; a token with a place out of range is skipped."""
     for launch in plan_append(arena, section, key, value, slots, places, positions):
         launch.run()
 
@@ -134,7 +134,7 @@ def transcode(
     target_pages: Tensor,
     target_rows: Tensor,
 ) -> None:
-    """See ``reference.transcode``; an index out of range skips its cell."""
+    """See ``reference.transcode``; a token with an index out of range is skipped."""
     indices = (source_pages, source_rows, target_pages, target_rows)
     for launch in plan_transcode(arena, source_layout, target_layout, *indices):
         launch.run()
@@ -162,7 +162,7 @@ def move_tokens(
     places: Tensor,
     target_places: Tensor,
 ) -> None:
-    """See ``reference.move_tokens``; a token at a place that there is not stays."""
+    """See ``reference.move_tokens``; a token with a place out of range is not moved."""
     for launch in plan_moves(arena, source, target, slots, places, target_places):
         launch.run()
 
@@ -201,7 +201,7 @@ def _table(section: Section) -> tuple[Argument, ...]:
 
 
 def _conversions(source: PageLayout, target: PageLayout) -> dict[str, object]:
-    """Two layouts, and how keys and values get from one to the other."""
+    """Constants of source and target layout, and of the conversion of keys and of values."""
     old, new = source.format, target.format
     return {
         "SOURCE": form_of(source),
@@ -236,7 +236,7 @@ def plan_load(
     value: Tensor,
     positions: Tensor,
 ) -> list[Launch]:
-    """The launch of one call, into the outputs given."""
+    """The launch of one call; it writes to ``key``, ``value`` and ``positions``."""
     check_arena(arena, layout)
     check_indices(pages, tokens)
     check_device("load_tokens", arena, pages, tokens)

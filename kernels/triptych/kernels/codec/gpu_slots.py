@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Kernels of the codec: a program has a block of cells."""
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernels of the codec ops: a program handles a block of token slots."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def store_slots(
     key_token, key_head, value_token, value_head,
     FORM: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a block of cells; item ``token * KV_HEADS + head``."""
+    """Encode a block of tokens into given slots; item ``token * KV_HEADS + head``."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     page, row, live = named_slots(arena, page_count, pages, rows, item, items, FORM)
     token, head = item // KV_HEADS, item % KV_HEADS
@@ -40,7 +40,7 @@ def append_slots(
     key_token, key_head, value_token, value_head,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a block of cells at places of head rows; item ``request * KV_HEADS + head``."""
+    """Encode a block of tokens at places of head rows; item ``request * KV_HEADS + head``."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = item // KV_HEADS, item % KV_HEADS
     slot = tl.load(slots + token, mask=item < items, other=-1)
@@ -57,7 +57,7 @@ def write_tokens(
     page, row, live, key, value, token, head, positions, score,
     key_token, key_head, value_token, value_head, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values, positions and scores of a block of cells."""
+    """Write keys, values, positions and scores of a block of slots."""
     at = key + token.to(tl.int64) * key_token + head.to(tl.int64) * key_head
     quantize(at, row, page, row, live, None, FORM, True)
     at = value + token.to(tl.int64) * value_token + head.to(tl.int64) * value_head
@@ -73,7 +73,7 @@ def transcode_slots(
     SOURCE: tl.constexpr, TARGET: tl.constexpr,
     KEY_CONVERSION: tl.constexpr, VALUE_CONVERSION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Re-encode a block of cells."""
+    """Re-encode a block of slots into slots of another format."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     old, old_row, is_old = named_slots(
         arena, page_count, source_pages, source_rows, item, items, SOURCE
@@ -135,7 +135,7 @@ def rewrite(
     SOURCE: tl.constexpr, TARGET: tl.constexpr,
     KEY_CONVERSION: tl.constexpr, VALUE_CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values, scores and positions of a block of cells, in cells of another format."""
+    """Copy keys, values, scores and positions of a block of slots into another format."""
     recode(old, old_row, new, new_row, live, SOURCE, TARGET, KEY_CONVERSION, True)
     recode(old, old_row, new, new_row, live, SOURCE, TARGET, VALUE_CONVERSION, False)
     word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
@@ -171,7 +171,7 @@ def load_slots(
 
 @triton.jit
 def named_slots(arena, page_count, pages, rows, item, items, FORM: tl.constexpr):
-    """Pages (pointers to bytes) and rows of cells, and which of them there are."""
+    """Page pointers and rows of given slots, and a mask of those in range."""
     in_range = item < items
     page = tl.load(pages + item, mask=in_range, other=-1)
     row = tl.load(rows + item, mask=in_range, other=0)
@@ -184,7 +184,7 @@ def named_slots(arena, page_count, pages, rows, item, items, FORM: tl.constexpr)
 def placed_slots(
     arena, page_count, table, slot, head, place, FORM: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """Pages and rows of the tokens at some places of head rows, and which of them there are."""
+    """Page pointers and rows of tokens at places of head rows, and a mask of those in range."""
     pages, slots, width, by_slot, by_head, by_page = table
     column = tl.maximum(place, 0) // FORM.tokens
     named = (slot >= 0) & (slot < slots) & (place >= 0) & (column < width)
@@ -202,9 +202,9 @@ def placed_slots(
 def given_numbers(
     source, row, live, channel, SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Channels of vectors to encode, kept inside the range of fp16.
+    """Channels of vectors to encode, clamped to the range of fp16.
 
-    ``source`` points to each vector itself, or if ``SOURCE`` is a form to its page.
+    ``source`` points to each vector or, if ``SOURCE`` is a form, to its page.
     """
     if SOURCE is None:
         mask = live[:, None] & (channel < FORM.dim)[None, :]
@@ -219,7 +219,7 @@ def quantize(
     source, source_row, page, row, live,
     SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Encode vectors into pages, with the steps and roundings of ``quantizer.encode``.
+    """Encode vectors into pages, with the same operations and rounding as ``quantizer.encode``.
 
     Adding 1.5 * 2**23 rounds a number below 2**22 to the nearest integer, ties to even, and
     leaves that integer in the low bits.
@@ -271,7 +271,7 @@ def recode(
     old, old_row, new, new_row, live,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, CONVERSION: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a block of cells, by the way that loses nothing extra."""
+    """Convert keys or values of a block of slots, as ``reference.recode`` does."""
     bits: tl.constexpr = SOURCE.key_bits if KEYS else SOURCE.value_bits
     to_bits: tl.constexpr = TARGET.key_bits if KEYS else TARGET.value_bits
     count: tl.constexpr = TARGET.key_units if KEYS else TARGET.value_units

@@ -1,6 +1,7 @@
-"""What Triton kernels are compiled for: formats, head sizes, groups, types and options.
+"""Variants of all Triton kernels to compile: formats, head sizes, groups, types and options.
 
-Launches are planned for tensors without memory, so what is listed is what would run.
+The variants are the launches that the ops plan for tensors on the meta device, so that the compiled
+kernels are those that run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +26,16 @@ from triptych.kernels.triton.launch import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 MIXES = (("k8v4", "k4v2", "fp16"), ("k8v8", "k4v4"))
-"""Formats that the sections of one request have together; here all formats are in one."""
+"""Formats of the sections of one request; each format is in one of the mixes."""
 PASTS = (None, "fp16", "k8v4", "k4v2")
-"""Formats of pages before a prompt; None: there are no such pages."""
+"""Formats of past pages of a prompt; None: no past."""
 
 Planned = tuple[str, Sequence[Launch]]
-"""The name of a variant, and its launches."""
+"""Name of a variant, and its launches."""
 
 
 class Kind(NamedTuple):
-    """What does not depend on the format or the head size."""
+    """Parameters of a variant other than format and head size."""
 
     dtype: torch.dtype = torch.bfloat16
     group: int = 4
@@ -54,7 +55,7 @@ HALF = Kind(torch.float16)
 
 
 def all_variants() -> dict[tuple[str, str], Launch]:
-    """Launches of all kernels by name of kernel and variant; equal ones once."""
+    """Launches of all kernels by kernel and variant, without duplicates."""
     planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact())
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
@@ -66,7 +67,7 @@ def all_variants() -> dict[tuple[str, str], Launch]:
 
 
 def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -> tuple[str, str]:
-    """A name for one more launch of a kernel: the second of a plan ends in ``#2``."""
+    """A unique name for a launch; the second launch of a kernel in a variant ends in ``#2``."""
     taken = sum(name == kernel and other.split(" #")[0] == variant for name, other in made)
     return kernel, f"{variant} #{taken + 1}" if taken else variant
 
@@ -88,17 +89,17 @@ USUAL_VARIANTS = {
     "classify": "any",
     "retire_tokens": "k8v4+k4v2 d128",
 }
-"""The variant of each kernel that every commit compiles: a usual one that needs many registers."""
+"""The variant of each kernel that tests compile: a usual one that needs many registers."""
 
 
 def usual_variants() -> dict[tuple[str, str], Launch]:
-    """Each kernel once."""
+    """One variant of each kernel, those of ``USUAL_VARIANTS``."""
     made = all_variants()
     return {name: made[name] for name in USUAL_VARIANTS.items()}
 
 
 def _decode() -> Iterator[Planned]:
-    """All pages, and those of a list."""
+    """Decode attention over all pages, and over page lists."""
     listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
     kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
     wanted = chain(
@@ -134,7 +135,7 @@ def _scores() -> Iterator[Planned]:
 
 
 def _select() -> Iterator[Planned]:
-    """Rows of three sections, the last without summaries; short ones take one launch."""
+    """Page selection in rows of three sections, the last without summaries, short and long."""
     adaptive = Rule.of(0.3, omitted_mass=0.1)
     wanted = chain(
         product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (Rule.of(0.3),), (16, 300)),
@@ -176,7 +177,7 @@ def _prefill() -> Iterator[Planned]:
 
 
 def _codec() -> Iterator[Planned]:
-    """Storing, loading, and every conversion between two formats."""
+    """Stores, loads, and all conversions between two formats."""
     for dim, name in product(HEAD_DIMS, FORMATS):
         layout, arena = _layout(name, dim), _arena(dim)
         slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
@@ -226,7 +227,7 @@ def _layout(name: str, dim: int) -> PageLayout:
 
 
 def _section(name: str, dim: int, kind: Kind, width: int = 300) -> Section:
-    """A section of 4 slots; read from the right where there is a window."""
+    """A section of 4 slots; ``backward`` if ``kind`` has a window."""
     return Section(_layout(name, dim), _meta(4, 8, width), _meta(4, 8), kind.window > 0)
 
 

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 # numba is untyped.
-"""Planning on the CPU: one sweep over scores and positions, straight from the pages."""
+"""``plan_retirement`` on the CPU: one pass over scores and positions in the pages."""
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from triptych.kernels.compact.retire import NONE, Retirement
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 AHEAD = 4
-"""Pages that memory is asked for before their turn."""
+"""Pages that are prefetched ahead."""
 LINE = 64
+"""Bytes of a cache line."""
 
 
 def plan_retirement(
@@ -62,7 +63,7 @@ def _no_table(like: Section) -> tuple:
 
 
 def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
-    """Tokens of a page, and where its scores and positions start, in words of 4 bytes."""
+    """Tokens of a page, and offsets of its scores and positions in words of 4 bytes."""
     check_arena(arena, layout)
     return np.array([layout.tokens, layout.offsets[4] // 4, layout.offsets[5] // 4])
 
@@ -84,7 +85,7 @@ def _plan(
 
 @kernel
 def _plan_row(row, low_row, first_leaving, is_high, is_low, wanted, found):
-    """Into ``found``: counts, places of newcomers, movers, places of movers."""
+    """Plan one head row into ``found``, in the order of ``Retirement``."""
     n_high, n_low = row[4], low_row[4]
     places, downgraded, downgraded_places = found[2:], found[2 + wanted :], found[2 + 2 * wanted :]
     leaving, means, still_high = _leaving_tokens(
@@ -114,8 +115,8 @@ def _plan_row(row, low_row, first_leaving, is_high, is_low, wanted, found):
 
 
 @inlined
-def _look_ahead(words, layout, pages, column, count):
-    """Ask for scores and positions of a page that comes later: each lies somewhere else."""
+def _prefetch_page(words, layout, pages, column, count):
+    """Prefetch scores and positions of a later page; pages are not adjacent in memory."""
     if column * layout[0] < count:
         page = words.ctypes.data + words.strides[0] * np.int64(pages[column])
         for line in range(0, 4 * layout[0], LINE):
@@ -125,13 +126,16 @@ def _look_ahead(words, layout, pages, column, count):
 
 @kernel
 def _leaving_tokens(row, first, end, is_high, is_low):
-    """Those at some positions that are no longer high, low ones first; and how many still are."""
+    """Tokens at positions from ``first`` to ``end`` that leave high, those for low first.
+
+    Returns: their places and significance, and how many tokens at these positions stay high
+    """
     words, numbers, layout, pages, count, seen = row
     room, scores, positions = layout[0], layout[1], layout[2]
     found, places, means = 0, np.empty(end - first, np.int32), np.empty(end - first, np.float32)
     for start in range(0, count if is_high > 0 else 0, room):
         page = pages[start // room]
-        _look_ahead(words, layout, pages, start // room + AHEAD, count)
+        _prefetch_page(words, layout, pages, start // room + AHEAD, count)
         for token in range(min(room, count - start)):
             position = words[page, positions + token]
             if first <= position < end:
@@ -151,13 +155,13 @@ def _leaving_tokens(row, first, end, is_high, is_low):
 
 @kernel
 def _least(row, end, limit, wanted):
-    """Of the tokens before position ``end``, at most ``wanted`` below ``limit``, least first."""
+    """At most ``wanted`` tokens before position ``end`` below ``limit``, in ascending order."""
     words, numbers, layout, pages, count, seen = row
     room, scores, positions = layout[0], layout[1], layout[2]
     places, means, found = np.empty(wanted, np.int32), np.empty(wanted, np.float32), 0
     for start in range(0, count if wanted > 0 and limit > 0 else 0, room):
         page = pages[start // room]
-        _look_ahead(words, layout, pages, start // room + AHEAD, count)
+        _prefetch_page(words, layout, pages, start // room + AHEAD, count)
         for token in range(min(room, count - start)):
             position = words[page, positions + token]
             mean = np.float32(numbers[page, scores + token] / np.float32(seen - position))

@@ -1,6 +1,6 @@
 # pyright: reportUnknownVariableType=false
 # The arguments of kernels have no types.
-"""Planning on the GPU: one program for each head row, and nothing waits for the device."""
+"""``plan_tokens`` and ``plan_retirement`` on the GPU: one program per head row, no host sync."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ def plan(
     ranks: Tensor,
     counts: Tensor,
 ) -> list[Launch]:
-    """The launch of one call, into the outputs given."""
+    """The launch of one call of ``plan_tokens``; it writes to the last three arguments."""
     check_indices(tokens)
     check_device("plan_tokens", scores, tokens, high, low)
     if not scores.dtype == high.dtype == low.dtype == torch.float32:
@@ -68,7 +68,7 @@ def plan_retirement(
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement[Tensor]:
-    """See ``retire.plan_retirement``; tokens of a page that there is not stay where they are."""
+    """See ``retire.plan_retirement``; tokens of a page id out of range stay where they are."""
     shape = (len(slots), high.tokens.shape[1], Retirement.width(count))
     found = Retirement(torch.empty(shape, dtype=torch.int32, device=arena.device))
     alphas = alpha_high, alpha_low
@@ -87,7 +87,7 @@ def plan_rows(
     alphas: tuple[float, float],
     found: Retirement[Tensor],
 ) -> list[Launch]:
-    """The launch of one call, into the output given."""
+    """The launch of one call of ``plan_retirement``; it writes to ``found``."""
     rows, heads, _ = found.numbers.shape
     check_indices(slots, now, first_leaving)
     check_device("plan_retirement", arena, slots, now, first_leaving)

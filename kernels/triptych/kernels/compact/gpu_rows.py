@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Kernels that plan where the tokens of a head row go."""
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernels that classify the tokens of a head row and plan retirements."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def classify(
     scores, by_row, by_token, tokens, high, low, first, window, longest, classes, ranks, counts,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row, from its first token on: ranks go on where the tile before ended."""
+    """Classify and rank the tokens of one row, tile by tile; counts carry over between tiles."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(tokens + row)
     least_high, least_low = tl.load(high + row), tl.load(low + row)
@@ -50,9 +50,9 @@ def retire_tokens(
     HIGH: tl.constexpr, HIGH_BACKWARD: tl.constexpr, LOW: tl.constexpr,
     LOW_BACKWARD: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Who steps down in one head row for ``count`` new tokens. Grid: 1, KV heads, requests.
+    """Plan the retirement of one head row for ``count`` new tokens. Grid: 1, KV heads, requests.
 
-    ``found`` has for each head row: counts, places of newcomers, movers, places of movers.
+    ``found``: the plan of each head row, in the order of ``Retirement``.
     """
     line = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     seen, first = tl.load(now + tl.program_id(2)), tl.load(first_leaving + tl.program_id(2))
@@ -122,10 +122,10 @@ def least_tokens(
 ):  # fmt: skip
     """At most ``wanted`` tokens at positions from ``first`` to ``end`` with means below ``limit``.
 
-    The least comes first, of equals the first; ``BY_CLASS``: those from ``is_low`` on, then the
-    rest. Each sweep finds one, by a number that has the mean's bits (or the class) above the
-    place; mostly the first sweep finds that there is none. Returns places, those bits, how
-    many there are, and how many tokens are not below.
+    They are in ascending order, equal ones by place; with ``BY_CLASS`` means of at least ``is_low``
+    come first. Each sweep over the row finds one token, by a key with the bits of the mean (or the
+    class) above the place. Usually the first sweep finds none. Returns places, the upper bits of
+    the keys, number of tokens found, and number of tokens that are not below ``limit``.
     """
     nothing: tl.constexpr = 2**63 - 1
     order = tl.arange(0, COUNT)

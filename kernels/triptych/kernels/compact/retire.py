@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false
 # Tensor.tolist has no element type.
-"""What leaving the window means: Algorithm 1 for many tokens at once."""
+"""Reference of ``plan_retirement``: DiffKV's Algorithm 1 for several tokens at once."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,41 +21,42 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.int32])
 
 @dataclass(frozen=True, eq=False)
 class Retirement(Generic[Numbers]):
-    """Who goes where, for T tokens of each head row; a place is an index into the list of a class.
+    """The plan of a retirement: places of T new tokens and of the downgraded tokens, by head row.
 
-    All of it is one array, int32 [..., 2 + 3 T], so that it is written down at once.
+    A place is the index of a token among those of its class in a head row. The plan is one array,
+    int32 [..., 2 + 3 T], so that a checkpoint copies it at once.
     """
 
     numbers: Numbers
 
     @staticmethod
     def width(tokens: int) -> int:
-        """Numbers of one head row."""
+        """Length of the plan of one head row, for ``tokens`` new tokens."""
         return 2 + 3 * tokens
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of new tokens."""
         return (self.numbers.shape[-1] - 2) // 3
 
     @property
     def counts(self) -> Numbers:
-        """[..., 2]: high and low tokens afterwards."""
+        """[..., 2]: number of high and of low tokens after the retirement."""
         return self.numbers[..., :2]
 
     @property
     def places(self) -> Numbers:
-        """[..., T]: places in high of the tokens that come."""
+        """[..., T]: places in high of the new tokens."""
         return self._part(0)
 
     @property
     def downgraded(self) -> Numbers:
-        """[..., T]: places of high tokens that step down; NONE behind the last."""
+        """[..., T]: places in high of the downgraded tokens; NONE after the last one."""
         return self._part(1)
 
     @property
     def downgraded_places(self) -> Numbers:
-        """[..., T]: place in low of each mover; NONE: it is dropped."""
+        """[..., T]: place in low of each downgraded token; NONE: it is dropped."""
         return self._part(2)
 
     def _part(self, index: int) -> Numbers:
@@ -95,7 +96,7 @@ def plan_retirement(
 
     Shapes:  arena [P, page_bytes]; slots, now (tokens seen), judged [R]
     Dtypes:  uint8; int32
-    Promise: no token goes up; the tokens of a head row grow by at most ``count``
+    Promise: no token moves to a higher class; a head row grows by at most ``count`` tokens
     Source:  DiffKV, Algorithm 1; LeanKV, section 4.2 (generation phase)
     """
     rows = [
@@ -120,7 +121,7 @@ Token = tuple[int, float]
 def _plan_row(
     high: list[Token], low: list[Token], leaving_positions: range, is_high: float, is_low: float
 ) -> list[int]:
-    """One head row: counts, places of newcomers, movers, places of movers."""
+    """The plan of one head row, in the order of ``Retirement``."""
     leaving = [place for place, (position, _) in enumerate(high) if position in leaving_positions]
     still_high = sum(high[place][1] >= is_high for place in leaving)
     to_low = [place for place in leaving if is_low <= high[place][1] < is_high]
@@ -144,7 +145,7 @@ def _plan_row(
 
 
 def _least(tokens: list[tuple[float, int]], limit: float, count: int) -> list[int]:
-    """Places of at most ``count`` tokens below ``limit``, least one first, then by place."""
+    """Places of at most ``count`` tokens below ``limit``, in ascending order, then by place."""
     return [place for mean, place in sorted(tokens) if mean < limit][:count]
 
 

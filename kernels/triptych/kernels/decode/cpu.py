@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: vector code per page, numba around it."""
+"""Decode attention on the CPU: checks and addresses for the compiled code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def score_tokens(
 
 
 class LogitTransform(NamedTuple):
-    """How a layer turns products into logits."""
+    """Parameters that turn dot products into logits: scale, window and cap."""
 
     scale: float
     window: int
@@ -70,7 +70,7 @@ class LogitTransform(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What multiplies the query and the cap, so that logits are in powers of two."""
+        """Factor of the query, and cap, for logits in powers of two."""
         if self.softcap > 0:
             return self.scale / self.softcap, self.softcap * log2(e)
         return self.scale * log2(e), 0.0
@@ -89,7 +89,7 @@ def _attend(
     weight: float = 0.0,
     page_lists: PageLists | None = None,
 ) -> None:
-    """Fill ``out`` and ``lse``; or, with a weight, read ``lse`` and add to the scores."""
+    """Fill ``out`` and ``lse``; with a weight instead read ``lse`` and add to token scores."""
     rows, heads, dim = query.shape
     spec = StepSpec(heads, dim, transform, weight > 0)
     table = sections[0].call_cache.get(
@@ -130,7 +130,7 @@ def _attend(
 
 
 JOB = Struct("16q 3d 9q")
-"""The fields of ``driver.Job`` that a caller fills in."""
+"""The fields of ``flash_decoding.Job`` that are set here."""
 
 NO_LISTS = (0,) * 8
 
@@ -140,7 +140,7 @@ def _is_plain_float(tensor: Tensor) -> bool:
 
 
 class StepSpec(NamedTuple):
-    """What code for the pages of a layer is made for, besides the pages."""
+    """Parameters of the vector code of a layer besides its page layouts."""
 
     heads: int
     dim: int
@@ -150,16 +150,16 @@ class StepSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the driver knows of an arena and the sections of a layer."""
+    """Words for compiled code: an arena and the sections of a layer."""
 
     kv_heads: int
     words: tuple[float, ...]
-    """In the order of its job; one is the address of ``sections``."""
+    """In the order of ``flash_decoding.Job``; one is the address of ``sections``."""
     sections: NDArray[np.int64]
 
 
 def _table(arena: Tensor, sections: Sequence[Section], spec: StepSpec) -> Table:
-    """Raises:  ConfigError unless vector code can be made for the pages of all sections"""
+    """Raises:  ConfigError unless there is vector code for the pages of all sections"""
     heads, dim, transform, is_scoring = spec
     kv_heads = sections[0].tokens.shape[1]
     group = heads // kv_heads
@@ -189,7 +189,7 @@ def _check_section(section: Section, kv_heads: int, dim: int) -> None:
 
 
 def _words(section: Section, step: PageStep) -> tuple[int, ...]:
-    """What the driver knows of a section; its columns are named there."""
+    """A section as words; ``flash_decoding`` has the names of the columns."""
     pages, tokens = section.pages, section.tokens
     slot, head, entry = pages.stride()
     last = 4 * entry * (pages.shape[2] - 1)

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Kernels of decode attention: a program reads a run of a section, for all heads of a group."""
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernels of decode attention: a program reads a run of a section for a group of heads."""
 
 import triton
 import triton.language as tl
@@ -31,10 +31,10 @@ def attend_sections(
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one run of one section of one head row, for all query heads of its group.
+    """Attention over one run of one section of a head row, for all query heads of its group.
 
-    Grid: runs of the sections side by side, KV heads, requests. ``page_lists``: None, or the pages
-    that each request reads, of which a program looks at ``CHUNK`` entries at a time.
+    Grid: runs of all sections, KV heads, requests. ``page_lists``: None, or the lists of
+    pages to read, of which a program reads ``CHUNK`` entries at a time.
     """
     run = tl.program_id(0)
     for at in tl.static_range(len(sections)):
@@ -49,7 +49,7 @@ def attend_sections(
 
 @triton.jit
 def tiles_of(count, run, RUNS: tl.constexpr, TILE: tl.constexpr):
-    """First and last tile (exclusive) of a run of so many tokens; runs differ by one at most."""
+    """First tile and end tile (exclusive) of run number ``run`` over ``count`` tokens."""
     tiles = (count + TILE - 1) // TILE
     each = (tiles + RUNS - 1) // RUNS
     first = run * each
@@ -58,7 +58,7 @@ def tiles_of(count, run, RUNS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def pages_before(sections, slots, at: tl.constexpr, FORMS: tl.constexpr):
-    """Pages of this head row that the sections before number ``at`` hold."""
+    """Number of pages of this head row in the sections before number ``at``."""
     slot = tl.load(slots + tl.program_id(2))
     base = 0
     for before in tl.static_range(at):
@@ -70,7 +70,7 @@ def pages_before(sections, slots, at: tl.constexpr, FORMS: tl.constexpr):
 
 @triton.jit
 def oldest_of(positions, window):
-    """The oldest position that this request's query sees; 0 without a window."""
+    """The oldest position that the query of this request may read; 0 without a window."""
     oldest = 0
     if positions is not None:
         oldest = tl.load(positions + tl.program_id(2)) - window + 1
@@ -85,7 +85,7 @@ def attend_run(
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A softmax over a run of tokens: its largest logit, sum, and unnormalised output."""
+    """Softmax over a run of tokens: writes largest logit, sum, and unnormalised output."""
     FORM: tl.constexpr = FORMS[at]
     table, tokens, slot_count, width, by_slot, by_head, by_page, count_slot, count_head = sections[
         at
@@ -153,8 +153,8 @@ def add_values(
 ):  # fmt: skip
     """Add the values of a tile, times their weights [HEADS, TILE], to each part of the output.
 
-    Weights take the scale of their value before they are rounded to fp16, relative to the
-    largest scale of the tile: small scales would be lost otherwise. Zeros are added in
+    Weights are multiplied by the scale of their value, relative to the largest scale of the tile,
+    before they are rounded to fp16; otherwise small scales would be lost. Zeros are added in
     float32.
     """
     units = value_units(page, row, live, FORM)
@@ -188,7 +188,7 @@ def score_run(
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add to the scores of a run of tokens; requests that share a page both count.
+    """Add weights to the scores of a run of tokens; atomic, as requests may share a page.
 
     Grid: runs of one section, KV heads, requests.
     """
@@ -214,7 +214,7 @@ def score_run(
         )
         logits = capped(logits * factor, cap, CAPPED)
         received = tl.max(tl.exp2(logits - sums[:, None]), 0) * weight
-        shown = live & (received > 0)  # not where the sum is NaN: that would stay
+        shown = live & (received > 0)  # excludes NaN, which would stay in the score
         if positions is not None:
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)
         at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row
@@ -226,9 +226,9 @@ def merge_runs(
     partial, peaks, sums, out, lse, all_runs,
     DIM: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One query head: its runs weighted by exp(peak - largest peak), divided by their sum.
+    """Merge the runs of one query head: sum weighted by 2**(peak - largest peak), normalised.
 
-    Runs without a token wrote no output, and their part of ``partial`` may be NaN.
+    Runs without a token have written no output; their part of ``partial`` may be NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     runs = tl.arange(0, RUNS)

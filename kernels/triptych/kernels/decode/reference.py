@@ -1,4 +1,4 @@
-"""What decode attention and its scores mean: decode the pages, then one dense softmax."""
+"""Reference of decode attention and token scores: decode the pages, then one dense softmax."""
 
 from collections.abc import Sequence
 
@@ -23,18 +23,18 @@ def decode_attention(
     lse: Tensor | None = None,
     page_lists: PageLists | None = None,
 ) -> Tensor:
-    """Attention of one query token per request over all its sections.
+    """Attention of one query token per request over all sections of the request.
 
-    Request r reads the tables of slot ``slots[r]`` in every section. The query's own key
-    must be in a page already. ``window > 0`` hides keys that are ``window`` positions old
-    or older and needs ``positions``, the position of each query; ``softcap > 0`` caps
-    logits by tanh. ``lse`` is filled with the natural logarithm of the sum of each head's
-    exponentials: what ``score_tokens`` needs. With ``page_lists`` only the pages that they name are
-    read (``select_pages`` makes such lists).
+    Request r reads the page tables of batch slot ``slots[r]`` in every section. The query's own
+    key must be stored before. ``window > 0`` hides keys that are ``window`` or more positions old,
+    and needs ``positions``, the position of each query; ``softcap > 0`` caps logits by tanh.
+    ``lse``, if given, is filled with the natural logarithm of the sum of exponentials of each head,
+    an input of ``score_tokens``. With ``page_lists`` only the listed pages are read;
+    ``select_pages`` writes such lists.
 
     Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H] -> [R, H, d]
     Dtypes:  query float32 or bfloat16; arena uint8; indices int32; lse and output float32
-    Promise: what lies in unused bytes of pages never changes the result; lists of all pages
+    Promise: unused bytes of pages never change the result; lists of all pages
              give the same bits as no lists
     Source:  DiffKV (mixed-precision pages in one kernel); FlashDecoding (splits)
     """
@@ -60,7 +60,7 @@ def score_tokens(
     positions: Tensor | None = None,
     weight: float = 1.0,
 ) -> None:
-    """Add the attention that each stored token just received to its score, in the pages.
+    """Add the attention that each stored token receives from the query to its score in its page.
 
     A token's score grows by ``weight`` times the largest softmax weight among the query
     heads of its KV head. ``lse`` comes from ``decode_attention`` with the same arguments.
@@ -84,9 +84,9 @@ def score_tokens(
 
 
 def _listed(page_lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:
-    """Which tokens lie in pages that their request reads, [R, KH, N] in the order of ``_logits``.
+    """Mask of tokens in pages that their request reads, [R, KH, N] in the order of ``_logits``.
 
-    Beyond the end of a row the answer means nothing.
+    Entries beyond the end of a row are undefined.
     """
     check_page_lists(page_lists, len(slots), sections[0].tokens.shape[1])
     place = page_lists.rows.long().clamp(min=0)

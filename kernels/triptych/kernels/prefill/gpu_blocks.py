@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be, and a
-# condition on constants must not share an `if` with one on numbers.
-"""Kernels of prefill attention: a program has a block of queries, or sums a block of keys."""
+# Triton's language is not Python: the checker takes tiles for integers. A condition on constants
+# must not share an `if` with one on numbers.
+"""Triton kernels of prefill attention: output of a query block, and column sums of a key block."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from triptych.kernels.triton.page_access import (
 
 @triton.jit
 def past_of(table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head):
-    """A head row's page table, and how many tokens it holds."""
+    """Page table and number of tokens of a head row."""
     count = tl.load(counts + sequence.to(tl.int64) * count_sequence + head * count_head)
     return table + sequence.to(tl.int64) * by_sequence + head.to(tl.int64) * by_head, count
 
@@ -27,7 +27,7 @@ def find_first(
     first, arena, page_count, table, width, by_sequence, by_head, by_page, counts,
     count_sequence, count_head, FORM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Raise ``first[sequence]`` to one more than the largest position in one head row."""
+    """Set ``first[sequence]`` to at least one more than the largest position of one head row."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     table, count = past_of(
         table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head
@@ -43,7 +43,7 @@ def find_first(
 
 @triton.jit
 def rows_at(start, stride, row, count, DIM: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """Vectors ``row`` of a tensor [count, ...] as a tile [rows, WIDE]; zeros beyond its end."""
+    """Load vectors ``row`` of a tensor [count, ...] as a tile [rows, WIDE]; 0 beyond the end."""
     channel = tl.arange(0, WIDE)
     at = start + row.to(tl.int64)[:, None] * stride + channel[None, :]
     if DIM == WIDE:
@@ -71,7 +71,7 @@ def attend_chunks(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head over the past in pages, then over new keys.
+    """Attention of a block of queries of one head over past keys in pages, then new keys.
 
     Grid: blocks of the longest sequence, query heads, sequences.
     """
@@ -95,7 +95,7 @@ def attend_chunks(
         position = query_index
         if WINDOWED:
             position = query_index + tl.load(first + sequence)
-        # Codes are bytes, which no pipeline can fetch ahead but into registers.
+        # A pipeline can prefetch codes, which are bytes, only into registers.
         for at in tl.range(0, known, KEYS, num_stages=1):
             page, row, live, wrong = slots_of(
                 arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
@@ -147,10 +147,10 @@ def sum_columns(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TYPE: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
-    """Add the weights that a block of keys gets from all new queries of one head.
+    """Add the weights of a block of keys over all new queries of one head to ``sums``.
 
-    ``lse`` holds log2 of each query's sum, so a weight is one exponential. No two programs
-    write one number. Grid: blocks of keys (past or new ones), query heads, sequences.
+    ``lse`` has log2 of the sum of each query, so a weight takes one exponential. No two programs
+    write the same number. Grid: blocks of past or of new keys, query heads, sequences.
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)

@@ -1,4 +1,4 @@
-"""Which pages a query has to read: summaries of pages, and their choice by score."""
+"""Ops of page selection: summaries of pages, and a choice of pages by their scores."""
 
 from triptych.kernels.op import Op
 from triptych.kernels.page_lists import PageLists

@@ -1,4 +1,4 @@
-"""Page summaries and their choice on the CPU: checks and addresses here, numba in two modules."""
+"""Page summaries and page selection on the CPU: checks and addresses for the compiled code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,13 +127,13 @@ JOB = Struct("32q 2d")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What numba is told of the sections of a layer, their summaries and a rule."""
+    """Words for compiled code: the sections of a layer, their summaries and a rule."""
 
     kv_heads: int
     summaries: Summaries
-    """The first ones; the others have their form."""
+    """Those of the first section that has any; the others have the same kind."""
     words: tuple[int, ...]
-    """In the order of its job, the address of ``sections`` among them."""
+    """In the order of ``cpu_choice.Job``; one is the address of ``sections``."""
     sections: NDArray[np.int64]
 
 
@@ -144,7 +144,7 @@ def _table(
     heads: int,
     dim: int,
 ) -> Table:
-    """Raises:  ConfigError unless all fit one another and the queries"""
+    """Raises:  ConfigError unless sections, summaries and queries match"""
     known = check_summaries(summaries, rule)
     if known is None:
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
@@ -159,7 +159,7 @@ def _table(
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:
-    """What numba is told of how summaries lie: is it a box, codes, numbers."""
+    """Layout of summaries as words: whether it is a box, code vectors, numbers."""
     kind = summaries.kind
     return kind == "box", CODE_BYTES[kind], NUMBERS[kind]
 
@@ -167,9 +167,9 @@ def _form(summaries: Summaries) -> tuple[int, ...]:
 def _words(
     section: Section, summaries: Summaries | None, kv_heads: int, dim: int
 ) -> tuple[int, ...]:
-    """What numba is told of a section; ``cpu_choice`` names the columns.
+    """A section as words; ``cpu_choice`` has the names of the columns.
 
-    Raises:  ConfigError unless it fits its summaries and the queries
+    Raises:  ConfigError unless it matches its summaries and the queries
     """
     tokens = section.tokens
     check_indices(tokens)

@@ -1,4 +1,4 @@
-"""Algorithm 1 token after token, as the paper writes it, against the plan for many at once."""
+"""Tests of ``plan_retirement`` against DiffKV's Algorithm 1, applied token after token."""
 
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class Row:
 
 
 class Cache:
-    """The pages of one slot, kept as the plan says; only scores and positions are moved."""
+    """The pages of one slot, updated by plans; only scores and positions are moved."""
 
     def __init__(self, pages: int) -> None:
         self.arena = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8)
@@ -98,7 +98,7 @@ class Cache:
         return Row(high, low)
 
     def apply(self, head: int, plan: Retirement[Tensor], coming: list[Token]) -> None:
-        """Move as the plan says: down first, then in."""
+        """Apply a plan: first move the downgraded tokens, then store the new ones."""
         parts = plan.places, plan.downgraded, plan.downgraded_places, plan.counts
         places, downgraded, downgraded_places, counts = (part[0, head].tolist() for part in parts)
         down = [
@@ -114,7 +114,7 @@ class Cache:
 
 
 def random_scores(generator: np.random.Generator, positions: list[int], now: int) -> list[float]:
-    """Sums that give means around the thresholds, some of them equal."""
+    """Scores with means around the thresholds, some of them equal."""
     levels = generator.choice([0.0, 0.3, 0.9, 1.0, 1.1, 4.0], len(positions))
     means = levels * generator.choice([1.0, 1.5], len(positions)) / now
     return (means * (now - np.array(positions))).astype(np.float32).tolist()
@@ -138,10 +138,10 @@ def call(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("alpha_high", "alpha_low"), [(1.0, 0.5), (3.0, 0.0), (1.0, 1.0)])
-def test_many_at_once_are_algorithm_1_token_after_token(
+def test_a_plan_for_several_tokens_equals_algorithm_1_token_after_token(
     backend: str, alpha_high: float, alpha_low: float
 ) -> None:
-    """10,000 tokens in all: three settings, two backends, two head rows, 65 times 13 or more."""
+    """10,000 tokens: three settings, two backends, two head rows, at least 65 rounds of 13."""
     generator = np.random.default_rng(int(alpha_high * 10 + alpha_low * 100))
     rounds = -(-10_000 // (6 * HEADS * COUNT))
     cache = Cache(pages=HEADS * (rounds * COUNT // HIGH.tokens + 3))
@@ -165,14 +165,14 @@ def test_many_at_once_are_algorithm_1_token_after_token(
             assert sorted(after.high) == sorted(row.high)
             assert sorted(after.low) == sorted(row.low)
             assert len(after.high) + len(after.low) - before <= COUNT
-            _check_nobody_went_up(ever[head], after, first + COUNT)
+            _check_no_token_went_up(ever[head], after, first + COUNT)
             rows[head] = after
 
 
 def _shake_scores(
     generator: np.random.Generator, cache: Cache, row: Row, head: int, now: int
 ) -> None:
-    """New scores for all, as decoding would give: some fall below a threshold, some rise."""
+    """Set new random scores of all tokens, as decode steps do."""
     for kind, tokens in enumerate((row.high, row.low)):
         positions = [position for position, _ in tokens]
         for place, score in enumerate(random_scores(generator, positions, now)):
@@ -180,8 +180,8 @@ def _shake_scores(
             cache.write(head, kind, place, tokens[place])
 
 
-def _check_nobody_went_up(ever: dict[int, str], row: Row, seen: int) -> None:
-    """Each token's class is at most what it was; whoever was dropped stays away."""
+def _check_no_token_went_up(ever: dict[int, str], row: Row, seen: int) -> None:
+    """Check that no token moved to a higher class and that dropped tokens stay dropped."""
     now = {position: "high" for position, _ in row.high}
     now |= {position: "low" for position, _ in row.low}
     assert len(now) == len(row.high) + len(row.low)
@@ -193,7 +193,7 @@ def _check_nobody_went_up(ever: dict[int, str], row: Row, seen: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_thresholds_all_stay_high(backend: str) -> None:
+def test_without_thresholds_all_tokens_stay_high(backend: str) -> None:
     cache = Cache(pages=10)
     cache.tokens[..., 0] = 30
     for head in range(HEADS):

@@ -1,4 +1,4 @@
-"""The plan of the prompt phase against its definition, token by token."""
+"""Tests of ``plan_tokens`` against its definition, token by token."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BACKENDS = [name for name in plan_tokens.backends if name != "cuda"]
 def plan_one(
     scores: list[float], high: float, low: float, first: int, window: int
 ) -> list[tuple[int, int]]:
-    """Class and rank of each token of one row."""
+    """Expected class and rank of each token of one row."""
     placed, counts = list[tuple[int, int]](), [0, 0, 0]
     for position, score in enumerate(scores):
         kept = position < first or position >= len(scores) - window
@@ -30,8 +30,8 @@ def test_classes_ranks_and_counts(
     backend: str, data: st.DataObject, first: int, window: int
 ) -> None:
     number = st.floats(0, 1, width=32)
-    rows = data.draw(st.page_lists(st.page_lists(number, max_size=40), min_size=1, max_size=4))
-    high = data.draw(st.page_lists(number, min_size=len(rows), max_size=len(rows)))
+    rows = data.draw(st.lists(st.lists(number, max_size=40), min_size=1, max_size=4))
+    high = data.draw(st.lists(number, min_size=len(rows), max_size=len(rows)))
     low = [data.draw(st.floats(0, limit, width=32)) for limit in high]
     longest = max(len(row) for row in rows)
     padded = torch.full((len(rows), longest), float("nan"))
@@ -51,8 +51,8 @@ def test_classes_ranks_and_counts(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_example_of_the_paper_takes_20_6_percent(backend: str) -> None:
-    """Two requests, two heads, five tokens: DiffKV's figure 1, data bits alone."""
+def test_the_example_of_the_paper_uses_20_6_percent_of_fp16(backend: str) -> None:
+    """DiffKV, figure 1: two requests, two heads, five tokens; data bits without metadata."""
     high, low = FORMATS["k8v4"], FORMATS["k4v2"]
     scores = torch.tensor(
         [

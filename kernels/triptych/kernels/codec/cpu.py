@@ -270,4 +270,4 @@ def _struct(words: int) -> Struct:
 
 def _run(job: np.ndarray, body: int, name: str, alone: int = codec_numba.CHUNK) -> None:
     if not codec_numba.run(job, team_address(), body, team_threads(), alone):
-        raise ConfigError(f"{name}: a page id or a row is out of the range of the arena")
+        raise ConfigError(f"{name}: an index is of a page or a row that the arena does not have")

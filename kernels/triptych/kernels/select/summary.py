@@ -134,7 +134,7 @@ class Rule:
     keep: int
     """Share of the pages that are read, in parts of 65,536; see ``of``."""
     budget_tokens: int = 0
-    """Tokens to read at least: a larger share than ``keep`` if these tokens are more."""
+    """If these tokens fill more pages than ``keep``, that many pages are read."""
     sink_tokens: int = 4
     window_tokens: int = 64
     omitted_mass: float = 0.0

@@ -1,4 +1,4 @@
-"""What calls remember of tensors is never taken for what is known of others."""
+"""Tests of the call cache: values of one tensor are never used for another."""
 
 import gc
 import weakref
@@ -43,7 +43,7 @@ def test_a_wrong_arena_is_refused_after_a_right_one(case: Case) -> None:
             attend("cpu", case, case.arena[:, :-8].contiguous())
 
 
-def test_another_rule_chooses_anew_from_the_same_tables(case: Case) -> None:
+def test_another_rule_gives_another_selection_from_the_same_tables(case: Case) -> None:
     few, many = (SelectionCase.of(case, "moments", Rule.of(share), 200) for share in (0.3, 0.8))
     few.select("cpu")
     many.summaries[:] = few.summaries
@@ -51,7 +51,7 @@ def test_another_rule_chooses_anew_from_the_same_tables(case: Case) -> None:
     assert (many.page_lists.counts > few.page_lists.counts).all()
 
 
-def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
+def test_page_lists_can_be_used_for_the_requests_of_another_call(case: Case) -> None:
     chosen = SelectionCase.of(case, "moments", Rule.of(0.5), 200)
     chosen.select("cpu")
     both = chosen.attend("cpu")
@@ -71,7 +71,7 @@ def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
         )  # fmt: skip
 
 
-def test_lists_in_other_memory_are_read_there(case: Case) -> None:
+def test_copied_page_lists_are_read_from_their_own_memory(case: Case) -> None:
     chosen = SelectionCase.of(case, "moments", Rule.of(0.3), 200)
     chosen.select("cpu")
     chosen.attend("cpu")
@@ -82,7 +82,7 @@ def test_lists_in_other_memory_are_read_there(case: Case) -> None:
     assert not torch.equal(few.attend("cpu"), chosen.attend("cpu"))
 
 
-def test_an_arena_goes_with_its_tables(case: Case) -> None:
+def test_an_arena_is_freed_with_the_sections_that_cache_it(case: Case) -> None:
     arena = case.arena.clone()
     held, sections = weakref.ref(arena), [replace(section) for section in case.sections]
     gc.disable()
@@ -96,7 +96,7 @@ def test_an_arena_goes_with_its_tables(case: Case) -> None:
         gc.enable()
 
 
-def test_what_fails_is_not_remembered() -> None:
+def test_a_failed_computation_is_not_cached() -> None:
     cache, calls = CallCache(), list[int]()
 
     def compute(number: int) -> int:

@@ -119,7 +119,7 @@ class PageTable:
         ]
 
     def tokens_plus_one(self, slots: Ids) -> Ids:
-        """Tokens of some slots, and one more in each row: [layers, slots, kv_heads, tables]."""
+        """Token count of each row of some slots plus one: [layers, slots, kv_heads, tables]."""
         return block_table_ops.tokens_plus_one(self.tokens, slots)
 
     def count_lacking(self, slots: Ids, wanted: Ids) -> Ids64:

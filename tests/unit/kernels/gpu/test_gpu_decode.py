@@ -138,7 +138,7 @@ def test_a_soft_cap_bounds_the_logits(
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 100.0, 1e6])
-def test_queries_of_any_magnitude_keep_their_accuracy(
+def test_queries_of_any_size_keep_their_digits(
     size: float, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=30)

@@ -1,7 +1,7 @@
-"""Tensor maths on pages: formats, codecs and attention; reference and fast versions.
+"""Tensor operations on pages of keys and values: codecs, attention, classification, selection.
 
-An operation is an ``Op``: calling it runs the version for the device of its tensors, and
-``op.on("reference")`` is the readable definition.
+Each operation is an ``Op``. A call runs the implementation for the device of its tensors;
+``op.on("reference")`` is the readable definition in torch.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from triptych.kernels.codec import (
 )
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, score_tokens
-from triptych.kernels.lists import PageLists
-from triptych.kernels.op import Op, hearing
+from triptych.kernels.op import Op, observe_ops
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.pointwise import gate, rms_norm, rotate
 from triptych.kernels.prefill import largest_sums, prefill_attention, significance_of
@@ -34,11 +34,11 @@ __all__ = [
     "append_tokens",
     "decode_attention",
     "gate",
-    "hearing",
     "largest_sums",
     "load_tokens",
     "mass_limits",
     "move_tokens",
+    "observe_ops",
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
@@ -72,4 +72,4 @@ OPS: dict[str, Op[..., Any]] = {
         gate,
     )
 }
-"""Every operation by name; tests and benchmarks iterate over this."""
+"""All operations by name; tests and benchmarks iterate over them."""

@@ -1,11 +1,14 @@
 # pyright: basic, reportCallIssue=false
 # numba is untyped.
-"""The books of a decode step, which lie in the host's memory: one pass for each thing to be done.
+"""Compiled updates of page tables in host memory, for decode steps and retirements.
 
-A table is int32 [layers, slots, kv_heads, pages of a row], its tokens int32 [layers, slots,
-kv_heads], and ``room`` the tokens of a page. Compiled, since after a step the processor's caches
-are full of weights: there a call of numpy takes five times as long as in a warm loop, and the books
-of a step would take some forty of them.
+A page table is int32 [layers, slots, kv_heads, pages of a row], its token counts are int32
+[layers, slots, kv_heads], and ``room`` is the number of tokens of a page. ``slots`` are batch
+slots.
+
+The functions are compiled because a decode step leaves the processor's caches full of weights. A
+numpy call then takes five times as long as in a warm loop, and the updates of one step would take
+about forty calls.
 """
 
 import numpy as np
@@ -14,15 +17,16 @@ from triptych.kernels.codegen.numba_runtime import kernel
 
 
 @kernel
-def begin_step(tokens, slots, room, positions, progress, every):
-    """Count one more token in each row of some slots, and see whose tokens are given scores.
+def count_new_tokens(tokens, slots, room, positions, progress, every):
+    """Add one to the token count of each row of some slots, and find the slots with scores due.
 
-    Rows of a slot are equally long, and have cells for ``room`` tokens. Every so many
-    ``positions`` scores are due; ``every`` 0: never. ``progress`` has for each slot the layers
-    whose scores are added, over all positions: a step may be done again.
+    All rows of a slot have the same number of tokens, at most ``room``. Scores are due at
+    positions divisible by ``every``; 0: never. ``progress``: for each slot the number of layers
+    whose scores are added, over all positions; a repeated step compares it with ``before``.
 
-    Returns: the place of each new token in its rows, int32 [slots]; indices of those for whom
-             scores are due; ``positions * layers``, and whether somebody's progress is further
+    Returns: places: index of each new token in its rows, int32 [slots]; due: indices into
+             ``slots`` of those with scores due; before: ``positions * layers``; and whether the
+             progress of any slot is beyond ``before``
     Raises:  IndexError if a row has no page for a token
     """
     layers, _, heads = tokens.shape
@@ -33,7 +37,7 @@ def begin_step(tokens, slots, room, positions, progress, every):
         slot = slots[at]
         places[at] = tokens[0, slot, 0]
         if places[at] >= room:
-            raise IndexError("a row of a page table has no cell for another token")
+            raise IndexError("a row of a page table has no slot for another token")
         before[at] = np.int64(positions[at]) * layers
         is_begun |= progress[slot] > before[at]
         if every > 0 and positions[at] % every == 0:
@@ -47,13 +51,14 @@ def begin_step(tokens, slots, room, positions, progress, every):
 
 
 @kernel
-def leaving_rows(tokens, slots, seen, sink_tokens, lag):
-    """What a retirement is planned from, for the rows of each layer and slot as one slot.
+def retirement_inputs(tokens, slots, seen, sink_tokens, lag):
+    """The inputs ``slots``, ``now`` and ``first_leaving`` of ``plan_retirement`` for all layers.
 
-    ``seen``: tokens of each slot. The oldest token judged is ``lag`` behind those that leave raw
-    pages, which are ``tokens - sink_tokens`` behind the newest one.
+    A row of the result is one slot of one layer. ``seen``: number of tokens of each slot. The
+    tokens that leave raw pages are ``tokens - sink_tokens`` positions behind the newest token, and
+    the first position that leaves the high window is ``lag`` positions further behind.
 
-    Returns: row, tokens seen, and the oldest position that is judged, int32 [3, layers * slots]
+    Returns: int32 [3, layers * slots]: ``layer * all slots + slot``, tokens seen, first position
     """
     layers, all_slots, _ = tokens.shape
     found = np.empty((3, layers * len(slots)), np.int32)
@@ -67,29 +72,31 @@ def leaving_rows(tokens, slots, seen, sink_tokens, lag):
 
 
 @kernel
-def fill_rows(pages, tokens, slot, given, room, ids):
-    """Set the rows of a slot: ``given`` tokens, and ids in row order, [layers * kv_heads] rows.
+def fill_rows(pages, tokens, slot, row_tokens, room, ids):
+    """Set page ids and token counts of all rows of a slot.
 
-    Raises: IndexError if a row cannot have so many pages, or there are more or fewer ids
+    ``row_tokens``: tokens of each row, [layers * kv_heads]; ``ids``: page ids, row after row.
+
+    Raises: IndexError if a row has fewer entries than pages, or the number of ids is wrong
     """
     layers, _, heads, width = pages.shape
     at = 0
     for row in range(layers * heads):
         layer, head = row // heads, row % heads
-        count = _pages(given[row], room)
+        count = _pages(row_tokens[row], room)
         if count > width or at + count > len(ids):
-            raise IndexError("a row of a page table has not so many cells, or lacks pages")
+            raise IndexError("a row of a page table has too few entries, or page ids are missing")
         for column in range(count):
             pages[layer, slot, head, column] = ids[at + column]
-        tokens[layer, slot, head] = given[row]
+        tokens[layer, slot, head] = row_tokens[row]
         at += count
     if at < len(ids):
-        raise IndexError("more pages than the rows of a page table have tokens for")
+        raise IndexError("more page ids than the tokens of the rows need")
 
 
 @kernel
-def one_more(tokens, slots):
-    """Tokens of each row of some slots, and one more: int32 [layers, slots, kv_heads, tables]."""
+def tokens_plus_one(tokens, slots):
+    """Token count of each row of some slots plus one, int32 [layers, slots, kv_heads, tables]."""
     tables, layers, _, heads = tokens.shape
     more = np.empty((layers, len(slots), heads, tables), np.int32)
     for layer in range(layers):
@@ -102,12 +109,11 @@ def one_more(tokens, slots):
 
 @kernel
 def count_lacking(tokens, slots, wanted, rooms):
-    """Pages that the rows of each slot lack to hold so many tokens, int64 [slots].
+    """Number of pages that the rows of each slot lack to hold ``wanted`` tokens, int64 [slots].
 
-    ``tokens``: what the tables have that share the rows' cells, [tables, layers, slots, kv_heads];
-    ``rooms``: tokens of a page in each table.
-
-    ``wanted``: int32 [layers, slots, kv_heads, tables or more]
+    ``tokens``: token counts of the tables that share the entries of a row, [tables, layers, slots,
+    kv_heads]; ``rooms``: tokens of a page in each table; ``wanted``: int32 [layers, slots,
+    kv_heads, tables or more].
     """
     tables, layers, _, heads = tokens.shape
     counts = np.zeros(len(slots), np.int64)
@@ -122,16 +128,16 @@ def count_lacking(tokens, slots, wanted, rooms):
 
 
 @kernel
-def append_pages(cells, tokens, slots, wanted, rooms, ids, first):
-    """Put the pages that are lacking behind those that the rows of each slot have, row after row.
+def append_pages(entries, tokens, slots, wanted, rooms, ids, first):
+    """Append the pages that the rows of each slot lack to hold ``wanted`` tokens, row after row.
 
-    The first table's pages lie in ``cells`` from the left, those of a second one from the right.
-    Pages of a slot are in ``ids`` from ``first`` [slots] on, which then points behind them.
+    The first table fills ``entries`` from the left, a second one from the right. The ids of slot
+    number i start at ``ids[first[i]]``; ``first`` [slots] is advanced past them.
 
-    Raises: IndexError if a row cannot have so many, or there are fewer ``ids`` than are lacking
+    Raises: IndexError if a row has fewer entries than pages, or there are too few ``ids``
     """
     tables, layers, _, heads = tokens.shape
-    width = cells.shape[3]
+    width = entries.shape[3]
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
@@ -142,8 +148,8 @@ def append_pages(cells, tokens, slots, wanted, rooms, ids, first):
                     if want > width or first[at] + want - have > len(ids):
                         raise IndexError("a row of a page table lacks more pages than there are")
                     for column in range(have, want):
-                        cell = column if table == 0 else width - 1 - column
-                        cells[layer, slot, head, cell] = ids[first[at]]
+                        entry = column if table == 0 else width - 1 - column
+                        entries[layer, slot, head, entry] = ids[first[at]]
                         first[at] += 1
 
 
@@ -153,35 +159,37 @@ def _pages(tokens, room):
 
 
 @kernel
-def write_down(pages, plan, slots, room, kept_pages, kept_plan, retired, retired_then):
-    """Keep the table of some slots as it is, what is planned for them, [layers, slots, ...], and
-    how many of their tokens will have left it when a page has."""
+def save_retirement(pages, plan, slots, room, saved_pages, saved_plan, retired, retired_after):
+    """Save page table, retirement plan and retired tokens of some slots before a retirement.
+
+    ``plan``: int32 [layers, slots, kv_heads, numbers]. ``retired_after``: ``retired`` plus the
+    ``room`` tokens of the page that retires.
+    """
     layers, _, heads, width = pages.shape
     for at in range(len(slots)):
-        retired_then[slots[at]] = retired[slots[at]] + room
+        retired_after[slots[at]] = retired[slots[at]] + room
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
             for head in range(heads):
                 for column in range(width):
-                    kept_pages[layer, slot, head, column] = pages[layer, slot, head, column]
+                    saved_pages[layer, slot, head, column] = pages[layer, slot, head, column]
                 for number in range(plan.shape[3]):
-                    kept_plan[layer, slot, head, number] = plan[layer, at, head, number]
+                    saved_plan[layer, slot, head, number] = plan[layer, at, head, number]
 
 
 @kernel
-def turn_page(pages, tokens, before, slots, column, last, room, class_tokens, counts):
-    """Let one page of each row of some slots be empty, and the next one to be written.
+def move_page_to_end(pages, tokens, before, slots, column, last, room, class_tokens, counts):
+    """Move the page at ``column`` of each row of some slots to column ``last``, to be reused.
 
-    The row's tokens fill its pages up to column ``last``, where the page comes; what lies between
-    moves up. ``before`` is the table as it was, so that this can be done again after half of it
-    was. ``counts`` are the tokens of each class from now on, int32 [layers, slots, kv_heads,
-    classes or more].
+    The pages in between move one column to the left, and the row has ``room`` tokens less.
+    ``before`` is the table before the call, so that an interrupted call can be repeated.
+    ``counts``: new token counts of each class, int32 [layers, slots, kv_heads, classes or more].
 
-    Returns: the pages, int32 [slots, layers * kv_heads]
+    Returns: the moved page ids, int32 [slots, layers * kv_heads]
     """
     layers, _, heads, _ = pages.shape
-    gone = np.empty((len(slots), layers * heads), np.int32)
+    moved = np.empty((len(slots), layers * heads), np.int32)
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
@@ -189,8 +197,8 @@ def turn_page(pages, tokens, before, slots, column, last, room, class_tokens, co
                 page = before[layer, slot, head, column]
                 for place in range(column, last):
                     pages[layer, slot, head, place] = before[layer, slot, head, place + 1]
-                pages[layer, slot, head, last] = gone[at, layer * heads + head] = page
+                pages[layer, slot, head, last] = moved[at, layer * heads + head] = page
                 tokens[layer, slot, head] -= room
                 for each in range(class_tokens.shape[0]):
                     class_tokens[each, layer, slot, head] = counts[layer, at, head, each]
-    return gone
+    return moved

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""Vectors of 32-bit and 16-bit numbers in memory, as compiled code reads and writes them."""
+"""Compiled reads and writes of float32, bfloat16 and float16 vectors at an address."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ FLOAT, BFLOAT, HALF = KINDS.values()
 
 @kernel
 def read_floats(address, kind, offset, numbers):
-    """Fill a float32 vector from what begins ``offset`` elements after ``address``."""
+    """Read ``numbers``, a float32 vector, from ``offset`` elements after ``address``."""
     if kind == FLOAT:
         numbers[:] = carray(pointer(address + 4 * offset), len(numbers), np.float32)
         return
@@ -30,7 +30,7 @@ def read_floats(address, kind, offset, numbers):
 
 @kernel
 def write_floats(numbers, address, kind, offset):
-    """The way back: rounded to the nearest, ties to even; what is NaN stays so."""
+    """Write a float32 vector, rounded to the nearest number, ties to even; NaN stays NaN."""
     if kind == FLOAT:
         carray(pointer(address + 4 * offset), len(numbers), np.float32)[:] = numbers
         return

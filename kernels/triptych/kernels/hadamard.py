@@ -1,4 +1,4 @@
-"""The rotation that spreads an outlier over all channels, and takes itself back."""
+"""The Hadamard rotation, which spreads an outlier over all channels and is its own inverse."""
 
 import math
 from functools import cache
@@ -11,7 +11,9 @@ CPU = torch.device("cpu")
 
 @cache
 def hadamard(dim: int, device: torch.device = CPU) -> Tensor:
-    """Orthogonal and symmetric [dim, dim]: blocks of the largest power of two that divides ``dim``.
+    """Block-diagonal Hadamard matrix, orthogonal and symmetric, float32 [dim, dim].
+
+    The block size is the largest power of two that divides ``dim``.
 
     Source: Sylvester's construction; QuaRot, section 3 (a Hadamard matrix after RoPE)
     """
@@ -23,5 +25,5 @@ def hadamard(dim: int, device: torch.device = CPU) -> Tensor:
 
 
 def block_size(dim: int) -> int:
-    """Channels that are mixed with each other."""
+    """Number of channels that a block of ``hadamard(dim)`` mixes."""
     return dim & -dim

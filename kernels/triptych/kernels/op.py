@@ -1,4 +1,4 @@
-"""One operation, several implementations: a readable reference and fast versions by device."""
+"""``Op``: an operation with a reference in torch and one fast implementation per device."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -17,31 +17,31 @@ R = TypeVar("R")
 
 REFERENCE = "reference"
 
-Hear = Callable[[str, Mapping[str, Any], float, float], None]
-"""Told an op's name, its keyword arguments, and when it began and ended (``perf_counter``)."""
-_hear: Hear | None = None
+OpObserver = Callable[[str, Mapping[str, Any], float, float], None]
+"""Called with an op's name, keyword arguments, begin and end in seconds (``perf_counter``)."""
+_observer: OpObserver | None = None
 
 
 @contextmanager
-def hearing(hear: Hear) -> Generator[None]:
-    """Have ``hear`` told of each op that this process runs meanwhile; one listener at a time."""
-    global _hear
-    if _hear is not None:
-        raise ConfigError("ops are being listened to already: one profile at a time")
-    _hear = hear
+def observe_ops(observer: OpObserver) -> Generator[None]:
+    """Call ``observer`` after each op that this process runs; one observer at a time."""
+    global _observer
+    if _observer is not None:
+        raise ConfigError("ops have an observer already: one profile at a time")
+    _observer = observer
     try:
         yield
     finally:
-        _hear = None
+        _observer = None
 
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """A kernel with its specification.
+    """An operation with its reference implementation and its fast ones.
 
-    ``spec`` is the slow, readable definition; every entry of ``fast`` must agree with it.
-    Tests and benchmarks iterate over ops, not over files. Calling the op runs the fast
-    version of the device that its tensors are on; there is no silent fallback.
+    ``spec`` is the readable definition in torch; every entry of ``fast`` must agree with it. A call
+    runs the fast implementation for the device of the tensors. A device without one is an error:
+    there is no silent fallback. Tests and benchmarks iterate over ops.
     """
 
     name: str
@@ -53,24 +53,24 @@ class Op(Generic[P, R]):
     )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        device, hear = self._device([*args, *kwargs.values()]), _hear
+        device, observer = self._device([*args, *kwargs.values()]), _observer
         run = self.on(device)
-        if hear is None:
+        if observer is None:
             return run(*args, **kwargs)
         begin_s = _time_on(device)
         try:
             return run(*args, **kwargs)
         finally:
-            hear(self.name, kwargs, begin_s, _time_on(device))
+            observer(self.name, kwargs, begin_s, _time_on(device))
 
     @property
     def backends(self) -> list[str]:
         return [REFERENCE, *self.fast]
 
     def on(self, backend: str) -> Callable[P, R]:
-        """The implementation called ``backend``.
+        """The implementation named ``backend``: ``"reference"`` or a device type.
 
-        Raises:  ConfigError if there is none; names the op and what there is.
+        Raises:  ConfigError if there is none; it names the op and its backends
         """
         if backend == REFERENCE:
             return self.spec
@@ -85,7 +85,7 @@ class Op(Generic[P, R]):
                 "move its tensors to a device that has one"
             )
         module, _, function = self.fast[backend].partition(":")
-        # The table in the op's own package fixes the type; tests hold it to that.
+        # The type is that of ``spec``; tests load every entry and compare its results.
         return cast(Callable[P, R], getattr(import_module(module), function))
 
     def _device(self, values: Iterable[Any]) -> str:
@@ -96,7 +96,7 @@ class Op(Generic[P, R]):
 
 
 def _time_on(device: str) -> float:
-    """The time once a device has done what it was asked."""
+    """``perf_counter`` in seconds, after all queued work of the device is done."""
     if device == "cuda":
         torch.cuda.synchronize()
     return perf_counter()

@@ -1,4 +1,4 @@
-"""How kernels see pages: typed views of an arena, and the page tables of a batch."""
+"""Typed views of the pages of an arena, page tables of a batch, and checks of both."""
 
 from dataclasses import dataclass, field
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.codegen.call_cache import Known
+from triptych.kernels.codegen.call_cache import CallCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """Tokens of one format: the part of each request's cache that one page table names.
+    """The pages of one format of a batch of requests: page table and token counts.
 
-    A request has several sections (for example high, low and recent); they follow each
-    other in any order, since attention does not depend on the order of the keys.
+    A request has several sections, for example high, low and recent. Their order is arbitrary,
+    since attention does not depend on the order of the keys.
     """
 
     layout: PageLayout
@@ -24,11 +24,11 @@ class Section:
     tokens: Tensor
     """int32 [S, KH]: tokens stored; only ``ceil(tokens / layout.tokens)`` ids are read."""
     backward: bool = False
-    """Whether the ids start in the last column and go on leftwards.
+    """Whether the first id is in the last column and the others follow to the left.
 
-    So two sections share one table, one from each side (DiffKV's bidirectional page table).
+    Two sections can share one table, one from each side (DiffKV's bidirectional page table).
     """
-    known: Known = field(default_factory=Known, init=False, repr=False)
+    call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
 
     @property
     def forward_pages(self) -> Tensor:
@@ -38,7 +38,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Keys and values that lie in pages already: earlier chunks, or a cached prefix."""
+    """Keys and values of earlier tokens, in pages: earlier chunks or a cached prefix."""
 
     arena: Tensor
     """uint8 [P, page_bytes]."""
@@ -51,10 +51,10 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The six segments of all pages of an arena, as views that share its memory."""
+    """Views of the six segments of all pages of an arena; they share its memory."""
 
     keys: Tensor
-    """[P, T, bytes] whatever the key order; float16 [P, T, d] for 16-bit formats."""
+    """[P, T, bytes] for either key order; float16 [P, T, d] for 16-bit formats."""
     key_metadata: Tensor
     """float16 [P, T, groups, 2]: scale and zero; no groups for 16-bit formats."""
     values: Tensor
@@ -66,7 +66,7 @@ class Segments:
 
 
 def segments(arena: Tensor, layout: PageLayout) -> Segments:
-    """View an arena's pages as if all had ``layout``.
+    """Views of the segments of an arena, with ``layout`` for all pages.
 
     Shapes:  arena uint8 [P, page_bytes], contiguous
     Raises:  ConfigError if the arena's pages have another size
@@ -89,14 +89,14 @@ def segments(arena: Tensor, layout: PageLayout) -> Segments:
 
 
 def check_arena(arena: Tensor, layout: PageLayout) -> None:
-    """Raise ``ConfigError`` unless ``arena`` is contiguous bytes in pages of ``layout``."""
+    """Raise ``ConfigError`` unless ``arena`` is contiguous uint8 with pages of ``layout``."""
     if arena.dtype != torch.uint8 or not arena.is_contiguous() or arena.dim() != 2:
         raise ConfigError(f"arena {tuple(arena.shape)} {arena.dtype}: expected uint8 [P, bytes]")
     check_page_bytes(arena.shape[1], layout)
 
 
 def check_page_bytes(page_bytes: int, layout: PageLayout) -> None:
-    """Raise ``ConfigError`` unless pages of ``layout`` have so many bytes."""
+    """Raise ``ConfigError`` unless pages of ``layout`` have ``page_bytes`` bytes."""
     if page_bytes != layout.page_bytes:
         raise ConfigError(
             f"pages of the arena have {page_bytes} bytes, those of the layout {layout.page_bytes}"
@@ -104,7 +104,7 @@ def check_page_bytes(page_bytes: int, layout: PageLayout) -> None:
 
 
 def is_channel_major(layout: PageLayout) -> bool:
-    """Whether the keys lie as [channel bytes, tokens]: only quantized keys can."""
+    """Whether keys are stored as [channel bytes, tokens]; only quantized keys can be."""
     return layout.format.is_quantized and layout.key_order == "channel"
 
 
@@ -127,9 +127,9 @@ def _coded(part: Tensor, bits: int) -> Tensor:
 def check_append(
     section: Section, key: Tensor, value: Tensor, slots: Tensor, places: Tensor, positions: Tensor
 ) -> tuple[int, int]:
-    """Rows and KV heads of tokens that go to one place each in a section.
+    """Check the arguments of ``append_tokens``; returns the number of rows and of KV heads.
 
-    Raises:  ConfigError if shapes do not fit
+    Raises:  ConfigError if the shapes do not match
     """
     check_indices(section.pages, slots, places, positions)
     rows, heads, dim = shape = key.shape
@@ -149,7 +149,7 @@ def check_append(
 def check_moves(
     source: Section, target: Section, slots: Tensor, places: Tensor, target_places: Tensor
 ) -> None:
-    """Raise ``ConfigError`` unless each token of some rows has a place in both sections."""
+    """Raise ``ConfigError`` unless the arguments of ``move_tokens`` have matching shapes."""
     check_indices(source.pages, target.pages, slots, places, target_places)
     rows, heads, _ = shape = target_places.shape
     kv_heads = {section.pages.shape[1] for section in (source, target)}

@@ -1,4 +1,4 @@
-"""Inputs that every kernel test shares: pages full of garbage, then some tokens."""
+"""Fixtures of kernel tests: pages filled with garbage, then with some tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from triptych.kernels import Section, load_tokens, store_tokens
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Deterministic mode fills ``torch.empty`` with NaN, so an unwritten output shows."""
+    """Deterministic mode fills ``torch.empty`` with NaN, which reveals unwritten outputs."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -21,7 +21,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_numbers(request: pytest.FixtureRequest) -> None:
-    """Numbers of its own for each test, the same in each run."""
+    """Random numbers that differ between tests and are the same in each run."""
     torch.manual_seed(sum(request.node.name.encode()))
 
 
@@ -30,7 +30,7 @@ class Stored:
     """Head rows of several slots, stored in pages of one format and read back."""
 
     section: Section
-    """Page ids that no token needs are far out of range."""
+    """Unused page ids are far out of range."""
     key: Tensor
     """float64 [S, KH, N, d]; 0 beyond the end."""
     value: Tensor
@@ -39,7 +39,7 @@ class Stored:
 
 
 class Cache:
-    """An arena of garbage that hands out its pages in random order."""
+    """An arena filled with garbage; its pages are allocated in random order."""
 
     def __init__(self, head_dim: int, pages: int = 600, byte: int | None = 0xFF) -> None:
         self.head_dim, self.page_bytes = head_dim, default_page_bytes(head_dim)

@@ -1,4 +1,4 @@
-"""The compiled books of a step against plain numpy, on random tables."""
+"""Tests of ``block_table_ops`` against plain numpy, on random tables."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ LAYERS, SLOTS, HEADS, WIDTH, ROOM = 3, 5, 2, 7, 4
 
 
 class Table:
-    """Page ids that differ everywhere, seen from either side, and tokens of each row."""
+    """A table of distinct page ids, forward or backward, with random token counts."""
 
     def __init__(self, seed: int, *, backward: bool = False, equal: bool = False) -> None:
         self.random = np.random.default_rng(seed)
         shape = (LAYERS, SLOTS, HEADS, WIDTH)
-        cells = self.random.permutation(LAYERS * SLOTS * HEADS * WIDTH).astype(np.int32)
-        self.pages = cells.reshape(shape)[..., :: -1 if backward else 1]
+        entries = self.random.permutation(LAYERS * SLOTS * HEADS * WIDTH).astype(np.int32)
+        self.pages = entries.reshape(shape)[..., :: -1 if backward else 1]
         each = (1, SLOTS, 1) if equal else shape[:3]
         tokens = self.random.integers(0, WIDTH * ROOM, each, np.int32)
         self.tokens: Ids = np.broadcast_to(tokens, shape[:3]).copy()
@@ -35,13 +35,11 @@ def pages_for(tokens: Any) -> Any:
 
 @pytest.mark.parametrize("every", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_token_goes_behind_the_last_one_and_scores_are_due_by_position(
-    seed: int, every: int
-) -> None:
+def test_new_tokens_are_counted_and_scores_are_due_by_position(seed: int, every: int) -> None:
     table = Table(seed, equal=True)
     tokens, slots = table.tokens.copy(), table.slots
     positions, progress = table.numbers(3, end=9), table.random.integers(0, 27, SLOTS)
-    places, due, before, is_begun = ops.begin_step(
+    places, due, before, is_begun = ops.count_new_tokens(
         table.tokens, slots, WIDTH * ROOM, positions, progress, every
     )
     assert np.array_equal(places, tokens[0, slots, 0])
@@ -77,17 +75,17 @@ def test_rows_are_set_to_pages_in_row_order(seed: int, backward: bool) -> None:
 
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_one_more_token_than_each_row_has(seed: int, tables: int) -> None:
+def test_tokens_plus_one_for_each_row(seed: int, tables: int) -> None:
     table = Table(seed)
     tokens = table.numbers(tables, LAYERS, SLOTS, HEADS)
-    more = ops.one_more(tokens, table.slots)
+    more = ops.tokens_plus_one(tokens, table.slots)
     assert np.array_equal(more, np.moveaxis(tokens[:, :, table.slots] + 1, 0, -1))
 
 
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_row_gets_the_pages_that_it_lacks(seed: int, tables: int) -> None:
-    """Those of the first table from the left, those of the second one from the right."""
+def test_missing_pages_are_counted_and_appended(seed: int, tables: int) -> None:
+    """Pages of the first table are appended from the left, those of the second from the right."""
     table = Table(seed)
     slots, rooms = table.slots, np.array([ROOM, ROOM + 3], np.int32)[:tables, None, None, None]
     most = WIDTH * ROOM // tables
@@ -101,13 +99,13 @@ def test_each_row_gets_the_pages_that_it_lacks(seed: int, tables: int) -> None:
     sides = np.stack([column, column[::-1]])[:tables, None, None, None]
     is_new = (have[..., None] <= sides) & (sides < want[..., None])
     for at, slot in enumerate(slots.tolist()):
-        # Row after row: in each the first table's pages, then those of the second one.
+        # Row after row: pages of the first table, then those of the second one.
         new = [
-            (layer, slot, head, int(cell))
+            (layer, slot, head, int(entry))
             for layer in range(LAYERS)
             for head in range(HEADS)
             for each in range(tables)
-            for cell in np.flatnonzero(is_new[each, layer, at, head])[:: 1 if each == 0 else -1]
+            for entry in np.flatnonzero(is_new[each, layer, at, head])[:: 1 if each == 0 else -1]
         ]
         for page, where in zip(ids[first[at] : ends[at]], new, strict=True):
             expected[where] = page
@@ -117,7 +115,7 @@ def test_each_row_gets_the_pages_that_it_lacks(seed: int, tables: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int) -> None:
+def test_an_emptied_page_moves_to_the_end_and_the_call_is_repeatable(seed: int) -> None:
     table = Table(seed)
     column, last = sorted(table.random.choice(WIDTH, 2, replace=False).tolist())
     slots, before, tokens = table.slots, table.pages.copy(), table.tokens.copy()
@@ -130,10 +128,10 @@ def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int)
     )
     for _ in range(2):
         table.tokens[:] = tokens
-        gone = ops.turn_page(
+        moved = ops.move_page_to_end(
             table.pages, table.tokens, before, slots, column, last, ROOM, classes, counts
         )
-        assert np.array_equal(gone, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
+        assert np.array_equal(moved, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
         assert np.array_equal(table.pages, expected)
         assert np.array_equal(classes, then)
     tokens[:, slots] -= ROOM
@@ -141,34 +139,34 @@ def test_a_page_that_is_emptied_comes_last_however_often_that_is_done(seed: int)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_planned_is_written_beside_the_table_as_it_was(seed: int) -> None:
+def test_plan_and_table_are_saved_before_a_retirement(seed: int) -> None:
     table = Table(seed)
     slots, plan = table.slots, table.numbers(LAYERS, 3, HEADS, 9)
-    kept, kept_plan = (
+    kept, saved_plan = (
         np.full_like(table.pages, -1),
         np.full((LAYERS, SLOTS, HEADS, 9), -1, np.int32),
     )
-    retired, retired_then = table.numbers(SLOTS), np.full(SLOTS, -1, np.int32)
-    expected, expected_plan, then = kept.copy(), kept_plan.copy(), retired_then.copy()
+    retired, retired_after = table.numbers(SLOTS), np.full(SLOTS, -1, np.int32)
+    expected, expected_plan, then = kept.copy(), saved_plan.copy(), retired_after.copy()
     then[slots] = retired[slots] + ROOM
     expected[:, slots], expected_plan[:, slots] = table.pages[:, slots], plan
-    ops.write_down(table.pages, plan, slots, ROOM, kept, kept_plan, retired, retired_then)
-    assert np.array_equal(retired_then, then)
+    ops.save_retirement(table.pages, plan, slots, ROOM, kept, saved_plan, retired, retired_after)
+    assert np.array_equal(retired_after, then)
     assert np.array_equal(kept, expected)
-    assert np.array_equal(kept_plan, expected_plan)
+    assert np.array_equal(saved_plan, expected_plan)
 
 
-def test_a_retirement_is_planned_for_the_rows_of_every_layer() -> None:
+def test_retirement_inputs_have_a_row_for_each_slot_of_each_layer() -> None:
     table = Table(3, equal=True)
     slots, seen = table.slots, table.numbers(3, least=500, end=900)
-    rows, now, judged = ops.leaving_rows(table.tokens, slots, seen, 13, 40)
+    rows, now, judged = ops.retirement_inputs(table.tokens, slots, seen, 13, 40)
     assert np.array_equal(rows.reshape(LAYERS, 3), np.arange(LAYERS)[:, None] * SLOTS + slots)
     assert np.array_equal(now.reshape(LAYERS, 3), [seen] * LAYERS)
     oldest = seen - (table.tokens[0, slots, 0] - 13) - 40
     assert np.array_equal(judged.reshape(LAYERS, 3), [oldest] * LAYERS)
 
 
-def test_what_a_table_has_no_cell_for_is_refused() -> None:
+def test_tokens_and_pages_beyond_a_row_are_an_error() -> None:
     table = Table(0)
     slots, first, rooms = table.slots, np.zeros(3, np.int64), np.array([ROOM], np.int32)
     too_many = np.full((LAYERS, 3, HEADS, 1), WIDTH * ROOM + 1, np.int32)
@@ -180,4 +178,4 @@ def test_what_a_table_has_no_cell_for_is_refused() -> None:
     table.tokens[:] = WIDTH * ROOM
     none = np.zeros(SLOTS, np.int64)
     with pytest.raises(IndexError):
-        ops.begin_step(table.tokens, slots, WIDTH * ROOM, slots, none, 0)
+        ops.count_new_tokens(table.tokens, slots, WIDTH * ROOM, slots, none, 0)

@@ -14,7 +14,7 @@ from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow
 from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in store_tokens.backends if name != "cuda"]
-"""What runs on the CPU; ``gpu/`` has the tests of the rest."""
+"""Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
 HEAD_DIMS = [16, 64, 96, 128, 256]
 ORDERS: list[KeyOrder] = ["token", "channel"]
 TOKENS, HEADS = 75, 2
@@ -25,7 +25,7 @@ def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
 
 
 def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A table [HEADS, M] of pages in random order, and pages and rows [TOKENS, HEADS]."""
+    """A page table [HEADS, M] in random order, and page ids and rows [TOKENS, HEADS]."""
     width = layout.pages(TOKENS)
     table = (torch.randperm(HEADS * width).int() + first_page).view(HEADS, width)
     token = torch.arange(TOKENS)
@@ -34,7 +34,7 @@ def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tens
 
 
 def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Random vectors, some constant, some far out of the float16 range."""
+    """Random vectors, some of them constant, some outside of the float16 range."""
     vectors = torch.randn(TOKENS, HEADS, head_dim) * 3
     vectors[5], vectors[7], vectors[9] = 1.25, 0.0, vectors[9] * 1e9
     return vectors.to(dtype)
@@ -45,7 +45,7 @@ def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_come_back_as_the_quantizer_says(
+def test_stored_tokens_load_as_the_quantizer_decodes_them(
     backend: str, name: str, head_dim: int, order: KeyOrder, dtype: torch.dtype
 ) -> None:
     layout = layout_of(name, head_dim, order)
@@ -73,9 +73,7 @@ def test_tokens_come_back_as_the_quantizer_says(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_storing_changes_the_named_cells_and_nothing_else(
-    backend: str, name: str, order: KeyOrder
-) -> None:
+def test_storing_changes_only_the_given_slots(backend: str, name: str, order: KeyOrder) -> None:
     layout = layout_of(name, 64, order)
     arena = torch.randint(0, 256, (4, layout.page_bytes), dtype=torch.uint8)
     before = arena.clone()
@@ -138,7 +136,7 @@ def test_a_downgrade_drops_bits_without_a_second_quantization(backend: str) -> N
         assert torch.equal(values[head], decode(narrow(encode(vectors[:, head], 4, 1), 4, 2)))
 
 
-def test_a_downgrade_of_more_bits_skips_the_middle() -> None:
+def test_a_downgrade_by_several_steps_equals_a_direct_one() -> None:
     codes = torch.randint(0, 256, (100, 64), dtype=torch.uint8)
     fine = Encoded(codes, torch.rand(100, 1, 2).half())
     stepwise = narrow(narrow(fine, 8, 4), 4, 2)
@@ -148,7 +146,7 @@ def test_a_downgrade_of_more_bits_skips_the_middle() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_is_appended_as_if_it_were_stored_in_the_cell_of_its_place(
+def test_an_appended_token_equals_one_stored_in_the_slot_of_its_place(
     backend: str, name: str, dtype: torch.dtype
 ) -> None:
     moves = random_moves("fp16", name, 64)
@@ -171,7 +169,7 @@ def test_a_token_is_appended_as_if_it_were_stored_in_the_cell_of_its_place(
     assert torch.equal(got, want)
 
 
-def test_a_token_that_has_no_place_is_an_error() -> None:
+def test_appending_to_a_place_out_of_range_is_an_error() -> None:
     moves = random_moves("fp16", "k8v4", 64)
     vectors = torch.randn(len(moves.slots), HEADS, 64)
     fine = moves.slots * 0
@@ -196,7 +194,7 @@ def test_backends_move_tokens_to_the_same_bytes(source: str, target: str, head_d
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_moves_from_its_place_to_its_place_or_stays(backend: str) -> None:
+def test_tokens_move_to_their_target_places_or_stay(backend: str) -> None:
     moves = random_moves("fp16", "k8v4", 64)
     arena, target = moves.arena.clone(), moves.target
     known = segments(arena, moves.source.layout).positions.clone()
@@ -210,18 +208,18 @@ def test_a_token_moves_from_its_place_to_its_place_or_stays(backend: str) -> Non
             stays += 1
             continue
         slot, place = int(moves.slots[row]), int(moves.places[row, head, token])
-        column, cell = divmod(place, moves.source.layout.tokens)
-        to_column, to_cell = divmod(int(to), target.layout.tokens)
+        column, page_row = divmod(place, moves.source.layout.tokens)
+        to_column, target_row = divmod(int(to), target.layout.tokens)
         page = int(target.pages[slot, head, -1 - to_column])
-        position = known[int(moves.source.pages[slot, head, column]), cell]
-        assert moved[page, to_cell] == position
+        position = known[int(moves.source.pages[slot, head, column]), page_row]
+        assert moved[page, target_row] == position
         written[page] = True
     assert stays > 0
     assert torch.equal(arena[~written], moves.arena[~written])
 
 
 @pytest.mark.parametrize("wrong", ["slot", "place", "target place", "page"])
-def test_tokens_that_move_where_there_is_nothing_are_an_error(wrong: str) -> None:
+def test_moves_out_of_range_are_an_error(wrong: str) -> None:
     moves = random_moves("k8v4", "k4v2", 64)
     match wrong:
         case "slot":
@@ -248,9 +246,9 @@ def test_places_of_another_shape_are_an_error() -> None:
 
 
 def _store_outside(arena: Tensor, layout: PageLayout) -> None:
-    cell = torch.tensor([[9]], dtype=torch.int32)
+    slot = torch.tensor([[9]], dtype=torch.int32)
     vectors = torch.randn(1, 1, 64)
-    store_tokens(arena, layout, vectors, vectors, cell, cell * 0, cell[0])
+    store_tokens(arena, layout, vectors, vectors, slot, slot * 0, slot[0])
 
 
 def _transcode_outside(arena: Tensor, layout: PageLayout) -> None:
@@ -264,7 +262,7 @@ def _load_outside(arena: Tensor, layout: PageLayout) -> None:
 
 
 @pytest.mark.parametrize("call", [_store_outside, _transcode_outside, _load_outside])
-def test_cells_outside_of_the_arena_are_an_error(
+def test_slots_outside_of_the_arena_are_an_error(
     call: Callable[[Tensor, PageLayout], None],
 ) -> None:
     layout = layout_of("k8v4", 64, "channel")

@@ -11,7 +11,7 @@ from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
 
 BACKENDS = [name for name in decode_attention.backends if name != "cuda"]
-"""What runs on the CPU; ``gpu/`` has the tests of the rest."""
+"""Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
 HEAD_DIMS = [16, 64, 96, 128, 256]
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
@@ -27,7 +27,7 @@ def dense(
     softcap: float = 0.0,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The definition in float64, over what the pages really hold (``conftest.Stored``)."""
+    """Dense attention in float64 over the decoded contents of pages (``conftest.Stored``)."""
     key, value, known = (
         torch.cat([getattr(part, name)[slots.long()] for part in stored], 2)
         for name in ("key", "value", "positions")
@@ -57,7 +57,7 @@ def check(backend: str, cache: Any, query: Tensor, stored: Sequence[Any], **opti
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_over_pages_is_attention_over_what_they_hold(
+def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     backend: str, name: str, head_dim: int, order: KeyOrder, new_cache: NewCache
 ) -> None:
     cache = new_cache(head_dim)
@@ -68,7 +68,7 @@ def test_attention_over_pages_is_attention_over_what_they_hold(
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16])
 @pytest.mark.parametrize("name", ["fp16", "k8v4", "k4v2"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_query_heads_of_a_group_are_served(
+def test_all_query_heads_of_a_group_get_an_output(
     backend: str, name: str, group: int, new_cache: NewCache
 ) -> None:
     cache = new_cache(128)
@@ -79,7 +79,7 @@ def test_all_query_heads_of_a_group_are_served(
 @pytest.mark.parametrize("byte", [0x00, 0x7E, 0xFF, None])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bytes_that_hold_no_token_never_matter(
+def test_unused_bytes_of_pages_do_not_change_the_output(
     backend: str, name: str, byte: int | None, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, byte=byte)
@@ -103,7 +103,7 @@ def test_sections_of_several_formats_are_one_softmax(
 
 @pytest.mark.parametrize("name", ["fp16", "k8v4"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_token_gets_all_the_attention(backend: str, name: str, new_cache: NewCache) -> None:
+def test_a_single_token_has_weight_one(backend: str, name: str, new_cache: NewCache) -> None:
     cache = new_cache(64)
     stored = cache.fill(name, [[1, 1]])
     slots = torch.zeros(1, dtype=torch.int32)
@@ -115,7 +115,7 @@ def test_one_token_gets_all_the_attention(backend: str, name: str, new_cache: Ne
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("lengths", [[[3000, 2500]], [[2000, 1], [5, 0], [700, 1900]]])
-def test_a_row_that_is_cut_into_runs_is_merged_again(
+def test_a_head_row_split_into_runs_gives_the_same_output(
     threads: int, lengths: list[list[int]], new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=1500)
@@ -127,7 +127,7 @@ def test_a_row_that_is_cut_into_runs_is_merged_again(
     torch.set_num_threads(before)
 
 
-def test_two_threads_may_attend_at_the_same_time(new_cache: NewCache) -> None:
+def test_two_threads_can_run_attention_at_the_same_time(new_cache: NewCache) -> None:
     cache = new_cache(64, pages=1500)
     stored = cache.fill("k8v4", [[2000, 1500], [900, 700]])
     slots = torch.arange(2, dtype=torch.int32)
@@ -212,7 +212,7 @@ def _fewer_slots(section: Section) -> Section:
 
 
 @pytest.mark.parametrize("spoil", [_page_out_of_range, _more_tokens_than_pages, _fewer_slots])
-def test_tables_that_name_nothing_are_an_error(
+def test_page_tables_out_of_range_are_an_error(
     spoil: Callable[[Section], Section], new_cache: NewCache
 ) -> None:
     cache = new_cache(64)
@@ -230,7 +230,7 @@ def test_a_window_without_positions_is_an_error(new_cache: NewCache) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_section_that_was_read_before_may_change(backend: str, new_cache: NewCache) -> None:
+def test_a_section_can_change_between_two_calls(backend: str, new_cache: NewCache) -> None:
     cache = new_cache(64)
     section = cache.fill("k8v4", [[90, 70]]).section
     query, slots = torch.randn(1, 6, 64), torch.zeros(1, dtype=torch.int32)
@@ -244,7 +244,7 @@ def test_a_section_that_was_read_before_may_change(backend: str, new_cache: NewC
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_a_section_is_an_error_also_after_what_did(new_cache: NewCache) -> None:
+def test_a_mismatched_section_is_an_error_after_a_valid_call(new_cache: NewCache) -> None:
     cache = new_cache(64)
     section, slots = cache.fill("k8v4", [[40, 40]]).section, torch.zeros(1, dtype=torch.int32)
     attend = decode_attention.on("cpu")

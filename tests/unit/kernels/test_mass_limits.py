@@ -1,4 +1,4 @@
-"""LeanKV's rule, token by token in ascending order, against the threshold that stands for it."""
+"""Tests of ``mass_limits`` against LeanKV's rule, token by token in ascending order."""
 
 import torch
 from hypothesis import given
@@ -8,7 +8,7 @@ from triptych.kernels import mass_limits
 
 
 def kept(scores: list[float], total: float, mass: float) -> list[bool]:
-    """Which tokens stay: take the least while the running sum is below the share."""
+    """Tokens that stay: the smallest are removed while the running sum is below the share."""
     stays, running = [True] * len(scores), 0.0
     for token in sorted(range(len(scores)), key=lambda token: scores[token]):
         running += scores[token]
@@ -23,15 +23,17 @@ def kept(scores: list[float], total: float, mass: float) -> list[bool]:
     rest=st.integers(0, 50),
     share=st.integers(0, 16),
 )
-def test_the_limit_keeps_whom_the_rule_keeps(counts: list[int], rest: int, share: int) -> None:
-    """Sums of such numbers are exact, so that both see the same ties."""
+def test_the_limit_keeps_the_same_tokens_as_the_rule(
+    counts: list[int], rest: int, share: int
+) -> None:
+    """Sums of these numbers are exact, so that both sides have the same ties."""
     scores, mass = [count / 64 for count in counts], share / 16
     total = sum(scores) + rest / 64
     limit = mass_limits(torch.tensor([scores]), torch.tensor([total]), mass)
     assert [score >= limit.item() for score in scores] == kept(scores, total, mass)
 
 
-def test_rows_have_limits_of_their_own() -> None:
+def test_each_row_has_its_own_limit() -> None:
     scores = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]])
     limits = mass_limits(scores, scores.sum(1), 0.2)
     assert limits.tolist() == [scores[0, 1].item(), 0.25]

@@ -9,7 +9,7 @@ def double(number: torch.Tensor) -> torch.Tensor:
     return number * 2
 
 
-def test_a_device_without_a_backend_is_an_error_that_names_what_there_is() -> None:
+def test_a_device_without_a_backend_is_an_error_that_names_the_backends() -> None:
     op = Op(name="double", spec=double, fast={"cpu": f"{__name__}:double"})
     with pytest.raises(ConfigError, match=r"double has no 'meta' backend \(have reference, cpu\)"):
         op(torch.empty(1, device="meta"))

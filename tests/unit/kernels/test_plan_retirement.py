@@ -1,4 +1,4 @@
-"""Algorithm 1 token after token, as the paper writes it, against the plan for many at once."""
+"""Tests of ``plan_retirement`` against DiffKV's Algorithm 1, applied token after token."""
 
 from dataclasses import dataclass, field
 
@@ -52,9 +52,9 @@ class Row:
                 self.low.append(gone)
         elif mean(self.high[candidate]) >= is_low:
             gone, self.high[candidate] = self.high[candidate], new
-            outcast = least(self.low, list(range(len(self.low))))
-            if outcast is not None and mean(self.low[outcast]) < is_low:
-                self.low[outcast] = gone
+            least_low = least(self.low, list(range(len(self.low))))
+            if least_low is not None and mean(self.low[least_low]) < is_low:
+                self.low[least_low] = gone
             else:
                 self.low.append(gone)
         else:
@@ -62,7 +62,7 @@ class Row:
 
 
 class Cache:
-    """The pages of one slot, kept as the plan says; only scores and positions are moved."""
+    """The pages of one slot, updated by plans; only scores and positions are moved."""
 
     def __init__(self, pages: int) -> None:
         self.arena = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8)
@@ -74,16 +74,22 @@ class Cache:
         layout, tokens = (HIGH, LOW)[kind], self.tokens[..., kind].contiguous()
         return Section(layout, self.table, tokens, backward=kind == 1)
 
-    def cell(self, head: int, kind: int, place: int) -> tuple[int, int]:
+    def slot_of(self, head: int, kind: int, place: int) -> tuple[int, int]:
         column, row = divmod(place, (HIGH, LOW)[kind].tokens)
         return int(self.table[0, head, -1 - column if kind else column]), row
 
     def read(self, head: int, kind: int, place: int) -> Token:
-        parts, (page, row) = segments(self.arena, (HIGH, LOW)[kind]), self.cell(head, kind, place)
+        parts, (page, row) = (
+            segments(self.arena, (HIGH, LOW)[kind]),
+            self.slot_of(head, kind, place),
+        )
         return int(parts.positions[page, row]), float(parts.scores[page, row])
 
     def write(self, head: int, kind: int, place: int, token: Token) -> None:
-        parts, (page, row) = segments(self.arena, (HIGH, LOW)[kind]), self.cell(head, kind, place)
+        parts, (page, row) = (
+            segments(self.arena, (HIGH, LOW)[kind]),
+            self.slot_of(head, kind, place),
+        )
         parts.positions[page, row], parts.scores[page, row] = token
 
     def row(self, head: int) -> Row:
@@ -92,12 +98,12 @@ class Cache:
         return Row(high, low)
 
     def apply(self, head: int, plan: Retirement[Tensor], coming: list[Token]) -> None:
-        """Move as the plan says: down first, then in."""
-        parts = plan.places, plan.movers, plan.mover_places, plan.counts
-        places, movers, mover_places, counts = (part[0, head].tolist() for part in parts)
+        """Apply a plan: first move the downgraded tokens, then store the new ones."""
+        parts = plan.places, plan.downgraded, plan.downgraded_places, plan.counts
+        places, downgraded, downgraded_places, counts = (part[0, head].tolist() for part in parts)
         down = [
-            (self.read(head, 0, mover), place)
-            for mover, place in zip(movers, mover_places, strict=True)
+            (self.read(head, 0, downgraded_place), place)
+            for downgraded_place, place in zip(downgraded, downgraded_places, strict=True)
             if place >= 0
         ]
         for token, place in down:
@@ -108,14 +114,14 @@ class Cache:
 
 
 def random_scores(generator: np.random.Generator, positions: list[int], now: int) -> list[float]:
-    """Sums that give means around the thresholds, some of them equal."""
+    """Scores with means around the thresholds, some of them equal."""
     levels = generator.choice([0.0, 0.3, 0.9, 1.0, 1.1, 4.0], len(positions))
     means = levels * generator.choice([1.0, 1.5], len(positions)) / now
     return (means * (now - np.array(positions))).astype(np.float32).tolist()
 
 
 def call(
-    backend: str, cache: Cache, now: int, judged: int, alpha_high: float, alpha_low: float
+    backend: str, cache: Cache, now: int, first_leaving: int, alpha_high: float, alpha_low: float
 ) -> Retirement[Tensor]:
     return plan_retirement.on(backend)(
         cache.arena,
@@ -123,7 +129,7 @@ def call(
         cache.section(1),
         torch.zeros(1, dtype=torch.int32),
         torch.tensor([now], dtype=torch.int32),
-        torch.tensor([judged], dtype=torch.int32),
+        torch.tensor([first_leaving], dtype=torch.int32),
         count=COUNT,
         alpha_high=alpha_high,
         alpha_low=alpha_low,
@@ -132,10 +138,10 @@ def call(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("alpha_high", "alpha_low"), [(1.0, 0.5), (3.0, 0.0), (1.0, 1.0)])
-def test_many_at_once_are_algorithm_1_token_after_token(
+def test_a_plan_for_several_tokens_equals_algorithm_1_token_after_token(
     backend: str, alpha_high: float, alpha_low: float
 ) -> None:
-    """10,000 tokens in all: three settings, two backends, two head rows, 65 times 13 or more."""
+    """10,000 tokens: three settings, two backends, two head rows, at least 65 rounds of 13."""
     generator = np.random.default_rng(int(alpha_high * 10 + alpha_low * 100))
     rounds = -(-10_000 // (6 * HEADS * COUNT))
     cache = Cache(pages=HEADS * (rounds * COUNT // HIGH.tokens + 3))
@@ -143,30 +149,30 @@ def test_many_at_once_are_algorithm_1_token_after_token(
     ever = [dict[int, str]() for _ in range(HEADS)]
     for turn in range(rounds):
         first, now = turn * COUNT, (turn + 1) * COUNT + 20
-        judged, coming = first - WINDOW, list(range(first, first + COUNT))
+        first_leaving, coming = first - WINDOW, list(range(first, first + COUNT))
         limits = min(1.0, alpha_high / now), min(1.0, alpha_low / now)
         for head, row in enumerate(rows):
             _shake_scores(generator, cache, row, head, now)
-        plan = call(backend, cache, now, judged, alpha_high, alpha_low)
+        plan = call(backend, cache, now, first_leaving, alpha_high, alpha_low)
         for head, row in enumerate(rows):
             scores = random_scores(generator, coming, now)
             new = list(zip(coming, scores, strict=True))
             before = len(row.high) + len(row.low)
             for offset, token in enumerate(new):
-                row.take(token, now, judged + offset, *limits)
+                row.take(token, now, first_leaving + offset, *limits)
             cache.apply(head, plan, new)
             after = cache.row(head)
             assert sorted(after.high) == sorted(row.high)
             assert sorted(after.low) == sorted(row.low)
             assert len(after.high) + len(after.low) - before <= COUNT
-            _check_nobody_went_up(ever[head], after, first + COUNT)
+            _check_no_token_went_up(ever[head], after, first + COUNT)
             rows[head] = after
 
 
 def _shake_scores(
     generator: np.random.Generator, cache: Cache, row: Row, head: int, now: int
 ) -> None:
-    """New scores for all, as decoding would give: some fall below a threshold, some rise."""
+    """Set new random scores of all tokens, as decode steps do."""
     for kind, tokens in enumerate((row.high, row.low)):
         positions = [position for position, _ in tokens]
         for place, score in enumerate(random_scores(generator, positions, now)):
@@ -174,8 +180,8 @@ def _shake_scores(
             cache.write(head, kind, place, tokens[place])
 
 
-def _check_nobody_went_up(ever: dict[int, str], row: Row, seen: int) -> None:
-    """Each token's class is at most what it was; whoever was dropped stays away."""
+def _check_no_token_went_up(ever: dict[int, str], row: Row, seen: int) -> None:
+    """Check that no token moved to a higher class and that dropped tokens stay dropped."""
     now = {position: "high" for position, _ in row.high}
     now |= {position: "low" for position, _ in row.low}
     assert len(now) == len(row.high) + len(row.low)
@@ -187,14 +193,14 @@ def _check_nobody_went_up(ever: dict[int, str], row: Row, seen: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_thresholds_all_stay_high(backend: str) -> None:
+def test_without_thresholds_all_tokens_stay_high(backend: str) -> None:
     cache = Cache(pages=10)
     cache.tokens[..., 0] = 30
     for head in range(HEADS):
         for place in range(30):
             cache.write(head, 0, place, (place, 0.0))
-    plan = call(backend, cache, now=100, judged=10, alpha_high=0.0, alpha_low=0.0)
+    plan = call(backend, cache, now=100, first_leaving=10, alpha_high=0.0, alpha_low=0.0)
     assert plan.places.tolist() == [[list(range(30, 30 + COUNT))] * HEADS]
-    assert plan.movers.eq(-1).all()
-    assert plan.mover_places.eq(-1).all()
+    assert plan.downgraded.eq(-1).all()
+    assert plan.downgraded_places.eq(-1).all()
     assert plan.counts.tolist() == [[[30 + COUNT, 0]] * HEADS]

@@ -1,4 +1,4 @@
-"""The plan of the prompt phase against its definition, token by token."""
+"""Tests of ``plan_tokens`` against its definition, token by token."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BACKENDS = [name for name in plan_tokens.backends if name != "cuda"]
 def plan_one(
     scores: list[float], high: float, low: float, first: int, window: int
 ) -> list[tuple[int, int]]:
-    """Class and rank of each token of one row."""
+    """Expected class and rank of each token of one row."""
     placed, counts = list[tuple[int, int]](), [0, 0, 0]
     for position, score in enumerate(scores):
         kept = position < first or position >= len(scores) - window
@@ -51,8 +51,8 @@ def test_classes_ranks_and_counts(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_example_of_the_paper_takes_20_6_percent(backend: str) -> None:
-    """Two requests, two heads, five tokens: DiffKV's figure 1, data bits alone."""
+def test_the_example_of_the_paper_uses_20_6_percent_of_fp16(backend: str) -> None:
+    """DiffKV, figure 1: two requests, two heads, five tokens; data bits without metadata."""
     high, low = FORMATS["k8v4"], FORMATS["k4v2"]
     scores = torch.tensor(
         [

@@ -1,4 +1,4 @@
-"""Norms, rotation and activation, every backend against float64."""
+"""Tests of RMS norm, RoPE and gate, every backend against float64."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ BACKENDS = ["reference", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each = pytest.mark.parametrize
 MANY = 700
-"""Rows for which more threads than one are woken."""
+"""Number of rows for which more than one thread is used."""
 
 
 def is_rounded(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each number is next to the exact one, but for float32's own errors before that."""
+    """Whether each number is the exact one rounded, within errors of float32 arithmetic."""
     assert found.dtype == dtype
     assert found.is_contiguous()
     near = (torch.finfo(dtype).eps + 4e-6) * exact.abs() + 1e-6
@@ -38,7 +38,7 @@ def test_a_norm_divides_by_the_root_mean_square(
 
 
 @each("backend", BACKENDS)
-def test_a_norm_of_heads_is_one_for_each_head(backend: str) -> None:
+def test_each_head_is_normalised_separately(backend: str) -> None:
     heads = torch.randn(5, 4, 64).bfloat16()[:, 1:]
     weight = torch.randn(64)
     found = rms_norm.on(backend)(heads, weight, 1e-6, torch.bfloat16)
@@ -51,7 +51,7 @@ def test_a_norm_of_heads_is_one_for_each_head(backend: str) -> None:
 @each("backend", BACKENDS)
 @each("dtype", DTYPES)
 @each("rows", [0, 1, 3, MANY])
-def test_a_rotation_turns_pairs_of_channels(backend: str, dtype: torch.dtype, rows: int) -> None:
+def test_rope_rotates_pairs_of_channels(backend: str, dtype: torch.dtype, rows: int) -> None:
     heads = torch.randn(rows, 5, 64).to(dtype)[:, :3]
     angles = torch.rand(rows, 32, dtype=torch.float64) * 6
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -75,7 +75,7 @@ def test_a_gate_is_silu_of_one_half_times_the_other(
 
 @each("backend", BACKENDS)
 @each("dtype", DTYPES)
-def test_numbers_of_any_size_pass_a_gate(backend: str, dtype: torch.dtype) -> None:
+def test_a_gate_accepts_numbers_of_any_size(backend: str, dtype: torch.dtype) -> None:
     left = torch.tensor([-60000.0, -100.0, 0.0, 100.0, 60000.0, float("nan")])
     found = gate.on(backend)(torch.cat((left, torch.ones(6)))[None].to(dtype))[0]
     assert found[:3].double().abs().max() < 1e-30
@@ -84,15 +84,15 @@ def test_numbers_of_any_size_pass_a_gate(backend: str, dtype: torch.dtype) -> No
 
 
 @each("backend", BACKENDS)
-def test_what_is_no_number_stays_none(backend: str) -> None:
-    """All bits of a NaN set must not become a zero when it is rounded."""
+def test_nan_stays_nan(backend: str) -> None:
+    """Rounding must not turn a NaN with all bits set into zero."""
     rows = torch.full((1, 16), -1, dtype=torch.int32).view(torch.float32)
     assert rms_norm.on(backend)(rows, torch.ones(16), 1e-5, torch.bfloat16).isnan().all()
 
 
 @each("dtype", DTYPES)
-def test_a_row_is_the_same_beside_others(dtype: torch.dtype) -> None:
-    """So that what a request is told does not depend on who is served with it."""
+def test_the_result_of_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    """The output of a request must not depend on the other requests of the batch."""
     rows, weight = torch.randn(MANY, 128).to(dtype), torch.randn(128)
     angles = torch.randn(MANY, 32)
     assert gate(rows)[7:8].equal(gate(rows[7:8]))
@@ -101,7 +101,7 @@ def test_a_row_is_the_same_beside_others(dtype: torch.dtype) -> None:
     assert turned[7:8].equal(rotate(rows[7:8].view(1, 2, 64), angles[7:8], angles[7:8]))
 
 
-def test_what_does_not_fit_is_an_error() -> None:
+def test_mismatched_inputs_are_an_error() -> None:
     rows = torch.randn(2, 8)
     with pytest.raises(ConfigError, match="7 weights for rows of 8"):
         rms_norm(rows, torch.ones(7), 1e-5, torch.float32)

@@ -11,11 +11,11 @@ from triptych.core.layout import FORMATS
 from triptych.kernels import Past, prefill_attention, significance_of
 
 BACKENDS = [name for name in prefill_attention.backends if name != "cuda"]
-"""What runs on the CPU; ``gpu/`` has the tests of the rest."""
+"""Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
 RAGGED = [1, 70, 0, 129, 16]
-"""New tokens of each sequence."""
+"""Number of new tokens of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def dense(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """One head in float64: output [n, d] and sums [N]; the last n keys are the new ones."""
+    """Attention of one head in float64: output [n, d], sums [N]; the last n keys are new."""
     asked = positions[-len(query) :, None]
     logits = query.double() @ key.double().T * query.shape[1] ** -0.5
     if softcap > 0:
@@ -57,7 +57,7 @@ def dense(
 
 
 def check(backend: str, batch: Batch, tolerance: float, **options: Any) -> None:
-    """Compare a batch without a past, its significance too, to ``dense`` head by head."""
+    """Compare output and significance of a batch without a past to ``dense``, by head."""
     heads, kv_heads, dim = batch.query.shape[1], batch.key.shape[1], batch.query.shape[2]
     longest = max(end - start for start, end in pairwise(batch.offsets))
     sums = torch.zeros(len(batch.offsets) - 1, heads, longest)
@@ -104,7 +104,7 @@ def test_query_heads_share_the_keys_of_their_group(backend: str, heads: int, kv_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_in_is_bfloat16_out(backend: str) -> None:
+def test_bfloat16_inputs_give_a_bfloat16_output(backend: str) -> None:
     check(backend, ragged_batch(RAGGED, 6, 2, 64, torch.bfloat16), 1e-2)
 
 
@@ -128,7 +128,7 @@ class Chunk:
     """Tokens ``starts[b]`` to ``ends[b]`` of each sequence of a batch."""
 
     index: Tensor
-    """Where the chunk's tokens lie in the batch."""
+    """Indices of the chunk's tokens in the batch."""
     offsets: list[int]
 
 
@@ -140,7 +140,7 @@ def chunk_of(batch: Batch, starts: list[int], ends: list[int]) -> Chunk:
 
 
 def past_of(cache: Any, batch: Batch, counts: list[int]) -> Past:
-    """The first ``counts[b]`` tokens of each sequence in float16 pages."""
+    """Store the first ``counts[b]`` tokens of each sequence in float16 pages."""
     vectors = torch.zeros(2, len(counts), batch.key.shape[1], max(counts), batch.key.shape[2])
     for index, (start, count) in enumerate(zip(batch.offsets, counts, strict=False)):
         vectors[0, index, :, :count] = batch.key[start : start + count].transpose(0, 1)
@@ -152,11 +152,11 @@ def past_of(cache: Any, batch: Batch, counts: list[int]) -> Past:
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_chunks_over_a_past_in_pages_are_the_whole(
+def test_chunks_over_past_pages_equal_the_whole_prompt(
     backend: str, options: dict[str, Any], new_cache: NewCache
 ) -> None:
     batch = ragged_batch([90, 45, 20], 6, 2, 64)
-    # Numbers that float16 holds exactly, so that the pages lose nothing.
+    # Numbers that float16 represents exactly, so that pages add no error.
     batch = replace(batch, key=batch.key.half().float(), value=batch.value.half().float())
     first, ends = [64, 13, 0], [90, 45, 20]
     sums, whole_sums = torch.zeros(3, 6, 90), torch.zeros(3, 6, 90)
@@ -187,7 +187,7 @@ def test_chunks_over_a_past_in_pages_are_the_whole(
 @pytest.mark.parametrize("window", [0, 25])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_heads_of_a_compressed_past_may_have_kept_different_tokens(
+def test_heads_of_a_compressed_past_can_have_different_tokens(
     backend: str, name: str, window: int, new_cache: NewCache
 ) -> None:
     cache = new_cache(64)
@@ -227,7 +227,7 @@ def test_heads_of_a_compressed_past_may_have_kept_different_tokens(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_query_gives_away_one_unit_of_attention(backend: str) -> None:
+def test_the_attention_of_each_query_sums_to_one(backend: str) -> None:
     batch = ragged_batch([200], 6, 2, 64)
     sums = torch.zeros(1, 6, 200)
     arguments = (batch.query, batch.key, batch.value, batch.offsets)

@@ -8,7 +8,7 @@ HEAD_DIMS = [16, 64, 80, 96, 128, 256]
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_unpacking_what_was_packed_gives_the_codes_back(bits: int, head_dim: int) -> None:
+def test_unpack_inverts_pack(bits: int, head_dim: int) -> None:
     codes = torch.randint(0, 2**bits, (50, head_dim), dtype=torch.uint8)
     packed = pack(codes, bits)
     assert packed.shape == (50, head_dim * bits // 8)
@@ -53,7 +53,7 @@ def test_huge_values_saturate_and_stay_finite(bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "to_bits"), [(8, 4), (4, 2), (8, 2)])
 def test_dropping_bits_gives_the_codes_of_a_direct_quantization(bits: int, to_bits: int) -> None:
-    # Exact for a zero of 0 and a scale that float16 holds, whatever the ratio.
+    # Exact for a zero of 0 and a scale that float16 represents, for every ratio.
     fine = torch.randint(0, 2**bits, (2000, 64))
     fine[:, 0], fine[:, 1] = 0, 2**bits - 1
     vectors = fine.float() * 2**-6

@@ -1,4 +1,4 @@
-"""Scores in the pages, the logarithm that they need, and tables that are read from the right."""
+"""Tests of token scores, of log-sum-exps, and of backward page tables."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_every_format_can_be_scored(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_sections_share_a_table_from_both_sides(backend: str, new_cache: NewCache) -> None:
-    """DiffKV's bidirectional page table: one section forward, one backward."""
+    """One section is forward, one backward (DiffKV's bidirectional page table)."""
     cache = new_cache(64)
     high = cache.fill("k8v4", [[90, 33], [1, 64]])
     low = cache.fill("k4v2", [[150, 57], [56, 300]])

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch.linalg and Tensor.tolist have no types.
-"""Summaries of pages bound or rank them; the best are chosen; attention reads no other."""
+"""Tests of page summaries, page selection, and attention over page lists."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ DIM = 64
 
 
 def new_summaries(section: Section, kind: Kind, rotated: bool = False) -> Summaries:
-    """Room for all pages, full of garbage."""
+    """Uninitialised summaries for all pages, filled with garbage."""
     slots, heads, width = section.pages.shape
     size = tile_bytes(kind, section.layout.head_dim)
     memory = torch.randint(0, 256, (slots, heads, -(-width // 16), size), dtype=torch.uint8)
@@ -58,7 +58,7 @@ def summarize(backend: str, arena: Tensor, section: Section, summaries: Summarie
 
 
 def new_lists(sections: Sequence[Section], requests: int) -> PageLists:
-    """A list for each slot, full of garbage; request r has list r."""
+    """Page lists filled with garbage, one for each slot; request r has list r."""
     slots, heads = sections[0].tokens.shape
     most = sum(section.pages.shape[2] for section in sections)
     return PageLists(
@@ -70,13 +70,13 @@ def new_lists(sections: Sequence[Section], requests: int) -> PageLists:
 
 @dataclass
 class Chosen:
-    lists: PageLists
+    page_lists: PageLists
     scores: Tensor
 
     def of(self, request: int, head: int) -> list[int]:
-        place = self.lists.rows[request]
-        count = int(self.lists.counts[place, head])
-        return self.lists.ordinals[place, head, :count].tolist()
+        place = self.page_lists.rows[request]
+        count = int(self.page_lists.counts[place, head])
+        return self.page_lists.ordinals[place, head, :count].tolist()
 
 
 def select(
@@ -89,18 +89,18 @@ def select(
     head_budgets: Tensor | None = None,
 ) -> Chosen:
     requests = len(query)
-    lists = new_lists(sections, requests)
-    scores = torch.full((requests, *lists.ordinals.shape[1:]), float("nan"))
+    page_lists = new_lists(sections, requests)
+    scores = torch.full((requests, *page_lists.ordinals.shape[1:]), float("nan"))
     slots = torch.arange(requests, dtype=torch.int32)
     positions = torch.full((requests,), position, dtype=torch.int32)
     choose = select_pages.on(backend)
-    arguments = query, sections, summaries, slots, positions, rule, lists
+    arguments = query, sections, summaries, slots, positions, rule, page_lists
     choose(*arguments, scale=DIM**-0.5, head_budgets=head_budgets, scores=scores)
-    return Chosen(lists, scores)
+    return Chosen(page_lists, scores)
 
 
 def keys_of_a_model(*shape: int) -> Tensor:
-    """Keys with a mean, loud channels and outliers, rotated as pages hold them."""
+    """Rotated keys with a mean, channels of large variance, and outliers."""
     basis, _ = torch.linalg.qr(torch.randn(shape[-1], shape[-1], dtype=torch.float64))
     keys = torch.randn(shape) * torch.logspace(-2, 1, shape[-1]) + torch.randn(shape[-1]) * 3
     keys = torch.where(torch.rand(shape) < 0.01, keys * 20, keys)
@@ -131,7 +131,7 @@ def test_the_fast_summaries_are_those_of_the_reference(
     want.memory[:] = got.memory
     summarize("reference", cache.arena, section, want)
     summarize("cpu", cache.arena, section, got)
-    # The order of a sum may move a number over the middle between two codes.
+    # The order of a sum can move a number across the midpoint between two codes.
     codes = [reference.whole_codes(part).int() for part in (got, want)]
     assert int((codes[0] - codes[1]).abs().max()) <= 1
     torch.testing.assert_close(got.numbers, want.numbers, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -143,7 +143,7 @@ def rotated_keys(keys: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_a_box_holds_all_keys_of_a_page(rotated: bool, new_cache: NewCache) -> None:
+def test_a_box_contains_all_keys_of_its_page(rotated: bool, new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     stored = cache.fill("k8v8", [[24]])
     summaries = new_summaries(stored.section, "box", rotated)
@@ -163,7 +163,7 @@ def test_a_box_holds_all_keys_of_a_page(rotated: bool, new_cache: NewCache) -> N
 def test_moments_are_those_of_quarters_of_a_page(
     rotated: bool, name: str, new_cache: NewCache
 ) -> None:
-    """13, 24 and 56 tokens: a mean within half a step of its 15, deviations of the right size."""
+    """Pages of 13, 24 and 56 tokens: means within half of one of 15 steps, and deviations."""
     cache = new_cache(DIM)
     room = PageLayout(FORMATS[name], DIM, default_page_bytes(DIM)).tokens
     stored = cache.fill(name, [[room]])
@@ -186,9 +186,7 @@ def test_moments_are_those_of_quarters_of_a_page(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_the_same_in_whatever_coordinates_pages_hold_their_keys(
-    kind: Kind, new_cache: NewCache
-) -> None:
+def test_scores_do_not_depend_on_the_rotation_of_pages(kind: Kind, new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     keys, query = keys_of_a_model(1, 2, 300, DIM), torch.randn(1, 6, DIM)
     scores = list[Tensor]()
@@ -200,12 +198,12 @@ def test_scores_are_the_same_in_whatever_coordinates_pages_hold_their_keys(
         asked = rotated_keys(query) if rotated else query
         scores.append(select("cpu", asked, [section], [summaries], ANY).scores)
     plain, turned = (found[found.isfinite()] for found in scores)
-    # 16 bits round other numbers in other coordinates, so a code may be the next one.
+    # 16 bits round differently in rotated coordinates, so a code may differ by one.
     torch.testing.assert_close(turned, plain, rtol=0.02, atol=0.05 * float(plain.std()))
 
 
 def violations(name: str, pages: int, rotated: bool) -> int:
-    """Pages that hold a key whose logit is above the score of the page's box."""
+    """Number of pages with a key whose logit is above the score of the page's box."""
     heads = 20
     layout = PageLayout(FORMATS[name], DIM, default_page_bytes(DIM))
     count = pages // heads * layout.tokens
@@ -213,9 +211,9 @@ def violations(name: str, pages: int, rotated: bool) -> int:
     table = torch.randperm(pages, dtype=torch.int32).view(1, heads, -1)
     token = torch.arange(count)
     keys, query = keys_of_a_model(count, heads, DIM), keys_of_a_model(1, heads, DIM)
-    cells = table[0][:, token // layout.tokens].T.contiguous()
+    slot_pages = table[0][:, token // layout.tokens].T.contiguous()
     rows = (token % layout.tokens).int()[:, None].repeat(1, heads)
-    store_tokens(arena, layout, keys, keys, cells, rows, token.int())
+    store_tokens(arena, layout, keys, keys, slot_pages, rows, token.int())
     tokens = torch.full((1, heads), count, dtype=torch.int32)
     section = Section(layout, table, tokens)
     summaries = new_summaries(section, "box", rotated)
@@ -223,7 +221,7 @@ def violations(name: str, pages: int, rotated: bool) -> int:
     scores = select("cpu", query, [section], [summaries], ANY).scores[0]
     held = load_tokens(arena, layout, table[0], tokens[0])[0].double()
     logits = (held @ query[0].double()[:, :, None])[..., 0] * DIM**-0.5
-    largest = logits.view(heads, -1, layout.tokens).amax(2)[:, :-1]  # the last need not compete
+    largest = logits.view(heads, -1, layout.tokens).amax(2)[:, :-1]  # the last page has no score
     scores = scores[:, :-1]
     assert scores.isfinite().all()
     return int((scores.double() < largest).sum())
@@ -234,17 +232,17 @@ ANY = Rule.of(0.5, sink_tokens=0, window_tokens=0)
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_key_has_a_larger_logit_than_its_box(name: str, rotated: bool) -> None:
+def test_no_logit_is_above_the_score_of_its_box(name: str, rotated: bool) -> None:
     assert violations(name, 2_000, rotated) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_key_of_a_hundred_thousand_pages_has_a_larger_logit_than_its_box(name: str) -> None:
+def test_no_logit_of_100_000_pages_is_above_the_score_of_its_box(name: str) -> None:
     assert sum(violations(name, 4_000, rotated=bool(turn % 2)) for turn in range(25)) == 0
 
 
-# ---------------------------------------------------------------- choosing
+# ---------------------------------------------------------------- selection
 
 
 def filled(
@@ -267,7 +265,7 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rotated", [False, True])
-def test_fast_scores_are_those_of_the_reference(
+def test_fast_scores_equal_those_of_the_reference(
     rotated: bool, kind: Kind, new_cache: NewCache
 ) -> None:
     cache = new_cache(DIM)
@@ -277,13 +275,13 @@ def test_fast_scores_are_those_of_the_reference(
     want = select("reference", query, sections, summaries, rule, 600)
     got = select("cpu", query, sections, summaries, rule, 600)
     torch.testing.assert_close(got.scores, want.scores, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert torch.equal(got.lists.counts, want.lists.counts)
+    assert torch.equal(got.page_lists.counts, want.page_lists.counts)
 
 
 @pytest.mark.parametrize("group", [1, 4, 13])
 @pytest.mark.parametrize("head_dim", [16, 96, 128])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_query_heads_of_a_group_have_a_say(
+def test_scores_are_the_largest_over_the_query_heads_of_a_group(
     kind: Kind, head_dim: int, group: int, new_cache: NewCache
 ) -> None:
     cache = new_cache(head_dim)
@@ -301,7 +299,7 @@ def test_all_query_heads_of_a_group_have_a_say(
 def test_a_page_with_three_tokens_that_matter_is_among_the_first(
     backend: str, rotated: bool, new_cache: NewCache
 ) -> None:
-    """Of a hundred pages; a few channels are loud, and what matters is not in them."""
+    """Of 100 pages; a few channels have a large variance, but not the relevant ones."""
     pages, room, heads = 100, 24, 8
     loud = torch.arange(DIM) < 8
     keys = torch.randn(1, heads, pages * room, DIM) * torch.where(loud, 10.0, 0.3)
@@ -328,14 +326,14 @@ def test_a_page_with_three_tokens_that_matter_is_among_the_first(
 
 
 def best(scores: Tensor, count: int) -> list[int]:
-    """Brute force: by score, then by place."""
+    """Expected pages by brute force: by score, then by index."""
     order = sorted(range(len(scores)), key=lambda page: (-float(scores[page]), page))
     forced = int(scores.isposinf().sum())
     return sorted(order[: max(count, forced)])
 
 
 def random_spread(kv_heads: int) -> Tensor:
-    """What each head reads grows with what all read, from nothing to everything."""
+    """Head budgets that grow with the mean share, from no pages to all pages."""
     shares = torch.randint(0, WHOLE + 1, (kv_heads, BUDGET_STEPS + 1), dtype=torch.int32)
     shares[:, 0], shares[:, -1] = 0, WHOLE
     return shares.sort(1).values
@@ -347,8 +345,10 @@ def random_spread(kv_heads: int) -> Tensor:
     pages=st.integers(1, 5_000),
     tokens=st.integers(1, 40_000),
 )
-def test_an_even_spread_is_none(keep: int, budget: int, pages: int, tokens: int) -> None:
-    """And where none is given, as much is read as was asked for, rounded up from 1/65,536."""
+def test_equal_head_budgets_equal_no_head_budgets(
+    keep: int, budget: int, pages: int, tokens: int
+) -> None:
+    """Without head budgets the share is that of the rule, rounded up from 1/65,536."""
     rule, even = Rule(keep=keep, budget_tokens=budget), range(0, WHOLE + 1, WHOLE // BUDGET_STEPS)
     found = rule.pages(pages, tokens)
     assert found == rule.pages(pages, tokens, even)
@@ -356,7 +356,7 @@ def test_an_even_spread_is_none(keep: int, budget: int, pages: int, tokens: int)
     assert asked - Fraction(pages, WHOLE) <= found < asked + 1
 
 
-def test_between_two_steps_a_head_reads_what_lies_between_them() -> None:
+def test_head_budgets_are_interpolated_between_steps() -> None:
     shares = [0, 0, *[WHOLE // 2] * 30, WHOLE]
     read = [Rule.of(mean / 64).pages(1000, 1, shares) for mean in range(65)]
     assert read == [0, 0, 0, 250, *[500] * 59, 750, 1000]
@@ -364,7 +364,7 @@ def test_between_two_steps_a_head_reads_what_lies_between_them() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spread", [torch.zeros(3, 33), torch.zeros(2, 33, dtype=torch.int32)])
-def test_a_spread_that_does_not_fit_is_refused(
+def test_head_budgets_of_a_wrong_shape_are_an_error(
     backend: str, spread: Tensor, new_cache: NewCache
 ) -> None:
     sections, summaries = filled(new_cache(DIM), "moments", MIXED)
@@ -373,8 +373,8 @@ def test_a_spread_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_chosen_pages_are_the_best_by_their_scores(backend: str, new_cache: NewCache) -> None:
-    """A thousand head rows; every page stands in its list twice, so scores are often equal."""
+def test_the_pages_with_the_largest_scores_are_chosen(backend: str, new_cache: NewCache) -> None:
+    """1,000 head rows; each page is in its table twice, so that scores are often equal."""
     cache = new_cache(DIM, pages=2000)
     stored = cache.fill("k4v2", torch.randint(57, 900, (20, 5)).tolist())
     section = stored.section
@@ -408,7 +408,9 @@ def test_the_chosen_pages_are_the_best_by_their_scores(backend: str, new_cache: 
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_some_pages_are_read_in_any_case(backend: str, rule: Rule, new_cache: NewCache) -> None:
+def test_sink_window_and_last_pages_are_always_read(
+    backend: str, rule: Rule, new_cache: NewCache
+) -> None:
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
     position = 650
@@ -433,10 +435,10 @@ def test_some_pages_are_read_in_any_case(backend: str, rule: Rule, new_cache: Ne
 
 @pytest.mark.parametrize("omitted", [0.02, 0.2, 0.7])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_are_added_until_the_others_are_expected_to_matter_little(
+def test_pages_are_added_until_the_omitted_mass_is_small(
     backend: str, omitted: float, new_cache: NewCache
 ) -> None:
-    """As few as that takes; what is expected is said in float64 here, from the summaries."""
+    """Fewest pages that suffice; the expected mass is computed in float64 from summaries."""
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
     query = torch.randn(2, 9, DIM) * 3
@@ -467,7 +469,7 @@ def test_pages_are_added_until_the_others_are_expected_to_matter_little(
 def expected_shares(
     query: Tensor, sections: Any, summaries: Any, request: int, head: int
 ) -> Tensor:
-    """[G, pages] in float64; pages without summaries receive nothing."""
+    """Expected masses [G, pages] in float64; pages without summaries have mass 0."""
     parts: list[Tensor] = []
     for section, known in zip(sections, summaries, strict=True):
         count, room = int(section.tokens[request, head]), section.layout.tokens
@@ -489,7 +491,7 @@ def expected_shares(
     return whole.softmax(1) * (whole > -1e8)
 
 
-def test_a_box_does_not_tell_what_a_page_is_expected_to_receive(new_cache: NewCache) -> None:
+def test_omitted_mass_with_box_summaries_is_an_error(new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     section = cache.fill("k8v4", [[100]]).section
     rule, summaries = replace(ANY, omitted_mass=0.1), [new_summaries(section, "box")]
@@ -499,21 +501,28 @@ def test_a_box_does_not_tell_what_a_page_is_expected_to_receive(new_cache: NewCa
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_request_without_a_list_gets_none(backend: str, new_cache: NewCache) -> None:
+def test_a_request_without_a_list_is_skipped(backend: str, new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
-    lists = replace(new_lists(sections, 2), rows=torch.tensor([-1, 0], dtype=torch.int32))
-    before = lists.ordinals.clone()
+    page_lists = replace(new_lists(sections, 2), rows=torch.tensor([-1, 0], dtype=torch.int32))
+    before = page_lists.ordinals.clone()
     slots = positions = torch.tensor([0, 1], dtype=torch.int32)
     select_pages.on(backend)(
-        torch.randn(2, 3, DIM), sections, summaries, slots, positions, Rule.of(0.5), lists, scale=1
+        torch.randn(2, 3, DIM),
+        sections,
+        summaries,
+        slots,
+        positions,
+        Rule.of(0.5),
+        page_lists,
+        scale=1,
     )
-    assert torch.equal(lists.ordinals[1], before[1])
-    assert (lists.counts[1] == 10**6).all()
-    assert (lists.counts[0] < 10**6).all()
+    assert torch.equal(page_lists.ordinals[1], before[1])
+    assert (page_lists.counts[1] == 10**6).all()
+    assert (page_lists.counts[0] < 10**6).all()
 
 
-# ---------------------------------------------------------------- attention over lists
+# ---------------------------------------------------------------- attention over page lists
 
 
 def attend(backend: str, cache: Any, query: Tensor, sections: Any, **options: Any) -> Tensor:
@@ -534,20 +543,20 @@ def test_lists_of_all_pages_give_the_same_bits_as_no_lists(
     torch.set_num_threads(threads)
     lse, other = torch.empty(2, 9), torch.empty(2, 9)
     whole = attend(backend, cache, query, sections, lse=lse)
-    listed = attend(backend, cache, query, sections, lse=other, lists=chosen.lists)
+    listed = attend(backend, cache, query, sections, lse=other, page_lists=chosen.page_lists)
     torch.set_num_threads(before)
     assert torch.equal(whole, listed)
     assert torch.equal(lse, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_reads_the_listed_pages_and_no_other(backend: str, new_cache: NewCache) -> None:
-    """What it says of a list is what it says of tables that have only those pages."""
+def test_attention_reads_only_the_listed_pages(backend: str, new_cache: NewCache) -> None:
+    """Attention over a list equals attention over a table with only those pages."""
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "box", MIXED)
     query = torch.randn(2, 9, DIM)
     chosen = select("cpu", query, sections, summaries, Rule.of(0.4), 400)
-    got = attend(backend, cache, query, sections, lists=chosen.lists)
+    got = attend(backend, cache, query, sections, page_lists=chosen.page_lists)
     few = [Section(s.layout, s.pages * 0, s.tokens * 0) for s in sections]
     for request in range(2):
         for head in range(3):
@@ -566,45 +575,45 @@ def test_attention_reads_the_listed_pages_and_no_other(backend: str, new_cache: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_requests_with_and_without_lists_go_together(backend: str, new_cache: NewCache) -> None:
+def test_requests_with_and_without_lists_share_a_batch(backend: str, new_cache: NewCache) -> None:
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
     query = torch.randn(2, 6, DIM)
-    lists = select(backend, query, sections, summaries, Rule.of(0.3)).lists
-    listed = attend(backend, cache, query, sections, lists=lists)
+    page_lists = select(backend, query, sections, summaries, Rule.of(0.3)).page_lists
+    listed = attend(backend, cache, query, sections, page_lists=page_lists)
     rows = torch.tensor([-1, 1], dtype=torch.int32)
-    both = attend(backend, cache, query, sections, lists=replace(lists, rows=rows))
+    both = attend(backend, cache, query, sections, page_lists=replace(page_lists, rows=rows))
     torch.testing.assert_close(both[0], attend(backend, cache, query, sections)[0])
     torch.testing.assert_close(both[1], listed[1])
     assert (both[0] - listed[0]).abs().max() > 1e-3
 
 
-def _unsorted(lists: PageLists) -> PageLists:
-    return replace(lists, ordinals=lists.ordinals.flip(2))
+def _unsorted(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, ordinals=page_lists.ordinals.flip(2))
 
 
-def _beyond_the_end(lists: PageLists) -> PageLists:
-    return replace(lists, ordinals=lists.ordinals + 30)
+def _beyond_the_end(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, ordinals=page_lists.ordinals + 30)
 
 
-def _too_many(lists: PageLists) -> PageLists:
-    return replace(lists, counts=lists.counts + 40)
+def _too_many(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, counts=page_lists.counts + 40)
 
 
-def _no_such_list(lists: PageLists) -> PageLists:
-    return replace(lists, rows=lists.rows + 1)
+def _no_such_list(page_lists: PageLists) -> PageLists:
+    return replace(page_lists, rows=page_lists.rows + 1)
 
 
 @pytest.mark.parametrize("spoil", [_unsorted, _beyond_the_end, _too_many, _no_such_list])
-def test_lists_that_name_nothing_are_an_error(
+def test_page_lists_out_of_range_are_an_error(
     spoil: Callable[[PageLists], PageLists], new_cache: NewCache
 ) -> None:
     cache = new_cache(DIM)
     sections, summaries = filled(cache, "moments", MIXED)
     query = torch.randn(2, 6, DIM)
-    lists = spoil(select("cpu", query, sections, summaries, Rule.of(0.5)).lists)
+    page_lists = spoil(select("cpu", query, sections, summaries, Rule.of(0.5)).page_lists)
     with pytest.raises(ConfigError, match="out of range"):
-        attend("cpu", cache, query, sections, lists=lists)
+        attend("cpu", cache, query, sections, page_lists=page_lists)
 
 
 def test_summaries_of_too_few_pages_are_an_error(new_cache: NewCache) -> None:

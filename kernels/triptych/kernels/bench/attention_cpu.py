@@ -1,4 +1,4 @@
-"""Time decode attention over pages beside torch's attention over contiguous float32."""
+"""Benchmark of decode attention over pages against torch's attention over contiguous float32."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from triptych.kernels.decode import decode_attention
 from triptych.kernels.pages import Section
 
 READ_BYTES = 1 << 28
-"""More than any cache holds."""
+"""Larger than any cache."""
 
 TOLERANCE = 1e-3
-"""A backend further from the reference than this is wrong, and gets no time."""
+"""Largest error of a backend against the reference; beyond it no time is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Heads of one layer; the default is SmolLM2-135M."""
+    """Heads of one layer; the default is that of SmolLM2-135M."""
 
     heads: int = 9
     kv_heads: int = 3
@@ -38,9 +38,9 @@ class Row:
 
     backend: str
     format: str
-    """A page format, or several joined by ``+`` that share each request's tokens equally."""
+    """A page format, or several joined by ``+``, each with an equal part of the tokens."""
     batch: int
-    """Requests; each has ``context`` tokens."""
+    """Number of requests; each has ``context`` tokens."""
     context: int
     time_ms: float
     """Fastest call: noise only ever adds."""
@@ -49,16 +49,16 @@ class Row:
     """Bytes of pages that attention has to read."""
     gb_per_s: float
     share_of_read: float
-    """Of the bytes that a plain sum reads in a second; above 1 where pages stay in the cache."""
+    """Bandwidth divided by that of a sum over memory; above 1 if pages stay in the cache."""
     sdpa_ms: float
-    """Fastest call of the fastest form of torch's attention, in turns with ours."""
+    """Fastest call of the fastest form of torch's attention, interleaved with ours."""
     sdpa_median_ms: float
     speedup_vs_sdpa_fp32: float
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests whose keys and values lie in pages."""
+    """A batch of requests with keys and values in pages."""
 
     arena: Tensor
     sections: list[Section]
@@ -81,10 +81,10 @@ def run(
     shape: Shape | None = None,
     repeats: int = 30,
 ) -> list[Row]:
-    """Measure every combination on the CPU, with the threads that torch has.
+    """Measure every combination on the CPU, with torch's number of threads.
 
-    Ours and torch's calls take turns, so that both meet the same noise, and so that each
-    finds its bytes outside of the cache if they do not fit beside the other's.
+    Our calls and torch's are interleaved: both have the same noise, and the data of each is out of
+    the cache if both do not fit.
 
     Raises:  ConfigError for an unknown format or backend; TriptychError if a backend
              disagrees with the reference
@@ -102,7 +102,7 @@ def run(
 
 
 def build_case(shape: Shape, name: str, query: Tensor, context: int) -> Case:
-    """Random tokens for each request of ``query`` [R, H, d] in pages in random order."""
+    """Store random tokens for each request of ``query`` [R, H, d], in pages in random order."""
     names, batch, device = name.split("+"), len(query), query.device
     counts = [context // len(names)] * len(names)
     counts[-1] += context - sum(counts)
@@ -139,7 +139,7 @@ def _fill(arena: Tensor, layout: PageLayout, table: Tensor, count: int) -> None:
 def torch_attention(
     shape: Shape, batch: int, context: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, list[Callable[[], Tensor]]]:
-    """A query [R, H, d], and three ways to ask torch for the same attention."""
+    """A query [R, H, d], and three calls of torch for the same attention."""
     query = torch.randn(batch, shape.heads, shape.head_dim, device=device).to(dtype)
     size = (2, batch, shape.kv_heads, context, shape.head_dim)
     key, value = torch.randn(size, device=device, dtype=dtype)
@@ -188,14 +188,14 @@ def _measure(
 
 
 def read_seconds(repeats: int) -> list[float]:
-    """Seconds of summing ``READ_BYTES``: what memory gives a kernel with hardly any arithmetic."""
+    """Seconds of summing ``READ_BYTES``, for the read bandwidth of memory."""
     numbers = torch.ones(READ_BYTES // 4)
     (seconds,) = in_turns([numbers.sum], repeats)
     return seconds
 
 
 def in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Seconds of each call, A B C A B C; the first round warms up and is not counted."""
+    """Seconds of interleaved calls, A B C A B C; the first round is warm-up and not counted."""
     times: list[list[float]] = [[] for _ in calls]
     for round_ in range(repeats + 1):
         for spent, seconds in zip(times, _timed(calls), strict=True):

@@ -1,4 +1,4 @@
-"""Time decode attention over pages on a GPU, beside torch's in bfloat16 and a plain copy."""
+"""Benchmark of decode attention on a GPU against torch's in bfloat16 and a memory copy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ class GpuRow:
     """Fastest call: noise only ever adds."""
     median_us: float
     host_us: float
-    """How long the host takes to queue a call that is not captured in a graph."""
+    """Host time to queue a call that is not captured in a CUDA graph."""
     bytes: int
     """Bytes of pages that attention has to read."""
     gb_per_s: float
     share_of_copy: float
-    """Of the bytes that a plain copy moves in a second, reading and writing."""
+    """Bandwidth divided by that of a copy, reads and writes counted."""
     sdpa_us: float
     """Fastest form of torch's attention on contiguous bfloat16 keys and values."""
     speedup_vs_sdpa_bf16: float
@@ -87,16 +87,16 @@ def _measure(
 
 
 def copy_seconds(repeats: int) -> list[float]:
-    """Seconds of copying ``COPY_BYTES``: what memory gives a kernel without arithmetic."""
+    """Seconds of copying ``COPY_BYTES``, for the bandwidth of device memory."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return device_seconds(lambda: target.copy_(source), repeats)
 
 
 def device_seconds(call: Call, repeats: int) -> list[float]:
-    """Seconds of each call between two events of the device.
+    """Seconds of each call, between two CUDA events.
 
-    The call is captured and replayed, so that the host's work is not in between.
+    The call is captured in a CUDA graph and replayed, which excludes the host's work.
     """
     call()  # compiles
     torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def device_seconds(call: Call, repeats: int) -> list[float]:
 
 
 def host_seconds(call: Call, repeats: int) -> float:
-    """Median of the seconds until a call returns, while the device has nothing to do."""
+    """Median seconds until a call returns while the device is idle."""
     times: list[float] = []
     for _ in range(repeats):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Time decode attention over chosen pages beside the same pages read whole, on CPU or GPU."""
+"""Benchmark of decode attention with page selection against reading all pages, on CPU or GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from triptych.core.errors import TriptychError
 from triptych.kernels.bench.attention_cpu import TOLERANCE, Case, Shape, build_case, in_turns
 from triptych.kernels.bench.attention_gpu import device_seconds
 from triptych.kernels.decode import decode_attention
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section
 from triptych.kernels.select import (
     TILE_PAGES,
@@ -27,7 +27,7 @@ from triptych.kernels.select import (
 
 @dataclass(frozen=True, slots=True)
 class SelectionRow:
-    """One measured case: choosing pages and reading them, in turns with reading all."""
+    """One measured case: page selection and attention, interleaved with reading all pages."""
 
     backend: str
     method: Kind
@@ -37,32 +37,32 @@ class SelectionRow:
     rule: str
     """``keep 0.3`` or ``budget 2048``."""
     pages_read: float
-    """Share of the pages, those that are read in any case included."""
+    """Share of the pages, including those that are always read."""
     selected_ms: float
-    """Fastest choice and attention together."""
+    """Fastest page selection and attention together."""
     selected_median_ms: float
     select_ms: float
-    """Fastest choice alone."""
+    """Fastest page selection alone."""
     whole_ms: float
     whole_median_ms: float
     speedup: float
-    """Of the fastest calls."""
+    """Ratio of the fastest calls."""
     speedup_median: float
     bytes_read: int
-    """Of listed pages and of the summaries that were scored, counted from the lists."""
+    """Bytes of listed pages and of scored summaries, counted from the lists."""
     bytes_formula: int
-    """The same, foretold from the rule and the sizes of pages alone."""
+    """The same, computed from the rule and the page sizes alone."""
     bytes_whole: int
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionCase:
-    """A case whose pages have summaries."""
+    """A case with page summaries and page lists."""
 
     case: Case
     summaries: list[Summaries]
     rule: Rule
-    lists: PageLists
+    page_lists: PageLists
     slots: Tensor
     positions: Tensor
 
@@ -76,7 +76,7 @@ class SelectionCase:
             case=case,
             summaries=[summaries_of(case.arena, section, kind) for section in case.sections],
             rule=rule,
-            lists=PageLists(
+            page_lists=PageLists(
                 torch.zeros(batch, heads, most, dtype=torch.int32, device=device),
                 torch.zeros(batch, heads, dtype=torch.int32, device=device),
                 slots,
@@ -94,7 +94,7 @@ class SelectionCase:
             self.slots,
             self.positions,
             self.rule,
-            self.lists,
+            self.page_lists,
             scale=case.query.shape[2] ** -0.5,
         )
 
@@ -106,7 +106,7 @@ class SelectionCase:
             case.sections,
             self.slots,
             scale=case.query.shape[2] ** -0.5,
-            lists=self.lists,
+            page_lists=self.page_lists,
         )
 
     def run(self, backend: str) -> Tensor:
@@ -114,21 +114,21 @@ class SelectionCase:
         return self.attend(backend)
 
     def pages(self) -> int:
-        """Pages of all head rows."""
+        """Number of pages of all head rows."""
         return sum(int(section.layout.pages(n)) for section, n in self._counts())
 
     @property
     def tile_bytes(self) -> int:
-        """Of the summaries of ``TILE_PAGES`` pages."""
+        """Bytes of the summaries of ``TILE_PAGES`` pages."""
         return tile_bytes(self.summaries[0].kind, self.case.query.shape[2])
 
     def listed_bytes(self) -> int:
-        """What attention reads of the listed pages, and the tiles of summaries that are scored."""
+        """Bytes that attention reads of listed pages, and bytes of the scored summary tiles."""
         total = 0
-        batch, heads = self.lists.counts.shape
+        batch, heads = self.page_lists.counts.shape
         for request, head in product(range(batch), range(heads)):
-            count = int(self.lists.counts[request, head])
-            listed, first = self.lists.ordinals[request, head, :count], 0
+            count = int(self.page_lists.counts[request, head])
+            listed, first = self.page_lists.ordinals[request, head, :count], 0
             for section in self.case.sections:
                 tokens, room = int(section.tokens[request, head]), section.layout.tokens
                 pages = section.layout.pages(tokens)
@@ -140,13 +140,13 @@ class SelectionCase:
         return total
 
     def formula_bytes(self) -> int:
-        """Summaries of all pages, the pages that are always read, and an equal share of the others.
+        """Expected bytes: all summaries, pages that are always read, and a share of the others.
 
-        Only the others' share is the rule's: a section's last page is seldom full, and where a
-        context is short such pages are many. Which of the others are read is up to the data, so
-        one is as likely as another.
+        The rule gives the share of the others only. Their choice depends on the data, so each is
+        counted as equally likely. The last page of a section is rarely full, which matters for
+        short contexts.
         """
-        batch, heads = self.lists.counts.shape
+        batch, heads = self.page_lists.counts.shape
         position = int(self.positions[0])
         context, tiles, always, chance = 0, 0, list[int](), list[int]()
         for section in self.case.sections:
@@ -171,7 +171,7 @@ class SelectionCase:
 
 
 def _tiles(section: Section, tokens: int) -> int:
-    """Tiles of summaries of a head row that are scored: its last page has none that counts."""
+    """Summary tiles of a head row that are scored; its last page is not scored."""
     return -(-((tokens - 1) // section.layout.tokens) // TILE_PAGES)
 
 
@@ -205,8 +205,7 @@ def run_selection(
     repeats: int = 30,
     device: str = "cpu",
 ) -> list[SelectionRow]:
-    """Measure every combination: on the CPU with the threads that torch has, in turns; on a GPU
-    each captured in a graph and replayed.
+    """Measure every combination, on the CPU interleaved, on a GPU as replayed CUDA graphs.
 
     Raises:  TriptychError if a backend disagrees with the reference over the chosen pages
     """
@@ -227,7 +226,7 @@ def run_selection(
 
 
 def check_selection(case: SelectionCase, backend: str, name: str) -> None:
-    """Raise ``TriptychError`` if attention over the list is not that of the reference."""
+    """Raise ``TriptychError`` if attention over the lists is not that of the reference."""
     error = (case.run(backend) - case.attend("reference")).abs().max().item()
     if not error <= TOLERANCE:
         raise TriptychError(f"{backend} is off by {error:.2g} on {name} pages: not measured")
@@ -245,7 +244,7 @@ def _measure(
         whole, selected, select = (device_seconds(call, repeats) for call in calls)
     else:
         whole, selected, select = in_turns(calls, repeats)
-    read = int(case.lists.counts.sum())
+    read = int(case.page_lists.counts.sum())
     return SelectionRow(
         backend=backend,
         method=kind,

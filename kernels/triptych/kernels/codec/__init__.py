@@ -1,4 +1,4 @@
-"""Encode tokens into pages, re-encode them in another format, and read them back."""
+"""Ops that encode tokens into pages, re-encode them in another format, and decode them."""
 
 from triptych.kernels.codec import reference
 from triptych.kernels.op import Op

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""The codec kernels over many cells at once, in the threads of torch."""
+"""Compiled codec kernels over many token slots, in the threads of torch."""
 
 from collections import namedtuple
 
@@ -12,12 +12,12 @@ from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, r
 from triptych.kernels.floats import read_floats
 
 Form = namedtuple("Form", "tokens scores positions keys values")
-"""A page layout: tokens per page, offsets of two segments, and where the vectors lie."""
+"""A page layout: tokens per page, offsets of scores and positions, and ``Part`` of keys, values."""
 FORM_WORDS = 3 + 2 * PART_WORDS
 
 SHARED_WORDS = 7
 COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM = range(SHARED_WORDS)
-"""Words that every job begins with; ``COUNTER`` and ``BAD`` are 0 at first."""
+"""Indices of the first words of every job; ``COUNTER`` and ``BAD`` are 0 at the start."""
 
 STORE_FORM = SHARED_WORDS
 KEY, VALUE, KIND, KV_HEADS, TOKEN_STRIDE, HEAD_STRIDE, VALUE_TOKEN_STRIDE = range(
@@ -28,19 +28,19 @@ PAGES, ROWS = range(SCORES + 1, SCORES + 3)
 STORE_WORDS = ROWS + 1
 
 TABLE_WORDS = 6
-"""Address of the first page id, strides of slots, heads and ids, and how many slots and ids."""
+"""Address of the first page id; strides of slots, heads, ids; number of slots and of ids."""
 APPEND_TABLE = SCORES + 1
 APPEND_SLOTS, APPEND_PLACES = range(APPEND_TABLE + TABLE_WORDS, APPEND_TABLE + TABLE_WORDS + 2)
 APPEND_WORDS = APPEND_PLACES + 1
 
 SOURCE_FORM = SHARED_WORDS
 TARGET_FORM = SOURCE_FORM + FORM_WORDS
-KEY_WAY, VALUE_WAY = range(TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 2)
-WAY_WORDS = VALUE_WAY + 1
-SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(WAY_WORDS, WAY_WORDS + 4)
+KEY_CONVERSION, VALUE_CONVERSION = range(TARGET_FORM + FORM_WORDS, TARGET_FORM + FORM_WORDS + 2)
+CONVERSION_WORDS = VALUE_CONVERSION + 1
+SOURCE_PAGES, SOURCE_ROWS, TARGET_PAGES, TARGET_ROWS = range(CONVERSION_WORDS, CONVERSION_WORDS + 4)
 TRANSCODE_WORDS = TARGET_ROWS + 1
 
-SOURCE_TABLE = WAY_WORDS
+SOURCE_TABLE = CONVERSION_WORDS
 TARGET_TABLE = SOURCE_TABLE + TABLE_WORDS
 SLOTS, HEADS, MOST, RUN, RUNS, AT_ONCE = range(
     TARGET_TABLE + TABLE_WORDS, TARGET_TABLE + TABLE_WORDS + 6
@@ -55,14 +55,14 @@ TABLE, TABLE_STRIDE, WIDTH, TOKENS, LONGEST, OUT_KEY, OUT_VALUE, OUT_POSITIONS =
 LOAD_WORDS = OUT_POSITIONS + 1
 
 CHUNK = 64
-"""Cells that a thread takes at a time."""
+"""Items that a thread takes at a time."""
 
 
 @kernel
 def run(job, team, body, threads, alone):
-    """Run a job in a team, up to so many items in one thread alone.
+    """Run a job in a team of threads; up to ``alone`` items in the calling thread.
 
-    Returns: False if it named a page or a row that there is not
+    Returns: False if a page id or a row is out of range
     """
     run_team(team, body, job.ctypes.data, threads if job[ITEMS] > alone else 1)
     return job[BAD] == 0
@@ -75,19 +75,19 @@ def _form(words):
 
 
 @kernel
-def _is_cell(job, form, page, row):
+def _is_slot(job, form, page, row):
     return 0 <= page < job[PAGE_COUNT] and 0 <= row < form.tokens
 
 
 @kernel
 def _word(address, index):
-    """The 32-bit word ``index`` after ``address``; scores move as bits."""
+    """A view of the int32 word ``index`` words after ``address``; scores are copied as bits."""
     return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)
 
 
 @kernel
 def _page_in(table, slot, head, place, room):
-    """The page that a head row has for the token at a place, or -1, and its row there."""
+    """Page id of token number ``place`` of a head row, -1 if out of range, and its row."""
     address, slot_stride, head_stride, stride, slots, width = table
     column = place // np.int32(room)
     row = place - column * np.int32(room)
@@ -103,8 +103,8 @@ def _table(words):
 
 @kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
-    """Encode one head of a token into a cell, unless there is none such; but for the score."""
-    if not _is_cell(job, form, page_id, row):
+    """Encode one head of a token into a slot; without scores in the job the score is 0."""
+    if not _is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
     page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
@@ -123,19 +123,19 @@ def _store(job, form, page_id, row, token, head, codes, numbers):
 def store(address):
     job = carray(pointer(address), STORE_WORDS, np.int64)
     form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
-    cells = job[ITEMS]
-    pages = carray(pointer(job[PAGES]), cells, np.int32)
-    rows = carray(pointer(job[ROWS]), cells, np.int32)
+    items = job[ITEMS]
+    pages = carray(pointer(job[PAGES]), items, np.int32)
+    rows = carray(pointer(job[ROWS]), items, np.int32)
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
-            if pages[cell] == -1:
+        for item in range(start, min(items, start + CHUNK)):
+            if pages[item] == -1:
                 continue
-            token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
-            _store(job, form, pages[cell], rows[cell], token, head, codes, numbers)
+            token, head = item // job[KV_HEADS], item % job[KV_HEADS]
+            _store(job, form, pages[item], rows[item], token, head, codes, numbers)
 
 
 @team_body
@@ -144,13 +144,13 @@ def append(address):
     form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
     table = _table(job[APPEND_TABLE : APPEND_TABLE + TABLE_WORDS])
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
-    cells = job[ITEMS]
+    items = job[ITEMS]
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
-            token, head = cell // job[KV_HEADS], cell % job[KV_HEADS]
+        for item in range(start, min(items, start + CHUNK)):
+            token, head = item // job[KV_HEADS], item % job[KV_HEADS]
             slot = np.int64(_word(job[APPEND_SLOTS], token)[0])
             place = _word(job[APPEND_PLACES], token)[0]
             page, row = _page_in(table, slot, head, place, form.tokens)
@@ -159,14 +159,26 @@ def append(address):
 
 @kernel
 def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes, numbers):
-    """Re-encode one cell, unless there is none such."""
-    if not (_is_cell(job, source, old_page, old_row) and _is_cell(job, target, new_page, new_row)):
+    """Re-encode the token of one slot into another; a slot out of range sets ``BAD``."""
+    if not (_is_slot(job, source, old_page, old_row) and _is_slot(job, target, new_page, new_row)):
         job[BAD] = 1
         return
     old = job[ARENA] + np.int64(old_page) * job[PAGE_BYTES]
     new = job[ARENA] + np.int64(new_page) * job[PAGE_BYTES]
-    recode(job[KEY_WAY], source.keys, old, old_row, target.keys, new, new_row, codes, numbers)
-    recode(job[VALUE_WAY], source.values, old, old_row, target.values, new, new_row, codes, numbers)
+    recode(
+        job[KEY_CONVERSION], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
+    )
+    recode(
+        job[VALUE_CONVERSION],
+        source.values,
+        old,
+        old_row,
+        target.values,
+        new,
+        new_row,
+        codes,
+        numbers,
+    )
     _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
     _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
 
@@ -176,20 +188,20 @@ def transcode(address):
     job = carray(pointer(address), TRANSCODE_WORDS, np.int64)
     source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
     target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
-    cells = job[ITEMS]
-    source_pages = carray(pointer(job[SOURCE_PAGES]), cells, np.int32)
-    source_rows = carray(pointer(job[SOURCE_ROWS]), cells, np.int32)
-    target_pages = carray(pointer(job[TARGET_PAGES]), cells, np.int32)
-    target_rows = carray(pointer(job[TARGET_ROWS]), cells, np.int32)
+    items = job[ITEMS]
+    source_pages = carray(pointer(job[SOURCE_PAGES]), items, np.int32)
+    source_rows = carray(pointer(job[SOURCE_ROWS]), items, np.int32)
+    target_pages = carray(pointer(job[TARGET_PAGES]), items, np.int32)
+    target_rows = carray(pointer(job[TARGET_ROWS]), items, np.int32)
     codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
+        for item in range(start, min(items, start + CHUNK)):
             _transcode(
-                job, source, source_pages[cell], source_rows[cell], target, target_pages[cell],
-                target_rows[cell], codes, numbers,
+                job, source, source_pages[item], source_rows[item], target, target_pages[item],
+                target_rows[item], codes, numbers,
             )  # fmt: skip
 
 
@@ -217,35 +229,35 @@ def move(address):
                 to = _word(job[TO], target_places + token)[0]
                 if to < 0:
                     continue
-                page, cell = _page_in(table, slot, head, place, source.tokens)
-                new_page, new_cell = _page_in(target_table, slot, head, to, target.tokens)
-                _transcode(job, source, page, cell, target, new_page, new_cell, codes, numbers)
+                page, page_row = _page_in(table, slot, head, place, source.tokens)
+                new_page, new_row = _page_in(target_table, slot, head, to, target.tokens)
+                _transcode(job, source, page, page_row, target, new_page, new_row, codes, numbers)
 
 
 @team_body
 def load(address):
     job = carray(pointer(address), LOAD_WORDS, np.int64)
     form, dim, longest = _form(job[LOAD_FORM : LOAD_FORM + FORM_WORDS]), job[HEAD_DIM], job[LONGEST]
-    cells = job[ITEMS]
-    keys = carray(pointer(job[OUT_KEY]), (cells, dim), np.float32)
-    values = carray(pointer(job[OUT_VALUE]), (cells, dim), np.float32)
-    positions = carray(pointer(job[OUT_POSITIONS]), cells, np.int32)
+    items = job[ITEMS]
+    keys = carray(pointer(job[OUT_KEY]), (items, dim), np.float32)
+    values = carray(pointer(job[OUT_VALUE]), (items, dim), np.float32)
+    positions = carray(pointer(job[OUT_POSITIONS]), items, np.int32)
     codes = np.empty(dim, np.uint8)
     while True:
         start = fetch_add(address, CHUNK)
-        if start >= cells:
+        if start >= items:
             break
-        for cell in range(start, min(cells, start + CHUNK)):
-            line, token = cell // longest, cell % longest
-            keys[cell], values[cell], positions[cell] = 0.0, 0.0, -1
+        for item in range(start, min(items, start + CHUNK)):
+            line, token = item // longest, item % longest
+            keys[item], values[item], positions[item] = 0.0, 0.0, -1
             if token >= _word(job[TOKENS], line)[0]:
                 continue
             entry, row = token // form.tokens, token % form.tokens
             page_id = _word(job[TABLE], line * job[TABLE_STRIDE] + min(entry, job[WIDTH] - 1))[0]
-            if entry >= job[WIDTH] or not _is_cell(job, form, page_id, row):
+            if entry >= job[WIDTH] or not _is_slot(job, form, page_id, row):
                 job[BAD] = 1
                 continue
             page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
-            decode(form.keys, page, row, codes, keys[cell])
-            decode(form.values, page, row, codes, values[cell])
-            positions[cell] = _word(page + form.positions, row)[0]
+            decode(form.keys, page, row, codes, keys[item])
+            decode(form.values, page, row, codes, values[item])
+            positions[item] = _word(page + form.positions, row)[0]

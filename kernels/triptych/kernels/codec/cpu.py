@@ -1,4 +1,4 @@
-"""The codec on the CPU: checks and addresses here, numba in ``driver``."""
+"""The codec ops on the CPU: checks and addresses; ``codec_numba`` has the compiled loops."""
 
 from functools import cache
 from struct import Struct
@@ -70,7 +70,9 @@ def append_tokens(
     positions: Tensor,
 ) -> None:
     """See ``reference.append_tokens``."""
-    pages, table = section.known(lambda: _append_words(arena, section), arena, append_tokens)
+    pages, table = section.call_cache.get(
+        lambda: _append_words(arena, section), arena, append_tokens
+    )
     rows, heads = check_append(section, key, value, slots, places, positions)
     if key.dtype not in (torch.float32, torch.bfloat16) or value.dtype != key.dtype:
         raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
@@ -108,14 +110,14 @@ def transcode(
     """See ``reference.transcode``."""
     check_arena(arena, source_layout)
     check_arena(arena, target_layout)
-    cells = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
-    check_indices(*cells)
+    indices = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
+    check_indices(*indices)
     job = _job(
         arena,
         source_layout.head_dim,
-        cells[0].numel(),
-        *way_words(source_layout, target_layout),
-        *(item.data_ptr() for item in cells),
+        indices[0].numel(),
+        *conversion_words(source_layout, target_layout),
+        *(item.data_ptr() for item in indices),
     )
     _run(job, codec_numba.transcode.address, "transcode")
 
@@ -129,7 +131,7 @@ def move_tokens(
     target_places: Tensor,
 ) -> None:
     """See ``reference.move_tokens``."""
-    words = source.known(lambda: _move_words(arena, source, target), arena, target)
+    words = source.call_cache.get(lambda: _move_words(arena, source, target), arena, target)
     check_moves(source, target, slots, places, target_places)
     slots, places, target_places = slots.contiguous(), _dense(places), _dense(target_places)
     rows, heads, most = target_places.shape
@@ -185,7 +187,7 @@ def load_tokens(
 
 @cache
 def form_words(layout: PageLayout) -> tuple[int, ...]:
-    """A layout as the driver's ``Form``, field by field."""
+    """A layout as the words of ``codec_numba.Form``."""
     form, offsets = layout.format, layout.offsets
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
     key_strides = (layout.tokens, 1) if is_channel_major(layout) else (1, key_bytes)
@@ -195,14 +197,14 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
 
 
 @cache
-def way_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
-    """Two layouts, and how keys and values get from one to the other."""
+def conversion_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
+    """Source and target layout, and the conversion of keys and of values."""
     old, new = source.format, target.format
     return (
         *form_words(source),
         *form_words(target),
-        _way(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
-        _way(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
+        _conversion(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
+        _conversion(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
     )
 
 
@@ -210,7 +212,7 @@ Words = tuple[int, ...]
 
 
 def _append_words(arena: Tensor, section: Section) -> tuple[Words, Words]:
-    """What a job of ``append_tokens`` says of pages, and of their table."""
+    """The words of pages and of the page table in a job of ``append_tokens``."""
     layout = section.layout
     check_arena(arena, layout)
     shared = arena.data_ptr(), *arena.shape, layout.head_dim
@@ -218,15 +220,15 @@ def _append_words(arena: Tensor, section: Section) -> tuple[Words, Words]:
 
 
 def _move_words(arena: Tensor, source: Section, target: Section) -> tuple[int, ...]:
-    """All that a job of ``move_tokens`` says of pages and their tables."""
+    """The words of layouts and page tables in a job of ``move_tokens``."""
     for section in (source, target):
         check_arena(arena, section.layout)
-    ways = way_words(source.layout, target.layout)
-    return (*ways, *_table_words(source), *_table_words(target))
+    conversions = conversion_words(source.layout, target.layout)
+    return (*conversions, *_table_words(source), *_table_words(target))
 
 
 def _table_words(section: Section) -> tuple[int, ...]:
-    """A page table as the driver's ``_page_in`` reads it."""
+    """A page table as the words that ``codec_numba._page_in`` reads."""
     pages = section.pages
     slot, head, entry = pages.stride()
     slots, _, width = pages.shape
@@ -236,11 +238,11 @@ def _table_words(section: Section) -> tuple[int, ...]:
 
 
 def _coded(*part: int) -> tuple[int, ...]:
-    """Without metadata in 16 bits."""
+    """The words of a part; 16-bit parts have no metadata groups."""
     return (*part[:5], 0) if part[4] == 16 else part
 
 
-def _way(bits: int, groups: int, to_bits: int, to_groups: int) -> int:
+def _conversion(bits: int, groups: int, to_bits: int, to_groups: int) -> int:
     if bits == to_bits and (bits == 16 or groups == to_groups):
         return COPY
     return NARROW if to_bits < bits < 16 and groups == to_groups else REQUANTIZE
@@ -255,7 +257,7 @@ def _job(arena: Tensor, head_dim: int, items: int, *words: int) -> np.ndarray:
 
 
 def _packed(*words: int) -> np.ndarray:
-    """Words of a job; an array of Python's numbers would take as long as storing a few tokens."""
+    """The words of a job as an array; ``np.array`` of ints takes as long as storing some tokens."""
     job = np.empty(len(words), np.int64)
     _struct(len(words)).pack_into(job.data, 0, *words)
     return job
@@ -268,4 +270,4 @@ def _struct(words: int) -> Struct:
 
 def _run(job: np.ndarray, body: int, name: str, alone: int = codec_numba.CHUNK) -> None:
     if not codec_numba.run(job, team_address(), body, team_threads(), alone):
-        raise ConfigError(f"{name}: an index names a page or a row that the arena does not have")
+        raise ConfigError(f"{name}: an index is of a page or a row that the arena does not have")

@@ -1,18 +1,18 @@
 # pyright: reportUnknownVariableType=false
 # The arguments of kernels have no types.
-"""The codec on the GPU: the bytes of the reference, a block of cells for each program."""
+"""The codec ops on the GPU: same bytes as the reference, one program per block of slots."""
 
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.codec.gpu_cells import (
-    append_cells,
-    load_cells,
-    move_cells,
-    store_cells,
-    transcode_cells,
+from triptych.kernels.codec.gpu_slots import (
+    append_slots,
+    load_slots,
+    move_slots,
+    store_slots,
+    transcode_slots,
 )
 from triptych.kernels.pages import (
     Section,
@@ -33,7 +33,7 @@ from triptych.kernels.triton.triton_layout import form_of
 
 COPY, NARROW, REQUANTIZE = range(3)
 BLOCK_NUMBERS = 4096
-"""Numbers that a program has in registers."""
+"""Numbers that a program keeps in registers."""
 
 
 def store_tokens(
@@ -48,7 +48,7 @@ def store_tokens(
 ) -> None:
     """See ``reference.store_tokens``.
 
-    An index out of range skips its cell: an error would need the host to wait.
+    A token with an index out of range is skipped: an error would make the host wait.
     """
     for launch in plan_store(arena, layout, key, value, pages, rows, positions, scores):
         launch.run()
@@ -72,13 +72,13 @@ def plan_store(
         raise ConfigError(f"store_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value = dense(key), dense(value)
     scores = None if scores is None else scores.float().contiguous()
-    cells, block = pages.numel(), _block(layout.head_dim)
+    items, block = pages.numel(), _block(layout.head_dim)
     arguments = (
         arena, arena.shape[0], key, value, pages.contiguous(), rows.contiguous(),
-        positions.contiguous(), scores, cells, *key.stride()[:2], *value.stride()[:2],
+        positions.contiguous(), scores, items, *key.stride()[:2], *value.stride()[:2],
     )  # fmt: skip
     constants = {"FORM": form_of(layout), "BLOCK": block, "KV_HEADS": key.shape[1]}
-    return [Launch(store_cells, (-(-cells // block),), arguments, constants)]
+    return [Launch(store_slots, (-(-items // block),), arguments, constants)]
 
 
 def append_tokens(
@@ -90,7 +90,7 @@ def append_tokens(
     places: Tensor,
     positions: Tensor,
 ) -> None:
-    """See ``reference.append_tokens``; a place that there is not is skipped."""
+    """See ``reference.append_tokens``; a token with a place out of range is skipped."""
     for launch in plan_append(arena, section, key, value, slots, places, positions):
         launch.run()
 
@@ -111,10 +111,10 @@ def plan_append(
     if key.dtype not in VECTOR_TYPES or value.dtype != key.dtype:
         raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value = dense(key), dense(value)
-    cells, block = rows * heads, _block(section.layout.head_dim)
+    items, block = rows * heads, _block(section.layout.head_dim)
     arguments = (
         arena, arena.shape[0], key, value, slots.contiguous(), places.contiguous(),
-        positions.contiguous(), cells, _table(section), *key.stride()[:2], *value.stride()[:2],
+        positions.contiguous(), items, _table(section), *key.stride()[:2], *value.stride()[:2],
     )  # fmt: skip
     constants = {
         "FORM": form_of(section.layout),
@@ -122,7 +122,7 @@ def plan_append(
         "BLOCK": block,
         "KV_HEADS": heads,
     }
-    return [Launch(append_cells, (-(-cells // block),), arguments, constants)]
+    return [Launch(append_slots, (-(-items // block),), arguments, constants)]
 
 
 def transcode(
@@ -134,24 +134,24 @@ def transcode(
     target_pages: Tensor,
     target_rows: Tensor,
 ) -> None:
-    """See ``reference.transcode``; an index out of range skips its cell."""
-    cells = (source_pages, source_rows, target_pages, target_rows)
-    for launch in plan_transcode(arena, source_layout, target_layout, *cells):
+    """See ``reference.transcode``; a token with an index out of range is skipped."""
+    indices = (source_pages, source_rows, target_pages, target_rows)
+    for launch in plan_transcode(arena, source_layout, target_layout, *indices):
         launch.run()
 
 
 def plan_transcode(
-    arena: Tensor, source_layout: PageLayout, target_layout: PageLayout, *cells: Tensor
+    arena: Tensor, source_layout: PageLayout, target_layout: PageLayout, *indices: Tensor
 ) -> list[Launch]:
     """The launch of one call."""
     check_arena(arena, source_layout)
     check_arena(arena, target_layout)
-    check_indices(*cells)
-    check_device("transcode", arena, *cells)
-    block, count = _block(source_layout.head_dim), cells[0].numel()
-    arguments = (arena, arena.shape[0], *(item.contiguous() for item in cells), count)
-    constants = _ways(source_layout, target_layout) | {"BLOCK": block}
-    return [Launch(transcode_cells, (-(-count // block),), arguments, constants)]
+    check_indices(*indices)
+    check_device("transcode", arena, *indices)
+    block, count = _block(source_layout.head_dim), indices[0].numel()
+    arguments = (arena, arena.shape[0], *(item.contiguous() for item in indices), count)
+    constants = _conversions(source_layout, target_layout) | {"BLOCK": block}
+    return [Launch(transcode_slots, (-(-count // block),), arguments, constants)]
 
 
 def move_tokens(
@@ -162,7 +162,7 @@ def move_tokens(
     places: Tensor,
     target_places: Tensor,
 ) -> None:
-    """See ``reference.move_tokens``; a token at a place that there is not stays."""
+    """See ``reference.move_tokens``; a token with a place out of range is not moved."""
     for launch in plan_moves(arena, source, target, slots, places, target_places):
         launch.run()
 
@@ -187,12 +187,12 @@ def plan_moves(
         arena, arena.shape[0], slots.contiguous(), places, *places.stride()[:2], target_places,
         *target_places.stride()[:2], most, heads, count, _table(source), _table(target),
     )  # fmt: skip
-    constants = _ways(source.layout, target.layout) | {
+    constants = _conversions(source.layout, target.layout) | {
         "SOURCE_BACKWARD": source.backward,
         "TARGET_BACKWARD": target.backward,
         "BLOCK": block,
     }
-    return [Launch(move_cells, (-(-count // block),), arguments, constants)]
+    return [Launch(move_slots, (-(-count // block),), arguments, constants)]
 
 
 def _table(section: Section) -> tuple[Argument, ...]:
@@ -200,14 +200,14 @@ def _table(section: Section) -> tuple[Argument, ...]:
     return (pages, pages.shape[0], pages.shape[2], *pages.stride())
 
 
-def _ways(source: PageLayout, target: PageLayout) -> dict[str, object]:
-    """Two layouts, and how keys and values get from one to the other."""
+def _conversions(source: PageLayout, target: PageLayout) -> dict[str, object]:
+    """Constants of source and target layout, and of the conversion of keys and of values."""
     old, new = source.format, target.format
     return {
         "SOURCE": form_of(source),
         "TARGET": form_of(target),
-        "KEY_WAY": _way(old.key_bits, new.key_bits),
-        "VALUE_WAY": _way(old.value_bits, new.value_bits),
+        "KEY_CONVERSION": _conversion(old.key_bits, new.key_bits),
+        "VALUE_CONVERSION": _conversion(old.value_bits, new.value_bits),
     }
 
 
@@ -236,7 +236,7 @@ def plan_load(
     value: Tensor,
     positions: Tensor,
 ) -> list[Launch]:
-    """The launch of one call, into the outputs given."""
+    """The launch of one call; it writes to ``key``, ``value`` and ``positions``."""
     check_arena(arena, layout)
     check_indices(pages, tokens)
     check_device("load_tokens", arena, pages, tokens)
@@ -246,14 +246,14 @@ def plan_load(
         key, value, positions,
     )  # fmt: skip
     constants = {"FORM": form_of(layout), "BLOCK": block}
-    return [Launch(load_cells, (-(-longest // block), rows), arguments, constants)]
+    return [Launch(load_slots, (-(-longest // block), rows), arguments, constants)]
 
 
 def _block(dim: int) -> int:
     return max(8, BLOCK_NUMBERS // power_of_two(dim))
 
 
-def _way(bits: int, to_bits: int) -> int:
+def _conversion(bits: int, to_bits: int) -> int:
     if bits == to_bits:
         return COPY
     return NARROW if to_bits < bits < 16 else REQUANTIZE

@@ -1,4 +1,4 @@
-"""The quantizer of the page formats, vector by vector, in plain torch."""
+"""The asymmetric quantizer of the page formats, in torch."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ FP16_MAX = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Vectors as a page holds them, before packing."""
+    """Quantized vectors before packing: codes and metadata."""
 
     codes: Tensor
     """uint8 [n, d]; for 16-bit formats the float16 vectors themselves."""
@@ -19,11 +19,11 @@ class Encoded:
 
 
 def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
-    """Quantize each vector over its own range, asymmetrically, group by group.
+    """Quantize each group of each vector asymmetrically, over its own range.
 
-    Codes are computed with the *rounded* scale and zero, so that what is stored belongs
-    together. A constant group has no range: its codes are 0 and its scale is 1. Values
-    saturate at the float16 range, so metadata is always finite for finite input.
+    Codes are computed with the scale and zero as rounded to float16, the numbers that are stored.
+    A constant group has codes 0 and scale 1. Values saturate at the float16 range, so metadata is
+    finite for finite input.
 
     Shapes:  vectors [n, d] -> codes [n, d], metadata [n, groups, 2]
     Promise: |decode(encode(x)) - x| <= scale / 2 + 2**-10 * max|x|, group by group
@@ -44,7 +44,7 @@ def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Tensor:
-    """Vectors back as float32 [n, d]: code * scale + zero."""
+    """Decoded vectors, float32 [n, d]: code * scale + zero."""
     groups = encoded.metadata.shape[1]
     if groups == 0:
         return encoded.codes.float()
@@ -55,10 +55,10 @@ def decode(encoded: Encoded) -> Tensor:
 
 
 def narrow(encoded: Encoded, bits: int, to_bits: int) -> Encoded:
-    """Drop bits of each code as if the original values had been quantized to ``to_bits``.
+    """Reduce codes to ``to_bits``, as if the original values had been quantized to ``to_bits``.
 
-    255 = 17 * 15 and 15 = 5 * 3, so the coarse grid is a subset of the fine one and the
-    nearest coarse code follows from the fine code alone.
+    255 = 17 * 15 and 15 = 5 * 3, so the coarse grid is a subset of the fine grid, and the nearest
+    coarse code follows from the fine code alone.
 
     Source:  DiffKV (downgrade of tokens); rounding at the midpoint is ours: its strict
              comparison differs in up to 4.8 % of the codes
@@ -71,10 +71,10 @@ def narrow(encoded: Encoded, bits: int, to_bits: int) -> Encoded:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [n, d] to bytes [n, d * bits / 8]: byte j holds channels j, j + q, j + 2q, ...
+    """Pack codes [n, d] to bytes [n, d * bits / 8]: byte j holds channels j, j + q, j + 2q, ...
 
-    ``q = d * bits / 8``, lowest bits first. Unpacking thus yields contiguous blocks of
-    channels and needs no shuffle.
+    ``q = d * bits / 8``, lowest bits first. Unpacking yields contiguous blocks of channels, without
+    a shuffle.
     """
     if bits >= 8:
         return codes
@@ -87,7 +87,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of ``pack``."""
+    """Unpack bytes [n, d * bits / 8] to codes [n, d]; the inverse of ``pack``."""
     if bits >= 8:
         return packed
     mask = 2**bits - 1

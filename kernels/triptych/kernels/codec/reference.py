@@ -1,4 +1,4 @@
-"""What the codec kernels mean, cell by cell; a cell is one (page, row)."""
+"""Reference implementation of the codec ops. A token slot is a pair (page id, row of the page)."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from triptych.core.layout import PageLayout
 from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow, pack, unpack
 from triptych.kernels.pages import Section, segments
 
-Cells = tuple[Tensor, Tensor]
-"""Page and row of each cell, [n] each."""
+Slots = tuple[Tensor, Tensor]
+"""Page id and row of each token slot, [n] each."""
 
 
 def store_tokens(
@@ -21,7 +21,7 @@ def store_tokens(
     positions: Tensor,
     scores: Tensor | None = None,
 ) -> None:
-    """Encode tokens into given cells of pages; a page id of -1 skips the cell.
+    """Encode tokens into given token slots; a page id of -1 skips the token.
 
     Shapes:  arena [P, page_bytes]; key, value [T, KH, d]; pages, rows [T, KH];
              positions [T]; scores [T, KH], zeros if None
@@ -48,16 +48,17 @@ def append_tokens(
     places: Tensor,
     positions: Tensor,
 ) -> None:
-    """Encode one token of each of some slots at a place of its head rows, score 0.
+    """Encode one new token of each request into its head rows, with score 0.
 
-    A place is an index into the tokens of a head row, as its page table lists them: all rows of a
-    slot are equally long. Neither tables nor their counts are written.
+    ``slots``: batch slots, the rows of the section's page table. ``places``: index of the token in
+    each head row of its slot; all head rows of a slot have the same length. Page table and token
+    counts are not changed.
 
     Shapes:  arena [P, page_bytes]; key, value [R, KH, d]; slots, places, positions [R]
     Dtypes:  arena uint8; key, value float32 or bfloat16; indices int32
     """
     head = torch.arange(key.shape[1], device=key.device)[None]
-    pages, rows = _cells_of(section, slots.long()[:, None], head, places[:, None])
+    pages, rows = _slots_of(section, slots.long()[:, None], head, places[:, None])
     rows = rows.expand_as(pages)
     store_tokens(arena, section.layout, key, value, pages, rows, positions)
 
@@ -71,10 +72,11 @@ def transcode(
     target_pages: Tensor,
     target_rows: Tensor,
 ) -> None:
-    """Re-encode tokens from cells of one format into cells of another, score and position too.
+    """Re-encode tokens from slots of one format into slots of another, with score and position.
 
-    Equal precision copies the codes; fewer bits over the same groups drop bits exactly;
-    all else decodes and quantizes again. Source and target cells must not overlap.
+    With equal bits and groups the codes are copied. With fewer bits and the same groups, bits are
+    dropped without a second quantization error. Other pairs decode and quantize again. Source and
+    target slots must not overlap.
 
     Shapes:  arena [P, page_bytes]; the indices [n]
     Dtypes:  arena uint8; indices int32
@@ -102,10 +104,11 @@ def move_tokens(
     places: Tensor,
     target_places: Tensor,
 ) -> None:
-    """``transcode`` tokens of some slots from one section's pages into another's.
+    """``transcode`` tokens of some batch slots from the pages of one section into another's.
 
-    A place is an index into the tokens of a head row, as its page table lists them. A token whose
-    place in ``target`` is negative stays. Only pages are written: neither tables nor their counts.
+    ``places`` and ``target_places``: index of each token in its head row of ``source`` and of
+    ``target``. A token with a negative target place is not moved. Page tables and token counts are
+    not changed.
 
     Shapes:  arena [P, page_bytes]; slots [R]; places, target_places [R, KH, T]
     Dtypes:  arena uint8; indices int32
@@ -113,18 +116,18 @@ def move_tokens(
     """
     row, head, token = (target_places >= 0).nonzero(as_tuple=True)
     slot = slots.long()[row]
-    read = _cells_of(source, slot, head, places[row, head, token])
-    write = _cells_of(target, slot, head, target_places[row, head, token])
+    read = _slots_of(source, slot, head, places[row, head, token])
+    write = _slots_of(target, slot, head, target_places[row, head, token])
     transcode(arena, source.layout, target.layout, *read, *write)
 
 
-def _cells_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> Cells:
+def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> Slots:
     column, row = places // section.layout.tokens, places % section.layout.tokens
     return section.forward_pages[slot, head, column.long()], row
 
 
 def recode(encoded: Encoded, bits: int, to_bits: int, to_groups: int) -> Encoded:
-    """Vectors of one precision in another, by the cheapest way that loses nothing extra."""
+    """Convert vectors to other bits and groups: copy, ``narrow``, or decode and encode again."""
     same_groups = encoded.metadata.shape[1] == to_groups
     if bits == to_bits and (bits == 16 or same_groups):
         return encoded
@@ -136,9 +139,9 @@ def recode(encoded: Encoded, bits: int, to_bits: int, to_groups: int) -> Encoded
 def load_tokens(
     arena: Tensor, layout: PageLayout, pages: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decode whole head rows: keys, values and positions, padded to the longest row.
+    """Decode whole head rows to keys, values and positions, padded to the longest row.
 
-    Beyond the end of a row keys and values are 0 and positions -1.
+    Padding has keys and values 0 and positions -1.
 
     Shapes:  arena [P, page_bytes]; pages [R, M]; tokens [R] -> key, value [R, N, d],
              positions [R, N], with N the largest of ``tokens``
@@ -164,13 +167,13 @@ def load_tokens(
     )
 
 
-def _write_keys(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:
+def _write_keys(arena: Tensor, layout: PageLayout, at: Slots, encoded: Encoded) -> None:
     into = segments(arena, layout)
     into.keys[at] = pack(encoded.codes, layout.format.key_bits)
     into.key_metadata[at] = encoded.metadata
 
 
-def _write_values(arena: Tensor, layout: PageLayout, at: Cells, encoded: Encoded) -> None:
+def _write_values(arena: Tensor, layout: PageLayout, at: Slots, encoded: Encoded) -> None:
     into = segments(arena, layout)
     into.values[at] = pack(encoded.codes, layout.format.value_bits)
     into.value_metadata[at] = encoded.metadata

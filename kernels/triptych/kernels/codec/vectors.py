@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""One vector of a page at a time: quantize, pack, unpack, narrow, as ``quantizer`` defines."""
+"""Compiled encode, decode and recode of one vector of a page, as ``quantizer`` defines them."""
 
 from collections import namedtuple
 
@@ -19,11 +19,11 @@ from triptych.kernels.codegen.numba_runtime import (
 FP16_MAX = np.float32(65504.0)
 
 Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups")
-"""Where the keys or the values of a page lie: offsets and strides in bytes."""
+"""Layout of the keys or the values of a page: offsets and strides in bytes."""
 PART_WORDS = len(Part._fields)
 
 COPY, NARROW, REQUANTIZE = range(3)
-"""How a vector gets from one precision to another."""
+"""Conversions of a vector from one format to another."""
 
 
 @kernel
@@ -35,7 +35,7 @@ def part_of(words):
 def encode(numbers, part, page, row, codes):
     """Quantize a float32 vector into row ``row`` of the page at address ``page``.
 
-    ``codes`` is room for one uint8 per channel.
+    ``codes``: scratch memory, one uint8 per channel.
     """
     at = page + part.codes + row * part.token_stride
     if part.bits == 16:
@@ -52,7 +52,7 @@ def encode(numbers, part, page, row, codes):
 
 @inlined
 def decode(part, page, row, codes, numbers):
-    """The float32 vector of row ``row`` of the page at address ``page``, into ``numbers``."""
+    """Decode row ``row`` of the page at address ``page`` into ``numbers``, a float32 vector."""
     at = page + part.codes + row * part.token_stride
     if part.bits == 16:
         halves = carray(pointer(at), len(numbers), np.uint16)
@@ -69,14 +69,14 @@ def decode(part, page, row, codes, numbers):
 
 
 @inlined
-def recode(way, source, read_page, read_row, target, write_page, write_row, codes, numbers):
-    """Bring one vector from a cell of one format into a cell of another."""
-    if way == COPY:
+def recode(conversion, source, read_page, read_row, target, write_page, write_row, codes, numbers):
+    """Copy, narrow or requantize one vector of a slot into a slot of another format."""
+    if conversion == COPY:
         _copy(source, read_page, read_row, target, write_page, write_row, len(numbers))
-    elif way == NARROW:
+    elif conversion == NARROW:
         unpack(source, read_page + source.codes + read_row * source.token_stride, codes)
         ratio = np.uint32((2**source.bits - 1) // (2**target.bits - 1))
-        # A product and a shift divide codes of a byte exactly, many at a time.
+        # A multiplication and a shift divide codes up to 255 exactly, and can be vectorized.
         half, inverse = ratio // np.uint32(2), np.uint32(65536) // ratio + np.uint32(1)
         for channel in range(len(codes)):
             codes[channel] = np.uint8(
@@ -95,7 +95,7 @@ def recode(way, source, read_page, read_row, target, write_page, write_row, code
 
 @inlined
 def pack(codes, part, at):
-    """Codes to bytes from address ``at`` on, ``part.byte_stride`` apart."""
+    """Pack codes to bytes at address ``at``, ``part.byte_stride`` bytes apart."""
     count = len(codes) * part.bits // 8
     packed = carray(pointer(at), count * part.byte_stride, np.uint8)
     stride = part.byte_stride
@@ -117,7 +117,7 @@ def pack(codes, part, at):
 
 @inlined
 def unpack(part, at, codes):
-    """The inverse of ``pack``."""
+    """Unpack bytes at address ``at`` to codes; the inverse of ``pack``."""
     count = len(codes) * part.bits // 8
     packed = carray(pointer(at), count * part.byte_stride, np.uint8)
     mask = np.uint8(2**part.bits - 1)
@@ -142,13 +142,13 @@ def _copy(source, read_page, read_row, target, write_page, write_row, channels):
             new[index * target.byte_stride] = old[index * source.byte_stride]
     for group in range(source.groups):
         metadata = _metadata(target, write_page, write_row, group)
-        known = _metadata(source, read_page, read_row, group)
-        metadata[0], metadata[1] = known[0], known[1]
+        old_metadata = _metadata(source, read_page, read_row, group)
+        metadata[0], metadata[1] = old_metadata[0], old_metadata[1]
 
 
 @inlined
 def _metadata(part, page, row, group):
-    """Scale and zero of one group, as bits."""
+    """Scale and zero of one group, a view as uint16 bits."""
     return carray(pointer(page + part.metadata + 4 * (row * part.groups + group)), 2, np.uint16)
 
 
@@ -170,7 +170,7 @@ def _quantize(numbers, codes, bits, metadata):
 
 @summing_kernel
 def _range(numbers):
-    """The least and the largest number."""
+    """The smallest and the largest number of a vector."""
     low = high = numbers[0]
     for number in numbers:
         low = number if number < low else low

@@ -1,8 +1,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Triton's compiler is not typed.
-"""Compile every Triton kernel for GPUs that this machine need not have.
+"""Ahead-of-time compilation of all Triton kernels, for GPUs that need not be present.
 
-Found this way: what a target cannot compile, registers that spill, and slow conversions of
+It finds kernels that do not compile for a target, register spills, and slow conversions of
 integers.
 """
 
@@ -34,25 +34,25 @@ TARGETS = {
 
 
 class Task(NamedTuple):
-    """One kernel to compile, by name: kernels do not travel between processes."""
+    """One kernel to compile, by name, since kernels cannot be pickled."""
 
     kernel: str
     variant: str
-    """Formats, head size, and what else it is specialised for."""
+    """Formats, head size and other parameters of the specialisation."""
     target: str
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiler made of a kernel."""
+    """Resources of a compiled kernel."""
 
     kernel: str
     variant: str
     target: str
     registers: int
-    """Of a thread; for AMD the vector registers."""
+    """Registers of a thread; for AMD vector registers."""
     spill_bytes: int
-    """Memory of a thread that holds what registers could not."""
+    """Spilled bytes of a thread."""
     shared_bytes: int
     """Shared memory of a block."""
     i2f: int | None
@@ -62,7 +62,7 @@ class Compiled:
 
 
 def tasks(targets: Sequence[str], *, quick: bool = False) -> list[Task]:
-    """Every kernel for every target; ``quick``: each kernel in its most usual variants.
+    """All kernels for all targets; ``quick``: only the usual variant of each kernel.
 
     Raises:  ConfigError for an unknown target, or where kernels are interpreted
     """
@@ -76,7 +76,7 @@ def tasks(targets: Sequence[str], *, quick: bool = False) -> list[Task]:
 
 
 def compile_all(wanted: Sequence[Task], jobs: int = 1) -> Iterator[Compiled]:
-    """Compile in ``jobs`` processes, in any order. Triton keeps results in its cache.
+    """Compile in ``jobs`` processes, in any order; Triton caches the results.
 
     Raises:  TriptychError if a kernel does not compile
     """
@@ -89,7 +89,7 @@ def compile_all(wanted: Sequence[Task], jobs: int = 1) -> Iterator[Compiled]:
 
 
 def compile_one(task: Task) -> Compiled:
-    """Compile in this process."""
+    """Compile one task in this process."""
     return compile_launch(_variants()[task.kernel, task.variant], task)
 
 
@@ -97,7 +97,7 @@ _variants = cache(all_variants)
 
 
 def compile_launch(launch: Launch, task: Task) -> Compiled:
-    """Compile one kernel for one target, and read what came out."""
+    """Compile one kernel for one target, and read its resources from the binary."""
     machine = TARGETS[task.target]
     options = launch.options(machine.backend)
     try:
@@ -118,7 +118,7 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, bytes of stack (kernels have no arrays: all of it is spilled), conversions."""
+    """Registers, stack bytes (all spilled, as kernels have no arrays), conversions of integers."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

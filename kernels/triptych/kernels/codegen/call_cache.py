@@ -1,4 +1,4 @@
-"""What a call of a kernel found out is remembered for the next one with the same tensors."""
+"""A cache of checks and addresses for repeated calls of a kernel with the same tensors."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -6,19 +6,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Known:
-    """Checks, addresses and strides of an owner's tensors, which do not move: found once.
+class CallCache:
+    """Checked addresses and strides of the tensors of its owner, a section or page lists.
 
-    A step asks each layer's tables again, and finding out takes longer than reading a few pages.
-    Tensors and tables are told apart by identity. What is remembered keeps alive what it is about,
-    so that must not be the owner: a ring of the two would hold an arena until it is collected.
+    Each decode step calls kernels with the same tables of each layer, and checking them takes
+    longer than reading a few pages. Tensors and tables in keys are compared by identity. A key
+    keeps its objects alive, so it must not contain the owner: the reference cycle would keep an
+    arena until garbage collection.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, Any] = {}
 
-    def __call__(self, find: Callable[[], T], *about: Hashable) -> T:
-        """What ``find`` returns, or returned when last asked about the same."""
-        if about not in self._found:
-            self._found[about] = find()
-        return self._found[about]
+    def get(self, compute: Callable[[], T], *key: Hashable) -> T:
+        """The cached value for ``key``, or that of ``compute``; an error is not cached."""
+        if key not in self._values:
+            self._values[key] = compute()
+        return self._values[key]

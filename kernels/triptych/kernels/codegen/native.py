@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingTypeStubs=false
 # llvmlite ships no types.
-"""Compile a module of LLVM IR for this machine and hand out addresses of its functions."""
+"""JIT compilation of LLVM IR for this machine; functions are called by address."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 _libraries: list[llvm.ResourceTracker] = []
-"""Compiled code lives as long as the process: functions are called by address."""
+"""References that keep compiled code loaded, since functions are called by address."""
 
 
 @cache
@@ -18,7 +18,7 @@ def _compiler() -> llvm.LLJIT:
 
 @cache
 def vector_lanes() -> int:
-    """Float32 lanes of the widest vector register of this machine's processor."""
+    """Number of float32 lanes of the widest vector register of this machine."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
         return 16

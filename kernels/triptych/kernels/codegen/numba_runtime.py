@@ -1,10 +1,10 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""What numba lacks for kernels: raw memory, float16, calls by address, torch's threads.
+"""Extensions of numba for kernels: raw memory, float16, calls by address, torch's threads.
 
-Arguments of a compiled function are checked and unpacked one by one, which for a dozen
-arrays takes longer than a small kernel. So kernels take addresses, which are plain
-integers; the callers in Python check shapes and types first.
+numba checks and unpacks each argument of a compiled function, which for a dozen arrays takes longer
+than a small kernel. Kernels therefore take addresses as integers; their callers in Python check
+shapes and types.
 """
 
 import ctypes
@@ -27,38 +27,35 @@ _KERNELS = Path(__file__).parents[1]
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile on first use, without the GIL; later processes load the machine code."""
+    """Compile a function on first use; it runs without the GIL and is cached on disk."""
     with _cache_of_these_sources():
         return njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """As ``kernel``, but part of what calls it: for what takes less time than its arguments."""
+    """``kernel`` that is inlined into its callers, for functions shorter than their call."""
     with _cache_of_these_sources():
         return njit(nogil=True, cache=True, error_model="numpy", inline="always")(function)
 
 
 def summing_kernel(function: Callable[..., Any]) -> Any:
-    """As ``kernel``, but sums and extremes of finite numbers may be taken in any order.
-
-    Only then are they taken many at a time.
-    """
+    """``kernel`` that may reorder sums and extremes of finite numbers, so that they vectorize."""
     with _cache_of_these_sources():
         flags = {"reassoc", "nnan", "ninf", "nsz"}
         return njit(nogil=True, cache=True, error_model="numpy", fastmath=flags)(function)
 
 
 def team_body(function: Callable[..., Any]) -> Any:
-    """Compile what every thread of a team runs; it gets the address of the team's job."""
+    """Compile the function that each thread of a team runs; its argument is the job's address."""
     with _cache_of_these_sources():
         return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
 
 
 @contextmanager
 def _cache_of_these_sources() -> Iterator[None]:
-    """Keep machine code apart by the text of all kernels.
+    """Use a cache directory named by the hash of all kernel sources.
 
-    numba sees a change of a function's own file, but not of the functions it calls.
+    numba detects a change of a function's own file, but not of functions that it calls.
     """
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(Path(before or _KERNELS / "__pycache__") / _digest())
@@ -70,7 +67,7 @@ def _cache_of_these_sources() -> Iterator[None]:
 
 @cache
 def _digest() -> str:
-    """A name for the text of all modules that compile something, this one included."""
+    """Directory name from the hash of all modules that compile functions, this one included."""
     texts = [path.read_bytes() for path in sorted(_KERNELS.rglob("*.py"))]
     compiled = [text for text in texts if b"numba_runtime" in text or b"njit" in text]
     return f"kernels-{sha256(b''.join(compiled)).hexdigest()[:16]}"
@@ -78,18 +75,18 @@ def _digest() -> str:
 
 @cache
 def team_address() -> int:
-    """Address of the entry to torch's OpenMP runtime, for ``run_team``.
+    """Address of ``GOMP_parallel`` of torch's OpenMP runtime, for ``run_team``; 0 if missing.
 
-    Kernels run in torch's own threads, since a second pool would spin against the first
-    between calls. The runtimes of GNU, Intel and LLVM all have this entry on Linux; 0
-    where it is missing, and then a kernel runs in the thread that calls it.
+    Kernels run in torch's threads, since the idle threads of a second pool would spin against
+    those of the first. The GNU, Intel and LLVM runtimes have this function on Linux. Without it a
+    kernel runs in the calling thread.
     """
     entry = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     return ctypes.cast(entry, ctypes.c_void_p).value or 0 if entry else 0
 
 
 def team_threads() -> int:
-    """Threads that ``run_team`` may use: those that the caller has given to torch."""
+    """Number of threads for ``run_team``: ``torch.get_num_threads``, or 1 without OpenMP."""
     return torch.get_num_threads() if team_address() else 1
 
 
@@ -120,7 +117,7 @@ def _call_body(typing_context, body, job):
 
 @kernel
 def run_team(team, body, job, threads):
-    """Run ``body(job)`` in each of ``threads`` threads of torch, and wait for all."""
+    """Run ``body(job)`` in each of ``threads`` threads of torch, and wait until all return."""
     if threads > 1:
         _enter_team(team, body, job, threads)
     else:
@@ -129,7 +126,7 @@ def run_team(team, body, job, threads):
 
 @intrinsic
 def pointer(typing_context, address):
-    """An address as a pointer that ``numba.carray`` takes."""
+    """An address as a pointer for ``numba.carray``."""
 
     def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -139,7 +136,7 @@ def pointer(typing_context, address):
 
 @intrinsic
 def from_half(typing_context, bits):
-    """float32 of a float16 number given as uint16."""
+    """Convert float16 bits in a uint16 to float32."""
 
     def emit(context, builder, signature, arguments):
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -149,7 +146,7 @@ def from_half(typing_context, bits):
 
 @intrinsic
 def to_half(typing_context, number):
-    """uint16 of the float16 number nearest to a float32, ties to even."""
+    """Round float32 to float16, ties to even; returns the bits as uint16."""
 
     def emit(context, builder, signature, arguments):
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
@@ -159,7 +156,7 @@ def to_half(typing_context, number):
 
 @intrinsic
 def float_of_bits(typing_context, bits):
-    """The float32 number that an int32 is the bits of."""
+    """Reinterpret int32 bits as float32."""
 
     def emit(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -169,7 +166,7 @@ def float_of_bits(typing_context, bits):
 
 @intrinsic
 def prefetch(typing_context, address):
-    """Ask for the cache line at ``address``; any address is harmless."""
+    """Prefetch the cache line at ``address``; any address is safe."""
 
     def emit(context, builder, signature, arguments):
         Emitter(builder).prefetch(builder.inttoptr(arguments[0], POINTER))
@@ -180,7 +177,7 @@ def prefetch(typing_context, address):
 
 @intrinsic
 def fetch_add(typing_context, address, amount):
-    """Add to the int64 at ``address`` as one step of all threads; returns the value before."""
+    """Add atomically to the int64 at ``address``; returns the value before."""
 
     def emit(context, builder, signature, arguments):
         at = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingTypeStubs=false
 # llvmlite ships no types.
-"""Words for writing vector code as LLVM IR: just those that attention over pages needs."""
+"""An emitter of float vector code as LLVM IR, with the operations that page kernels need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from llvmlite import ir
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, FLOAT, POINTER = ir.HalfType(), ir.FloatType(), ir.PointerType()
 Value = Any
-"""A value of LLVM IR; the library has no types to say more."""
+"""A value of LLVM IR; llvmlite has no more precise type."""
 
 EXP2 = (  # minimax for 2**x - 1 over x in [-1/2, 1/2], highest power first; Cephes, exp2f
     1.535336188319500e-4,
@@ -29,7 +29,7 @@ def vector(element: ir.Type, lanes: int) -> Any:
 
 
 class Emitter:
-    """An ``IRBuilder`` that speaks in float vectors; every pointer is a byte pointer."""
+    """Emits operations on float vectors into an ``IRBuilder``; all pointers are byte pointers."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.build: Any = builder
@@ -46,7 +46,7 @@ class Emitter:
         self.build.store(value, pointer, align=1)
 
     def constant(self, number: float, like: Value) -> Value:
-        """``number`` in the type of ``like``, in all lanes."""
+        """A constant of the type of ``like`` with ``number`` in all lanes."""
         kind = like.type
         if isinstance(kind, ir.VectorType):
             return ir.Constant(kind, [number] * kind.count)
@@ -65,7 +65,7 @@ class Emitter:
         )
 
     def maximum(self, left: Value, right: Value) -> Value:
-        """The larger one, lane by lane; ``right`` where ``left`` is NaN."""
+        """The larger number of each lane; ``right`` where ``left`` is NaN."""
         return self.build.select(self.build.fcmp_ordered(">", left, right), left, right)
 
     def total(self, values: Value) -> Value:
@@ -107,7 +107,7 @@ class Emitter:
         return self.build.fsub(one, self.build.fdiv(self.constant(2.0, value), below))
 
     def widen(self, pointer: Value, bits: int, lanes: int) -> list[Value]:
-        """Codes as float vectors: one per block of channels that the bytes share.
+        """Load codes as float vectors, one for each block of channels packed in the bytes.
 
         Reads ``lanes`` float16 numbers if ``bits`` is 16, else ``lanes`` bytes.
         """
@@ -123,14 +123,14 @@ class Emitter:
         return parts
 
     def load_live(self, pointer: Value, live: Value) -> Value:
-        """32-bit integers of the lanes that are ``live``, and 0 elsewhere, where memory may end."""
+        """Load the int32 lanes that are ``live``; the others are 0 and their memory is not read."""
         kind: Any = vector(I32, live.type.count)
         name = f"llvm.masked.load.v{kind.count}i32.p0"
         function = self._declare(name, kind, (POINTER, I32, live.type, kind))
         return self.build.call(function, [pointer, I32(4), live, ir.Constant(kind, None)])
 
     def store_live(self, values: Value, pointer: Value, live: Value) -> None:
-        """Store the float lanes that are ``live``, and leave the memory of the others alone."""
+        """Store the float lanes that are ``live``; the memory of the others is not written."""
         kind: Any = values.type
         name = f"llvm.masked.store.v{kind.count}f32.p0"
         function = self._declare(name, ir.VoidType(), (kind, POINTER, I32, live.type))
@@ -146,14 +146,14 @@ class Emitter:
         )
 
     def prefetch(self, pointer: Value) -> None:
-        """Ask for the cache line at ``pointer``; any address is harmless."""
+        """Prefetch the cache line at ``pointer``; any address is safe."""
         kinds = (POINTER, I32, I32, I32)
         function = self._declare("llvm.prefetch.p0", ir.VoidType(), kinds)
         self.build.call(function, [pointer, I32(0), I32(3), I32(1)])
 
     @contextmanager
     def loop(self, count: Value) -> Iterator[Value]:
-        """Repeat the body for an index of 0 to ``count - 1``."""
+        """A loop over the index 0 to ``count - 1``; the ``with`` body emits the loop body."""
         before = self.build.block
         head = self.build.append_basic_block("head")
         body = self.build.append_basic_block("body")
@@ -170,7 +170,7 @@ class Emitter:
         self.build.position_at_end(after)
 
     def variable(self, value: Value) -> Value:
-        """A stack slot with a first value; the optimizer keeps it in a register."""
+        """A stack variable with an initial value; the optimizer keeps it in a register."""
         with self.build.goto_entry_block():
             slot = self.build.alloca(value.type)
         self.build.store(value, slot)

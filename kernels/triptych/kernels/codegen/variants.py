@@ -1,6 +1,7 @@
-"""What Triton kernels are compiled for: formats, head sizes, groups, types and options.
+"""Variants of all Triton kernels to compile: formats, head sizes, groups, types and options.
 
-Launches are planned for tensors without memory, so what is listed is what would run.
+The variants are the launches that the ops plan for tensors on the meta device, so that the compiled
+kernels are those that run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
 from triptych.kernels.compact import gpu as compact
 from triptych.kernels.decode import gpu as decode
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.prefill import gpu as prefill
 from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
@@ -25,16 +26,16 @@ from triptych.kernels.triton.launch import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 MIXES = (("k8v4", "k4v2", "fp16"), ("k8v8", "k4v4"))
-"""Formats that the sections of one request have together; here all formats are in one."""
+"""Formats of the sections of one request; each format is in one of the mixes."""
 PASTS = (None, "fp16", "k8v4", "k4v2")
-"""Formats of pages before a prompt; None: there are no such pages."""
+"""Formats of past pages of a prompt; None: no past."""
 
 Planned = tuple[str, Sequence[Launch]]
-"""The name of a variant, and its launches."""
+"""Name of a variant, and its launches."""
 
 
 class Kind(NamedTuple):
-    """What does not depend on the format or the head size."""
+    """Parameters of a variant other than format and head size."""
 
     dtype: torch.dtype = torch.bfloat16
     group: int = 4
@@ -54,7 +55,7 @@ HALF = Kind(torch.float16)
 
 
 def all_variants() -> dict[tuple[str, str], Launch]:
-    """Launches of all kernels by name of kernel and variant; equal ones once."""
+    """Launches of all kernels by kernel and variant, without duplicates."""
     planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact())
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
@@ -66,7 +67,7 @@ def all_variants() -> dict[tuple[str, str], Launch]:
 
 
 def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -> tuple[str, str]:
-    """A name for one more launch of a kernel: the second of a plan ends in ``#2``."""
+    """A unique name for a launch; the second launch of a kernel in a variant ends in ``#2``."""
     taken = sum(name == kernel and other.split(" #")[0] == variant for name, other in made)
     return kernel, f"{variant} #{taken + 1}" if taken else variant
 
@@ -80,38 +81,38 @@ USUAL_VARIANTS = {
     "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
     "sum_columns": "past k8v4 d128 g4 bf16 window cap #2",
     "find_first": "past k8v4 d128 g4 bf16 window cap",
-    "store_cells": "k8v4 d128 bf16",
-    "append_cells": "k8v4 d128 bf16",
-    "load_cells": "k8v4 d128",
-    "transcode_cells": "fp16>k8v4 d128",
-    "move_cells": "k8v4>k4v2 d128",
+    "store_slots": "k8v4 d128 bf16",
+    "append_slots": "k8v4 d128 bf16",
+    "load_slots": "k8v4 d128",
+    "transcode_slots": "fp16>k8v4 d128",
+    "move_slots": "k8v4>k4v2 d128",
     "classify": "any",
     "retire_tokens": "k8v4+k4v2 d128",
 }
-"""The variant of each kernel that every commit compiles: a usual one that needs many registers."""
+"""The variant of each kernel that tests compile: a usual one that needs many registers."""
 
 
 def usual_variants() -> dict[tuple[str, str], Launch]:
-    """Each kernel once."""
+    """One variant of each kernel, those of ``USUAL_VARIANTS``."""
     made = all_variants()
     return {name: made[name] for name in USUAL_VARIANTS.items()}
 
 
 def _decode() -> Iterator[Planned]:
-    """All pages, and those of a list."""
+    """Decode attention over all pages, and over page lists."""
     listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
     kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
     wanted = chain(
         product(HEAD_DIMS, MIXES, kinds, (None,)), product(HEAD_DIMS, MIXES[:1], kinds, (listed,))
     )
-    for dim, mix, kind, lists in wanted:
+    for dim, mix, kind, page_lists in wanted:
         query, cache = _query(dim, kind), [_section(name, dim, kind) for name in mix]
         out, lse = query.float(), _meta(4, 8 * kind.group, dtype=torch.float32)
         yield (
-            f"{'+'.join(mix)} d{dim} {kind}{' listed' if lists else ''}",
+            f"{'+'.join(mix)} d{dim} {kind}{' listed' if page_lists else ''}",
             decode.plan(
                 query, _arena(dim), cache, _meta(4), 0.1, kind.window, kind.softcap, _meta(4),
-                lse, lists, out,
+                lse, page_lists, out,
             ),
         )  # fmt: skip
 
@@ -134,7 +135,7 @@ def _scores() -> Iterator[Planned]:
 
 
 def _select() -> Iterator[Planned]:
-    """Rows of three sections, the last without summaries; short ones take one launch."""
+    """Page selection in rows of three sections, the last without summaries, short and long."""
     adaptive = Rule.of(0.3, omitted_mass=0.1)
     wanted = chain(
         product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (Rule.of(0.3),), (16, 300)),
@@ -144,13 +145,13 @@ def _select() -> Iterator[Planned]:
         cache = [_section(name, dim, kind, width) for name in MIXES[0]]
         memory = _meta(4, 8, -(-width // 16), tile_bytes(how, dim), dtype=torch.uint8)
         known = Summaries(how, memory, dim)
-        lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
+        page_lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
         means = " means" if rule.omitted_mass else ""
         yield (
             f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
             select.plan(
-                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule, lists,
-                0.1, _meta(8, BUDGET_STEPS + 1),
+                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule,
+                page_lists, 0.1, _meta(8, BUDGET_STEPS + 1),
             ),
         )  # fmt: skip
 
@@ -176,13 +177,13 @@ def _prefill() -> Iterator[Planned]:
 
 
 def _codec() -> Iterator[Planned]:
-    """Storing, loading, and every conversion between two formats."""
+    """Stores, loads, and all conversions between two formats."""
     for dim, name in product(HEAD_DIMS, FORMATS):
         layout, arena = _layout(name, dim), _arena(dim)
-        cells, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
+        slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
         for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
             given = _meta(100, 8, dim, dtype=dtype)
-            made = codec.plan_store(arena, layout, given, given, *cells, scores)
+            made = codec.plan_store(arena, layout, given, given, *slots, scores)
             yield f"{name} d{dim} {_short(dtype)}", made
             section, new = _section(name, dim, USUAL), given[:4]
             made = codec.plan_append(arena, section, new, new, _meta(4), _meta(4), _meta(4))
@@ -191,8 +192,8 @@ def _codec() -> Iterator[Planned]:
         table = _meta(7, 9), _meta(7)
         yield f"{name} d{dim}", codec.plan_load(arena, layout, *table, out, out, _meta(7, 50))
     for source, target in product(FORMATS, FORMATS):
-        layouts, cells = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
-        yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *cells)
+        layouts, slots = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
+        yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *slots)
         old, new = _section(source, 128, USUAL), _section(target, 128, RICH)
         moves = _meta(4), _meta(4, 8, 16), _meta(4, 8, 16)
         yield f"{source}>{target} d128", codec.plan_moves(_arena(128), old, new, *moves)
@@ -226,7 +227,7 @@ def _layout(name: str, dim: int) -> PageLayout:
 
 
 def _section(name: str, dim: int, kind: Kind, width: int = 300) -> Section:
-    """A section of 4 slots; read from the right where there is a window."""
+    """A section of 4 slots; ``backward`` if ``kind`` has a window."""
     return Section(_layout(name, dim), _meta(4, 8, width), _meta(4, 8), kind.window > 0)
 
 

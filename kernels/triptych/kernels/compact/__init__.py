@@ -1,4 +1,4 @@
-"""Which tokens stay high, go low or are dropped, and where each goes within its class."""
+"""Ops that assign tokens to high, low or dropped, and plan the place of each in its class."""
 
 from triptych.kernels.compact import reference, retire
 from triptych.kernels.compact.mass import mass_limits
@@ -11,7 +11,7 @@ plan_tokens = Op(
     name="plan_tokens",
     spec=reference.plan_tokens,
     fast={
-        # A few passes of torch over 4 bytes a token: nothing beside the encoding that follows.
+        # A few torch passes over 4 bytes a token take far less time than the encoding after them.
         "cpu": "triptych.kernels.compact.reference:plan_tokens",
         "cuda": "triptych.kernels.compact.gpu:plan_tokens",
     },

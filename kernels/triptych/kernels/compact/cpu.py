@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 # numba is untyped.
-"""Planning on the CPU: one sweep over scores and positions, straight from the pages."""
+"""``plan_retirement`` on the CPU: one pass over scores and positions in the pages."""
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from triptych.kernels.compact.retire import NONE, Retirement
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 AHEAD = 4
-"""Pages that memory is asked for before their turn."""
+"""Pages that are prefetched ahead."""
 LINE = 64
+"""Bytes of a cache line."""
 
 
 def plan_retirement(
@@ -22,14 +23,14 @@ def plan_retirement(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     *,
     count: int,
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement[Tensor]:
     """See ``retire.plan_retirement``."""
-    check_indices(slots, now, judged)
+    check_indices(slots, now, first_leaving)
     rows = len(slots), high.tokens.shape[1]
     numbers = np.full((*rows, Retirement.width(count)), NONE, np.int32)
     words = arena.numpy().view(np.int32)
@@ -40,7 +41,7 @@ def plan_retirement(
         *(_table(arena, low) if low is not None else _no_table(high)),
         slots.numpy(),
         now.numpy(),
-        judged.numpy(),
+        first_leaving.numpy(),
         alpha_high,
         alpha_low,
         count,
@@ -62,7 +63,7 @@ def _no_table(like: Section) -> tuple:
 
 
 def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
-    """Tokens of a page, and where its scores and positions start, in words of 4 bytes."""
+    """Tokens of a page, and offsets of its scores and positions in words of 4 bytes."""
     check_arena(arena, layout)
     return np.array([layout.tokens, layout.offsets[4] // 4, layout.offsets[5] // 4])
 
@@ -71,7 +72,7 @@ def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
 def _plan(
     words, numbers,
     high, high_pages, high_tokens, low, low_pages, low_tokens,
-    slots, now, judged, alpha_high, alpha_low, count, found,
+    slots, now, first_leaving, alpha_high, alpha_low, count, found,
 ):  # fmt: skip
     for r in range(len(slots)):
         slot, seen = slots[r], now[r]
@@ -79,41 +80,43 @@ def _plan(
         for head in range(found.shape[1]):
             row = words, numbers, high, high_pages[slot, head], high_tokens[slot, head], seen
             low_row = words, numbers, low, low_pages[slot, head], low_tokens[slot, head], seen
-            _plan_row(row, low_row, judged[r], is_high, is_low, count, found[r, head])
+            _plan_row(row, low_row, first_leaving[r], is_high, is_low, count, found[r, head])
 
 
 @kernel
-def _plan_row(row, low_row, judged, is_high, is_low, wanted, found):
-    """Into ``found``: counts, places of newcomers, movers, places of movers."""
+def _plan_row(row, low_row, first_leaving, is_high, is_low, wanted, found):
+    """Plan one head row into ``found``, in the order of ``Retirement``."""
     n_high, n_low = row[4], low_row[4]
-    places, movers, mover_places = found[2:], found[2 + wanted :], found[2 + 2 * wanted :]
-    leaving, means, still_high = _judge(row, judged, judged + wanted, is_high, is_low)
+    places, downgraded, downgraded_places = found[2:], found[2 + wanted :], found[2 + 2 * wanted :]
+    leaving, means, still_high = _leaving_tokens(
+        row, first_leaving, first_leaving + wanted, is_high, is_low
+    )
     to_low = 0
     while to_low < len(leaving) and means[to_low] >= is_low:
         to_low += 1
-    victims, victim_means = _least(row, judged, is_high, still_high)
-    outcasts, _ = _least(low_row, 2**31 - 1, is_low, to_low)
+    victims, victim_means = _least(row, first_leaving, is_high, still_high)
+    dropped_low, _ = _least(low_row, 2**31 - 1, is_low, to_low)
     count, next_low = 0, 0
     for group in range(2):
-        who, significance = (leaving, means) if group == 0 else (victims, victim_means)
-        for i in range(len(who)):
-            movers[count] = who[i]
+        candidates, significance = (leaving, means) if group == 0 else (victims, victim_means)
+        for i in range(len(candidates)):
+            downgraded[count] = candidates[i]
             if significance[i] >= is_low:
-                if next_low < len(outcasts):
-                    mover_places[count] = outcasts[next_low]
+                if next_low < len(dropped_low):
+                    downgraded_places[count] = dropped_low[next_low]
                 else:
-                    mover_places[count] = n_low + next_low - len(outcasts)
+                    downgraded_places[count] = n_low + next_low - len(dropped_low)
                 next_low += 1
             count += 1
     for i in range(wanted):
-        places[i] = movers[i] if i < count else n_high + i - count
+        places[i] = downgraded[i] if i < count else n_high + i - count
     found[0] = n_high + wanted - count
-    found[1] = n_low + next_low - len(outcasts)
+    found[1] = n_low + next_low - len(dropped_low)
 
 
 @inlined
-def _look_ahead(words, layout, pages, column, count):
-    """Ask for scores and positions of a page that comes later: each lies somewhere else."""
+def _prefetch_page(words, layout, pages, column, count):
+    """Prefetch scores and positions of a later page; pages are not adjacent in memory."""
     if column * layout[0] < count:
         page = words.ctypes.data + words.strides[0] * np.int64(pages[column])
         for line in range(0, 4 * layout[0], LINE):
@@ -122,14 +125,17 @@ def _look_ahead(words, layout, pages, column, count):
 
 
 @kernel
-def _judge(row, first, end, is_high, is_low):
-    """Those at some positions that are no longer high, low ones first; and how many still are."""
+def _leaving_tokens(row, first, end, is_high, is_low):
+    """Tokens at positions from ``first`` to ``end`` that leave high, those for low first.
+
+    Returns: their places and significance, and how many tokens at these positions stay high
+    """
     words, numbers, layout, pages, count, seen = row
     room, scores, positions = layout[0], layout[1], layout[2]
     found, places, means = 0, np.empty(end - first, np.int32), np.empty(end - first, np.float32)
     for start in range(0, count if is_high > 0 else 0, room):
         page = pages[start // room]
-        _look_ahead(words, layout, pages, start // room + AHEAD, count)
+        _prefetch_page(words, layout, pages, start // room + AHEAD, count)
         for token in range(min(room, count - start)):
             position = words[page, positions + token]
             if first <= position < end:
@@ -149,13 +155,13 @@ def _judge(row, first, end, is_high, is_low):
 
 @kernel
 def _least(row, end, limit, wanted):
-    """Of the tokens before position ``end``, at most ``wanted`` below ``limit``, least first."""
+    """At most ``wanted`` tokens before position ``end`` below ``limit``, in ascending order."""
     words, numbers, layout, pages, count, seen = row
     room, scores, positions = layout[0], layout[1], layout[2]
     places, means, found = np.empty(wanted, np.int32), np.empty(wanted, np.float32), 0
     for start in range(0, count if wanted > 0 and limit > 0 else 0, room):
         page = pages[start // room]
-        _look_ahead(words, layout, pages, start // room + AHEAD, count)
+        _prefetch_page(words, layout, pages, start // room + AHEAD, count)
         for token in range(min(room, count - start)):
             position = words[page, positions + token]
             mean = np.float32(numbers[page, scores + token] / np.float32(seen - position))

@@ -1,6 +1,6 @@
 # pyright: reportUnknownVariableType=false
 # The arguments of kernels have no types.
-"""Planning on the GPU: one program for each head row, and nothing waits for the device."""
+"""``plan_tokens`` and ``plan_retirement`` on the GPU: one program per head row, no host sync."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ def plan(
     ranks: Tensor,
     counts: Tensor,
 ) -> list[Launch]:
-    """The launch of one call, into the outputs given."""
+    """The launch of one call of ``plan_tokens``; it writes to the last three arguments."""
     check_indices(tokens)
     check_device("plan_tokens", scores, tokens, high, low)
     if not scores.dtype == high.dtype == low.dtype == torch.float32:
@@ -62,17 +62,17 @@ def plan_retirement(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     *,
     count: int,
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement[Tensor]:
-    """See ``retire.plan_retirement``; tokens of a page that there is not stay where they are."""
+    """See ``retire.plan_retirement``; tokens of a page id out of range stay where they are."""
     shape = (len(slots), high.tokens.shape[1], Retirement.width(count))
     found = Retirement(torch.empty(shape, dtype=torch.int32, device=arena.device))
     alphas = alpha_high, alpha_low
-    for launch in plan_rows(arena, high, low, slots, now, judged, alphas, found):
+    for launch in plan_rows(arena, high, low, slots, now, first_leaving, alphas, found):
         launch.run()
     return found
 
@@ -83,14 +83,14 @@ def plan_rows(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     alphas: tuple[float, float],
     found: Retirement[Tensor],
 ) -> list[Launch]:
-    """The launch of one call, into the output given."""
+    """The launch of one call of ``plan_retirement``; it writes to ``found``."""
     rows, heads, _ = found.numbers.shape
-    check_indices(slots, now, judged)
-    check_device("plan_retirement", arena, slots, now, judged)
+    check_indices(slots, now, first_leaving)
+    check_device("plan_retirement", arena, slots, now, first_leaving)
     for section in (high, low):
         if section is not None:
             check_arena(arena, section.layout)
@@ -99,8 +99,8 @@ def plan_rows(
     seen = now.double()
     limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
     arguments = (
-        arena, arena.shape[0], slots.contiguous(), now.contiguous(), judged.contiguous(), limits,
-        found.tokens, *section_arguments(high), *_low_arguments(low), found.numbers,
+        arena, arena.shape[0], slots.contiguous(), now.contiguous(), first_leaving.contiguous(),
+        limits, found.tokens, *section_arguments(high), *_low_arguments(low), found.numbers,
     )  # fmt: skip
     constants = {
         "HIGH": form_of(high.layout),

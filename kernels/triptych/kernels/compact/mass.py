@@ -1,16 +1,17 @@
-"""LeanKV's thresholds: how much of all attention the tokens below them receive together."""
+"""LeanKV's cumulative thresholds: score limits from a share of the total attention."""
 
 import torch
 from torch import Tensor
 
 
 def mass_limits(scores: Tensor, total: Tensor, mass: float) -> Tensor:
-    """The score from which on tokens stay, if those below hold less than ``mass`` of all attention.
+    """Score limit of each row: the tokens below it hold less than ``mass`` of all attention.
 
-    Tokens are taken from the least one on while their running sum is below ``mass * total``.
+    Tokens are summed in ascending order while the sum is below ``mass * total``; the limit is the
+    score of the next token, or infinity.
 
-    Shapes:  scores [rows, N], significance of the tokens to class; total [rows], the sum over all
-             tokens of the row, those that are not to class included -> [rows]
+    Shapes:  scores [rows, N], significance of the tokens to classify; total [rows], the sum over
+             all tokens of the row, the unclassified ones included -> [rows]
     Dtypes:  float32
     Source:  LeanKV, section 4.2 (cumulative thresholds, prompt phase)
     """

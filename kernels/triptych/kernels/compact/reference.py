@@ -1,4 +1,4 @@
-"""What planning the prompt phase means: thresholds, then a prefix sum for each class."""
+"""Reference of ``plan_tokens``: thresholds, then a prefix sum for each class."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ DROPPED, LOW, HIGH, NOTHING = 0, 1, 2, 255
 def plan_tokens(
     scores: Tensor, tokens: Tensor, high: Tensor, low: Tensor, *, first: int = 0, window: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Class every token of every head row, and rank it within its class in order of position.
+    """Classify all tokens of a prompt, and rank each within its class in order of position.
 
-    The ``first`` tokens of a row, its last ``window`` ones, and those with a score of at least
-    ``high`` are high; from ``low`` on they are low; the rest is dropped. The ranks are
-    exclusive prefix sums, so nothing is sorted, and the counts are exact before any page is
-    taken.
+    High are the ``first`` tokens of a row, its last ``window`` tokens, and tokens with a score of
+    at least ``high``. Low are the other tokens with a score of at least ``low``. The rest is
+    dropped. Ranks are exclusive prefix sums: nothing is sorted, and the counts are exact before a
+    page is allocated.
 
     Shapes:  scores [rows, N], mean significance; tokens, high, low [rows]
              -> classes, ranks [rows, N]; counts [rows, 2], high and low

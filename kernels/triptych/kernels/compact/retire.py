@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false
 # Tensor.tolist has no element type.
-"""What leaving the window means: Algorithm 1 for many tokens at once."""
+"""Reference of ``plan_retirement``: DiffKV's Algorithm 1 for several tokens at once."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,41 +21,42 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.int32])
 
 @dataclass(frozen=True, eq=False)
 class Retirement(Generic[Numbers]):
-    """Who goes where, for T tokens of each head row; a place is an index into the list of a class.
+    """The plan of a retirement: places of T new tokens and of the downgraded tokens, by head row.
 
-    All of it is one array, int32 [..., 2 + 3 T], so that it is written down at once.
+    A place is the index of a token among those of its class in a head row. The plan is one array,
+    int32 [..., 2 + 3 T], so that a checkpoint copies it at once.
     """
 
     numbers: Numbers
 
     @staticmethod
     def width(tokens: int) -> int:
-        """Numbers of one head row."""
+        """Length of the plan of one head row, for ``tokens`` new tokens."""
         return 2 + 3 * tokens
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of new tokens."""
         return (self.numbers.shape[-1] - 2) // 3
 
     @property
     def counts(self) -> Numbers:
-        """[..., 2]: high and low tokens afterwards."""
+        """[..., 2]: number of high and of low tokens after the retirement."""
         return self.numbers[..., :2]
 
     @property
     def places(self) -> Numbers:
-        """[..., T]: places in high of the tokens that come."""
+        """[..., T]: places in high of the new tokens."""
         return self._part(0)
 
     @property
-    def movers(self) -> Numbers:
-        """[..., T]: places of high tokens that step down; NONE behind the last."""
+    def downgraded(self) -> Numbers:
+        """[..., T]: places in high of the downgraded tokens; NONE after the last one."""
         return self._part(1)
 
     @property
-    def mover_places(self) -> Numbers:
-        """[..., T]: place in low of each mover; NONE: it is dropped."""
+    def downgraded_places(self) -> Numbers:
+        """[..., T]: place in low of each downgraded token; NONE: it is dropped."""
         return self._part(2)
 
     def _part(self, index: int) -> Numbers:
@@ -69,34 +70,40 @@ def plan_retirement(
     low: Section | None,
     slots: Tensor,
     now: Tensor,
-    judged: Tensor,
+    first_leaving: Tensor,
     *,
     count: int,
     alpha_high: float,
     alpha_low: float,
 ) -> Retirement[Tensor]:
-    """Let ``count`` new tokens of each head row into high, and choose who steps down for them.
+    """Plan to add ``count`` new tokens to the high class of each head row and to downgrade others.
 
-    A token's significance is its score over the number of tokens that came since. Each high token
-    at the positions ``judged .. judged + count - 1`` leaves the window and is judged. If it is
-    still high, the least significant of the older high tokens steps down, unless that is high too:
-    to low, or away if it is not even low. If it is low, it goes there, and the least significant
-    low token is dropped if that is no longer low. Otherwise it is dropped. Who comes takes the
-    place of who went, so high never has a hole.
+    The significance of a token is its score divided by the number of tokens after it. High tokens
+    at the positions ``first_leaving .. first_leaving + count - 1`` leave the window and are
+    classified by their significance:
 
-    That is Algorithm 1, token after token, for scores and thresholds that stand still meanwhile:
-    nobody who moves is a victim later on, so the victims are the least significant from before.
+    - High: the token stays. The least significant of the older high tokens is downgraded if it is
+      below the high threshold: to low, or dropped if it is also below the low threshold.
+    - Low: the token moves to low. The least significant low token is dropped if it is below the
+      low threshold.
+    - Below both thresholds: the token is dropped.
+
+    A new token takes the place of a token that left high, so the high pages have no gaps.
+
+    The plan equals Algorithm 1 applied token after token with constant scores and thresholds: a
+    token that has moved is not downgraded again, so the victims are the least significant tokens
+    of the state before.
 
     Shapes:  arena [P, page_bytes]; slots, now (tokens seen), judged [R]
     Dtypes:  uint8; int32
-    Promise: no token goes up; the tokens of a head row grow by at most ``count``
+    Promise: no token moves to a higher class; a head row grows by at most ``count`` tokens
     Source:  DiffKV, Algorithm 1; LeanKV, section 4.2 (generation phase)
     """
     rows = [
         _plan_row(
             _row(arena, high, int(slots[r]), head, int(now[r])),
             _row(arena, low, int(slots[r]), head, int(now[r])) if low is not None else [],
-            range(int(judged[r]), int(judged[r]) + count),
+            range(int(first_leaving[r]), int(first_leaving[r]) + count),
             min(1.0, alpha_high / int(now[r])),
             min(1.0, alpha_low / int(now[r])),
         )
@@ -112,31 +119,33 @@ Token = tuple[int, float]
 
 
 def _plan_row(
-    high: list[Token], low: list[Token], judged: range, is_high: float, is_low: float
+    high: list[Token], low: list[Token], leaving_positions: range, is_high: float, is_low: float
 ) -> list[int]:
-    """One head row: counts, places of newcomers, movers, places of movers."""
-    leaving = [place for place, (position, _) in enumerate(high) if position in judged]
+    """The plan of one head row, in the order of ``Retirement``."""
+    leaving = [place for place, (position, _) in enumerate(high) if position in leaving_positions]
     still_high = sum(high[place][1] >= is_high for place in leaving)
     to_low = [place for place in leaving if is_low <= high[place][1] < is_high]
     dropped = [place for place in leaving if high[place][1] < min(is_low, is_high)]
-    older = [(mean, p) for p, (position, mean) in enumerate(high) if position < judged.start]
+    older = [
+        (mean, p) for p, (position, mean) in enumerate(high) if position < leaving_positions.start
+    ]
     victims = _least(older, is_high, still_high)
-    outcasts = _least([(mean, p) for p, (_, mean) in enumerate(low)], is_low, len(to_low))
+    dropped_low = _least([(mean, p) for p, (_, mean) in enumerate(low)], is_low, len(to_low))
 
-    movers = [*to_low, *dropped, *victims]
-    low_places = iter([*outcasts, *range(len(low), len(low) + len(movers))])
-    mover_places = [next(low_places) if high[p][1] >= is_low else NONE for p in movers]
-    behind = range(len(high), len(high) + len(judged) - len(movers))
+    downgraded = [*to_low, *dropped, *victims]
+    low_places = iter([*dropped_low, *range(len(low), len(low) + len(downgraded))])
+    downgraded_places = [next(low_places) if high[p][1] >= is_low else NONE for p in downgraded]
+    behind = range(len(high), len(high) + len(leaving_positions) - len(downgraded))
     counts = [
         len(high) + len(behind),
-        len(low) + len(movers) - mover_places.count(NONE) - len(outcasts),
+        len(low) + len(downgraded) - downgraded_places.count(NONE) - len(dropped_low),
     ]
-    unused = [NONE] * (len(judged) - len(movers))
-    return [*counts, *movers, *behind, *movers, *unused, *mover_places, *unused]
+    unused = [NONE] * (len(leaving_positions) - len(downgraded))
+    return [*counts, *downgraded, *behind, *downgraded, *unused, *downgraded_places, *unused]
 
 
 def _least(tokens: list[tuple[float, int]], limit: float, count: int) -> list[int]:
-    """Places of at most ``count`` tokens below ``limit``, least one first, then by place."""
+    """Places of at most ``count`` tokens below ``limit``, in ascending order, then by place."""
     return [place for mean, place in sorted(tokens) if mean < limit][:count]
 
 

@@ -1,4 +1,4 @@
-"""Attention of one new token per request, straight over compressed pages, and its scores."""
+"""Ops of decode: attention of one token per request over compressed pages, and token scores."""
 
 from triptych.kernels.decode import reference
 from triptych.kernels.op import Op

@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: vector code per page, numba around it."""
+"""Decode attention on the CPU: checks and addresses for the compiled code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from triptych.core.errors import ConfigError
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.decode import flash_decoding
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
-from triptych.kernels.lists import PageLists, list_words
+from triptych.kernels.page_lists import PageLists, page_list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 
 
@@ -30,12 +30,14 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
-    lists: PageLists | None = None,
+    page_lists: PageLists | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``."""
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
-    traits = Traits(scale, window, softcap)
-    _attend(query, arena, sections, slots, traits, positions, out=out, lse=lse, lists=lists)
+    transform = LogitTransform(scale, window, softcap)
+    _attend(
+        query, arena, sections, slots, transform, positions, out=out, lse=lse, page_lists=page_lists
+    )
     return out
 
 
@@ -55,12 +57,12 @@ def score_tokens(
     """See ``reference.score_tokens``."""
     if weight <= 0:
         raise ConfigError(f"score_tokens: weight={weight}: expected > 0")
-    traits = Traits(scale, window, softcap)
-    _attend(query, arena, sections, slots, traits, positions, lse=lse, weight=weight)
+    transform = LogitTransform(scale, window, softcap)
+    _attend(query, arena, sections, slots, transform, positions, lse=lse, weight=weight)
 
 
-class Traits(NamedTuple):
-    """How a layer turns products into logits."""
+class LogitTransform(NamedTuple):
+    """Parameters that turn dot products into logits: scale, window and cap."""
 
     scale: float
     window: int
@@ -68,7 +70,7 @@ class Traits(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What multiplies the query and the cap, so that logits are in powers of two."""
+        """Factor of the query, and cap, for logits in powers of two."""
         if self.softcap > 0:
             return self.scale / self.softcap, self.softcap * log2(e)
         return self.scale * log2(e), 0.0
@@ -79,22 +81,22 @@ def _attend(
     arena: Tensor,
     sections: Sequence[Section],
     slots: Tensor,
-    traits: Traits,
+    transform: LogitTransform,
     positions: Tensor | None,
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     weight: float = 0.0,
-    lists: PageLists | None = None,
+    page_lists: PageLists | None = None,
 ) -> None:
-    """Fill ``out`` and ``lse``; or, with a weight, read ``lse`` and add to the scores."""
+    """Fill ``out`` and ``lse``; with a weight instead read ``lse`` and add to token scores."""
     rows, heads, dim = query.shape
-    asked = Asked(heads, dim, traits, weight > 0)
-    table = sections[0].known(
-        lambda: _table(arena, sections, asked), arena, tuple(sections[1:]), asked
+    spec = StepSpec(heads, dim, transform, weight > 0)
+    table = sections[0].call_cache.get(
+        lambda: _table(arena, sections, spec), arena, tuple(sections[1:]), spec
     )
     check_indices(slots) if positions is None else check_indices(slots, positions)
-    if traits.window > 0 and positions is None:
+    if transform.window > 0 and positions is None:
         raise ConfigError("decode attention: a window needs the positions of the queries")
     if lse is not None and (lse.shape != (rows, heads) or not _is_plain_float(lse)):
         raise ConfigError(f"lse {tuple(lse.shape)} {lse.dtype}: expected float32 {(rows, heads)}")
@@ -102,9 +104,9 @@ def _attend(
     slots = slots.contiguous()
     positions = slots if positions is None else positions.contiguous()
     places, listed = None, NO_LISTS
-    if lists is not None:
-        places = lists.rows.contiguous()
-        listed = list_words(lists, rows, table.kv_heads)
+    if page_lists is not None:
+        places = page_lists.rows.contiguous()
+        listed = page_list_words(page_lists, rows, table.kv_heads)
     job = np.empty(flash_decoding.JOB_WORDS, np.int64)
     JOB.pack_into(
         job.data,
@@ -115,7 +117,7 @@ def _attend(
         positions.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         rows,
-        traits.window,
+        transform.window,
         *table.words,
         weight,
         0 if places is None else places.data_ptr(),
@@ -128,7 +130,7 @@ def _attend(
 
 
 JOB = Struct("16q 3d 9q")
-"""The fields of ``driver.Job`` that a caller fills in."""
+"""The fields of ``flash_decoding.Job`` that are set here."""
 
 NO_LISTS = (0,) * 8
 
@@ -137,39 +139,39 @@ def _is_plain_float(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
-class Asked(NamedTuple):
-    """What code for the pages of a layer is made for, besides the pages."""
+class StepSpec(NamedTuple):
+    """Parameters of the vector code of a layer besides its page layouts."""
 
     heads: int
     dim: int
-    traits: Traits
+    transform: LogitTransform
     is_scoring: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the driver knows of an arena and the sections of a layer."""
+    """Words for compiled code: an arena and the sections of a layer."""
 
     kv_heads: int
     words: tuple[float, ...]
-    """In the order of its job; one is the address of ``sections``."""
+    """In the order of ``flash_decoding.Job``; one is the address of ``sections``."""
     sections: NDArray[np.int64]
 
 
-def _table(arena: Tensor, sections: Sequence[Section], asked: Asked) -> Table:
-    """Raises:  ConfigError unless vector code can be made for the pages of all sections"""
-    heads, dim, traits, is_scoring = asked
+def _table(arena: Tensor, sections: Sequence[Section], spec: StepSpec) -> Table:
+    """Raises:  ConfigError unless there is vector code for the pages of all sections"""
+    heads, dim, transform, is_scoring = spec
     kv_heads = sections[0].tokens.shape[1]
     group = heads // kv_heads
     for section in sections:
         check_arena(arena, section.layout)
         _check_section(section, kv_heads, dim)
-    flags = traits.window > 0, traits.softcap > 0, is_scoring
+    flags = transform.window > 0, transform.softcap > 0, is_scoring
     steps = [PageStep(section.layout, group, *flags) for section in sections]
     words = np.array([_words(*each) for each in zip(sections, steps, strict=True)], np.int64)
     scratch = max(scratch_floats(step) for step in steps)
     shared = arena.data_ptr(), *arena.shape, kv_heads, group, dim, scratch
-    return Table(kv_heads, (*shared, words.ctypes.data, len(words), *traits.factors), words)
+    return Table(kv_heads, (*shared, words.ctypes.data, len(words), *transform.factors), words)
 
 
 def _check_section(section: Section, kv_heads: int, dim: int) -> None:
@@ -187,7 +189,7 @@ def _check_section(section: Section, kv_heads: int, dim: int) -> None:
 
 
 def _words(section: Section, step: PageStep) -> tuple[int, ...]:
-    """What the driver knows of a section; its columns are named there."""
+    """A section as words; ``flash_decoding`` has the names of the columns."""
     pages, tokens = section.pages, section.tokens
     slot, head, entry = pages.stride()
     last = 4 * entry * (pages.shape[2] - 1)

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""Flash-decoding over pages: cuts head rows into runs of pages and merges the results."""
+"""FlashDecoding on the CPU: splits head rows into runs of pages and merges the results."""
 
 from collections import namedtuple
 
@@ -19,10 +19,10 @@ from triptych.kernels.codegen.numba_runtime import (
 STEP, PAGE_TOKENS, WIDTH, PAGES, PAGES_SLOT, PAGES_HEAD, PAGES_ENTRY = range(7)
 TOKENS, TOKENS_SLOT, TOKENS_HEAD, SLOTS = range(7, 11)
 SECTION_COLUMNS = 11
-"""Columns of the table of sections: addresses, and strides in elements."""
+"""Number of columns of the table of sections: addresses, and strides in elements."""
 
 SERIAL_PAGES = 64
-"""So few pages (15 us) are read sooner by one thread than a sleeping one wakes up."""
+"""Up to so many pages one thread reads all (15 us): waking a second thread takes longer."""
 RUNS_PER_THREAD = 4
 MIN_RUN_PAGES = 4
 
@@ -31,19 +31,19 @@ Job = namedtuple(
     "query out slots positions lse rows window"
     " arena page_count page_bytes kv_heads group dim scratch_floats sections section_count"
     " scale cap weight"
-    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
     " runs run_count partial counter bad",
 )
-"""All that a thread needs: sizes, and addresses of what is shared."""
+"""Arguments of all threads: sizes, and addresses of shared arrays."""
 JOB_WORDS = len(Job._fields)
 
 
 @kernel
 def attend(words, team, body, threads):
-    """Attention of every head row; False if a slot, a count or a page id is out of range.
+    """Attention of all head rows; False if a slot, a count or a page id is out of range.
 
-    ``words`` holds the fields of a ``Job``; those from ``runs`` on are filled in here. Runs
-    are taken from a common counter, so a thread that is held up takes fewer.
+    ``words``: the fields of a ``Job``; those from ``runs`` on are set here. Threads take runs from
+    a shared counter, which balances the load.
     """
     job = _job(words.ctypes.data)
     pages = _count_pages(job)
@@ -87,7 +87,7 @@ def _sections(job):
 
 @kernel
 def _count_pages(job):
-    """Pages of each head row over all its sections, [R * KH]; -1 if its table has no such."""
+    """Pages of each head row over all sections, [R * KH]; -1 if a slot or count is out of range."""
     slots = carray(pointer(job.slots), job.rows, np.int32)
     pages = np.zeros(job.rows * job.kv_heads, np.int64)
     for row in range(len(pages)):
@@ -105,35 +105,35 @@ def _count_pages(job):
 
 @kernel
 def _list_of(job, request):
-    """The list of pages that a request reads; -1: all."""
-    if not job.lists:
+    """Index of the page list of a request; -1: it reads all pages."""
+    if not job.list_rows:
         return np.int64(-1)
-    return np.int64(carray(pointer(job.lists + 4 * request), 1, np.int32)[0])
+    return np.int64(carray(pointer(job.list_rows + 4 * request), 1, np.int32)[0])
 
 
 @kernel
 def _listed(job, row, pages):
-    """Pages in the list of a head row; -1 if there is no such list, or more than pages."""
+    """Length of the page list of a head row; -1 if the list is out of range or too long."""
     place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
-    if place >= job.list_slots:
+    if place >= job.list_count:
         return np.int64(-1)
     at = job.counts + 4 * (place * job.count_slot + head * job.count_head)
     count = np.int64(carray(pointer(at), 1, np.int32)[0])
-    return count if count <= min(pages, job.room) else np.int64(-1)
+    return count if count <= min(pages, job.list_entries) else np.int64(-1)
 
 
 @kernel
 def _entries(job, row):
-    """Address of the list of a head row; 0 if it reads all pages."""
+    """Address of the page list of a head row; 0 if it reads all pages."""
     place, head = _list_of(job, row // job.kv_heads), row % job.kv_heads
     if place < 0:
         return np.int64(0)
-    return job.ordinals + 4 * (place * job.list_slot + head * job.list_head)
+    return job.ordinals + 4 * (place * job.list_stride + head * job.list_head)
 
 
 @kernel
 def _cut(pages, longest):
-    """Runs as (head row, first page, pages, runs of the row), in order of head rows."""
+    """Split rows into runs (head row, first page, pages, runs of the row), row after row."""
     count = 0
     for row in range(len(pages)):
         count += max(1, -(-pages[row] // longest))
@@ -150,8 +150,8 @@ def _cut(pages, longest):
 
 
 @kernel
-def _work(job):
-    """Take runs until none is left."""
+def _take_runs(job):
+    """Take runs from the shared counter until none is left."""
     size = job.group * (job.dim + 2)
     runs = carray(pointer(job.runs), (job.run_count, 4), np.int64)
     partial = carray(pointer(job.partial), (job.run_count, size), np.float32)
@@ -163,7 +163,7 @@ def _work(job):
             break
         state = partial[index]
         _prepare(job, runs[index, 0], query, state)
-        if not _walk(job, runs[index], query, state, scratch):
+        if not _attend_run(job, runs[index], query, state, scratch):
             fetch_add(job.bad, 1)
         if runs[index, 3] == 1 and job.weight == 0:
             _finish(job, runs[index, 0], state)
@@ -171,9 +171,9 @@ def _work(job):
 
 @kernel
 def _prepare(job, row, query, state):
-    """Scale the queries of one KV head, sum each, and clear the running softmax.
+    """Scale and sum the queries of one KV head, and clear the running softmax.
 
-    To score, the state holds the logarithms of the finished sums, in powers of two, and the weight.
+    For scores, the state instead has the log2 of the finished sums, and the weight.
     """
     group, dim = job.group, job.dim
     near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
@@ -195,19 +195,19 @@ def _prepare(job, row, query, state):
 
 
 @kernel
-def _walk(job, run, query, state, scratch):
-    """Step through the pages of a run, section by section; False at a page id out of range.
+def _attend_run(job, run, query, state, scratch):
+    """Attend to the pages of a run, section by section; False if a page id is out of range.
 
-    A run is a part of the row's pages, or of its list of pages, which is ascending. Each page is
-    read when the next one is known, so that the next one can be prefetched.
+    A run is a range of the row's pages, or of its page list, which is ascending. A page is read
+    once the address of the next one is computed, so that the next one is prefetched meanwhile.
     """
     row, skip, left = run[0], run[1], run[2]
     request, head = row // job.kv_heads, row % job.kv_heads
     slot = carray(pointer(job.slots + 4 * request), 1, np.int32)[0]
     oldest = np.int32(0)
     if job.window > 0:
-        asked = carray(pointer(job.positions + 4 * request), 1, np.int32)[0]
-        oldest = np.int32(asked - job.window + 1)
+        position = carray(pointer(job.positions + 4 * request), 1, np.int32)[0]
+        oldest = np.int32(position - job.window + 1)
     step = page = live = np.int64(0)
     sections, listed = _sections(job), _entries(job, row)
     which, begin, end, tokens, room, table = -1, np.int64(0), np.int64(0), 0, 1, np.int64(0)
@@ -250,7 +250,7 @@ def _tokens(section, slot, head):
 
 @kernel
 def _finish(job, row, state):
-    """Divide the outputs of one KV head by the sums of their weights."""
+    """Divide the outputs of one KV head by the sums of weights; write ``lse`` if given."""
     group, dim = job.group, job.dim
     out = carray(pointer(job.out + 4 * row * group * dim), group * dim, np.float32)
     for head in range(group):
@@ -265,32 +265,32 @@ def _finish(job, row, state):
 
 @kernel
 def _merge(job, runs, partial):
-    """Join the running softmaxes of head rows that were cut into several runs."""
+    """Merge the running softmaxes of head rows that were split into several runs."""
     index = 0
     while index < len(runs):
         parts = runs[index, 3]
         for other in range(index + 1, index + parts):
-            _join(job.group, job.dim, partial[index], partial[other])
+            _merge_state(job.group, job.dim, partial[index], partial[other])
         if parts > 1:
             _finish(job, runs[index, 0], partial[index])
         index += parts
 
 
 @kernel
-def _join(group, dim, state, other):
-    """Add a running softmax to another one."""
+def _merge_state(group, dim, state, other):
+    """Merge the running softmax ``other`` into ``state``."""
     for head in range(group):
         largest_at, sum_at = group * dim + head, group * (dim + 1) + head
         largest = max(state[largest_at], other[largest_at])
-        mine = np.exp2(state[largest_at] - largest)
-        theirs = np.exp2(other[largest_at] - largest)
+        rescale = np.exp2(state[largest_at] - largest)
+        other_rescale = np.exp2(other[largest_at] - largest)
         for channel in range(head * dim, (head + 1) * dim):
-            state[channel] = state[channel] * mine + other[channel] * theirs
-        state[sum_at] = state[sum_at] * mine + other[sum_at] * theirs
+            state[channel] = state[channel] * rescale + other[channel] * other_rescale
+        state[sum_at] = state[sum_at] * rescale + other[sum_at] * other_rescale
         state[largest_at] = largest
 
 
 @team_body
 def take_runs(address):
-    """The part of ``attend`` that every thread of the team runs."""
-    _work(_job(address))
+    """The function that each thread of ``attend`` runs."""
+    _take_runs(_job(address))

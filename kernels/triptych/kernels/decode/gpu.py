@@ -1,6 +1,6 @@
 # pyright: reportUnknownVariableType=false
 # The arguments of kernels have no types.
-"""Decode attention on the GPU: runs of each section in parallel, merged by log-sum-exp."""
+"""Decode attention on the GPU: parallel runs of each section, merged by log-sum-exp."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, score_run
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.triton.launch import (
     Launch,
@@ -23,19 +23,19 @@ from triptych.kernels.triton.triton_layout import (
     MIN_DOT,
     chunk_of,
     form_of,
-    list_arguments,
+    page_list_arguments,
     section_arguments,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program does at a time."""
+    """Tile of tokens that a program reads at a time."""
 
     tokens: int
     warps: int
     stages: int
-    """Tiles on their way from memory, plus one."""
+    """Tiles that are being loaded, plus one."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -43,14 +43,14 @@ class Tile:
 
 
 TILES = {96: Tile(32, 2, 3), 128: Tile(64, 4, 3), 256: Tile(32, 4, 3)}
-"""By the largest head size that it is for. Chosen by registers: no spill for any format, and
-40 KiB and more on their way on each multiprocessor of an H100."""
+"""Tile by largest head size; chosen so that no format spills registers and at least 40 KiB are in
+flight on each multiprocessor of an H100."""
 MAX_GROUP = 32
-"""Query heads of a KV head; the tile of one program holds them all."""
+"""Most query heads of a KV head; one program handles them all."""
 PROGRAMS_PER_PROCESSOR = 4
 """Enough to hide the latency of memory, few enough that merging stays cheap."""
 MAX_RUNS = 128
-"""Runs that a section of one head row is cut into at most."""
+"""Most runs of a section of one head row."""
 
 
 def decode_attention(
@@ -64,18 +64,18 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
-    lists: PageLists | None = None,
+    page_lists: PageLists | None = None,
 ) -> Tensor:
     """See ``reference.decode_attention``.
 
-    float32 queries are multiplied as two fp16 halves, which keeps float32 accuracy; bfloat16
-    ones once, and weights are rounded to fp16: errors of about 2**-12 of a value. A request
-    without a visible token gets zeros. Nothing here waits for the device, so wrong page
-    ids cannot raise: they give NaN.
+    float32 queries are split into two fp16 numbers, which keeps float32 accuracy. bfloat16 queries
+    are rounded to fp16, as are weights: errors of about 2**-12 of a value. The output of a request
+    without a visible token is 0. The host does not wait for the device, so page ids out of range
+    do not raise: they give NaN.
     """
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     for launch in plan(
-        query, arena, sections, slots, scale, window, softcap, positions, lse, lists, out
+        query, arena, sections, slots, scale, window, softcap, positions, lse, page_lists, out
     ):
         launch.run()
     return out
@@ -94,7 +94,7 @@ def score_tokens(
     positions: Tensor | None = None,
     weight: float = 1.0,
 ) -> None:
-    """See ``reference.score_tokens``; a row with a wrong page id gets no scores."""
+    """See ``reference.score_tokens``; a head row with a page id out of range gets no scores."""
     for launch in plan_scores(
         query, arena, sections, slots, lse, scale, window, softcap, positions, weight
     ):
@@ -111,32 +111,34 @@ def plan(
     softcap: float,
     positions: Tensor | None,
     lse: Tensor | None,
-    lists: PageLists | None,
+    page_lists: PageLists | None,
     out: Tensor,
 ) -> list[Launch]:
-    """The launches of one call: one for all sections, and one that merges."""
-    asked = _ask("decode_attention", query, arena, sections, slots, window, positions, lse)
+    """The launches of ``decode_attention``: one for all sections, and one that merges runs."""
+    prepared = _prepare("decode_attention", query, arena, sections, slots, window, positions, lse)
     rows, heads, dim = query.shape
-    total = sum(asked.runs)
+    total = sum(prepared.runs)
     partial = query.new_empty((rows, heads, total, dim), dtype=torch.float32)
     peaks, sums = query.new_empty((2, rows, heads, total), dtype=torch.float32)
-    if lists is not None:
-        check_lists(lists, rows, asked.kv_heads)
-        check_device("decode_attention", query, lists.ordinals, lists.counts, lists.rows)
+    if page_lists is not None:
+        check_page_lists(page_lists, rows, prepared.kv_heads)
+        check_device(
+            "decode_attention", query, page_lists.ordinals, page_lists.counts, page_lists.rows
+        )
     arguments = (
-        asked.query, arena, asked.slots, asked.positions, partial, peaks, sums, arena.shape[0],
-        total, *factors_of(scale, softcap), window,
+        prepared.query, arena, prepared.slots, prepared.positions, partial, peaks, sums,
+        arena.shape[0], total, *factors_of(scale, softcap), window,
         tuple(tuple(section_arguments(section)) for section in sections),
-        None if lists is None else tuple(list_arguments(lists)),
+        None if page_lists is None else tuple(page_list_arguments(page_lists)),
     )  # fmt: skip
-    constants = asked.constants(softcap) | {
+    constants = prepared.constants(softcap) | {
         "FORMS": tuple(form_of(section.layout) for section in sections),
         "BACKWARD": tuple(section.backward for section in sections),
-        "RUNS": tuple(asked.runs),
-        "CHUNK": 0 if lists is None else chunk_of(lists.ordinals.shape[2]),
+        "RUNS": tuple(prepared.runs),
+        "CHUNK": 0 if page_lists is None else chunk_of(page_lists.ordinals.shape[2]),
     }
-    grid = (total, asked.kv_heads, rows)
-    attend = Launch(attend_sections, grid, arguments, constants, *asked.tile.size)
+    grid = (total, prepared.kv_heads, rows)
+    attend = Launch(attend_sections, grid, arguments, constants, *prepared.tile.size)
     merge = {"DIM": dim, "WIDE": power_of_two(dim), "RUNS": power_of_two(total), "STEP": 16}
     merged = (partial, peaks, sums, out, lse, total)
     return [attend, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
@@ -154,24 +156,24 @@ def plan_scores(
     positions: Tensor | None,
     weight: float,
 ) -> list[Launch]:
-    """The launches of one call: one for each section."""
-    asked = _ask("score_tokens", query, arena, sections, slots, window, positions, lse)
+    """The launches of ``score_tokens``: one for each section."""
+    prepared = _prepare("score_tokens", query, arena, sections, slots, window, positions, lse)
     launches: list[Launch] = []
-    for section, runs in zip(sections, asked.runs, strict=True):
+    for section, runs in zip(sections, prepared.runs, strict=True):
         arguments = (
-            asked.query, arena, asked.slots, asked.positions, lse, arena.shape[0],
+            prepared.query, arena, prepared.slots, prepared.positions, lse, arena.shape[0],
             *factors_of(scale, softcap), window, float(weight), *section_arguments(section),
         )  # fmt: skip
         form = {"FORM": form_of(section.layout), "BACKWARD": section.backward, "RUNS": runs}
-        constants = {**asked.constants(softcap), **form}
-        grid = (runs, asked.kv_heads, len(query))
-        launches.append(Launch(score_run, grid, arguments, constants, *asked.tile.size))
+        constants = {**prepared.constants(softcap), **form}
+        grid = (runs, prepared.kv_heads, len(query))
+        launches.append(Launch(score_run, grid, arguments, constants, *prepared.tile.size))
     return launches
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Queries of a call, and how its work is cut."""
+class Prepared:
+    """Checked inputs of a call, and the number of runs of each section."""
 
     query: Tensor
     slots: Tensor
@@ -180,7 +182,7 @@ class Asked:
     kv_heads: int
     tile: Tile
     runs: list[int]
-    """Of each section."""
+    """Runs of each section."""
 
     def constants(self, softcap: float) -> dict[str, object]:
         group = self.query.shape[1] // self.kv_heads
@@ -193,7 +195,7 @@ class Asked:
         }
 
 
-def _ask(
+def _prepare(
     name: str,
     query: Tensor,
     arena: Tensor,
@@ -202,8 +204,11 @@ def _ask(
     window: int,
     positions: Tensor | None,
     lse: Tensor | None,
-) -> Asked:
-    """Raise ``ConfigError`` unless kernels can be compiled for the inputs; cut the work."""
+) -> Prepared:
+    """Check the inputs and choose tile and runs.
+
+    Raises:  ConfigError if there are no kernels for the inputs
+    """
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
     check_indices(slots, *(() if positions is None else (positions,)))
@@ -227,7 +232,7 @@ def _ask(
     tile = tile_of(dim, heads // kv_heads)
     seen = positions.contiguous() if window > 0 and positions is not None else None
     runs = _runs(sections, tile, rows * kv_heads, processors(query.device))
-    return Asked(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs)
+    return Prepared(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs)
 
 
 def _check_section(name: str, arena: Tensor, section: Section, kv_heads: int, dim: int) -> None:
@@ -242,17 +247,16 @@ def _check_section(name: str, arena: Tensor, section: Section, kv_heads: int, di
 
 
 def tile_of(dim: int, group: int) -> Tile:
-    """How much a program reads at a time for vectors of ``dim`` channels."""
+    """The tile for vectors of ``dim`` channels and ``group`` query heads per KV head."""
     tile = next(TILES[size] for size in TILES if dim <= size)
     return tile if group <= 16 else replace(tile, tokens=32)
 
 
 def _runs(sections: Sequence[Section], tile: Tile, head_rows: int, processors: int) -> list[int]:
-    """Programs for each section of a head row: powers of two, by the width of its table.
+    """Runs of each section of a head row: powers of two, by the width of its table.
 
-    Counts of tokens are on the device; asking for them would make the host wait. A program
-    finds its run from the true count, so a table that is far too wide costs nothing but
-    programs that end at once.
+    Token counts are on the device; reading them would make the host wait. A program computes its
+    run from the true count, so a too wide table only adds programs that end at once.
     """
     wanted = -(-PROGRAMS_PER_PROCESSOR * processors // max(1, head_rows))
     widths = [section.pages.shape[2] for section in sections]

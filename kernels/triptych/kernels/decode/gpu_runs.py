@@ -1,22 +1,22 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Kernels of decode attention: a program reads a run of a section, for all heads of a group."""
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernels of decode attention: a program reads a run of a section for a group of heads."""
 
 import triton
 import triton.language as tl
 
 from triptych.kernels.triton.page_access import (
     capped,
-    cells_of,
     half_of,
     halves,
     held_of,
     listed_of,
     metadata_of,
+    online_softmax,
     positions_of,
     products,
     row_of,
-    soften,
+    slots_of,
     split_query,
     tile_logits,
     value_units,
@@ -26,22 +26,22 @@ from triptych.kernels.triton.page_access import (
 @triton.jit
 def attend_sections(
     query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, scale, cap, window,
-    sections, lists,
+    sections, page_lists,
     FORMS: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one run of one section of one head row, for all query heads of its group.
+    """Attention over one run of one section of a head row, for all query heads of its group.
 
-    Grid: runs of the sections side by side, KV heads, requests. ``lists``: None, or the pages
-    that each request reads, of which a program looks at ``CHUNK`` entries at a time.
+    Grid: runs of all sections, KV heads, requests. ``page_lists``: None, or the lists of
+    pages to read, of which a program reads ``CHUNK`` entries at a time.
     """
     run = tl.program_id(0)
     for at in tl.static_range(len(sections)):
         if (run >= 0) & (run < RUNS[at]):
             attend_run(
                 query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
-                scale, cap, window, sections, lists, at, FORMS, BACKWARD[at], RUNS[at], CHUNK,
+                scale, cap, window, sections, page_lists, at, FORMS, BACKWARD[at], RUNS[at], CHUNK,
                 G, HEADS, TILE, EXACT, CAPPED,
             )  # fmt: skip
         run -= RUNS[at]
@@ -49,7 +49,7 @@ def attend_sections(
 
 @triton.jit
 def tiles_of(count, run, RUNS: tl.constexpr, TILE: tl.constexpr):
-    """First and last tile (exclusive) of a run of so many tokens; runs differ by one at most."""
+    """First tile and end tile (exclusive) of run number ``run`` over ``count`` tokens."""
     tiles = (count + TILE - 1) // TILE
     each = (tiles + RUNS - 1) // RUNS
     first = run * each
@@ -58,7 +58,7 @@ def tiles_of(count, run, RUNS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def pages_before(sections, slots, at: tl.constexpr, FORMS: tl.constexpr):
-    """Pages of this head row that the sections before number ``at`` hold."""
+    """Number of pages of this head row in the sections before number ``at``."""
     slot = tl.load(slots + tl.program_id(2))
     base = 0
     for before in tl.static_range(at):
@@ -70,7 +70,7 @@ def pages_before(sections, slots, at: tl.constexpr, FORMS: tl.constexpr):
 
 @triton.jit
 def oldest_of(positions, window):
-    """The oldest position that this request's query sees; 0 without a window."""
+    """The oldest position that the query of this request may read; 0 without a window."""
     oldest = 0
     if positions is not None:
         oldest = tl.load(positions + tl.program_id(2)) - window + 1
@@ -80,12 +80,12 @@ def oldest_of(positions, window):
 @triton.jit
 def attend_run(
     query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
-    scale, cap, window, sections, lists, at: tl.constexpr, FORMS: tl.constexpr,
+    scale, cap, window, sections, page_lists, at: tl.constexpr, FORMS: tl.constexpr,
     BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A softmax over a run of tokens: its largest logit, sum, and unnormalised output."""
+    """Softmax over a run of tokens: writes largest logit, sum, and unnormalised output."""
     FORM: tl.constexpr = FORMS[at]
     table, tokens, slot_count, width, by_slot, by_head, by_page, count_slot, count_head = sections[
         at
@@ -95,10 +95,10 @@ def attend_run(
     )
     listed = None
     base = 0
-    if lists is not None:
+    if page_lists is not None:
         base = pages_before(sections, slots, at, FORMS)
         pages = tl.minimum((count + FORM.tokens - 1) // FORM.tokens, width)
-        entries, has_list, count = listed_of(lists, base, count, pages, FORM.tokens, CHUNK)
+        entries, has_list, count = listed_of(page_lists, base, count, pages, FORM.tokens, CHUNK)
         listed = (entries, has_list)
     first_tile, last_tile = tiles_of(count, run, RUNS, TILE)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
@@ -114,7 +114,7 @@ def attend_run(
     out_2 = out_0
     out_3 = out_0
     for tile in range(first_tile, last_tile):
-        page, row, live, wrong = cells_of(
+        page, row, live, wrong = slots_of(
             arena, page_count, table, width, by_page, tile * TILE, count, FORM,
             BACKWARD, TILE, listed, base,
         )  # fmt: skip
@@ -127,7 +127,7 @@ def attend_run(
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)
         hidden = tl.where(wrong, float("nan"), float("-inf"))
         logits = tl.where(shown[None, :], logits, hidden[None, :])
-        weights, rescale, peak, weight_sum = soften(logits, peak, weight_sum)
+        weights, rescale, peak, weight_sum = online_softmax(logits, peak, weight_sum)
         out_0, out_1, out_2, out_3 = add_values(
             out_0 * rescale[:, None], out_1 * rescale[:, None], out_2 * rescale[:, None],
             out_3 * rescale[:, None], weights, page, row, live, FORM, EXACT,
@@ -153,8 +153,8 @@ def add_values(
 ):  # fmt: skip
     """Add the values of a tile, times their weights [HEADS, TILE], to each part of the output.
 
-    Weights take the scale of their value before they are rounded to fp16, relative to the
-    largest scale of the tile: small scales would be lost otherwise. Zeros are added in
+    Weights are multiplied by the scale of their value, relative to the largest scale of the tile,
+    before they are rounded to fp16; otherwise small scales would be lost. Zeros are added in
     float32.
     """
     units = value_units(page, row, live, FORM)
@@ -188,7 +188,7 @@ def score_run(
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add to the scores of a run of tokens; requests that share a page both count.
+    """Add weights to the scores of a run of tokens; atomic, as requests may share a page.
 
     Grid: runs of one section, KV heads, requests.
     """
@@ -206,7 +206,7 @@ def score_run(
     sums = tl.load(lse + group + heads, mask=heads < G, other=float("inf"))
     sums *= 1.4426950408889634  # log2(e)
     for tile in range(first_tile, last_tile):
-        page, row, live, _wrong = cells_of(
+        page, row, live, _wrong = slots_of(
             arena, page_count, table, width, by_page, tile * TILE, count, FORM, BACKWARD, TILE
         )
         logits = tile_logits(
@@ -214,7 +214,7 @@ def score_run(
         )
         logits = capped(logits * factor, cap, CAPPED)
         received = tl.max(tl.exp2(logits - sums[:, None]), 0) * weight
-        shown = live & (received > 0)  # not where the sum is NaN: that would stay
+        shown = live & (received > 0)  # excludes NaN, which would stay in the score
         if positions is not None:
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)
         at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row
@@ -226,9 +226,9 @@ def merge_runs(
     partial, peaks, sums, out, lse, all_runs,
     DIM: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One query head: its runs weighted by exp(peak - largest peak), divided by their sum.
+    """Merge the runs of one query head: sum weighted by 2**(peak - largest peak), normalised.
 
-    Runs without a token wrote no output, and their part of ``partial`` may be NaN.
+    Runs without a token have written no output; their part of ``partial`` may be NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     runs = tl.arange(0, RUNS)

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingTypeStubs=false
 # llvmlite ships no types.
-"""One page of decode attention as vector code, specialised for a layout and a group size.
+"""LLVM vector code for one page of decode attention, by layout and group size.
 
-Written as explicit vectors because the automatic vectorizer keeps neither the logits nor
-the output of a page in registers.
+The vectors are explicit because the automatic vectorizer keeps neither the logits nor the output
+of a page in registers.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from triptych.kernels.pages import is_channel_major
 
 CACHE_LINE = 64
 HIDDEN = -1e30
-"""Logit of a key that may not be read; finite, so that no infinity meets another."""
+"""Logit of a hidden key; finite, since the difference of two infinities is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageStep:
-    """What a compiled page step is specialised for."""
+    """Parameters that a compiled page step is specialised for."""
 
     layout: PageLayout
     group: int
@@ -32,7 +32,7 @@ class PageStep:
     is_windowed: bool
     is_capped: bool
     is_scoring: bool = False
-    """Adds to the tokens' scores the weights of a softmax that is finished already."""
+    """Whether the step adds the weights of a finished softmax to token scores."""
 
 
 def state_floats(group: int, head_dim: int) -> int:
@@ -52,17 +52,18 @@ def scratch_floats(step: PageStep) -> int:
 
 @cache
 def page_step_address(step: PageStep) -> int:
-    """Machine code of ``void(page, upcoming, live, query, state, scratch, oldest, cap)``.
+    """Address of ``void(page, upcoming, live, query, state, scratch, oldest, cap)``.
 
-    Adds the first ``live`` tokens of ``page`` to a running softmax (``state``), and prefetches
-    the page ``upcoming``: pages lie anywhere, so the processor cannot foresee the next one.
+    The function adds the first ``live`` tokens of ``page`` to a running softmax (``state``), and
+    prefetches the page ``upcoming``: pages are scattered in memory, so that the hardware prefetcher
+    cannot predict the next one.
 
     page, upcoming, query, state, scratch: pointers; live: int64 >= 1; oldest: int32, the smallest
     position that may be read; cap: float32. Logits are in powers of two: the caller scales
     the query by log2(e), or with a cap divides it by the cap and multiplies the cap instead.
 
-    A scoring step finds logarithms of finished sums where the largest logits are kept, and the
-    weight of the step where the sums are; it changes the page's scores and nothing else.
+    For a scoring step the state has the log2 of finished sums in the place of the largest logits,
+    and the weight in the place of the sums; it changes only the scores of the page.
     """
     module = ir.Module("page_step")
     kind = ir.FunctionType(
@@ -81,7 +82,7 @@ def _padded_tokens(layout: PageLayout) -> int:
 
 
 def _blocks(units: int) -> list[tuple[int, int]]:
-    """Cut a row of ``units`` into (start, width) with widths that are powers of two."""
+    """Split a row of ``units`` into (start, width), with powers of two as widths."""
     blocks: list[tuple[int, int]] = []
     start, width = 0, vector_lanes()
     while start < units:
@@ -93,7 +94,7 @@ def _blocks(units: int) -> list[tuple[int, int]]:
 
 
 def _tiles(items: list, size: int) -> list[list]:
-    """Cut ``items`` into runs of nearly equal length, none above ``size``."""
+    """Split ``items`` into runs of nearly equal length of at most ``size``."""
     count = -(-len(items) // max(1, size))
     step = -(-len(items) // count)
     return [items[start : start + step] for start in range(0, len(items), step)]
@@ -123,7 +124,7 @@ class _PageStepEmitter:
         self.build.ret_void()
 
     def _logits_by_channel(self) -> None:
-        """Dot products of [channel bytes, tokens]: a query number times a row of codes."""
+        """Dot products for keys [channel bytes, tokens]: a query number times a row of codes."""
         e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
         rows = dim * form.key_bits // 8
         blocks = list(range(0, self.padded, self.lanes))
@@ -146,7 +147,7 @@ class _PageStepEmitter:
                     e.store(self.build.load(slot), self._logit(g, t))
 
     def _logits_by_token(self) -> None:
-        """Dot products of [tokens, channel bytes]: a row of codes times the query."""
+        """Dot products for keys [tokens, channel bytes]: a row of codes times the query."""
         e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
         unit = 2 if form.key_bits == 16 else 1
         units = self.layout.format.segment_token_bytes(dim)[0] // unit
@@ -173,7 +174,7 @@ class _PageStepEmitter:
                     e.store(dot, self._element(self._logit(g, 0), token))
 
     def _softmax(self) -> None:
-        """Turn logits into weights of value codes, and rescale the running sums."""
+        """Compute the weights of value codes from logits, and rescale the running sums."""
         e, group, dim = self.emit_, self.step.group, self.layout.head_dim
         starts, live, key_metadata, shown = self._blocks_of_keys()
         value_metadata = [self._metadata(3, t, mask) for t, mask in zip(starts, live, strict=True)]
@@ -206,7 +207,7 @@ class _PageStepEmitter:
             e.store(e.total(zero_term), self._element(self._zero_term(0), head))
 
     def _blocks_of_keys(self) -> tuple[list[int], list[Value], list[Any], list[Value]]:
-        """First token, live mask, key metadata and shown mask of each block of tokens."""
+        """First token, live mask, key metadata and visible mask of each block of tokens."""
         starts = list(range(0, self.padded, self.lanes))
         live = [self._live(start) for start in starts]
         metadata = [self._metadata(1, t, mask) for t, mask in zip(starts, live, strict=True)]
@@ -231,7 +232,7 @@ class _PageStepEmitter:
         return logits
 
     def _add_scores(self) -> None:
-        """Add the largest weight among the heads, times the step's weight, to each score."""
+        """Add the largest weight among the heads, times the weight of the step, to each score."""
         e, group, dim = self.emit_, self.step.group, self.layout.head_dim
         starts, live, metadata, shown = self._blocks_of_keys()
         with e.loop(I64(group)) as head:
@@ -281,7 +282,7 @@ class _PageStepEmitter:
                     e.store(self.build.load(slot), self._output(g, start + share * units))
 
     def _prefetch(self, index: Value, rounds: int) -> None:
-        """Ask for one part in ``rounds`` of what attention reads of the next page."""
+        """Prefetch part ``index`` of ``rounds`` of what attention reads of the next page."""
         e = self.emit_
         lines = -(-self.layout.offsets[4] // (CACHE_LINE * rounds))
         near = e.byte(self.upcoming, self.build.mul(index, I64(lines * CACHE_LINE)))
@@ -329,7 +330,7 @@ class _PageStepEmitter:
         return e.half(words, 0), e.half(words, 16)
 
     def _shown(self, start: int, live: Value) -> Value:
-        """Which tokens of a block the query may read."""
+        """Mask of the tokens of a block that the query may read."""
         if not self.step.is_windowed:
             return live
         e = self.emit_

@@ -1,4 +1,4 @@
-"""What decode attention and its scores mean: decode the pages, then one dense softmax."""
+"""Reference of decode attention and token scores: decode the pages, then one dense softmax."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.kernels.codec import reference as codec
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, segments
 
 
@@ -21,26 +21,26 @@ def decode_attention(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     lse: Tensor | None = None,
-    lists: PageLists | None = None,
+    page_lists: PageLists | None = None,
 ) -> Tensor:
-    """Attention of one query token per request over all its sections.
+    """Attention of one query token per request over all sections of the request.
 
-    Request r reads the tables of slot ``slots[r]`` in every section. The query's own key
-    must be in a page already. ``window > 0`` hides keys that are ``window`` positions old
-    or older and needs ``positions``, the position of each query; ``softcap > 0`` caps
-    logits by tanh. ``lse`` is filled with the natural logarithm of the sum of each head's
-    exponentials: what ``score_tokens`` needs. With ``lists`` only the pages that they name are
-    read (``select_pages`` makes such lists).
+    Request r reads the page tables of batch slot ``slots[r]`` in every section. The query's own
+    key must be stored before. ``window > 0`` hides keys that are ``window`` or more positions old,
+    and needs ``positions``, the position of each query; ``softcap > 0`` caps logits by tanh.
+    ``lse``, if given, is filled with the natural logarithm of the sum of exponentials of each head,
+    an input of ``score_tokens``. With ``page_lists`` only the listed pages are read;
+    ``select_pages`` writes such lists.
 
     Shapes:  query [R, H, d]; arena [P, page_bytes]; slots, positions [R]; lse [R, H] -> [R, H, d]
     Dtypes:  query float32 or bfloat16; arena uint8; indices int32; lse and output float32
-    Promise: what lies in unused bytes of pages never changes the result; lists of all pages
+    Promise: unused bytes of pages never change the result; lists of all pages
              give the same bits as no lists
     Source:  DiffKV (mixed-precision pages in one kernel); FlashDecoding (splits)
     """
     logits, value, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
-    if lists is not None:
-        unread = ~_listed(lists, sections, slots)
+    if page_lists is not None:
+        unread = ~_listed(page_lists, sections, slots)
         logits = logits.masked_fill(unread[:, :, None], float("-inf"))
     if lse is not None:
         lse[:] = logits.logsumexp(-1).view_as(lse)
@@ -60,7 +60,7 @@ def score_tokens(
     positions: Tensor | None = None,
     weight: float = 1.0,
 ) -> None:
-    """Add the attention that each stored token just received to its score, in the pages.
+    """Add the attention that each stored token receives from the query to its score in its page.
 
     A token's score grows by ``weight`` times the largest softmax weight among the query
     heads of its KV head. ``lse`` comes from ``decode_attention`` with the same arguments.
@@ -83,23 +83,23 @@ def score_tokens(
         start += len(token)
 
 
-def _listed(lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:
-    """Which tokens lie in pages that their request reads, [R, KH, N] in the order of ``_logits``.
+def _listed(page_lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:
+    """Mask of tokens in pages that their request reads, [R, KH, N] in the order of ``_logits``.
 
-    Beyond the end of a row the answer means nothing.
+    Entries beyond the end of a row are undefined.
     """
-    check_lists(lists, len(slots), sections[0].tokens.shape[1])
-    place = lists.rows.long().clamp(min=0)
-    entry = torch.arange(lists.ordinals.shape[2], device=slots.device)
-    named = lists.ordinals[place].where(entry < lists.counts[place][..., None], -1)
-    parts, first = list[Tensor](), torch.zeros_like(lists.counts[place])
+    check_page_lists(page_lists, len(slots), sections[0].tokens.shape[1])
+    place = page_lists.rows.long().clamp(min=0)
+    entry = torch.arange(page_lists.ordinals.shape[2], device=slots.device)
+    named = page_lists.ordinals[place].where(entry < page_lists.counts[place][..., None], -1)
+    parts, first = list[Tensor](), torch.zeros_like(page_lists.counts[place])
     for section in sections:
         tokens, room = section.tokens[slots.long()], section.layout.tokens
         page = torch.arange(int(tokens.max()), device=slots.device) // room
         ordinal = first[..., None] + page
         parts.append((ordinal[..., None] == named[:, :, None]).any(-1))
         first = first + (tokens + room - 1) // room
-    return torch.cat(parts, 2) | (lists.rows < 0)[:, None, None]
+    return torch.cat(parts, 2) | (page_lists.rows < 0)[:, None, None]
 
 
 def _logits(

@@ -1,6 +1,7 @@
-"""What lies between the matrix products of a layer: norms, rotation, activation.
+"""Pointwise ops between the matrix products of a layer: RMS norm, RoPE, gated activation.
 
-On one row each is a thousand numbers, which torch passes over ten times in as many calls.
+At batch size 1 each handles about a thousand numbers, for which torch needs ten calls and ten
+passes.
 """
 
 from triptych.kernels.op import Op

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""Norms, rotation and activation on the CPU: one pass over a row that stays in the cache."""
+"""RMS norm, RoPE and gated activation on the CPU: one pass over each row."""
 
 from math import e, log2
 
@@ -35,10 +35,10 @@ HEADS, TOKEN_STRIDE, HEAD_STRIDE, FIRST, SECOND, ANGLE_STRIDE, EPSILON = range(1
 addresses of weights, or of cosines and sines."""
 
 NUMBERS = 1 << 14
-"""About so many a thread takes at a time; fewer are not worth waking a second one."""
+"""Approximate numbers that a thread takes at a time; for fewer one thread runs alone."""
 
 SHIFT = np.float32(1.5 * 2**23)
-"""Added and taken away again, it leaves the nearest whole number."""
+"""Adding and subtracting it rounds to the nearest integer."""
 LOG2_E = np.float32(log2(e))
 C0, C1, C2, C3, C4, C5, C6 = (np.float32(factor) for factor in EXP2)
 MOST = np.float32(126.0)
@@ -65,7 +65,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 f"rotate: angles {tuple(angles.shape)} {angles.dtype}: expected float32 {expected}"
             )
     if cos.stride(0) != sin.stride(0):
-        raise ConfigError("rotate: cosines and sines lie differently")
+        raise ConfigError("rotate: cosines and sines have different strides")
     out = torch.empty_like(heads, memory_format=torch.contiguous_format)
     _run(ROTATE, heads, out, cos.data_ptr(), sin.data_ptr(), cos.stride(0), 0.0)
     return out
@@ -81,7 +81,7 @@ def gate(gate_up: Tensor) -> Tensor:
 def _run(
     what: int, source: Tensor, out: Tensor, first: int, second: int, stride: int, epsilon: float
 ) -> None:
-    """Start a job over all rows of ``source`` [T, E] or [T, H, E], which are dense themselves."""
+    """Run a job over all rows of ``source`` [T, E] or [T, H, E]; each row must be dense."""
     shape, strides = source.shape, source.stride()
     width, is_headed = shape[-1], len(shape) == 3
     if strides[-1] != 1 or len(shape) not in (2, 3):
@@ -168,7 +168,7 @@ def _gate(numbers, gated):
 
 @kernel
 def _exp2(power):
-    """As ``simd.Emitter.exp2``, for powers of any size; of NaN it is not NaN."""
+    """``simd.Emitter.exp2`` for powers of any size; the result for NaN is not NaN."""
     power = power if power < MOST else MOST
     power = power if power > -MOST else -MOST
     whole = (power + SHIFT) - SHIFT
@@ -179,7 +179,7 @@ def _exp2(power):
 
 @team_body
 def _work(address):
-    """Take rows until none is left."""
+    """Take rows from the shared counter until none is left."""
     job = carray(pointer(address), WORDS, np.int64)
     numbers = np.empty(job[WIDTH], np.float32)
     result = np.empty(job[TARGET_WIDTH], np.float32)

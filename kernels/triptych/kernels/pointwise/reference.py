@@ -1,4 +1,4 @@
-"""Norms, rotation and activation in torch: computed in float32, rounded once."""
+"""Reference of RMS norm, RoPE and gated activation: computed in float32, rounded once."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels (i, i + D/2) of all heads by the angle of their token.
+    """Apply RoPE: rotate each channel pair (i, i + D/2) of all heads by the angle of its token.
 
     Shapes:  heads [T, H, D]; cos, sin [T, D/2] -> [T, H, D], contiguous
     Dtypes:  heads float32, bfloat16 or float16, as is what it returns; cos, sin float32

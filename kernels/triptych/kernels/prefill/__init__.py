@@ -1,4 +1,4 @@
-"""Attention of new tokens over their own keys and those of the past, with significance."""
+"""Attention of new prompt tokens over new and earlier keys, with token significance."""
 
 from triptych.kernels.op import Op
 from triptych.kernels.prefill import reference

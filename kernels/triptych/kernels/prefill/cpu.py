@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch.ops has no type hints.
-"""Prefill attention on the CPU: blocks of queries whose weights stay in the cache.
+"""Prefill attention on the CPU, in blocks of queries whose weights fit in the cache.
 
-The weights of a block exist in memory anyway, so their column sums cost next to nothing. Where no
-sums are wanted plain attention is torch's own, which is faster.
+The weights of a block are in memory, so their column sums cost very little. Without sums, window,
+softcap and padding, torch's flash attention is used, which is faster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ BLOCK_FLOATS = 2**18
 """Weights of one block: 1 MiB, about the second-level cache of a core."""
 MIN_BLOCK = 16
 MAX_BLOCK = 64
-"""Queries in a block; more of them compute more weights that causality hides."""
+"""Most queries in a block; larger blocks compute more weights that the causal mask hides."""
 
 
 def prefill_attention(
@@ -42,29 +42,29 @@ def prefill_attention(
             continue
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
         sums = None if significance is None else significance[index]
-        asked, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
+        queries, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
         if is_even and sums is None and window == 0 and softcap == 0:
-            _attend_plainly(asked, keys, mixed, scale)
+            _attend_flash(queries, keys, mixed, scale)
         elif is_even or sums is None:
-            _attend(asked, keys, mixed, scale, window, softcap, sums)
+            _attend(queries, keys, mixed, scale, window, softcap, sums)
         else:
             padded = torch.zeros(len(sums), keys.positions.shape[1])
-            _attend(asked, keys, mixed, scale, window, softcap, padded)
+            _attend(queries, keys, mixed, scale, window, softcap, padded)
             add_sums(sums, padded, keys, end - start)
     return out
 
 
-def _attend_plainly(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
-    """Causal attention of one sequence, of which all heads know the same tokens.
+def _attend_flash(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
+    """Causal attention of one sequence whose heads all have the same number of past tokens.
 
-    Over past and new keys apart, merged by their log-sum-exps: a mask would cost more.
+    Past and new keys are attended separately and merged by log-sum-exp: a mask takes longer.
     """
     past = keys.key.shape[1] - len(query)
-    asked = query.transpose(0, 1)[None]
+    queries = query.transpose(0, 1)[None]
     key, value = (part.to(query.dtype)[None] for part in (keys.key, keys.value))
-    mixed, lse = _flash(asked, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
+    mixed, lse = _flash(queries, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
     if past:
-        old, old_lse = _flash(asked, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
+        old, old_lse = _flash(queries, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
         whole = torch.logaddexp(lse, old_lse)
         mixed = mixed * (lse - whole).exp()[..., None] + old * (old_lse - whole).exp()[..., None]
     out.copy_(mixed[0].transpose(0, 1))
@@ -79,7 +79,7 @@ def _flash(
 
 
 def _has_no_gap(keys: Keys, queries: int) -> bool:
-    """Whether all heads have equally many past keys."""
+    """Whether all heads have the same number of past keys, so that there is no padding."""
     return bool((keys.past == keys.positions.shape[1] - queries).all())
 
 
@@ -92,7 +92,7 @@ def _attend(
     softcap: float,
     sums: Tensor | None,
 ) -> None:
-    """Attention of one sequence into ``out`` [n, H, d]; adds to ``sums`` [H, N] if wanted."""
+    """Write attention of one sequence to ``out`` [n, H, d]; add to ``sums`` [H, N] if given."""
     count, heads, dim = query.shape
     kv_heads, known, _ = keys.key.shape
     group, first = heads // kv_heads, known - count
@@ -102,8 +102,8 @@ def _attend(
     hidden = None if is_plain else ~visible(keys, count, window)[:, None]
     for start, end in _blocks(count, first, heads):
         size, seen = end - start, first + end
-        asked = grouped[:, :, start:end].reshape(kv_heads, group * size, dim)
-        logits = torch.bmm(asked, key[:, :, :seen]).view(kv_heads, group, size, seen)
+        queries = grouped[:, :, start:end].reshape(kv_heads, group * size, dim)
+        logits = torch.bmm(queries, key[:, :, :seen]).view(kv_heads, group, size, seen)
         if softcap > 0:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         if hidden is None:
@@ -120,7 +120,7 @@ def _attend(
 
 
 def _blocks(count: int, first: int, heads: int) -> Iterator[tuple[int, int]]:
-    """Runs of queries whose weights over all earlier keys fit ``BLOCK_FLOATS``."""
+    """Ranges of queries whose weights over all earlier keys fit ``BLOCK_FLOATS``."""
     start = 0
     while start < count:
         fitting = BLOCK_FLOATS // (heads * (first + start + MAX_BLOCK))

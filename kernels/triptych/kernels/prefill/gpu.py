@@ -28,11 +28,11 @@ from triptych.kernels.triton.triton_layout import MIN_DOT, form_of
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one program does."""
+    """Size of the work of one program."""
 
     queries: int
     keys: int
-    """At a time."""
+    """Keys of one tile."""
     warps: int
     stages: int = 2
 
@@ -42,9 +42,9 @@ class Block:
 
 
 BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
-"""By the largest head size that it is for. Chosen by registers: no spill for any format."""
+"""Block by largest head size; chosen so that no format spills registers."""
 EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
-"""For float32, which no tensor core multiplies exactly."""
+"""Blocks for float32, which tensor cores do not multiply exactly."""
 
 
 def prefill_attention(
@@ -61,11 +61,11 @@ def prefill_attention(
 ) -> Tensor:
     """See ``reference.prefill_attention``.
 
-    Numbers of 16 bits are multiplied as such, past keys and values too; float32 keeps its accuracy.
-    A page id that the arena does not have gives NaN.
+    16-bit inputs are multiplied in 16 bits, past keys and values too; float32 keeps its accuracy.
+    A page id out of range gives NaN.
 
     Source:  FlashAttention (online softmax over blocks); column sums in a second pass over
-             the products, from the logarithms of the sums that the first one leaves
+             the products, with the log-sum-exps of the first pass
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     options = (scale, window, softcap, past, significance, out)
@@ -86,7 +86,7 @@ def plan(
     significance: Tensor | None,
     out: Tensor,
 ) -> list[Launch]:
-    """The launches of one call: output, and if wanted the sums over new and over past keys."""
+    """The launches of one call: output, and with ``significance`` sums over new and past keys."""
     _check(query, key, value, past, significance)
     total, heads, dim = query.shape
     sequences = len(offsets) - 1
@@ -135,27 +135,27 @@ def plan(
 
 
 def _type_of(dtype: torch.dtype) -> tl.dtype:
-    """In what is multiplied; the interpreter cannot multiply bfloat16."""
+    """The type of the products' inputs; the interpreter cannot multiply bfloat16."""
     if dtype == torch.float16:
         return tl.float16
     return tl.float32 if dtype == torch.float32 or is_interpreted() else tl.bfloat16
 
 
 def block_of(dim: int, is_exact: bool) -> Block:
-    """How much a program does for vectors of ``dim`` channels."""
+    """The block of a program for vectors of ``dim`` channels."""
     blocks = EXACT_BLOCKS if is_exact else BLOCKS
     return next(block for size, block in blocks.items() if dim <= size)
 
 
 def _plan_first(past: Past, first: Tensor) -> Launch:
-    """Fill ``first`` with the position of each sequence's first new token."""
+    """The launch that fills ``first`` with the position of each sequence's first new token."""
     constants = {"FORM": form_of(past.layout), "TILE": 128}
     arguments = (first, *_past_arguments(past))
     return Launch(find_first, (len(first), past.tokens.shape[1]), arguments, constants)
 
 
 def _past_arguments(past: Past | None) -> Iterator[Argument]:
-    """Arena, its pages, table, width, strides, counts and their strides."""
+    """Arguments of past pages: arena, page count, table, width, strides, counts, strides."""
     if past is None:
         yield from (None, 0, None, 0, 0, 0, 0, None, 0, 0)
         return
@@ -171,7 +171,7 @@ def _past_arguments(past: Past | None) -> Iterator[Argument]:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, past: Past | None, significance: Tensor | None
 ) -> None:
-    """Raise ``ConfigError`` unless a kernel can be compiled for the inputs."""
+    """Raise ``ConfigError`` unless there are kernels for the inputs."""
     check_device("prefill_attention", query, key, value, significance)
     dim = query.shape[2]
     if query.dtype not in VECTOR_TYPES or {key.dtype, value.dtype} != {query.dtype}:

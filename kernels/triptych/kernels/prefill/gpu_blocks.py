@@ -1,17 +1,23 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be, and a
-# condition on constants must not share an `if` with one on numbers.
-"""Kernels of prefill attention: a program has a block of queries, or sums a block of keys."""
+# Triton's language is not Python: the checker takes tiles for integers. A condition on constants
+# must not share an `if` with one on numbers.
+"""Triton kernels of prefill attention: output of a query block, and column sums of a key block."""
 
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.page_access import capped, cells_of, numbers_of, positions_of, soften
+from triptych.kernels.triton.page_access import (
+    capped,
+    numbers_of,
+    online_softmax,
+    positions_of,
+    slots_of,
+)
 
 
 @triton.jit
 def past_of(table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head):
-    """A head row's page table, and how many tokens it holds."""
+    """Page table and number of tokens of a head row."""
     count = tl.load(counts + sequence.to(tl.int64) * count_sequence + head * count_head)
     return table + sequence.to(tl.int64) * by_sequence + head.to(tl.int64) * by_head, count
 
@@ -21,14 +27,14 @@ def find_first(
     first, arena, page_count, table, width, by_sequence, by_head, by_page, counts,
     count_sequence, count_head, FORM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Raise ``first[sequence]`` to one more than the largest position in one head row."""
+    """Set ``first[sequence]`` to at least one more than the largest position of one head row."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     table, count = past_of(
         table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head
     )
     largest = tl.full([TILE], -1, tl.int32)
     for start in range(0, count, TILE):
-        page, row, live, _wrong = cells_of(
+        page, row, live, _wrong = slots_of(
             arena, page_count, table, width, by_page, start, count, FORM, False, TILE
         )
         largest = tl.maximum(largest, positions_of(page, row, live, FORM))
@@ -37,7 +43,7 @@ def find_first(
 
 @triton.jit
 def rows_at(start, stride, row, count, DIM: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """Vectors ``row`` of a tensor [count, ...] as a tile [rows, WIDE]; zeros beyond its end."""
+    """Load vectors ``row`` of a tensor [count, ...] as a tile [rows, WIDE]; 0 beyond the end."""
     channel = tl.arange(0, WIDE)
     at = start + row.to(tl.int64)[:, None] * stride + channel[None, :]
     if DIM == WIDE:
@@ -48,9 +54,9 @@ def rows_at(start, stride, row, count, DIM: tl.constexpr, WIDE: tl.constexpr, TY
 
 
 @triton.jit
-def soft_step(logits, values, peak, mass, mixed):
+def add_tile(logits, values, peak, mass, mixed):
     """Add a tile of values to the output ``mixed``, weighted by an online softmax."""
-    weights, rescale, peak, mass = soften(logits, peak, mass)
+    weights, rescale, peak, mass = online_softmax(logits, peak, mass)
     mixed = mixed * rescale[:, None]
     mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return peak, mass, mixed
@@ -65,7 +71,7 @@ def attend_chunks(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head over the past in pages, then over new keys.
+    """Attention of a block of queries of one head over past keys in pages, then new keys.
 
     Grid: blocks of the longest sequence, query heads, sequences.
     """
@@ -75,9 +81,9 @@ def attend_chunks(
     if tl.program_id(0) * QUERIES >= count:
         return
     heads = tl.num_programs(1)
-    asked = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    query_index = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     line = (start.to(tl.int64) * heads + head) * DIM
-    tile = rows_at(query + line, heads * DIM, asked, count, DIM, WIDE, TYPE)
+    tile = rows_at(query + line, heads * DIM, query_index, count, DIM, WIDE, TYPE)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.full([QUERIES], 0.0, tl.float32)
     mixed = tl.full([QUERIES, WIDE], 0.0, tl.float32)
@@ -86,25 +92,25 @@ def attend_chunks(
             table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head // G
         )
         channel = tl.arange(0, WIDE)
-        position = asked
+        position = query_index
         if WINDOWED:
-            position = asked + tl.load(first + sequence)
-        # Codes are bytes, which no pipeline can fetch ahead but into registers.
+            position = query_index + tl.load(first + sequence)
+        # A pipeline can prefetch codes, which are bytes, only into registers.
         for at in tl.range(0, known, KEYS, num_stages=1):
-            page, row, live, wrong = cells_of(
+            page, row, live, wrong = slots_of(
                 arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
             )
             keys = numbers_of(page, row, live, channel, FORM, True).to(TYPE)
             logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
             logits = capped(logits * scale, cap, CAPPED)
-            shown = live[None, :]
+            visible = live[None, :]
             if WINDOWED:
                 age = position[:, None] - positions_of(page, row, live, FORM)[None, :]
-                shown = shown & (age < window)
+                visible = visible & (age < window)
             hidden = tl.where(wrong, float("nan"), float("-inf"))
-            logits = tl.where(shown, logits, hidden[None, :])
+            logits = tl.where(visible, logits, hidden[None, :])
             values = numbers_of(page, row, live, channel, FORM, False).to(TYPE)
-            peak, mass, mixed = soft_step(logits, values, peak, mass, mixed)
+            peak, mass, mixed = add_tile(logits, values, peak, mass, mixed)
     begin = 0
     if WINDOWED:
         begin = tl.maximum(tl.program_id(0) * QUERIES - window + 1, 0) // KEYS * KEYS
@@ -112,24 +118,24 @@ def attend_chunks(
     key += start.to(tl.int64) * key_token + (head // G) * key_head
     value += start.to(tl.int64) * value_token + (head // G) * value_head
     for at in range(begin, end, KEYS):
-        given = at + tl.arange(0, KEYS)
-        keys = rows_at(key, key_token, given, count, DIM, WIDE, TYPE)
+        key_index = at + tl.arange(0, KEYS)
+        keys = rows_at(key, key_token, key_index, count, DIM, WIDE, TYPE)
         logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
         logits = capped(logits * scale, cap, CAPPED)
-        shown = (given[None, :] <= asked[:, None]) & (given < count)[None, :]
+        visible = (key_index[None, :] <= query_index[:, None]) & (key_index < count)[None, :]
         if WINDOWED:
-            shown = shown & (asked[:, None] - given[None, :] < window)
-        logits = tl.where(shown, logits, float("-inf"))
-        values = rows_at(value, value_token, given, count, DIM, WIDE, TYPE)
-        peak, mass, mixed = soft_step(logits, values, peak, mass, mixed)
+            visible = visible & (query_index[:, None] - key_index[None, :] < window)
+        logits = tl.where(visible, logits, float("-inf"))
+        values = rows_at(value, value_token, key_index, count, DIM, WIDE, TYPE)
+        peak, mass, mixed = add_tile(logits, values, peak, mass, mixed)
     mass = tl.where(mass == 0, 1.0, mass)  # rows beyond the last query
     channel = tl.arange(0, WIDE)
-    to = out + line + asked.to(tl.int64)[:, None] * (heads * DIM) + channel[None, :]
-    mask = (asked < count)[:, None] & (channel < DIM)[None, :]
+    to = out + line + query_index.to(tl.int64)[:, None] * (heads * DIM) + channel[None, :]
+    mask = (query_index < count)[:, None] & (channel < DIM)[None, :]
     tl.store(to, (mixed / mass[:, None]).to(out.dtype.element_ty), mask=mask)
     if lse is not None:
-        to = lse + (start + asked).to(tl.int64) * heads + head
-        tl.store(to, peak + tl.log2(mass), mask=asked < count)
+        to = lse + (start + query_index).to(tl.int64) * heads + head
+        tl.store(to, peak + tl.log2(mass), mask=query_index < count)
 
 
 @triton.jit
@@ -141,10 +147,10 @@ def sum_columns(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TYPE: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
-    """Add the weights that a block of keys gets from all new queries of one head.
+    """Add the weights of a block of keys over all new queries of one head to ``sums``.
 
-    ``lse`` holds log2 of each query's sum, so a weight is one exponential. No two programs
-    write one number. Grid: blocks of keys (past or new ones), query heads, sequences.
+    ``lse`` has log2 of the sum of each query, so a weight takes one exponential. No two programs
+    write the same number. Grid: blocks of past or of new keys, query heads, sequences.
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -156,44 +162,46 @@ def sum_columns(
             table, counts, by_sequence, by_head, count_sequence, count_head, sequence, head // G
         )
     at = tl.program_id(0) * KEYS
-    given = at + tl.arange(0, KEYS)
+    key_index = at + tl.arange(0, KEYS)
     begin, end = 0, count
     if PAST:
         if at >= known:
             return
-        page, row, live, _wrong = cells_of(
+        page, row, live, _wrong = slots_of(
             arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
         )
         keys = numbers_of(page, row, live, tl.arange(0, WIDE), FORM, True).to(TYPE)
-        position = given
+        position = key_index
         if WINDOWED:
             position = positions_of(page, row, live, FORM) - tl.load(first + sequence)
-        exists, index = live, given
+        exists, index = live, key_index
     else:
         if at >= count:
             return
         key += start.to(tl.int64) * key_token + (head // G) * key_head
-        keys = rows_at(key, key_token, given, count, DIM, WIDE, TYPE)
+        keys = rows_at(key, key_token, key_index, count, DIM, WIDE, TYPE)
         begin = at // QUERIES * QUERIES
         if WINDOWED:
             end = tl.minimum(count, at + KEYS + window)
-        position, exists, index = given, given < count, known + given
+        position, exists, index = key_index, key_index < count, known + key_index
     received = tl.full([KEYS], 0.0, tl.float32)
     line = query + (start.to(tl.int64) * heads + head) * DIM
     for other in range(begin, end, QUERIES):
-        asked = other + tl.arange(0, QUERIES)
-        tile = rows_at(line, heads * DIM, asked, count, DIM, WIDE, TYPE)
+        query_index = other + tl.arange(0, QUERIES)
+        tile = rows_at(line, heads * DIM, query_index, count, DIM, WIDE, TYPE)
         logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
         logits = capped(logits * scale, cap, CAPPED)
         total = tl.load(
-            lse + (start + asked).to(tl.int64) * heads + head, mask=asked < count, other=0.0
+            lse + (start + query_index).to(tl.int64) * heads + head,
+            mask=query_index < count,
+            other=0.0,
         )
-        shown = exists[None, :] & (asked < count)[:, None]
+        visible = exists[None, :] & (query_index < count)[:, None]
         if not PAST:
-            shown = shown & (given[None, :] <= asked[:, None])
+            visible = visible & (key_index[None, :] <= query_index[:, None])
         if WINDOWED:
-            shown = shown & (asked[:, None] - position[None, :] < window)
-        weights = tl.where(shown, tl.exp2(logits - total[:, None]), 0.0)
+            visible = visible & (query_index[:, None] - position[None, :] < window)
+        weights = tl.where(visible, tl.exp2(logits - total[:, None]), 0.0)
         received += tl.sum(weights, 0)
     to = (
         sums + sequence.to(tl.int64) * sum_sequence + head.to(tl.int64) * sum_head + index * sum_key

@@ -1,4 +1,4 @@
-"""What prefill attention means: one dense softmax per sequence."""
+"""Reference of ``prefill_attention``: one dense softmax per sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from triptych.kernels.pages import Past
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """All keys of one sequence, past ones first, padded in between to the longest past."""
+    """Keys of one sequence: past keys, padded to the longest past of a head, then new keys."""
 
     key: Tensor
     """[KH, P + n, d]."""
@@ -37,16 +37,16 @@ def prefill_attention(
     past: Past | None = None,
     significance: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a ragged batch of prompts, or of the next chunk of each.
+    """Causal attention of a ragged batch of prompts, or of the next chunk of each prompt.
 
-    Sequence b owns the tokens ``offsets[b]`` to ``offsets[b + 1]`` of the flat batch. Each
-    attends to the sequence's past tokens and to its new ones up to itself. New tokens take
-    the positions after the largest one of the past. ``window > 0`` hides keys that are
-    ``window`` positions old or older; ``softcap > 0`` caps logits by tanh.
+    Sequence b has the tokens ``offsets[b]`` to ``offsets[b + 1]`` of the flat batch. Each token
+    attends to all past tokens of its sequence and to new ones up to itself. The positions of new
+    tokens follow the largest position of the past. ``window > 0`` hides keys that are ``window``
+    or more positions old; ``softcap > 0`` caps logits by tanh.
 
-    ``significance`` is added to in place, so it is additive over chunks: entry [b, h, j]
-    gains the attention that the new queries of head h pay to the head's j-th key, past
-    keys first. None saves its cost.
+    ``significance`` is added to in place and so accumulates over chunks: entry [b, h, j] grows by
+    the attention that key j of head h, past keys first, receives from the new queries. None: it is
+    not computed, which is faster.
 
     Shapes:  query [T, H, d]; key, value [T, KH, d]; significance [B, H, N] -> [T, H, d]
     Dtypes:  query, key, value float32 or bfloat16 alike, and the output; significance float32
@@ -96,15 +96,15 @@ def gather_keys(load: Load, key: Tensor, value: Tensor, past: Past | None, index
 
 
 def visible(keys: Keys, queries: int, window: int) -> Tensor:
-    """Which keys each query may read: bool [KH, n, P + n]."""
-    asked = keys.positions[:, -queries:, None]
-    known = keys.positions[:, None, :]
-    seen = (known >= 0) & (known <= asked)
-    return seen & (asked - known < window) if window > 0 else seen
+    """Mask of the keys that each query may read, bool [KH, n, P + n]."""
+    query_at = keys.positions[:, -queries:, None]
+    key_at = keys.positions[:, None, :]
+    seen = (key_at >= 0) & (key_at <= query_at)
+    return seen & (query_at - key_at < window) if window > 0 else seen
 
 
 def add_sums(significance: Tensor, sums: Tensor, keys: Keys, queries: int) -> None:
-    """Add column sums [H, P + n] to ``significance`` [H, N], closing each head's gap."""
+    """Add column sums [H, P + n] to ``significance`` [H, N], without the padding of the past."""
     padded = keys.positions.shape[1] - queries
     group = len(sums) // len(keys.past)
     for head in range(len(sums)):

@@ -1,11 +1,11 @@
-"""How much attention each key received: the number that compression policies read."""
+"""Token significance from column sums of attention; compression policies compare it."""
 
 import torch
 from torch import Tensor
 
 
 def largest_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
-    """The largest column sum among the query heads of each KV head: what a page keeps as score.
+    """The largest column sum among the query heads of each KV head, the score stored in pages.
 
     Shapes:  sums [..., H, N] -> [..., KH, N]
     Dtypes:  float32
@@ -15,7 +15,7 @@ def largest_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:
-    """Turn column sums into mean attention per key, the largest over a KV head's query heads.
+    """Mean attention per key from column sums, the largest over the query heads of a KV head.
 
     Key t is seen by ``tokens - t`` queries, itself included.
 

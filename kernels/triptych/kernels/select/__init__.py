@@ -1,7 +1,7 @@
-"""Which pages a query has to read: summaries of pages, and their choice by score."""
+"""Ops of page selection: summaries of pages, and a choice of pages by their scores."""
 
-from triptych.kernels.lists import PageLists
 from triptych.kernels.op import Op
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.select import reference
 from triptych.kernels.select.summary import (
     KINDS,

@@ -1,4 +1,4 @@
-"""Page summaries and their choice on the CPU: checks and addresses here, numba in two modules."""
+"""Page summaries and page selection on the CPU: checks and addresses for the compiled code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.hadamard import block_size
-from triptych.kernels.lists import PageLists, list_words
+from triptych.kernels.page_lists import PageLists, page_list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import cpu_choice, cpu_summaries
 from triptych.kernels.select.reference import unrotated
@@ -77,7 +77,7 @@ def select_pages(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     *,
     scale: float,
     head_budgets: Tensor | None = None,
@@ -85,14 +85,18 @@ def select_pages(
 ) -> None:
     """See ``reference.select_pages``."""
     rows, heads, dim = query.shape
-    table = sections[0].known(
+    table = sections[0].call_cache.get(
         lambda: _table(sections, summaries, rule, heads, dim),
         *(tuple(sections[1:]), tuple(summaries), rule, heads, dim),
     )
     check_indices(slots, positions)
     check_head_budgets(head_budgets, table.kv_heads)
     query = unrotated(query.float(), table.summaries).contiguous()
-    slots, positions, lists_of = slots.contiguous(), positions.contiguous(), lists.rows.contiguous()
+    slots, positions, lists_of = (
+        slots.contiguous(),
+        positions.contiguous(),
+        page_lists.rows.contiguous(),
+    )
     job = np.empty(cpu_choice.JOB_WORDS, np.int64)
     JOB.pack_into(
         job.data,
@@ -104,7 +108,7 @@ def select_pages(
         positions.data_ptr(),
         rows,
         lists_of.data_ptr(),
-        *list_words(lists, rows, table.kv_heads),
+        *page_list_words(page_lists, rows, table.kv_heads),
         0 if head_budgets is None else head_budgets.data_ptr(),
         *((0, 0, 0) if scores is None else (scores.data_ptr(), *scores.stride()[:2])),
         *table.words,
@@ -123,13 +127,13 @@ JOB = Struct("32q 2d")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What numba is told of the sections of a layer, their summaries and a rule."""
+    """Words for compiled code: the sections of a layer, their summaries and a rule."""
 
     kv_heads: int
     summaries: Summaries
-    """The first ones; the others have their form."""
+    """Those of the first section that has any; the others have the same kind."""
     words: tuple[int, ...]
-    """In the order of its job, the address of ``sections`` among them."""
+    """In the order of ``cpu_choice.Job``; one is the address of ``sections``."""
     sections: NDArray[np.int64]
 
 
@@ -140,7 +144,7 @@ def _table(
     heads: int,
     dim: int,
 ) -> Table:
-    """Raises:  ConfigError unless all fit one another and the queries"""
+    """Raises:  ConfigError unless sections, summaries and queries match"""
     known = check_summaries(summaries, rule)
     if known is None:
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
@@ -150,12 +154,12 @@ def _table(
     words = np.array([_words(*pair, kv_heads, dim) for pair in pairs], np.int64)
     tile = ScoreTile(known.kind, group, dim, rule.omitted_mass > 0)
     shared = kv_heads, group, dim, words.ctypes.data, len(words), score_tile_address(tile)
-    asked = rule.keep, rule.budget_tokens, rule.sink_tokens, rule.window_tokens
-    return Table(kv_heads, known, (*shared, *asked, *_form(known)), words)
+    rule_words = rule.keep, rule.budget_tokens, rule.sink_tokens, rule.window_tokens
+    return Table(kv_heads, known, (*shared, *rule_words, *_form(known)), words)
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:
-    """What numba is told of how summaries lie: is it a box, codes, numbers."""
+    """Layout of summaries as words: whether it is a box, code vectors, numbers."""
     kind = summaries.kind
     return kind == "box", CODE_BYTES[kind], NUMBERS[kind]
 
@@ -163,9 +167,9 @@ def _form(summaries: Summaries) -> tuple[int, ...]:
 def _words(
     section: Section, summaries: Summaries | None, kv_heads: int, dim: int
 ) -> tuple[int, ...]:
-    """What numba is told of a section; ``cpu_choice`` names the columns.
+    """A section as words; ``cpu_choice`` has the names of the columns.
 
-    Raises:  ConfigError unless it fits its summaries and the queries
+    Raises:  ConfigError unless it matches its summaries and the queries
     """
     tokens = section.tokens
     check_indices(tokens)

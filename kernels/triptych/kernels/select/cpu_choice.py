@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""The choice of pages by the scores of their summaries, in the threads of torch."""
+"""Compiled page selection by the scores of summaries, in the threads of torch."""
 
 from collections import namedtuple
 
@@ -23,16 +23,16 @@ from triptych.kernels.select.summary import BLOCKS, POSITIONS, TILE_PAGES, WHOLE
 ROOM, WIDTH, TOKENS, TOKENS_SLOT, TOKENS_HEAD, COUNT_SLOTS = range(6)
 TILE_AT, TILE_SLOT, TILE_HEAD, TILE_COUNT = range(6, 10)
 SECTION_COLUMNS = 10
-"""Columns of the table of sections; without summaries ``TILE_AT`` is 0."""
+"""Number of columns of the table of sections; without summaries ``TILE_AT`` is 0."""
 
 BUDGET_STEP_SIZE = WHOLE // BUDGET_STEPS
 SERIAL_PAGES = 512
-"""So few pages (10 us) are scored sooner by one thread than a sleeping one wakes up."""
+"""Up to so many pages one thread scores all (10 us): waking a second thread takes longer."""
 
 Job = namedtuple(
     "Job",
     "counter bad query slots positions rows"
-    " lists list_slots ordinals list_slot list_head room counts count_slot count_head"
+    " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
     " head_budgets scores score_row score_head"
     " kv_heads group dim sections section_count step keep budget sinks window"
     " is_box codes numbers"
@@ -41,16 +41,16 @@ Job = namedtuple(
 JOB_WORDS = len(Job._fields)
 
 FORCED = np.int32(2**31 - 1)
-"""Above the key of every score: a page that is read in any case."""
+"""Key of a page that is always read; above the key of every score."""
 LOWEST = np.int32(-(2**31))
 
 
 @kernel
 def run_choice(words, team, body, threads):
-    """Choose pages for all head rows; False if a slot, a count or a list is out of range."""
+    """Select pages for all head rows; False if a slot, a count or a list is out of range."""
     job = _job(words.ctypes.data)
     sections = _sections(job)
-    most = _most(sections)
+    most = _max_pages(sections)
     few = job.rows * job.kv_heads * most <= SERIAL_PAGES
     run_team(team, body, words.ctypes.data, 1 if few else threads)
     return words[1] == 0
@@ -75,8 +75,8 @@ def _sections(job):
 
 
 @kernel
-def _most(sections):
-    """Pages that a head row may have."""
+def _max_pages(sections):
+    """Largest number of pages of a head row, from the widths of the tables."""
     most = 0
     for section in sections:
         most += section[WIDTH]
@@ -85,44 +85,46 @@ def _most(sections):
 
 @kernel
 def _choose(job, sections, row, keys, found, query, masses):
-    """Write the list of one head row; False if something is out of range."""
+    """Write the list of one head row; False if a slot, a count or a list is out of range."""
     request, head = row // job.kv_heads, row % job.kv_heads
     slot = np.int64(_word(job.slots, request))
-    place = np.int64(_word(job.lists, request))
-    if place >= job.list_slots:
+    place = np.int64(_word(job.list_rows, request))
+    if place >= job.list_count:
         return False
-    pages, forced, tokens = _mark(job, sections, slot, head, _word(job.positions, request), keys)
+    pages, forced, tokens = _mark_required(
+        job, sections, slot, head, _word(job.positions, request), keys
+    )
     if pages < 0:
         return False
     share = _share(job, head, tokens)
     budget = min(pages, max(forced, -(-pages * share // WHOLE)))
-    if budget > job.room:
+    if budget > job.list_entries:
         return False
     if budget < pages or job.scores:
         _prepare(job, row, query)
         _score(job, sections, slot, head, keys, found, query, masses)
         if job.scores:
-            _tell(job, request, head, keys[:pages])
+            _write_scores(job, request, head, keys[:pages])
         if job.omitted > 0:
             shares, powers = masses[: job.group, :pages], masses[job.group :, :pages]
-            budget = max(budget, _enough(keys[:pages], shares, powers, job.omitted))
-            if budget > job.room:
+            budget = max(budget, _count_for_mass(keys[:pages], shares, powers, job.omitted))
+            if budget > job.list_entries:
                 return False
     ordinals = carray(
-        pointer(job.ordinals + 4 * (place * job.list_slot + head * job.list_head)),
-        job.room, np.int32,
+        pointer(job.ordinals + 4 * (place * job.list_stride + head * job.list_head)),
+        job.list_entries, np.int32,
     )  # fmt: skip
     count = carray(
         pointer(job.counts + 4 * (place * job.count_slot + head * job.count_head)), 1, np.int32
     )
-    _list(keys[:pages], budget, ordinals)
+    _write_list(keys[:pages], budget, ordinals)
     count[0] = budget
     return True
 
 
 @kernel
 def _share(job, head, tokens):
-    """Of ``WHOLE`` parts of a head row's pages those that are read (``Rule.pages``)."""
+    """Share of the pages of a head row that are read, in parts of ``WHOLE`` (``Rule.pages``)."""
     mean = min(WHOLE, max(job.keep, job.budget * WHOLE // max(1, tokens)))
     if job.head_budgets == 0:
         return mean
@@ -140,16 +142,16 @@ def _word(address, index):
 
 @kernel
 def _tokens(section, slot, head):
-    """Tokens that a section holds of a head row."""
+    """Number of tokens of a head row in a section."""
     offset = slot * section[TOKENS_SLOT] + head * section[TOKENS_HEAD]
     return np.int64(_word(section[TOKENS], offset))
 
 
 @kernel
-def _mark(job, sections, slot, head, position, keys):
-    """Mark the pages that are read in any case; pages, marked pages and tokens of the row.
+def _mark_required(job, sections, slot, head, position, keys):
+    """Set the keys of pages that are always read to ``FORCED``, those of others to ``LOWEST``.
 
-    -1 pages if a section has no such row.
+    Returns: pages of the row, -1 if a section has no such row; forced pages; tokens of the row
     """
     pages = forced = total = np.int64(0)
     newest = np.int32(position - job.window)
@@ -179,7 +181,7 @@ def _mark(job, sections, slot, head, position, keys):
 
 @kernel
 def _competing(section, tokens):
-    """Pages of a row that may compete: all but the last, if there are summaries."""
+    """Number of pages of a row that have scores: all but the last, if there are summaries."""
     return max(0, tokens - 1) // section[ROOM] if section[TILE_AT] else np.int64(0)
 
 
@@ -191,7 +193,7 @@ def _tile(job, section, slot, head, page):
 
 @kernel
 def _prepare(job, row, query):
-    """The vectors that summaries are multiplied by, and their sums."""
+    """Write the vectors that summaries are multiplied by, and their sums, to ``query``."""
     group, dim = job.group, job.dim
     near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
     second, sums = group * dim, 2 * group * dim
@@ -211,10 +213,10 @@ def _prepare(job, row, query):
 
 @kernel
 def _score(job, sections, slot, head, keys, found, query, masses):
-    """Replace the marks of pages that compete by the keys of their scores.
+    """Replace the ``LOWEST`` keys of pages by the keys of their scores.
 
-    ``found`` has room for the scores of a tile, and for its masses. Those of all pages go to
-    ``masses``, if that has room; what has no summary has none.
+    ``found``: scratch memory for the scores and the masses of a tile. ``masses`` is filled with
+    the masses of all pages if ``omitted`` is above 0; pages without a summary have mass 0.
     """
     start, has_masses = np.int64(0), job.omitted > 0
     bits, of_tile = found[0].view(np.int32), found[1:]
@@ -244,11 +246,11 @@ def _score(job, sections, slot, head, keys, found, query, masses):
 
 
 @kernel
-def _enough(keys, masses, powers, omitted):
-    """The fewest pages, best first, that leave no head more than its share ``omitted``.
+def _count_for_mass(keys, masses, powers, omitted):
+    """Fewest pages, largest keys first, so that the others have at most ``omitted`` of each head.
 
-    A page is expected to receive ``masses * 2**powers``; masses become shares. Pages of equal
-    scores are taken together.
+    The expected attention of a page is ``masses * 2**powers``; ``masses`` is overwritten with
+    shares. Pages of equal scores are added together.
     """
     for head in range(len(masses)):
         peak = powers[head].max()
@@ -271,7 +273,10 @@ def _enough(keys, masses, powers, omitted):
 
 @kernel
 def _to_shares(masses, powers, peak):
-    """Next to one another, pages mostly have the same power."""
+    """Overwrite the masses of one head with shares that sum to 1.
+
+    Adjacent pages mostly have the same power, so the factor is kept from page to page.
+    """
     total, power, factor = np.float32(0.0), peak, np.float32(1.0)
     for page in range(len(masses)):
         if powers[page] != power:
@@ -285,16 +290,16 @@ def _to_shares(masses, powers, peak):
 
 @kernel
 def _fits(keys, shares, least, omitted):
-    """Whether pages below a key receive no more than ``omitted`` of any head."""
+    """Whether pages with keys below ``least`` have at most ``omitted`` of every head."""
     most = np.float32(0.0)
     for head in range(len(shares)):
-        most = max(most, _left(keys, shares[head], least))
+        most = max(most, _mass_below(keys, shares[head], least))
     return most <= omitted
 
 
 @summing_kernel
-def _left(keys, shares, least):
-    """What pages below a key receive."""
+def _mass_below(keys, shares, least):
+    """Sum of the shares of pages with keys below ``least``."""
     total = np.float32(0.0)
     for page in range(len(keys)):
         total += shares[page] if keys[page] < least else np.float32(0.0)
@@ -303,12 +308,12 @@ def _left(keys, shares, least):
 
 @kernel
 def _key(bits):
-    """Integers in the order of the floats with these bits; its own inverse."""
+    """Map float32 bits to integers of the same order; the function is its own inverse."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1))
 
 
 @kernel
-def _tell(job, request, head, keys):
+def _write_scores(job, request, head, keys):
     at = job.scores + 4 * (request * job.score_row + head * job.score_head)
     scores = carray(pointer(at), len(keys), np.int32)
     for page in range(len(keys)):
@@ -316,11 +321,11 @@ def _tell(job, request, head, keys):
 
 
 @kernel
-def _list(keys, count, ordinals):
-    """The ``count`` largest keys, of equal ones the first, in ascending order of their places.
+def _write_list(keys, count, ordinals):
+    """Write the pages of the ``count`` largest keys, of equal keys the first, in ascending order.
 
-    The smallest of them is found by bisection over all integers: 32 passes at most, each as fast
-    as reading the keys, whatever they are.
+    The smallest chosen key is found by bisection over all int32 values: at most 32 passes over the
+    keys, independent of their values.
     """
     low, high = np.int64(LOWEST), np.int64(FORCED) + 1
     while high - low > 1:
@@ -341,7 +346,7 @@ def _list(keys, count, ordinals):
 
 @kernel
 def _count(keys, least):
-    """How many keys are ``least`` or more."""
+    """Number of keys that are at least ``least``."""
     count = np.int32(0)
     for page in range(len(keys)):
         count += np.int32(keys[page] >= least)
@@ -352,17 +357,17 @@ def _count(keys, least):
 def choose_rows(address):
     job = _job(address)
     sections = _sections(job)
-    most = _most(sections)
+    most = _max_pages(sections)
     keys = np.empty(most, np.int32)
     found = np.empty((1 + 2 * job.group, TILE_PAGES), np.float32)
     masses = np.empty((2 * job.group, most if job.omitted > 0 else 0), np.float32)
     query = np.empty(2 * job.group * (job.dim + 1) + BLOCKS + 1, np.float32)
-    lists = carray(pointer(job.lists), job.rows, np.int32)
+    list_rows = carray(pointer(job.list_rows), job.rows, np.int32)
     while True:
         row = fetch_add(address, 1)
         if row >= job.rows * job.kv_heads:
             break
-        if lists[row // job.kv_heads] < 0:
+        if list_rows[row // job.kv_heads] < 0:
             continue
         if not _choose(job, sections, row, keys, found, query, masses):
             fetch_add(address + 8, 1)

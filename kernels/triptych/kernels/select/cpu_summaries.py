@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""Summaries of pages, made in the threads of torch."""
+"""Compiled computation of page summaries, in the threads of torch."""
 
 import numpy as np
 from numba import carray
@@ -19,7 +19,7 @@ from triptych.kernels.select.summary import BLOCKS, POSITIONS, TILE_PAGES
 
 COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM, IS_BOX = range(8)
 CODES, NUMBERS, MIXED, PAGE_TOKENS, POSITIONS_AT = range(8, 13)
-"""``CODES`` and ``NUMBERS``: of a page; ``MIXED``: channels that a rotation mixes, or 0."""
+"""``CODES``, ``NUMBERS``: vectors and numbers of a page. ``MIXED``: rotation block size, or 0."""
 KEY_PART = 13
 PAGES, ROWS, COLUMNS, MEMORY, SLOTS, KV_HEADS, TILES, BY_SLOT, BY_HEAD = range(
     KEY_PART + PART_WORDS, KEY_PART + PART_WORDS + 9
@@ -34,14 +34,14 @@ OUTWARDS, ROUNDING = np.float32(0.01), np.float32(2.0**-20)
 
 @kernel
 def run_summaries(job, team, body, threads):
-    """Summarize in a team; False if the job named a page or a cell that there is not."""
+    """Summarize pages in a team; False if a page id, a row or a column is out of range."""
     run_team(team, body, job.ctypes.data, threads if job[ITEMS] > CHUNK else 1)
     return job[BAD] == 0
 
 
 @kernel
 def _load(part, page, keys, scales, codes, numbers):
-    """Decode the keys of the page at an address into rows of channels, [d, tokens]."""
+    """Decode the keys of the page at address ``page`` into ``keys``, [d, tokens]."""
     tokens = keys.shape[1]
     if part.token_stride != 1 or part.groups != 1:
         for token in range(tokens):
@@ -78,8 +78,8 @@ def _box(keys, first, second):
 
 @kernel
 def _unrotate(vectors, mixed):
-    """Multiply by ``hadamard`` in place; channels are the first axis, [d, tokens]."""
-    # Slices cost more than sums, so neighbouring channels that take part alike are one row.
+    """Multiply vectors [d, tokens] by the Hadamard matrix in place."""
+    # A slice costs more than a sum, so adjacent channels of one butterfly step are one slice.
     flat, tokens = vectors.reshape(vectors.size), vectors.shape[1]
     span = tokens
     while span < mixed * tokens:
@@ -107,7 +107,7 @@ def block_of(block, tokens):
 
 @summing_kernel
 def _moments(keys, means, deviation, factors):
-    """As ``reference.moments``, in two passes: means may be far larger than deviations."""
+    """``reference.moments`` in two passes, since means can be far larger than deviations."""
     whole, covered = np.float32(0.0), 0
     deviation[:] = np.float32(0.0)
     for block in range(BLOCKS):
@@ -136,14 +136,14 @@ def _moments(keys, means, deviation, factors):
 
 @kernel
 def _codes(tile, page, index, dim):
-    """A vector of a page's codes: every ``TILE_PAGES``-th byte."""
+    """Codes of one vector of a page: every ``TILE_PAGES``-th byte of the result."""
     at = tile + index * dim * TILE_PAGES + page
     return carray(pointer(at), dim * TILE_PAGES, np.uint8)
 
 
 @kernel
 def _numbers(tile, page, codes, count):
-    """A page's numbers: every ``TILE_PAGES``-th."""
+    """Numbers of a page: every ``TILE_PAGES``-th element of the result."""
     at = tile + TILE_PAGES * codes + 4 * page
     return carray(pointer(at), count * TILE_PAGES, np.float32)
 
@@ -172,7 +172,7 @@ def _write_moments(tile, page, means, deviation, factors):
 
 @kernel
 def _write_box(tile, page, most, least):
-    """Rounded outwards."""
+    """Write a box with codes rounded outwards."""
     dim = len(most)
     numbers = _numbers(tile, page, 2 * dim, 4)
     for index in range(2):
@@ -200,7 +200,7 @@ def _ends(vector):
 
 @kernel
 def _step(range_, top):
-    """One step of codes up to ``top``; 1 where all numbers are equal."""
+    """Scale of codes 0 to ``top``; 1 if all numbers are equal."""
     return range_ / top if range_ > 0 else np.float32(1.0)
 
 
@@ -210,10 +210,10 @@ def _code(steps, top):
 
 
 @kernel
-def _write_positions(at, page, near, tokens):
-    known = carray(pointer(near), tokens, np.int32)
+def _write_positions(at, page, source, tokens):
+    positions = carray(pointer(source), tokens, np.int32)
     ends = carray(pointer(at + 4 * page), TILE_PAGES + 1, np.int32)
-    ends[0], ends[TILE_PAGES] = known.min(), known.max()
+    ends[0], ends[TILE_PAGES] = positions.min(), positions.max()
 
 
 @team_body

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Kernels and some methods of tensors have no types.
-"""Page summaries and page selection on the GPU: one launch for short rows, two for others.
+"""Page summaries and page selection on the GPU: one launch for short rows, two for long rows.
 
-Nothing waits for the device, and shapes depend on the widths of tables alone, so a CUDA graph can
-hold a call.
+The host does not wait for the device, and shapes depend only on the widths of page tables, so that
+a call can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec import gpu as codec
-from triptych.kernels.lists import PageLists, check_lists
+from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_indices
 from triptych.kernels.select.gpu_choice import choose_pages
 from triptych.kernels.select.gpu_scores import score_spans
@@ -27,13 +27,14 @@ from triptych.kernels.select.summary import (
     check_summaries,
 )
 from triptych.kernels.triton.launch import Argument, Launch, check_device, power_of_two, processors
-from triptych.kernels.triton.triton_layout import MIN_DOT, chunk_of, list_arguments
+from triptych.kernels.triton.triton_layout import MIN_DOT, chunk_of, page_list_arguments
 
 SPAN = 32
-"""Pages that a program scores together; half of them where a group fills two tiles of heads."""
+"""Pages that a program scores at a time; half of it if a group fills two tiles of heads."""
 FUSED_SPANS = 2
 FUSED_PAGES = 1024
-"""Up to which rows are short, if they are few, and if they are many; see ``fuses``."""
+"""Limits of a fused launch: in spans for any number of head rows, in pages for many head rows; see
+``fuses``."""
 
 
 def summarize_pages(
@@ -44,7 +45,7 @@ def summarize_pages(
     rows: Tensor,
     columns: Tensor,
 ) -> None:
-    """See ``reference.summarize_pages``; keys are decoded by the GPU's kernel."""
+    """See ``reference.summarize_pages``; a Triton kernel decodes the keys."""
     check_indices(pages, rows, columns)
     check_device("summarize_pages", arena, pages, summaries.memory, rows, columns)
     tokens = torch.full_like(pages, layout.tokens)
@@ -59,7 +60,7 @@ def select_pages(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     *,
     scale: float,
     head_budgets: Tensor | None = None,
@@ -67,10 +68,10 @@ def select_pages(
 ) -> None:
     """See ``reference.select_pages``.
 
-    Nothing waits for the device, so wrong slots cannot raise: their lists are empty.
+    The host does not wait for the device, so wrong slots do not raise: their lists are empty.
     """
     for launch in plan(
-        query, sections, summaries, slots, positions, rule, lists, scale, head_budgets, scores
+        query, sections, summaries, slots, positions, rule, page_lists, scale, head_budgets, scores
     ):
         launch.run()
 
@@ -82,22 +83,22 @@ def plan(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     scale: float,
     head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> list[Launch]:
-    """The launches of one call: one, or one that scores spans of pages and one that chooses."""
+    """The launches of one call: a fused one, or one that scores pages and one that chooses."""
     rows, heads, dim = query.shape
     kv_heads = sections[0].tokens.shape[1]
     group = heads // kv_heads
     known = check_summaries(summaries, rule)
     if known is None:
         raise ConfigError("select_pages: no section has summaries: expected those of one at least")
-    check_lists(lists, rows, kv_heads)
+    check_page_lists(page_lists, rows, kv_heads)
     check_head_budgets(head_budgets, kv_heads)
     check_indices(slots, positions)
-    check_device("select_pages", query, slots, positions, scores, head_budgets, lists.ordinals)
+    check_device("select_pages", query, slots, positions, scores, head_budgets, page_lists.ordinals)
     pages = sum(section.pages.shape[2] for section in sections)
     scores = _scores(query, (rows, kv_heads, pages), scores)
     means = None
@@ -122,7 +123,7 @@ def plan(
         "SPAN": span,
     }
     is_fused = fuses(pages, rows * kv_heads, processors(query.device))
-    wanted = tuple(list_arguments(lists))
+    wanted = tuple(page_list_arguments(page_lists))
     chunk = chunk_of(pages, 1 if means is None else power_of_two(group))
     choose = Launch(
         choose_pages,
@@ -140,12 +141,12 @@ def plan(
 
 
 def fuses(pages: int, head_rows: int, processors: int) -> bool:
-    """Whether one program scores all pages of a head row and chooses among them.
+    """Whether one program both scores all pages of a head row and chooses among them.
 
-    It saves a launch, about 1 to 2 us in a graph, and reads its summaries alone: a tile of them,
-    4 to 7 KB, takes a processor about half as long. So rows are short, or there is one for each
-    processor, which then has no need of others. Estimates: no GPU has measured it yet. On AMD
-    Triton's barrier does not wait for writes to global memory: two launches there.
+    A fused launch saves one launch, about 1 to 2 us in a CUDA graph, but one multiprocessor reads
+    all summaries of the row: a tile of 4 to 7 KB takes about half a launch. So it is used for short
+    rows, and if there is a head row for each multiprocessor. These are estimates, not measured on
+    a GPU. On AMD Triton's barrier does not wait for writes to global memory: always two launches.
     """
     if torch.version.hip:
         return False
@@ -154,7 +155,7 @@ def fuses(pages: int, head_rows: int, processors: int) -> bool:
 
 
 def _scores(query: Tensor, shape: tuple[int, int, int], given: Tensor | None) -> Tensor:
-    """Room for the scores of a call's pages: what was given, if there is enough."""
+    """Memory for the scores of a call: ``given`` after a check, or new memory."""
     if given is None:
         return query.new_empty(shape, dtype=torch.float32)
     is_dense = given.dim() == 3 and given.stride(2) == 1 and given.dtype == torch.float32
@@ -167,7 +168,7 @@ def _scores(query: Tensor, shape: tuple[int, int, int], given: Tensor | None) ->
 
 
 def _place(section: Section, summaries: Summaries | None, kv_heads: int, dim: int) -> Argument:
-    """What kernels take of a section; without summaries its counts stand for them, unread."""
+    """Arguments of kernels for a section; without summaries the counts are passed, but not read."""
     tokens, width = section.tokens, section.pages.shape[2]
     check_indices(tokens)
     slots = min(tokens.shape[0], section.pages.shape[0])

@@ -1,11 +1,11 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""The choice of pages: a program owns a head row.
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernel of page selection: a radix select over the scores of a head row.
 
-The page that is the last to be read is found by its score, digit by digit, and not by sorting:
-a score's bits, turned so that they order as the scores do, are four digits of 256. A sweep over
-the row counts the next digit of those that share the digits before; so four sweeps find the
-threshold, whatever the length of the row, and one more writes the list in its order.
+Scores are mapped to uint32 keys of the same order, four digits of 8 bits. Each of four sweeps over
+the row counts the next digit of the keys that equal the threshold in the digits before. They find
+the smallest key to read, for any length of the row; a fifth sweep writes the list in ascending
+order. One program handles one head row.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triptych.core import head_budgets as core_budgets
 from triptych.kernels.select import summary
-from triptych.kernels.select.gpu_scores import asked_of, pages_of, score_pages
+from triptych.kernels.select.gpu_scores import pages_of, query_stats_of, score_pages
 
 WHOLE = tl.constexpr(summary.WHOLE)
 STEPS = tl.constexpr(core_budgets.BUDGET_STEPS)
@@ -23,42 +23,42 @@ DIGITS = tl.constexpr(256)
 @triton.jit
 def choose_pages(
     query, slots, positions, sections, scores, by_row, by_head, means, all_pages,
-    scale, deviations, sinks, window, lists, head_budgets, keep, budget, omitted,
+    scale, deviations, sinks, window, page_lists, head_budgets, keep, budget, omitted,
     KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
     FUSED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of a head row of each request that has one. Grid: 1, KV heads, requests.
+    """Write the page lists of the requests that have one. Grid: 1, KV heads, requests.
 
-    ``FUSED``: its scores are to be computed first; else ``score_spans`` has written them.
+    ``FUSED``: the kernel computes the scores first; otherwise ``score_spans`` has written them.
     """
-    ordinals, counts, rows, row_count, most, list_row, list_head, count_row, count_head = lists
+    ordinals, counts, rows, row_count, most, list_row, list_head, count_row, count_head = page_lists
     request, head = tl.program_id(2), tl.program_id(1)
     place = tl.load(rows + request)
     if (place >= 0) & (place < row_count):
         total, tokens = 0, 0
         if FUSED:
-            asked = asked_of(query, scale, G, HEADS, DIM)
+            query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         for at in tl.static_range(len(sections)):
             count, pages, _width = pages_of(sections[at], slots)
             if FUSED:
                 for first in range(0, pages, SPAN):
                     score_pages(
-                        asked, slots, positions, sections[at], count, pages, total, first, scores,
-                        by_row, by_head, means, all_pages, deviations, sinks, window,
+                        query_stats, slots, positions, sections[at], count, pages, total, first,
+                        scores, by_row, by_head, means, all_pages, deviations, sinks, window,
                         KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
                     )  # fmt: skip
             total += pages
             tokens += count
         if FUSED:
-            tl.debug_barrier()  # each thread reads what others wrote
+            tl.debug_barrier()  # threads read scores that others wrote
         found = scores + request.to(tl.int64) * by_row + head * by_head
         wanted = tl.minimum(share_of(total, tokens, head_budgets, keep, budget), total)
         wanted = tl.maximum(wanted, always_read(found, total, CHUNK))
         if means is not None:
             row = (request * tl.num_programs(1) + head).to(tl.int64)
             masses = means + row * G * all_pages
-            needed = enough(found, masses, all_pages, total, omitted, G, GROUP, CHUNK)
+            needed = count_for_mass(found, masses, all_pages, total, omitted, G, GROUP, CHUNK)
             wanted = tl.maximum(wanted, needed)
         last, ties = threshold(found, total, wanted, CHUNK)
         entries = ordinals + place.to(tl.int64) * list_row + head * list_head
@@ -69,8 +69,8 @@ def choose_pages(
 
 @triton.jit
 def share_of(total, tokens, head_budgets, keep, budget):
-    """``Rule.pages``, before the number of pages limits it."""
-    # A tensor, since an argument that is 1 comes as a constant, which has no wider type.
+    """``Rule.pages`` without the limit by the number of pages."""
+    # A tensor, since an argument of 1 becomes a constant, which cannot be cast to int64.
     whole = tl.full([], WHOLE, tl.int64)
     own = tl.minimum(budget * whole // tl.maximum(tokens, 1), whole).to(tl.int32)
     own = tl.maximum(own, keep)
@@ -85,7 +85,7 @@ def share_of(total, tokens, head_budgets, keep, budget):
 
 @triton.jit
 def always_read(found, total, CHUNK: tl.constexpr):
-    """How many pages are read in any case."""
+    """Number of pages that are always read, those with an infinite score."""
     number = 0
     for first in range(0, total, CHUNK):
         page = first + tl.arange(0, CHUNK)
@@ -96,7 +96,7 @@ def always_read(found, total, CHUNK: tl.constexpr):
 
 @triton.jit
 def ordered(found, page, live):
-    """Scores as unsigned numbers in the same order; a zero has one sign."""
+    """Scores as uint32 keys of the same order; -0.0 equals 0.0."""
     score = tl.load(found + page, mask=live, other=0.0)
     bits = tl.cast(tl.where(score == 0.0, 0.0, score), tl.uint32, bitcast=True)
     return tl.where((bits >> 31) > 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
@@ -104,7 +104,7 @@ def ordered(found, page, live):
 
 @triton.jit
 def threshold(found, total, wanted, CHUNK: tl.constexpr):
-    """The smallest of the ``wanted`` largest scores, and how many that equal it are among them."""
+    """Key of the smallest of the ``wanted`` largest scores, and how many of them have this key."""
     digit = tl.arange(0, DIGITS)
     last = tl.full([], 0, tl.uint32)
     left = wanted
@@ -126,7 +126,7 @@ def threshold(found, total, wanted, CHUNK: tl.constexpr):
 
 @triton.jit
 def write_list(entries, most, found, total, last, ties, CHUNK: tl.constexpr):
-    """The pages above a threshold and the first ``ties`` of those at it; returns how many."""
+    """Write the pages above key ``last`` and the first ``ties`` at it; returns their number."""
     length, equal = 0, 0
     for first in range(0, total, CHUNK):
         page = first + tl.arange(0, CHUNK)
@@ -142,13 +142,13 @@ def write_list(entries, most, found, total, last, ties, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def enough(
+def count_for_mass(
     found, masses, by_member, total, omitted,
     G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``reference.enough``: bit by bit the largest score down to which pages suffice.
+    """``reference.count_for_mass``: finds the largest sufficient key, bit by bit.
 
-    masses: logarithms of what pages are expected to receive from each of G heads.
+    masses: logarithms of the expected attention of pages from each of the G heads.
     """
     largest = tl.full([GROUP, CHUNK], float("-inf"), tl.float32)
     for first in range(0, total, CHUNK):
@@ -163,7 +163,7 @@ def enough(
         got = received(found, masses, by_member, total, peak, tried, G, GROUP, CHUNK)
         left = tl.max(rest_of((got * unit)[:, None], G, GROUP), 0)
         last = tl.where(left <= omitted, tried, last)
-    # No score is the largest number of all, so there is one above.
+    # No key is 2**32 - 1, so ``last + 1`` does not overflow.
     got = received(found, masses, by_member, total, peak, last + 1, G, GROUP, CHUNK)
     number = 1
     for first in range(0, total, CHUNK):
@@ -183,8 +183,8 @@ def received(
     found, masses, by_member, total, peak, least,
     G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What pages with scores from ``least`` on are expected to receive, [GROUP]."""
-    # Of a tile, and of its rows at the end: a reduction in each turn of a loop is slower, and one
+    """Expected attention, [GROUP], of the pages with keys of at least ``least``."""
+    # Sums are kept per column and reduced at the end: a reduction in the loop is slower, and one
     # whose result is used twice does not compile (Triton 3.6 and 3.7).
     sums = tl.zeros([GROUP, CHUNK], tl.float32)
     for first in range(0, total, CHUNK):
@@ -197,7 +197,7 @@ def received(
 
 @triton.jit
 def rest_of(shares, G: tl.constexpr, GROUP: tl.constexpr):
-    """What is left for the head with the smallest of shares [GROUP, n], [n]."""
+    """One minus the smallest share among the heads: shares [GROUP, n] -> [n]."""
     return 1.0 - tl.min(tl.where((tl.arange(0, GROUP) < G)[:, None], shares, 1.0), 0)
 
 
@@ -206,7 +206,7 @@ def masses_of(
     masses, by_member, first, total,
     G: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """[GROUP, CHUNK]; minus infinity where there is no page, or no head."""
+    """Load masses [GROUP, CHUNK]; minus infinity beyond the last page or head."""
     page, member = first + tl.arange(0, CHUNK), tl.arange(0, GROUP)
     at = masses + member[:, None] * by_member + page[None, :]
     mask = (member < G)[:, None] & (page < total)[None, :]

@@ -1,9 +1,9 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Scores of pages from their summaries: the tensor cores multiply queries by codes.
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernels that score pages from their summaries with tensor cores.
 
-Codes are exact in fp16. Queries, and their squares, are two fp16 numbers each, which keeps
-float32 accuracy; squares of deviations are two bytes.
+Codes are exact in fp16. Queries and their squares are split into two fp16 numbers each, which keeps
+float32 accuracy. Squares of deviation codes are split into two bytes.
 """
 
 import triton
@@ -16,7 +16,7 @@ PAGES = tl.constexpr(summary.TILE_PAGES)
 BLOCKS = tl.constexpr(summary.BLOCKS)
 POSITIONS = tl.constexpr(summary.POSITIONS)
 STEP = tl.constexpr(32)
-"""Channels that are multiplied at a time: few, so that all halves and codes fit registers."""
+"""Channels that are multiplied at a time; few, so that queries and codes fit in registers."""
 
 
 @triton.jit
@@ -26,20 +26,20 @@ def score_spans(
     KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Score the pages of requests that have a list.
+    """Score the pages of requests that have a list, one span of pages per program.
 
-    Grid: spans of the sections side by side, KV heads, requests. Scores of a row lie side by
-    side, those of its first section first.
+    Grid: spans of all sections, KV heads, requests. The scores of a row are contiguous, section
+    after section.
     """
     place = tl.load(rows + tl.program_id(2))
     if (place >= 0) & (place < row_count):
-        asked = asked_of(query, scale, G, HEADS, DIM)
+        query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         span, base = tl.program_id(0), 0
         for at in tl.static_range(len(sections)):
             count, pages, width = pages_of(sections[at], slots)
             if (span >= 0) & (span * SPAN < pages):
                 score_pages(
-                    asked, slots, positions, sections[at], count, pages, base, span * SPAN,
+                    query_stats, slots, positions, sections[at], count, pages, base, span * SPAN,
                     scores, by_row, by_head, means, all_pages, deviations, sinks, window,
                     KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
                 )  # fmt: skip
@@ -49,7 +49,7 @@ def score_spans(
 
 @triton.jit
 def pages_of(section, slots):
-    """Tokens and pages that a section has of this head row, and columns of its table."""
+    """Number of tokens and pages of this head row in a section, and the width of its table."""
     tokens, count_slot, count_head, slot_count, room, width, _memory, _by_slot, _by_head = section
     slot = tl.load(slots + tl.program_id(2))
     count, pages = held_of(tokens, slot, slot_count, count_slot, count_head, width, room)
@@ -57,18 +57,20 @@ def pages_of(section, slots):
 
 
 @triton.jit
-def asked_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Queries of a group, times ``scale``: where they lie, their unit and its inverse, and the
-    sums of their positive and of their negative numbers, [HEADS] each."""
+def query_stats_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Pointers, scale, unit, inverse unit, and sums of the queries of a group, [HEADS] each.
+
+    The two sums are of the positive and of the negative numbers of a query times ``scale``.
+    """
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * G
     lines = query + (group + tl.arange(0, HEADS)) * DIM
     largest = tl.zeros([HEADS], tl.float32)
     above, below = largest, largest
     for first in range(0, DIM, STEP):
-        asked = channels_of(lines, scale, first, G, HEADS, DIM)
-        largest = tl.maximum(largest, tl.max(tl.abs(asked), 1))
-        above += tl.sum(tl.maximum(asked, 0.0), 1)
-        below += tl.sum(tl.minimum(asked, 0.0), 1)
+        part = channels_of(lines, scale, first, G, HEADS, DIM)
+        largest = tl.maximum(largest, tl.max(tl.abs(part), 1))
+        above += tl.sum(tl.maximum(part, 0.0), 1)
+        below += tl.sum(tl.minimum(part, 0.0), 1)
     unit, inverse = unit_of(largest)
     return lines, scale, unit, inverse, above, below
 
@@ -77,7 +79,7 @@ def asked_of(query, scale, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constex
 def channels_of(
     lines, scale, first, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Some channels of the queries [HEADS, STEP], times ``scale``; 0 where there is none."""
+    """``STEP`` channels of the queries times ``scale``, [HEADS, STEP]; 0 out of range."""
     channel = first + tl.arange(0, STEP)
     inside = (tl.arange(0, HEADS) < G)[:, None] & (channel < DIM)[None, :]
     return tl.load(lines[:, None] + channel[None, :], mask=inside, other=0.0) * scale
@@ -85,14 +87,14 @@ def channels_of(
 
 @triton.jit
 def score_pages(
-    asked, slots, positions, section, count, pages, base, first, scores, by_row, by_head, means,
-    all_pages, deviations, sinks, window,
+    query_stats, slots, positions, section, count, pages, base, first, scores, by_row, by_head,
+    means, all_pages, deviations, sinks, window,
     KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write scores of pages of a section, from ``first`` on: infinity for those read in any case.
+    """Write the scores of ``SPAN`` pages of a section; infinity for pages that are always read.
 
-    ``means``: also what they are expected to receive from each query head, as a logarithm.
+    ``means``: filled with the logarithm of the expected attention of pages from each query head.
     """
     _tokens, _count_slot, _count_head, _slots, room, _width, memory, by_slot, of_head = section
     request, head = tl.program_id(2), tl.program_id(1)
@@ -108,10 +110,19 @@ def score_pages(
         tile, place = row + (page // PAGES) * tile_bytes, page % PAGES
         at = (tile + codes).to(tl.pointer_type(tl.float32)) + place
         if IS_BOX:
-            best = box_scores(asked, tile + place, live, at, G, HEADS, DIM)
+            best = box_scores(query_stats, tile + place, live, at, G, HEADS, DIM)
         else:
             best, mass = moment_scores(
-                asked, tile + place, live, at, room, deviations, means is not None, G, HEADS, DIM
+                query_stats,
+                tile + place,
+                live,
+                at,
+                room,
+                deviations,
+                means is not None,
+                G,
+                HEADS,
+                DIM,
             )
         best = tl.max(tl.where((tl.arange(0, HEADS) < G)[:, None], best, float("-inf")), 0)
         competing = tl.maximum(count - 1, 0) // room
@@ -133,10 +144,10 @@ def score_pages(
 
 @triton.jit
 def box_scores(
-    asked, codes, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+    query_stats, codes, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """The largest products [HEADS, SPAN] that keys in a page's box can have."""
-    lines, scale, unit, inverse, above, below = asked
+    """Upper bounds [HEADS, SPAN] of the logits of keys in the boxes of pages."""
+    lines, scale, unit, inverse, above, below = query_stats
     out = tl.zeros([HEADS, live.shape[0]], tl.float32)
     largest, smallest = out, out
     for first in range(0, DIM, STEP):
@@ -155,12 +166,14 @@ def box_scores(
 
 @triton.jit
 def moment_scores(
-    asked, codes, live, at, room, deviations, HAS_MASS: tl.constexpr,
+    query_stats, codes, live, at, room, deviations, HAS_MASS: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The largest logits [HEADS, SPAN] that a page's blocks are likely to have; and the logarithm
-    of what they are expected to receive together, where asked for."""
-    lines, scale, unit, inverse, above, below = asked
+    """Estimates [HEADS, SPAN] of the largest logit of a page, over its blocks.
+
+    With ``HAS_MASS`` also the logarithm of the expected attention of the page.
+    """
+    lines, scale, unit, inverse, above, below = query_stats
     first_mean = tl.zeros([HEADS, live.shape[0]], tl.float32)
     second_mean, third_mean, fourth_mean, variance = first_mean, first_mean, first_mean, first_mean
     for first in range(0, DIM, STEP):
@@ -197,7 +210,7 @@ def moment_scores(
 
 @triton.jit
 def bytes_of(codes, live, first, vector: tl.constexpr, DIM: tl.constexpr):
-    """Some channels of one of the vectors of each page [STEP, SPAN]."""
+    """Code bytes of ``STEP`` channels of one vector of each page, [STEP, SPAN]."""
     channel = first + tl.arange(0, STEP)
     at = codes[None, :] + ((vector * DIM + channel) * PAGES)[:, None]
     return tl.load(at, mask=(channel < DIM)[:, None] & live[None, :], other=0)
@@ -205,5 +218,5 @@ def bytes_of(codes, live, first, vector: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def number_of(at, index, live):
-    """One of the numbers of each page, [1, SPAN]."""
+    """Number ``index`` of each page, [1, SPAN]."""
     return tl.load(at + index * PAGES, mask=live, other=0.0)[None, :]

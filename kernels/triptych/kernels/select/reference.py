@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Tensor.tolist and Tensor.flatten have no types.
-"""What page summaries and their scores mean, one page and one head row at a time."""
+"""Reference of page summaries, page scores and page selection, one head row at a time."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych.core.layout import PageLayout
 from triptych.kernels.codec import reference as codec
 from triptych.kernels.hadamard import hadamard
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section
 from triptych.kernels.select.summary import (
     BLOCKS,
@@ -24,9 +24,9 @@ from triptych.kernels.select.summary import (
 )
 
 BOX_TOP, TOP, MEAN_TOP = 254.0, 255.0, 15.0
-"""Largest codes; those of a box leave room to be rounded outwards."""
+"""Largest codes; a box uses 254 steps so that rounding outwards stays below 256."""
 OUTWARDS = 0.01
-"""Added to codes of a box before they are rounded up, in steps: more than float32 loses."""
+"""Steps added to the codes of a box before rounding up: more than float32 errors."""
 
 
 def summarize_pages(
@@ -37,11 +37,11 @@ def summarize_pages(
     rows: Tensor,
     columns: Tensor,
 ) -> None:
-    """Write summaries of full pages, from their decoded keys.
+    """Compute and write the summaries of full pages from their decoded keys.
 
-    Page ``pages[i]`` is page ``columns[i]`` in the list of head row ``rows[i]``, counted
-    ``slot * KV heads + head``. From decoded keys, so that a box bounds the logits that
-    attention computes, in whatever coordinates and format the keys are.
+    Page ``pages[i]`` is in column ``columns[i]`` of the page table of head row ``rows[i]``, which
+    is ``slot * KV heads + head``. Decoded keys are used so that a box bounds the logits that
+    attention computes, for all formats and with or without rotation.
 
     Shapes:  arena [P, page_bytes]; pages, rows, columns [n]
     Dtypes:  arena uint8; the others int32
@@ -56,7 +56,7 @@ def summarize_pages(
 def write_summaries(
     key: Tensor, positions: Tensor, summaries: Summaries, rows: Tensor, columns: Tensor
 ) -> None:
-    """Write summaries of pages with these keys [n, T, d] and positions [n, T]."""
+    """Write the summaries of n pages from keys [n, T, d] and positions [n, T]."""
     key = unrotated(key, summaries)
     codes, numbers = _coded_box(key) if summaries.kind == "box" else _coded_moments(key)
     kv_heads = summaries.memory.shape[1]
@@ -69,17 +69,17 @@ def write_summaries(
 
 
 def unrotated(vectors: Tensor, summaries: Summaries) -> Tensor:
-    """Vectors [..., d] in the coordinates of the model."""
+    """Vectors [..., d] in the coordinates of the model, without the rotation of the pages."""
     if not summaries.rotated:
         return vectors
     return vectors @ hadamard(summaries.head_dim, vectors.device)
 
 
 def moments(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``moments`` knows of pages, exactly: means, deviations and factors of the blocks.
+    """The unrounded moments of pages: block means, page deviations, and block factors.
 
-    A key deviates from the mean of its block; deviations are of a whole page, and a factor says
-    by how much those of a block are larger.
+    The deviation of a channel is over all tokens of the page, from the mean of the token's block.
+    The factor of a block is the ratio of its deviation to that of the page.
 
     Shapes:  key [n, T, d] -> [n, BLOCKS, d], [n, d], [n, BLOCKS]
     """
@@ -113,7 +113,7 @@ def _coded_box(key: Tensor) -> tuple[Tensor, Tensor]:
         low, high = vector.amin(1), vector.amax(1)
         scale = (high - low) / BOX_TOP + torch.maximum(high.abs(), low.abs()) * 2.0**-20
         scale = torch.where(scale > 0, scale, 1.0)
-        # The smallest are counted from above, so that rounding up is outwards as well.
+        # Codes of the smallest numbers count down from the largest: rounding up is outwards.
         away = high[:, None] - vector if is_lowest else vector - low[:, None]
         codes.append((away / scale[:, None] + OUTWARDS).ceil().clamp(0, TOP))
         numbers += [-scale, high] if is_lowest else [scale, low]
@@ -121,7 +121,7 @@ def _coded_box(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _step(range_: Tensor, top: float) -> Tensor:
-    """One step of codes up to ``top``; 1 where all numbers are equal."""
+    """Scale of codes 0 to ``top``; 1 where all numbers are equal."""
     return torch.where(range_ > 0, range_ / top, 1.0)
 
 
@@ -132,41 +132,41 @@ def select_pages(
     slots: Tensor,
     positions: Tensor,
     rule: Rule,
-    lists: PageLists,
+    page_lists: PageLists,
     *,
     scale: float,
     head_budgets: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
-    """Choose the pages that each KV head of each request reads, and write them to ``lists``.
+    """Choose the pages that each KV head of each request reads, and write them to ``page_lists``.
 
-    The pages with the largest scores, as many as the rule still has room for beside those that
-    are read in any case; of equal scores the earlier page. A page's score is the largest among
-    the query heads of its KV head: for a box ``sum of max(q M, q m)``, never below the logit of
-    any key of the page; for moments the largest ``q mean + 3 sqrt(sum of q**2 deviation**2)`` of
-    its blocks.
+    Besides the pages that are always read, the pages with the largest scores are chosen, up to the
+    number of the rule; of equal scores the earlier page. The score of a page is the largest among
+    the query heads of its KV head. For a box with largest numbers M and smallest numbers m it is
+    ``sum of max(q M, q m)``, never below the logit of a key of the page. For moments it is the
+    largest ``q mean + 3 sqrt(sum of q**2 deviation**2)`` of the blocks.
 
-    With ``omitted_mass`` pages are added in the order of their scores until, for each query head,
-    the others are expected to receive no more than that share. What a block of n tokens receives
-    is expected to be ``n exp(q mean + sum of q**2 deviation**2 / 2)``, as if its keys were normally
-    distributed: an estimate, no bound (a bound by boxes says nothing in practice).
+    With ``omitted_mass``, pages are added in the order of their scores until, for each query head,
+    the expected share of attention of the other pages is no more than that. The expected attention
+    of a block of n tokens is ``n exp(q mean + sum of q**2 deviation**2 / 2)``, as for normally
+    distributed keys. It is an estimate, no bound: a bound by boxes is useless in practice.
 
     ``summaries`` has one entry for each section; None: all its pages are read. ``head_budgets`` is
     the share of pages that each KV head reads (``Rule.pages``); None: all heads read the same.
-    ``scores``, if given, receives the score of every page that competes, and infinity for those
-    that need not.
+    ``scores``, if given, is filled with the scores of pages, infinity for pages that are always
+    read.
 
     Shapes:  query [R, H, d]; slots, positions [R]; head_budgets int32 [KH, ``BUDGET_STEPS`` + 1];
              scores float32 [R, KH, M]
-    Promise: lists are sorted and without doubles; if the rule keeps all pages, all are listed
+    Promise: lists are ascending without duplicates; if the rule keeps all pages, all are listed
     Source:  TinyServe, section 3 (Algorithm 1); Quest; one set per KV head is ours
     """
     known, kv_heads = check_summaries(summaries, rule), sections[0].tokens.shape[1]
     check_head_budgets(head_budgets, kv_heads)
     steps: list[list[int]] = [[]] * kv_heads if head_budgets is None else head_budgets.tolist()
-    asked = query.float() if known is None else unrotated(query.float(), known)
-    grouped = asked.unflatten(1, (kv_heads, -1)) * scale
-    for request, place in enumerate(lists.rows.tolist()):
+    model_query = query.float() if known is None else unrotated(query.float(), known)
+    grouped = model_query.unflatten(1, (kv_heads, -1)) * scale
+    for request, place in enumerate(page_lists.rows.tolist()):
         for head in range(kv_heads if place >= 0 else 0):
             slot = int(slots[request])
             row = _row(sections, summaries, slot, head)
@@ -174,26 +174,26 @@ def select_pages(
             tokens = sum(int(section.tokens[slot, head]) for section in sections)
             count = rule.pages(len(found), tokens, steps[head])
             if rule.omitted_mass > 0:
-                masses = expected(grouped[request, head], row)
-                count = max(count, enough(found, masses, rule.omitted_mass))
+                masses = expected_shares(grouped[request, head], row)
+                count = max(count, count_for_mass(found, masses, rule.omitted_mass))
             chosen = choose(found, count)
-            lists.ordinals[place, head, : len(chosen)] = chosen
-            lists.counts[place, head] = len(chosen)
+            page_lists.ordinals[place, head, : len(chosen)] = chosen
+            page_lists.counts[place, head] = len(chosen)
             if scores is not None:
                 scores[request, head, : len(found)] = found
 
 
 def choose(scores: Tensor, count: int) -> Tensor:
-    """Pages with infinite scores, and the best of the others up to ``count`` in all."""
+    """Pages with infinite scores and those with the largest others, ``count`` in all, ascending."""
     count = max(count, int(scores.isposinf().sum()))
     best = scores.argsort(descending=True, stable=True)[:count]
     return best.sort().values.int()
 
 
-def enough(scores: Tensor, masses: Tensor, omitted: float) -> int:
-    """The fewest pages, best scores first, that leave no head more than its share ``omitted``.
+def count_for_mass(scores: Tensor, masses: Tensor, omitted: float) -> int:
+    """Fewest pages, largest scores first, so that the others have at most ``omitted`` of each head.
 
-    Shapes:  scores [pages]; masses [G, pages], which sum up to 1, or are 0 without summaries
+    Shapes:  scores [pages]; masses [G, pages], shares that sum to 1, or 0 without summaries
     """
     order = scores.argsort(descending=True, stable=True)
     left = 1.0 - masses[:, order].cumsum(1).amin(0)
@@ -201,8 +201,8 @@ def enough(scores: Tensor, masses: Tensor, omitted: float) -> int:
 
 
 Row = list[tuple[Summaries | None, int, int, int, int, int]]
-"""Of each section: its summaries, slot, head, pages of a head row, those that may compete, and
-tokens of a page."""
+"""A head row: for each section its summaries, slot, head, number of pages, number of pages that are
+chosen by score, and tokens of a page."""
 
 
 def _row(
@@ -217,7 +217,7 @@ def _row(
 
 
 def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
-    """Scores [pages] of a head row for its queries [G, d]; infinity: read in any case."""
+    """Scores [pages] of a head row for its queries [G, d]; infinity: always read."""
     parts: list[Tensor] = []
     for summaries, slot, head, pages, count, _ in row:
         scores = torch.full((pages,), float("inf"), device=query.device)
@@ -231,7 +231,7 @@ def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
 
 
 def page_scores(query: Tensor, summaries: Summaries, slot: int, head: int) -> Tensor:
-    """Scores of all pages of a head row that there is room for, over the queries [G, d]."""
+    """Scores of all pages in ``summaries`` of a head row, for the queries [G, d]."""
     if summaries.kind == "box":
         most, least = decoded_box(summaries, slot, head)
         scores = query.relu() @ most.T + query.clamp(max=0) @ least.T
@@ -261,7 +261,7 @@ def _of_row(summaries: Summaries, slot: int, head: int) -> tuple[Tensor, Tensor]
 
 
 def whole_codes(summaries: Summaries) -> Tensor:
-    """A byte for each number of each vector: uint8 [S, KH, tiles, vectors, d, pages of a tile]."""
+    """Unpacked codes, uint8 [S, KH, tiles, vectors, d, pages of a tile]."""
     codes = summaries.codes
     if summaries.kind == "box":
         return codes
@@ -279,10 +279,10 @@ def block_logits(
     return (query @ mean.mT).transpose(0, 1), squares.transpose(0, 1)
 
 
-def expected(query: Tensor, row: Row) -> Tensor:
-    """Share of the attention that each page is expected to receive from each query, [G, pages].
+def expected_shares(query: Tensor, row: Row) -> Tensor:
+    """Expected share of each query's attention that each page receives, [G, pages].
 
-    Of the attention that goes to pages with summaries: the others count for nothing.
+    The shares are of the attention to pages with summaries; other pages have share 0.
     """
     parts: list[Tensor] = []
     for summaries, slot, head, pages, count, room in row:

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingTypeStubs=false
 # llvmlite ships no types.
-"""Scores of the pages of one tile of summaries as vector code."""
+"""LLVM vector code that scores the pages of one tile of summaries."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -24,26 +24,27 @@ from triptych.kernels.select.summary import (
 
 @dataclass(frozen=True, slots=True)
 class ScoreTile:
-    """What a compiled function is specialised for."""
+    """Parameters that a compiled function is specialised for."""
 
     kind: Kind
     group: int
     """Query heads per KV head."""
     head_dim: int
     has_masses: bool = False
-    """Also says what pages are expected to receive, as ``reference.expected`` does."""
+    """Also writes the expected attention of pages, as in ``reference.expected_shares``."""
 
 
 @cache
 def score_tile_address(tile: ScoreTile) -> int:
-    """Machine code of ``void(tile, query, scores, masses)``: the largest score of a page's heads.
+    """Address of ``void(tile, query, scores, masses)``: the largest score over the heads of a page.
 
     tile: address of codes, numbers and positions of ``TILE_PAGES`` pages; query: floats
-    [2, G, d], their sums [2, G], tokens of each block, and how many pages of the tile there are;
-    scores: room for ``TILE_PAGES`` floats; masses: room for [2, G, ``TILE_PAGES``] floats, where
-    asked for. The vectors are those that the summary is multiplied by: the positive and the
-    negative part of a query for a box, the query and its squares for moments. A mass is the first
-    of its two numbers times 2 to the second, which pages of a tile share; 0 where is no page.
+    [2, G, d], their sums [2, G], tokens of each block, and the number of pages of the tile;
+    scores: ``TILE_PAGES`` floats, written; masses: [2, G, ``TILE_PAGES``] floats, written if the
+    tile ``has_masses``. The vectors are the factors of the summary: the positive and the negative
+    part of a query for a box, the query and its squares for moments. A mass is its first number
+    times 2 to the power of the second, which is the same for all pages of a tile; 0 beyond the
+    last page.
     """
     module = ir.Module("score_tile")
     kind = ir.FunctionType(ir.VoidType(), (POINTER, POINTER, POINTER, POINTER))
@@ -62,7 +63,7 @@ class _ScoreTileEmitter:
         self.tile = tile
         self.at, self.query, self.scores, self.masses = arguments
         self.lanes = min(TILE_PAGES, vector_lanes())
-        most = 24 if vector_lanes() == 16 else 10  # sums that registers hold beside the codes
+        most = 24 if vector_lanes() == 16 else 10  # sums that fit in registers beside the codes
         self.products = 2 if tile.kind == "box" else BLOCKS + 1
         self.heads_at_once = most // self.products
 
@@ -78,7 +79,7 @@ class _ScoreTileEmitter:
         self.build.ret_void()
 
     def _scores(self, page: int, heads: range) -> list[Value]:
-        """Scores of some pages for some heads."""
+        """Scores of one vector of pages for each of ``heads``."""
         e, dim = self.emit_, self.tile.head_dim
         sums = [[self._zeros() for _ in range(self.products)] for _ in heads]
         with e.loop(I64(dim)) as channel:
@@ -98,7 +99,7 @@ class _ScoreTileEmitter:
         ]
 
     def _factors(self, line: Value, page: int) -> list[tuple[Value, int]]:
-        """A channel's numbers of some pages, each with the part of the query that it goes with."""
+        """Codes of a channel of pages, each with the index of its part of the query."""
         e, away = self.emit_, self.tile.head_dim * TILE_PAGES
         if self.tile.kind == "box":
             return [(e.widen(e.byte(line, n * away + page), 8, self.lanes)[0], n) for n in (0, 1)]
@@ -108,8 +109,11 @@ class _ScoreTileEmitter:
         return [*((mean, 0) for pair in means for mean in pair), (self.build.fmul(above, above), 1)]
 
     def _prefetch(self, line: Value) -> None:
-        """Ask for the same channel of the next tile: between steps the weights push all of them out
-        of the caches, and a tile is too short for the processor to see where it leads."""
+        """Prefetch the same channel of the next tile.
+
+        Weights evict the summaries from the caches between steps, and a tile is too short for the
+        hardware prefetcher.
+        """
         tile, away = self.tile, self.tile.head_dim * TILE_PAGES
         for vector_ in range(CODE_BYTES[tile.kind]):
             next_ = tile_bytes(tile.kind, tile.head_dim) + vector_ * away
@@ -145,7 +149,7 @@ class _ScoreTileEmitter:
         return best
 
     def _store_masses(self, page: int, head: int, logits: list[Value]) -> None:
-        """Logits are those that a token of each block is expected to have."""
+        """Write the masses of pages; ``logits``: expected logit of a token of each block."""
         e, build, group = self.emit_, self.build, self.tile.group
         powers = [build.fmul(logit, e.constant(log2(exp(1)), logit)) for logit in logits]
         lanes = ir.Constant(powers[0].type, [float(page + lane) for lane in range(self.lanes)])
@@ -163,11 +167,11 @@ class _ScoreTileEmitter:
             e.store(numbers, e.byte(self.masses, 4 * ((part * group + head) * TILE_PAGES + page)))
 
     def _sum(self, part: int, head: int) -> Value:
-        """The sum of one of a query's vectors, in all lanes."""
+        """The sum of one vector of a query, in all lanes."""
         return self._query_number(part * self.tile.group + head)
 
     def _query_number(self, index: int) -> Value:
-        """Of the numbers behind the vectors of the queries, in all lanes."""
+        """Number ``index`` after the vectors of the queries, in all lanes."""
         e, tile = self.emit_, self.tile
         at = 4 * (2 * tile.group * tile.head_dim + index)
         return e.splat(e.load(e.byte(self.query, at), FLOAT), self.lanes)

@@ -1,13 +1,13 @@
-"""Page summaries: a few vectors a page from which its largest logit is guessed.
+"""Page summaries: a few vectors per page from which the largest logit of its keys is estimated.
 
-Two kinds. ``box``: for each channel the largest and the smallest number among the page's keys, so
-that no key can have a larger product with a query than the page's score. ``moments``: the mean of
-each quarter of the page's tokens, and by how much keys deviate from these, for each channel and
-each quarter. It bounds nothing and ranks better: most keys of a page lie far from the corners of
-its box, and a single fact among others moves the mean of its quarter.
+There are two kinds. ``box`` has the largest and the smallest number of each channel among the keys
+of the page; the score of a page is an upper bound of its logits. ``moments`` has the mean of each
+quarter of the page's tokens, and the deviation of the keys from these means, by channel and by
+quarter. Its score is no bound, but ranks pages better: most keys of a page are far from the corners
+of its box, and one outstanding key moves the mean of its quarter.
 
-Both are in the coordinates of the model, even if pages hold rotated keys: there some channels are
-much louder than others, and a deviation for each says more than where all are alike.
+Both are computed in the coordinates of the model, also if pages hold rotated keys: there the
+channels differ most in their deviation, so that a deviation per channel is most informative.
 """
 
 from collections.abc import Sequence
@@ -24,35 +24,38 @@ Kind = Literal["box", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TILE_PAGES = 16
-"""Pages whose summaries lie together, channel by channel: the width of a vector register."""
+"""Pages whose summaries are interleaved channel by channel: the lanes of a vector register."""
 BLOCKS = 4
-"""Of a page's tokens, one after the other; ``moments`` knows the mean of each."""
+"""Consecutive blocks of a page's tokens; ``moments`` has the mean of each."""
 CODE_BYTES: dict[Kind, int] = {"box": 2, "moments": 3}
-"""For each channel of a page: the largest and the smallest number; means of four bits each, two to
-a byte, the first below, and the deviation."""
+"""Bytes per channel of a page. ``box``: largest and smallest number. ``moments``: means of 4 bits,
+two to a byte, the first in the low bits, and the deviation."""
 NUMBERS: dict[Kind, int] = {"box": 4, "moments": 3 * BLOCKS}
-"""Of a page: scale and zero of each vector; scale and zero of the mean and scale of the deviation
-of each block."""
+"""Numbers of a page. ``box``: scale and zero of each vector. ``moments``: for each block scale and
+zero of the mean, and scale of the deviation."""
 POSITIONS = 2
-"""Of a page: the smallest and the largest position of its tokens."""
+"""Position entries of a page: the smallest and the largest position of its tokens."""
 WHOLE = 1 << 16
-"""Parts that ``Rule.keep`` counts in."""
+"""The unit of ``Rule.keep``: 65,536 parts are all pages."""
 DEVIATIONS = 3.0
-"""Standard deviations above the mean at which ``moments`` expects a block's largest logit."""
+"""``moments`` estimates the largest logit of a block as mean plus this many deviations."""
 
 
 def tile_bytes(kind: Kind, head_dim: int) -> int:
-    """Bytes of the summaries of ``TILE_PAGES`` pages: codes, then numbers, then positions."""
+    """Bytes of a tile, the summaries of ``TILE_PAGES`` pages: codes, numbers, positions."""
     return TILE_PAGES * summary_bytes(kind, head_dim)
 
 
 def summary_bytes(kind: Kind, head_dim: int) -> int:
-    """Bytes of the summary of one page: 248 or 152 at head_dim 64, 6.9 or 4.2 % of a page."""
+    """Bytes of the summary of one page.
+
+    At head_dim 64: 248 for ``moments`` and 152 for ``box``, 6.9 and 4.2 % of a page.
+    """
     return CODE_BYTES[kind] * head_dim + 4 * (NUMBERS[kind] + POSITIONS)
 
 
 def block_ends(tokens: int) -> list[tuple[int, int]]:
-    """First token of each block of a page, and the one behind its last; never none."""
+    """Start and end (exclusive) of each block of a page; each has at least one token."""
     starts = [block * tokens // BLOCKS for block in range(BLOCKS)]
     ends = [(block + 1) * tokens // BLOCKS for block in range(BLOCKS)]
     return [(start, max(start + 1, end)) for start, end in zip(starts, ends, strict=True)]
@@ -60,9 +63,9 @@ def block_ends(tokens: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summaries:
-    """Summaries of the full pages of one section, in the order of the section's page lists.
+    """Summaries of the full pages of one section, in the order of its page table.
 
-    The last page of a head row is read in any case, and its summary is never looked at.
+    The last page of a head row is always read; its summary is not used.
     """
 
     kind: Kind
@@ -83,7 +86,7 @@ class Summaries:
 
     @property
     def pages(self) -> int:
-        """Pages of a head row that there is room for."""
+        """Number of pages of a head row that the memory has summaries for."""
         return self.memory.shape[2] * TILE_PAGES
 
     @property
@@ -100,7 +103,7 @@ class Summaries:
 
     @property
     def positions(self) -> Tensor:
-        """int32 [S, KH, tiles, 2, pages of a tile]: oldest and newest."""
+        """int32 [S, KH, tiles, 2, pages of a tile]: smallest and largest position."""
         start = self._codes + 4 * NUMBERS[self.kind] * TILE_PAGES
         part = self._part(start, self.memory.shape[3]).view(torch.int32)
         return _split(part, POSITIONS, TILE_PAGES)
@@ -121,22 +124,22 @@ def _split(part: Tensor, *sizes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How many pages of a head row are read, and which in any case.
+    """How many pages of a head row are read, and which pages are always read.
 
-    Pages are equally large, so a share of them is a share of the bytes. Always read are pages
-    that hold one of the first ``sink_tokens`` positions or of the newest ``window_tokens``, the
-    last page of each section, and sections without summaries; they count as read.
+    All pages have the same size, so a share of the pages is a share of the bytes. Always read are
+    pages with one of the first ``sink_tokens`` positions or of the newest ``window_tokens``, the
+    last page of each section, and sections without summaries. They count towards the number.
     """
 
     keep: int
-    """Pages that are read, of 65,536; see ``of``."""
+    """Share of the pages that are read, in parts of 65,536; see ``of``."""
     budget_tokens: int = 0
-    """If these tokens fill more pages than ``keep``, so many pages are read instead."""
+    """If these tokens fill more pages than ``keep``, that many pages are read."""
     sink_tokens: int = 4
     window_tokens: int = 64
     omitted_mass: float = 0.0
-    """More pages are read until those that are not are expected to receive no more than this
-    share of the attention that goes to pages with summaries; 0: no more are. Needs ``moments``."""
+    """Largest expected share of attention of the pages that are not read, among pages with
+    summaries: more pages are read until it holds. 0: no limit. Needs ``moments``."""
 
     @classmethod
     def of(
@@ -147,7 +150,7 @@ class Rule:
         window_tokens: int = 64,
         omitted_mass: float = 0.0,
     ) -> "Rule":
-        """The fraction in whole parts, so that every backend counts the same pages."""
+        """A rule from a fraction, rounded to parts of 65,536 so that all backends count alike."""
         return cls(
             keep=round(keep_fraction * WHOLE),
             budget_tokens=budget_tokens,
@@ -157,18 +160,18 @@ class Rule:
         )
 
     def pages(self, pages: int, tokens: int, head_budgets: Sequence[int] = ()) -> int:
-        """Pages to read of a head row that has so many, rounded up.
+        """Number of pages to read of a head row of ``pages`` pages and ``tokens``, rounded up.
 
-        ``head_budgets``: what this head reads, of ``WHOLE``, where all together read 0, 1 and
-        on to ``BUDGET_STEPS`` of as many parts of their pages; none: the same.
+        ``head_budgets``: the share of this head, in parts of ``WHOLE``, for each mean share of
+        0, 1, ... ``BUDGET_STEPS`` parts of ``BUDGET_STEPS``; empty: the mean share.
         """
         mean = min(WHOLE, max(self.keep, self.budget_tokens * WHOLE // max(1, tokens)))
-        own = between(head_budgets, mean) if head_budgets else mean
+        own = interpolate(head_budgets, mean) if head_budgets else mean
         return min(pages, -(-pages * own // WHOLE))
 
 
-def between(head_budgets: Sequence[int], mean: int) -> int:
-    """What a head reads for any mean share, on the line between two steps, rounded up."""
+def interpolate(head_budgets: Sequence[int], mean: int) -> int:
+    """The share of a head for a mean share, interpolated between two steps, rounded up."""
     size = WHOLE // BUDGET_STEPS
     step, rest = divmod(mean, size)
     low, high = head_budgets[step], head_budgets[min(step + 1, BUDGET_STEPS)]
@@ -176,7 +179,7 @@ def between(head_budgets: Sequence[int], mean: int) -> int:
 
 
 def check_head_budgets(head_budgets: Tensor | None, kv_heads: int) -> None:
-    """Raises: ConfigError if it is not int32 [KV heads, ``BUDGET_STEPS`` + 1], dense"""
+    """Raise ``ConfigError`` unless it is dense int32 [KV heads, ``BUDGET_STEPS`` + 1] or None."""
     if head_budgets is None:
         return
     shape = (kv_heads, BUDGET_STEPS + 1)
@@ -192,9 +195,9 @@ def check_head_budgets(head_budgets: Tensor | None, kv_heads: int) -> None:
 
 
 def check_summaries(summaries: Sequence[Summaries | None], rule: Rule) -> Summaries | None:
-    """The first of the summaries, if there are any.
+    """The first summaries of the sections; None if no section has any.
 
-    Raises: ConfigError if they are not all of one form, or do not tell what the rule asks for
+    Raises: ConfigError if their kind or rotation differs, or the rule needs another kind
     """
     known = [part for part in summaries if part is not None]
     forms = {(part.kind, part.rotated) for part in known}
@@ -203,6 +206,6 @@ def check_summaries(summaries: Sequence[Summaries | None], rule: Rule) -> Summar
     if rule.omitted_mass > 0 and known and known[0].kind != "moments":
         raise ConfigError(
             f"omitted_mass={rule.omitted_mass} with {known[0].kind!r} summaries: expected "
-            "'moments'; a box does not tell what a page is expected to receive"
+            "'moments'; a box has no estimate of the attention of a page"
         )
     return known[0] if known else None

@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 # Neither torch's device properties nor Triton's settings are typed.
-"""A Triton kernel with all it needs to start, or to be compiled on a machine without a GPU."""
+"""Launches of Triton kernels, which run or are compiled ahead of time without a GPU."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from triptych.core.errors import ConfigError
 
 Scalar = Tensor | int | float | None
 Argument: TypeAlias = "Scalar | tuple[Argument, ...]"
-"""Tuples hold no None: Triton 3.6 cannot compile one ahead of time."""
+"""Tuples contain no None: Triton 3.6 cannot compile None in a tuple ahead of time."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -30,37 +30,37 @@ TYPES = {
     torch.int64: "i64",
 }
 VECTOR_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of queries, keys and values."""
+"""Types of queries, keys and values."""
 DEFAULT_PROCESSORS = 132
-"""Multiprocessors that work is cut for where there is no device to ask: those of an H100."""
+"""Multiprocessors assumed for tensors that are not on a GPU: those of an H100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of one kernel.
+    """One launch of a Triton kernel: grid, arguments and constants.
 
-    Every version for the GPU is a function that plans launches, and then runs them. The same
-    plan made from tensors without memory (``device="meta"``) says what to compile ahead of
-    time, so that what is checked is what runs.
+    Each GPU implementation of an op plans launches and then runs them. The plan for tensors with
+    ``device="meta"`` gives the kernels to compile ahead of time, so that the checked kernels are
+    those that run.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Argument, ...]
-    """What the kernel takes before its constants, in order."""
+    """Arguments of the kernel before its constants, in order."""
     constants: Mapping[str, object] = field(default_factory=dict[str, object])
     warps: int = 4
     stages: int = 2
     registers: int = 255
-    """Of a thread, at most, on NVIDIA: all that it can have. If nothing is said, the assembler
-    may spill to fit more blocks."""
+    """Register limit of a thread on NVIDIA; the default is the hardware maximum. Without a limit
+    the assembler may spill registers to fit more blocks."""
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
 
     def run(self) -> None:
-        """Queue the kernel on the current stream of its tensors' device."""
+        """Queue the kernel on the current stream of the device of its tensors."""
         if 0 in self.grid:
             return
         device = next(item.device for item in self.arguments if isinstance(item, Tensor))
@@ -70,12 +70,12 @@ class Launch:
             self.kernel[self.grid](*self.arguments, **self.constants, **options)
 
     def options(self, backend: str) -> dict[str, int]:
-        """What the compiler of a backend (``"cuda"``, ``"hip"``) is told."""
+        """Compiler options for a backend, ``"cuda"`` or ``"hip"``."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options | {"maxnreg": self.registers} if backend == "cuda" else options
 
     def source(self) -> ASTSource:
-        """What the compiler takes: the types that this launch would be specialised on."""
+        """The input of Triton's compiler: kernel, types and constants of this launch."""
         names = self.kernel.arg_names
         signature: dict[str, Type] = dict.fromkeys(names, "constexpr")
         constants: dict[tuple[int, ...], object] = {
@@ -103,7 +103,7 @@ def _type_of(argument: Argument) -> Type:
 
 
 def _leaves(argument: Argument, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Scalar]]:
-    """What an argument consists of, each with its way there."""
+    """Scalars and tensors of an argument, each with its path of tuple indices."""
     if isinstance(argument, tuple):
         for at, item in enumerate(argument):
             yield from _leaves(item, (*path, at))
@@ -112,7 +112,7 @@ def _leaves(argument: Argument, path: tuple[int, ...]) -> Iterator[tuple[tuple[i
 
 
 def _specialised(value: Scalar) -> tuple[str, bool]:
-    """The type of an argument, and whether the compiler may count on a multiple of 16."""
+    """Triton type of an argument, and whether it is specialised as a multiple of 16."""
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype], True
     if isinstance(value, float):
@@ -123,17 +123,17 @@ def _specialised(value: Scalar) -> tuple[str, bool]:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below ``number``, at least 1."""
+    """The smallest power of two that is at least ``number``, and at least 1."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def factors_of(scale: float, softcap: float) -> tuple[float, float]:
-    """The factor of logits before the cap, and the cap: in powers of two after it."""
+    """Factor of dot products before the cap, and cap, for logits in powers of two."""
     return (scale / softcap, softcap * log2(e)) if softcap > 0 else (scale * log2(e), 0.0)
 
 
 def dense(vectors: Tensor) -> Tensor:
-    """Vectors whose channels are neighbours; a copy if they were not."""
+    """Vectors with contiguous channels; a copy if they are not."""
     return vectors if vectors.stride(-1) == 1 else vectors.contiguous()
 
 
@@ -145,7 +145,7 @@ def check_device(name: str, *tensors: Tensor | None) -> None:
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Number of multiprocessors of a device."""
     return _processors(device.index or 0) if device.type == "cuda" else DEFAULT_PROCESSORS
 
 
@@ -155,5 +155,5 @@ def _processors(index: int) -> int:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Python, on tensors of the CPU (``TRITON_INTERPRET=1``)."""
+    """Whether kernels run in Triton's interpreter on CPU tensors (``TRITON_INTERPRET=1``)."""
     return bool(triton.knobs.runtime.interpret)

@@ -1,12 +1,12 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # ruff: noqa: SIM108
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""How Triton kernels read pages: cells of a page table, codes, metadata, logits.
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Functions of Triton kernels that read pages: token slots, codes, metadata and logits.
 
-Rules that all of it follows. Codes are loaded without a mask, since any byte is a finite code
-and its weight is 0; metadata with one, since an unused scale may be NaN. Scale and zero are
-one word. Page ids become 64-bit offsets. A page id that the arena does not have is never
-read; it makes the row's result NaN, since an error would need the host to wait.
+Codes are loaded without a mask, since any byte is a finite code and the weight of an unused token
+is 0. Metadata is loaded with a mask, since an unused scale may be NaN. Scale and zero are one
+32-bit word. Page ids are converted to 64-bit offsets. A page id out of range is not read; it makes
+the result of the row NaN, since an error would make the host wait.
 """
 
 import triton
@@ -15,13 +15,13 @@ import triton.language as tl
 
 @triton.jit
 def half_of(code):
-    """Codes 0 to 255 as fp16, exactly, without a conversion of integers: 1024 + code - 1024."""
+    """Convert codes 0 to 255 to fp16 exactly, as (1024 + code) - 1024 without an I2F conversion."""
     return tl.cast(code.to(tl.uint16) | 0x6400, tl.float16, bitcast=True) - 1024.0
 
 
 @triton.jit
 def metadata_of(page, row, live, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Scale and zero of each key or value, 0 where not live; one load of a word."""
+    """Scale and zero of each key or value, in one load; 0 where not live."""
     if KEYS:
         start = page + FORM.key_metadata
     else:
@@ -35,9 +35,9 @@ def metadata_of(page, row, live, FORM: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head):
-    """Table, width and tokens of a head row. Grid: anything, KV heads, requests.
+    """Page table, width and tokens of a head row. Grid: any, KV heads, requests.
 
-    A slot that there is not has one token and no page, which then shows as a wrong page.
+    A slot out of range has one token and width 0, which is then reported as a wrong page.
     """
     head, slot = tl.program_id(1), tl.load(slots + tl.program_id(2))
     is_known = (slot >= 0) & (slot < slot_count)
@@ -49,7 +49,7 @@ def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot
 
 @triton.jit
 def held_of(tokens, slot, slot_count, count_slot, count_head, width, room):
-    """Tokens and pages of a section of this head row; none where there is no such slot."""
+    """Tokens and pages of this head row in a section; 0 if the slot is out of range."""
     is_known = (slot >= 0) & (slot < slot_count)
     at = tokens + slot.to(tl.int64) * count_slot + tl.program_id(1) * count_head
     count = tl.load(at, mask=is_known, other=0)
@@ -57,16 +57,16 @@ def held_of(tokens, slot, slot_count, count_slot, count_head, width, room):
 
 
 @triton.jit
-def listed_of(lists, base, count, pages, room, CHUNK: tl.constexpr):
-    """Which pages of a section this request's list names, and how many tokens they hold.
+def listed_of(page_lists, base, count, pages, room, CHUNK: tl.constexpr):
+    """The entries of a page list that belong to one section, and the number of their tokens.
 
-    Lists are ascending and name the last page of a section if they name any that is not full. So a
-    section's entries lie side by side, and only the last one may be shorter than a page.
+    Lists are ascending and a page that is not full is the last one of its section. So the entries
+    of a section are contiguous, and only the last one may have fewer tokens than a page.
 
-    base: pages of the sections before; count, pages: what this section holds.
-    Returns entries (a pointer to the section's first), whether there is a list, and tokens.
+    base: pages of the sections before; count, pages: tokens and pages of this section.
+    Returns entries (a pointer to the first one), whether there is a list, and tokens.
     """
-    ordinals, counts, rows, row_count, most, by_row, by_head, count_row, count_head = lists
+    ordinals, counts, rows, row_count, most, by_row, by_head, count_row, count_head = page_lists
     head, place = tl.program_id(1), tl.load(rows + tl.program_id(2))
     has_list = (place >= 0) & (place < row_count)
     row = tl.where(has_list, place, 0).to(tl.int64)
@@ -86,17 +86,17 @@ def listed_of(lists, base, count, pages, room, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def cells_of(
+def slots_of(
     arena, page_count, table, width, stride, first, tokens,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr, listed=None, base=0,
 ):  # fmt: skip
-    """Where the tokens ``first`` to ``first + TILE`` of a head row lie.
+    """Token slots of the tokens ``first`` to ``first + TILE`` of a head row.
 
-    ``listed``: the pages that are read, counted from ``base`` on, and whether only those are, as
-    ``listed_of`` says; None: all are.
+    ``listed``: entries and has_list of ``listed_of``, numbered from ``base`` on; None: all pages
+    are read.
 
-    Returns page (pointers to bytes), row, live, and wrong: the token should be there, but its
-    page id is none of the arena's. Pages of tokens that are not live are page 0.
+    Returns page (pointers to bytes), row, live, and wrong: the token exists, but its page id is out
+    of range. The page of tokens that are not live is page 0.
     """
     token = first + tl.arange(0, TILE)
     index = (token.to(tl.uint32) // FORM.tokens).to(tl.int32)
@@ -118,7 +118,7 @@ def cells_of(
 
 @triton.jit
 def key_units(page, row, live, FORM: tl.constexpr):
-    """Packed keys [TILE, key_tile], as they lie: bytes, or fp16 numbers."""
+    """Packed keys [TILE, key_tile]: bytes, or fp16 numbers."""
     unit = tl.arange(0, FORM.key_tile)
     offset = row[:, None] * FORM.key_stride + unit[None, :] * FORM.key_unit_stride
     if FORM.key_bits == 16:
@@ -134,7 +134,7 @@ def key_units(page, row, live, FORM: tl.constexpr):
 
 @triton.jit
 def value_units(page, row, live, FORM: tl.constexpr):
-    """Packed values [TILE, value_tile]; numbers of dead tokens are 0, since 0 * NaN is NaN."""
+    """Packed values [TILE, value_tile]; fp16 numbers that are not live are 0, as 0 * NaN is NaN."""
     unit = tl.arange(0, FORM.value_tile)
     offset = row[:, None] * FORM.value_units + unit[None, :]
     if FORM.value_bits == 16:
@@ -162,9 +162,9 @@ def query_part(
 
 @triton.jit
 def unit_of(largest):
-    """A power of two near numbers that are not negative, and what to multiply by to divide by it.
+    """A power of two near each non-negative number, and its inverse.
 
-    fp16 holds numbers up to the largest if they are divided by it.
+    Numbers up to ``largest`` fit in fp16 after division by it.
     """
     exponent = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.minimum(tl.maximum(exponent, 27 << 23), 227 << 23)
@@ -174,7 +174,7 @@ def unit_of(largest):
 
 @triton.jit
 def halves(numbers):
-    """A float32 tile as fp16, and what rounding lost."""
+    """Split a float32 tile into fp16 numbers and the fp16 rounding errors."""
     high = numbers.to(tl.float16)
     return high, (numbers - high.to(tl.float32)).to(tl.float16)
 
@@ -183,9 +183,9 @@ def halves(numbers):
 def split_query(query, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
     """A group's query as fp16 tiles, one for each part of a packed key.
 
-    Numbers are divided by a power of two near the largest of their row, so that fp16 holds
-    them; ``low`` is what rounding to ``high`` lost. Returns high and low of part 0, of part 1
-    (part 0 again where keys have one part), the sum of the row, and the divisor.
+    Numbers are divided by a power of two near the largest of their row, so that they fit in fp16;
+    ``low`` is the rounding error of ``high``. Returns high and low of part 0, of part 1 (part 0
+    again if keys have one part), the sum of the row, and the divisor.
     """
     heads = tl.arange(0, HEADS)
     first = query_part(query, heads, 0, G, FORM)
@@ -216,7 +216,7 @@ def tile_logits(
     first_high, first_low, second_high, second_low, total, page, row, live,
     FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Products of a group's query with the keys of a tile: [HEADS, TILE], in the query's unit.
+    """Products of a group's query with the keys of a tile, [HEADS, TILE], in the query's unit.
 
     The tensor cores multiply the query by *codes*; scale and zero are applied to the result:
     q * (s c + z) = s (q * c) + z sum(q).
@@ -237,7 +237,7 @@ def tile_logits(
 
 @triton.jit
 def capped(logits, cap, CAPPED: tl.constexpr):
-    """``cap * tanh(logits)``, or the logits; written so that no exponential overflows."""
+    """``cap * tanh(logits)`` if ``CAPPED``, without overflow of the exponential."""
     if CAPPED:
         small = tl.exp2(tl.abs(logits) * -2.8853900817779268)  # exp(-2 |x|), by 2 log2(e)
         size = cap * (1.0 - small) / (1.0 + small)
@@ -246,10 +246,10 @@ def capped(logits, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def soften(logits, peak, mass):
+def online_softmax(logits, peak, mass):
     """One step of an online softmax in powers of two over the columns of a tile.
 
-    Returns the weights, by what earlier sums shrink, and the new peak and mass of each row.
+    Returns the weights, the factor of earlier sums, and the new peak and mass of each row.
     """
     before = peak
     peak = tl.maximum(peak, tl.max(logits, 1))
@@ -268,7 +268,7 @@ def positions_of(page, row, live, FORM: tl.constexpr):
 
 @triton.jit
 def units_at(page, row, unit, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Pointers to units of vectors: bytes, or fp16 numbers."""
+    """Pointers to units of keys or values: bytes, or fp16 numbers."""
     if KEYS:
         start = page
         offset = row[:, None] * FORM.key_stride + unit[None, :] * FORM.key_unit_stride
@@ -286,7 +286,7 @@ def units_at(page, row, unit, FORM: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def codes_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Codes of channels as int32; their bits apart, where a byte holds several."""
+    """Unpacked codes of channels as int32."""
     bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
     count: tl.constexpr = FORM.key_units if KEYS else FORM.value_units
     at = units_at(page, row, channel % count, FORM, KEYS)
@@ -296,7 +296,7 @@ def codes_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr):
-    """Decoded channels of vectors in pages: float32."""
+    """Decoded channels of keys or values, float32."""
     bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
     if bits == 16:
         at = units_at(page, row, channel, FORM, KEYS)

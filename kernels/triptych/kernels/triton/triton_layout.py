@@ -1,4 +1,4 @@
-"""A page layout as Triton kernels take it: plain numbers, known when a kernel is compiled."""
+"""Page layouts as compile-time constants of Triton kernels, and arguments of page tables."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -6,21 +6,21 @@ from functools import cache
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
-from triptych.kernels.lists import PageLists
+from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section, is_channel_major
 from triptych.kernels.triton.launch import Argument, power_of_two
 
 MIN_DOT = 16
-"""Tensor cores multiply no tile that is narrower."""
+"""Smallest width of a tile for tensor cores."""
 LISTED_AT_ONCE = 1024
-"""Entries of a list of pages that a program looks at together."""
+"""Most entries of a page list that a program reads at a time."""
 MOST_AT_ONCE = 2048
-"""Numbers of a tile, if they come in several rows."""
+"""Most numbers of a tile of several rows."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Where the vectors of a page lie; offsets and strides in bytes.
+    """The layout of keys, values and metadata in a page; offsets in bytes.
 
     A packed byte holds ``8 / bits`` channels, one in each of that many *parts* of a vector:
     kernels keep a tile for each part, so that unpacking needs no shuffle.
@@ -31,9 +31,9 @@ class Form:
     dim: int
     key_bits: int
     key_units: int
-    """Packed bytes of a key, or its numbers if they have 16 bits: channels of one part."""
+    """Units of a key: packed bytes, or fp16 numbers; equals the channels of one part."""
     key_tile: int
-    """The power of two that ``key_units`` fit."""
+    """The smallest power of two that is at least ``key_units`` and ``MIN_DOT``."""
     key_stride: int
     """From one token to the next, in units."""
     key_unit_stride: int
@@ -48,7 +48,7 @@ class Form:
     positions: int
 
     def __repr__(self) -> str:
-        """A name without signs that mean something to a compiler."""
+        """A name that is a valid identifier, since compilers put it into symbols."""
         return "form_" + "_".join(str(getattr(self, item.name)) for item in fields(self))
 
     __str__ = __repr__
@@ -56,7 +56,7 @@ class Form:
 
 @cache
 def form_of(layout: PageLayout) -> Form:
-    """The numbers of a layout.
+    """The ``Form`` of a page layout.
 
     Raises:  ConfigError if a vector has several quantization groups
     """
@@ -91,7 +91,7 @@ def form_of(layout: PageLayout) -> Form:
 
 
 def section_arguments(section: Section) -> Iterator[Argument]:
-    """Table, counts, slots, width, and strides of both, as kernels take them for one section."""
+    """Arguments of a section: table, token counts, slots, width, strides of both."""
     yield section.pages
     yield section.tokens
     yield min(section.pages.shape[0], section.tokens.shape[0])
@@ -100,17 +100,17 @@ def section_arguments(section: Section) -> Iterator[Argument]:
     yield from section.tokens.stride()
 
 
-def list_arguments(lists: PageLists) -> Iterator[Argument]:
-    """Lists as kernels take them: entries, their counts, whose they are, sizes, and strides."""
-    yield lists.ordinals
-    yield lists.counts
-    yield lists.rows.contiguous()
-    yield min(lists.ordinals.shape[0], lists.counts.shape[0])
-    yield lists.ordinals.shape[2]
-    yield from lists.ordinals.stride()[:2]
-    yield from lists.counts.stride()
+def page_list_arguments(page_lists: PageLists) -> Iterator[Argument]:
+    """Arguments of page lists: ordinals, counts, rows, sizes and strides."""
+    yield page_lists.ordinals
+    yield page_lists.counts
+    yield page_lists.rows.contiguous()
+    yield min(page_lists.ordinals.shape[0], page_lists.counts.shape[0])
+    yield page_lists.ordinals.shape[2]
+    yield from page_lists.ordinals.stride()[:2]
+    yield from page_lists.counts.stride()
 
 
 def chunk_of(entries: int, rows: int = 1) -> int:
-    """How many entries of so many lists, of one length, a program takes together."""
+    """Entries that a program reads at a time, for ``rows`` lists of ``entries`` entries."""
     return max(MIN_DOT, min(LISTED_AT_ONCE, MOST_AT_ONCE // rows, power_of_two(entries)))

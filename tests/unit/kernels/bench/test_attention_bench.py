@@ -18,7 +18,7 @@ def test_a_row_counts_the_bytes_that_attention_reads() -> None:
     assert all(row.time_ms > 0 and row.sdpa_ms > 0 for row in rows)
 
 
-def test_the_bytes_of_a_selection_are_a_summary_a_page_and_the_pages_that_it_keeps() -> None:
+def test_bytes_of_a_selection_are_all_summaries_and_the_chosen_pages() -> None:
     rows = selection.run_selection(
         ["cpu"], ["moments", "box"], ["k8v4"], [2], [8192], [0.3], [2048], repeats=1
     )
@@ -35,7 +35,7 @@ def test_the_bytes_of_a_selection_are_a_summary_a_page_and_the_pages_that_it_kee
 
 
 @pytest.mark.parametrize("context", [1024, 4096])
-def test_bytes_of_mixed_pages_are_foretold_within_two_percent(context: int) -> None:
+def test_the_byte_formula_for_mixed_formats_is_within_two_percent(context: int) -> None:
     rows = selection.run_selection(
         ["cpu"], ["moments"], ["fp16+k8v4+k4v2"], [2], [context], [0.3], [2048], repeats=1
     )
@@ -49,8 +49,8 @@ def test_an_unknown_format_is_an_error() -> None:
 
 
 @pytest.mark.gpu
-def test_a_row_of_a_gpu_has_times_of_the_device() -> None:
-    torch.use_deterministic_algorithms(False)  # cuBLAS would ask for an environment variable
+def test_a_gpu_row_has_device_times() -> None:
+    torch.use_deterministic_algorithms(False)  # cuBLAS would require an environment variable
     shape = attention_cpu.Shape(heads=4, kv_heads=2, head_dim=64)
     (row,) = attention_gpu.run(["k8v4"], batch=2, context=64, shape=shape, repeats=2)
     assert row.bytes == 2 * 2 * 64 * 104

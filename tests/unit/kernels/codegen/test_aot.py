@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not here, and nothing spills."""
+"""Tests of ahead-of-time compilation: kernels compile without a GPU and without spills."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from triptych.kernels.select import gpu, tile_bytes
 
 WIDE = variants.USUAL_VARIANTS["attend_chunks"]
 USUAL_TARGETS = "sm_90", "gfx942"
-"""One of each maker: all four take a minute; ``triptych kernels check`` compiles for all."""
+"""One target of each vendor; all four take a minute (``triptych kernels check``)."""
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -27,8 +27,8 @@ def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-@pytest.mark.timeout(900)  # the first time nothing is in Triton's cache
-def test_every_kernel_fits_the_usual_targets(
+@pytest.mark.timeout(900)  # the first run has an empty Triton cache
+def test_every_kernel_compiles_without_spills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "kernels.json"
@@ -46,7 +46,7 @@ def test_every_kernel_fits_the_usual_targets(
 def test_a_kernel_that_spills_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that needs most, with few registers."""
+    """The kernel that needs most registers is compiled with few of them."""
     launch = variants.usual_variants()["attend_chunks", WIDE]
     squeezed = {("attend_chunks", WIDE): replace(launch, registers=64)}
     monkeypatch.setattr(aot, "usual_variants", lambda: squeezed)
@@ -61,8 +61,8 @@ def test_an_unknown_target_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 300])
-def test_settings_and_sizes_of_one_compile(width: int) -> None:
-    """Triton takes an argument that is 1 for a constant, which not every operation does."""
+def test_arguments_equal_to_one_compile(width: int) -> None:
+    """Triton turns an argument of 1 into a constant, which some operations do not accept."""
 
     def ones(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -72,8 +72,8 @@ def test_settings_and_sizes_of_one_compile(width: int) -> None:
     memory = ones(1, 1, -(-width // 16), tile_bytes("moments", 64), dtype=torch.uint8)
     known = [Summaries("moments", memory, 64), None]
     rule = Rule(keep=1, budget_tokens=1, sink_tokens=1, window_tokens=1)
-    lists = PageLists(ones(1, 1, 2 * width), ones(1, 1), ones(1))
+    page_lists = PageLists(ones(1, 1, 2 * width), ones(1, 1), ones(1))
     query = ones(1, 1, 64, dtype=torch.bfloat16)
-    for launch in gpu.plan(query, [section] * 2, known, ones(1), ones(1), rule, lists, 1.0):
+    for launch in gpu.plan(query, [section] * 2, known, ones(1), ones(1), rule, page_lists, 1.0):
         made = aot.compile_launch(launch, aot.Task(launch.name, "ones", "sm_90"))
         assert made.registers > 0

@@ -1,4 +1,4 @@
-"""What calls remember of tensors is never taken for what is known of others."""
+"""Tests of the call cache: values of one tensor are never used for another."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ import torch
 from triptych.core.errors import ConfigError
 from triptych.kernels.bench.attention_cpu import Case, Shape, build_case
 from triptych.kernels.bench.selection import SelectionCase
-from triptych.kernels.codegen.call_cache import Known
+from triptych.kernels.codegen.call_cache import CallCache
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.select import Rule
 
@@ -43,15 +43,15 @@ def test_a_wrong_arena_is_refused_after_a_right_one(case: Case) -> None:
             attend("cpu", case, case.arena[:, :-8].contiguous())
 
 
-def test_another_rule_chooses_anew_from_the_same_tables(case: Case) -> None:
+def test_another_rule_gives_another_selection_from_the_same_tables(case: Case) -> None:
     few, many = (SelectionCase.of(case, "moments", Rule.of(share), 200) for share in (0.3, 0.8))
     few.select("cpu")
     many.summaries[:] = few.summaries
     many.select("cpu")
-    assert (many.lists.counts > few.lists.counts).all()
+    assert (many.page_lists.counts > few.page_lists.counts).all()
 
 
-def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
+def test_page_lists_can_be_used_for_the_requests_of_another_call(case: Case) -> None:
     chosen = SelectionCase.of(case, "moments", Rule.of(0.5), 200)
     chosen.select("cpu")
     both = chosen.attend("cpu")
@@ -61,28 +61,28 @@ def test_lists_serve_the_requests_of_another_call(case: Case) -> None:
         case.sections,
         torch.tensor([1]).int(),
         scale=case.query.shape[2] ** -0.5,
-        lists=chosen.lists.of(torch.tensor([1]).int()),
+        page_lists=chosen.page_lists.of(torch.tensor([1]).int()),
     )
     torch.testing.assert_close(second, both[1:], atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match="expected 2"):
         decode_attention.on("cpu")(
             case.query, case.arena, case.sections, torch.arange(2).int(), scale=0.125,
-            lists=chosen.lists.of(torch.tensor([1]).int()),
+            page_lists=chosen.page_lists.of(torch.tensor([1]).int()),
         )  # fmt: skip
 
 
-def test_lists_in_other_memory_are_read_there(case: Case) -> None:
+def test_copied_page_lists_are_read_from_their_own_memory(case: Case) -> None:
     chosen = SelectionCase.of(case, "moments", Rule.of(0.3), 200)
     chosen.select("cpu")
     chosen.attend("cpu")
-    first = chosen.lists
+    first = chosen.page_lists
     fewer = replace(first, ordinals=first.ordinals.clone(), counts=first.counts - 1)
-    few = replace(chosen, lists=fewer)
+    few = replace(chosen, page_lists=fewer)
     torch.testing.assert_close(few.attend("cpu"), few.attend("reference"), atol=1e-4, rtol=1e-4)
     assert not torch.equal(few.attend("cpu"), chosen.attend("cpu"))
 
 
-def test_an_arena_goes_with_its_tables(case: Case) -> None:
+def test_an_arena_is_freed_with_the_sections_that_cache_it(case: Case) -> None:
     arena = case.arena.clone()
     held, sections = weakref.ref(arena), [replace(section) for section in case.sections]
     gc.disable()
@@ -96,15 +96,15 @@ def test_an_arena_goes_with_its_tables(case: Case) -> None:
         gc.enable()
 
 
-def test_what_fails_is_not_remembered() -> None:
-    known, asked = Known(), list[int]()
+def test_a_failed_computation_is_not_cached() -> None:
+    cache, calls = CallCache(), list[int]()
 
-    def find(number: int) -> int:
-        asked.append(number)
+    def compute(number: int) -> int:
+        calls.append(number)
         return 12 // number
 
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            known(lambda: find(0), 0)
-    assert [known(partial(find, number), number) for number in (3, 3, 4)] == [4, 4, 3]
-    assert asked == [0, 0, 3, 4]
+            cache.get(lambda: compute(0), 0)
+    assert [cache.get(partial(compute, number), number) for number in (3, 3, 4)] == [4, 4, 3]
+    assert calls == [0, 0, 3, 4]

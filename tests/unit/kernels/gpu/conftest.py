@@ -1,4 +1,4 @@
-"""Where the Triton kernels run: on a GPU, or on the CPU in Triton's interpreter."""
+"""Fixtures of the device of Triton kernels: a GPU, or the CPU in Triton's interpreter."""
 
 import os
 from dataclasses import replace
@@ -12,7 +12,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Device:
-    """Moves inputs to where the kernels run."""
+    """Copies inputs to the device of the kernels."""
 
     name = "cpu" if IS_INTERPRETED else "cuda"
 

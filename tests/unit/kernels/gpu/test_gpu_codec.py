@@ -22,7 +22,7 @@ def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
 
 
 def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A table [HEADS, M] of pages in random order, and pages and rows [TOKENS, HEADS]."""
+    """A page table [HEADS, M] in random order, and page ids and rows [TOKENS, HEADS]."""
     width = layout.pages(TOKENS)
     table = (torch.randperm(HEADS * width).int() + first_page).view(HEADS, width)
     token = torch.arange(TOKENS)
@@ -31,7 +31,7 @@ def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tens
 
 
 def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Random vectors, some constant, some far out of the float16 range."""
+    """Random vectors, some of them constant, some outside of the float16 range."""
     vectors = torch.randn(TOKENS, HEADS, head_dim) * 3
     vectors[5], vectors[7], vectors[9] = 1.25, 0.0, vectors[9] * 1e9
     vectors[11] *= 1e-7
@@ -118,7 +118,7 @@ def test_appending_writes_the_bytes_of_the_reference(
     assert torch.equal(got.cpu(), want)
 
 
-def test_tokens_at_places_that_there_are_not_stay(device: Any) -> None:
+def test_tokens_at_places_out_of_range_are_not_moved(device: Any) -> None:
     moves = random_moves("k8v4", "k4v2", 64)
     moves.slots[:2] = torch.tensor([5, -1])
     moves.places[2, 0], moves.target_places[2, 1] = 999, 999
@@ -130,7 +130,7 @@ def test_tokens_at_places_that_there_are_not_stay(device: Any) -> None:
     assert torch.equal(arena.cpu(), moves.arena)
 
 
-def test_cells_outside_of_the_arena_are_left_alone(device: Any) -> None:
+def test_slots_outside_of_the_arena_are_skipped(device: Any) -> None:
     layout = layout_of("k8v4", 64, "token")
     before = torch.randint(0, 256, (3, layout.page_bytes), dtype=torch.uint8)
     (arena,) = device.take(before.clone())
@@ -151,11 +151,11 @@ def test_cells_outside_of_the_arena_are_left_alone(device: Any) -> None:
     assert (positions == -1).all()
 
 
-def test_numbers_of_another_type_are_an_error(device: Any) -> None:
+def test_keys_of_a_wrong_type_are_an_error(device: Any) -> None:
     layout = layout_of("k8v4", 64, "token")
-    cell = torch.zeros(1, 1, dtype=torch.int32)
+    slot = torch.zeros(1, 1, dtype=torch.int32)
     vectors = torch.randn(1, 1, 64).double()
     arena = torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
-    inputs = device.take(arena, vectors, vectors, cell, cell, cell[0])
+    inputs = device.take(arena, vectors, vectors, slot, slot, slot[0])
     with pytest.raises(ConfigError, match="unsupported"):
         store_tokens.on("cuda")(inputs[0], layout, *inputs[1:])

@@ -17,7 +17,7 @@ NewCache = Callable[..., Any]
 def attend(
     device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the kernels, on the CPU again."""
+    """Output and log-sum-exp of the kernels, copied to the CPU."""
     slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
     options.setdefault("scale", query.shape[2] ** -0.5)
     options = {
@@ -35,7 +35,7 @@ def attend(
 def check(
     device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
 ) -> None:
-    """float32 queries must give what the reference gives, bfloat16 ones nearly."""
+    """Compare to the reference: float32 queries closely, bfloat16 queries roughly."""
     got, lse = attend(device, query, arena, sections, **options)
     slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
     options.setdefault("scale", query.shape[2] ** -0.5)
@@ -48,7 +48,7 @@ def check(
 
 
 def backward(section: Section) -> Section:
-    """The same section with its page ids from the right."""
+    """The same section with a backward page table."""
     return replace(section, pages=section.pages.flip(-1), backward=True)
 
 
@@ -63,7 +63,7 @@ def backward(section: Section) -> Section:
         ("k4v4", 256, "token"),
     ],
 )
-def test_attention_over_pages_is_attention_over_what_they_hold(
+def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     name: str, head_dim: int, order: KeyOrder, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(head_dim, pages=30)
@@ -73,7 +73,7 @@ def test_attention_over_pages_is_attention_over_what_they_hold(
 
 @pytest.mark.parametrize("byte", [0x00, 0x7E, 0xFF, None])
 @pytest.mark.parametrize("name", FORMATS)
-def test_bytes_that_hold_no_token_never_matter(
+def test_unused_bytes_of_pages_do_not_change_the_output(
     name: str, byte: int | None, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=30, byte=byte)
@@ -83,7 +83,7 @@ def test_bytes_that_hold_no_token_never_matter(
 
 @pytest.mark.parametrize("group", [1, 7, 16, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_query_heads_of_a_group_are_served(
+def test_all_query_heads_of_a_group_get_an_output(
     group: int, dtype: torch.dtype, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(128, pages=30)
@@ -107,7 +107,7 @@ def test_sections_of_several_formats_are_one_softmax(
     check(device, torch.randn(2, 6, head_dim).to(dtype), cache.arena, stored)
 
 
-def test_a_long_row_is_cut_and_merged_again(device: Any, new_cache: NewCache) -> None:
+def test_a_long_row_split_into_runs_gives_the_same_output(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=100)
     stored = [cache.fill("k8v4", [[1500], [3]]).section, cache.fill("fp16", [[60], [1]]).section]
     check(device, torch.randn(2, 3, 64), cache.arena, stored)
@@ -148,7 +148,7 @@ def test_queries_of_any_size_keep_their_digits(
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e3])
-def test_values_of_any_size_keep_their_digits(
+def test_values_of_any_magnitude_keep_their_accuracy(
     size: float, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=30)
@@ -173,7 +173,7 @@ def test_requests_read_the_tables_of_their_slots_through_any_strides(
     check(device, torch.randn(3, 4, 64), cache.arena, [strided], slots=slots)
 
 
-def test_a_request_without_tokens_gets_zeros(device: Any, new_cache: NewCache) -> None:
+def test_the_output_of_a_request_without_tokens_is_zero(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=30)
     section = cache.fill("k8v4", [[0, 3]]).section
     got, lse = attend(device, torch.randn(1, 4, 64), cache.arena, [section])
@@ -201,7 +201,7 @@ def _fewer_slots(section: Section) -> Section:
 @pytest.mark.parametrize(
     "spoil", [_page_out_of_range, _negative_page, _more_tokens_than_pages, _fewer_slots]
 )
-def test_tables_that_name_nothing_give_no_number(
+def test_page_tables_out_of_range_give_nan(
     spoil: Callable[[Section], Section], device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=30)
@@ -211,7 +211,7 @@ def test_tables_that_name_nothing_give_no_number(
     assert lse[1].isnan().all()
 
 
-def test_what_kernels_cannot_read_is_an_error(device: Any, new_cache: NewCache) -> None:
+def test_unsupported_inputs_are_an_error(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=30)
     section = cache.fill("k8v4", [[4]]).section
     with pytest.raises(ConfigError, match="positions"):

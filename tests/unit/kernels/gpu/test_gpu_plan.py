@@ -27,14 +27,14 @@ def test_classes_ranks_and_counts_are_those_of_the_reference(
         assert torch.equal(mine.cpu(), its)
 
 
-def test_rows_without_room_have_no_tokens(device: Any) -> None:
+def test_rows_of_width_zero_have_no_tokens(device: Any) -> None:
     rows = device.take(torch.empty(2, 0), torch.zeros(2).int(), torch.zeros(2), torch.zeros(2))
     classes, ranks, counts = plan_tokens.on("cuda")(*rows)
     assert classes.shape == ranks.shape == (2, 0)
     assert counts.tolist() == [[0, 0], [0, 0]]
 
 
-def test_scores_of_another_type_are_an_error(device: Any) -> None:
+def test_scores_of_a_wrong_type_are_an_error(device: Any) -> None:
     rows = device.take(torch.rand(2, 9).half(), torch.ones(2).int(), torch.ones(2), torch.ones(2))
     with pytest.raises(ConfigError, match="float16"):
         plan_tokens.on("cuda")(*rows)

@@ -13,7 +13,7 @@ NewCache = Callable[..., Any]
 """``conftest.Cache``."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 RAGGED = [1, 70, 0, 40]
-"""New tokens of each sequence."""
+"""Number of new tokens of each sequence."""
 
 
 def offsets_of(counts: list[int]) -> list[int]:
@@ -31,13 +31,13 @@ def check(
     also_plain: bool = False,
     **options: Any,
 ) -> None:
-    """Output and significance must be those of the reference, and nothing else be written.
+    """Compare output and significance to the reference; nothing else may be written.
 
     ``also_plain``: the output without significance must be the same.
     """
     offsets = offsets_of(counts)
     query = torch.randn(offsets[-1], heads, head_dim).to(dtype)
-    # Keys and values as a model has them: views of one tensor.
+    # Keys and values are views of one tensor, as in the models.
     both = torch.randn(offsets[-1], kv_heads, 2 * head_dim).to(dtype)
     key, value = both[..., :head_dim], both[..., head_dim:]
     longest = max(counts) + (0 if past is None else int(past.tokens.max()))
@@ -76,7 +76,7 @@ def test_query_heads_share_the_keys_of_their_group(heads: int, kv_heads: int, de
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_sixteen_bits_in_are_sixteen_bits_out(
+def test_16_bit_inputs_give_an_output_of_the_same_type(
     head_dim: int, dtype: torch.dtype, device: Any
 ) -> None:
     check(device, RAGGED, 4, 2, head_dim, dtype)
@@ -95,7 +95,7 @@ def test_windows_and_soft_caps_change_the_weights(options: dict[str, Any], devic
         ("fp16", {"softcap": 2.0}),
     ],
 )
-def test_a_past_in_pages_comes_first(
+def test_past_pages_are_attended_before_new_keys(
     name: str, options: dict[str, Any], device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=60)
@@ -107,7 +107,7 @@ def test_a_past_in_pages_comes_first(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [96, 128])
-def test_a_past_of_other_head_sizes(
+def test_past_pages_of_other_head_sizes(
     head_dim: int, dtype: torch.dtype, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(head_dim, pages=60)
@@ -116,7 +116,7 @@ def test_a_past_of_other_head_sizes(
     check(device, [20, 35], 4, 2, head_dim, dtype, past)
 
 
-def test_a_page_that_there_is_not_gives_no_number(device: Any, new_cache: NewCache) -> None:
+def test_a_page_id_out_of_range_gives_nan(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=30)
     section = cache.fill("k8v4", [[40], [3]]).section
     section.pages[0] += 10**6
@@ -132,13 +132,13 @@ def _tables(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tensor, tensor[:, :1], tensor[:, :1]
 
 
-def test_no_new_tokens_are_no_work(device: Any) -> None:
+def test_without_new_tokens_the_output_is_empty(device: Any) -> None:
     (empty,) = device.take(torch.randn(0, 2, 64))
     got = prefill_attention.on("cuda")(*_tables(empty), [0, 0, 0], scale=0.1)
     assert got.shape == (0, 2, 64)
 
 
-def test_what_kernels_cannot_read_is_an_error(device: Any) -> None:
+def test_unsupported_inputs_are_an_error(device: Any) -> None:
     (wide,) = device.take(torch.randn(4, 2, 320))
     attend = prefill_attention.on("cuda")
     with pytest.raises(ConfigError, match="head_dim 320"):

@@ -15,7 +15,7 @@ NewCache = Callable[..., Any]
 
 
 def set_scores(arena: Tensor, layout: PageLayout, pages: Tensor, now: int) -> None:
-    """Sums that give means around the thresholds, some of them equal."""
+    """Scores with means around the thresholds, some of them equal."""
     scores, positions = segments(arena, layout).scores, segments(arena, layout).positions
     means = torch.tensor([0.0, 0.3, 0.9, 1.0, 1.1, 4.0])[torch.randint(0, 6, scores.shape)]
     scores[pages] = (means / now * (now - positions))[pages]
@@ -24,9 +24,9 @@ def set_scores(arena: Tensor, layout: PageLayout, pages: Tensor, now: int) -> No
 def check(
     device: Any, new_cache: NewCache, counts: list[list[list[int]]], alphas: tuple[float, float]
 ) -> None:
-    """``counts[kind][slot][head]``: high and low tokens; all integers must be the reference's."""
+    """Compare all integers of a plan to the reference; ``counts[kind][slot][head]``: tokens."""
     cache, now = new_cache(64, pages=120), torch.tensor([900, 800], dtype=torch.int32)
-    judged = torch.tensor([3, 60], dtype=torch.int32)
+    first_leaving = torch.tensor([3, 60], dtype=torch.int32)
     stored = [
         cache.fill(name, tokens).section
         for name, tokens in zip(("k8v4", "k4v2"), counts, strict=False)
@@ -40,15 +40,15 @@ def check(
     options: dict[str, Any] = {"count": 13, "alpha_high": alphas[0], "alpha_low": alphas[1]}
     low = stored[1] if len(stored) > 1 else None
     want = plan_retirement.on("reference")(
-        cache.arena, stored[0], low, slots, now, judged, **options
+        cache.arena, stored[0], low, slots, now, first_leaving, **options
     )
     moved = [device.section(section) for section in stored]
-    inputs = device.take(slots, now, judged)
+    inputs = device.take(slots, now, first_leaving)
     (arena,) = device.take(cache.arena)
     low = moved[1] if len(moved) > 1 else None
     got = plan_retirement.on("cuda")(arena, moved[0], low, *inputs, **options)
     assert got.numbers.dtype == want.numbers.dtype
-    for name in ("counts", "places", "movers", "mover_places"):
+    for name in ("counts", "places", "downgraded", "downgraded_places"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
 
@@ -58,11 +58,11 @@ FEW = [[[2, 0], [1, 5]], [[1, 3], [0, 2]]]
 
 @pytest.mark.parametrize("alphas", [(1.0, 0.3), (3.0, 0.0), (1.0, 1.0), (1e6, 1.0), (0.7, 0.1)])
 @pytest.mark.parametrize("counts", [MANY, FEW])
-def test_tokens_leave_as_the_reference_says(
+def test_retirement_plans_equal_those_of_the_reference(
     counts: list[list[list[int]]], alphas: tuple[float, float], device: Any, new_cache: NewCache
 ) -> None:
     check(device, new_cache, counts, alphas)
 
 
-def test_without_a_low_section_all_is_appended(device: Any, new_cache: NewCache) -> None:
+def test_without_a_low_section_new_tokens_are_appended(device: Any, new_cache: NewCache) -> None:
     check(device, new_cache, [[[90, 3], [40, 30]]], (0.0, 0.0))

@@ -17,7 +17,7 @@ NewCache = Callable[..., Any]
 def check(
     device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
 ) -> None:
-    """The bytes of all pages must be those of the reference, but for the last digits."""
+    """Compare the bytes of all pages to the reference, scores within rounding errors."""
     slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
     options = {"scale": query.shape[2] ** -0.5, **options}
     weight = options.pop("weight", 1.0)
@@ -57,7 +57,7 @@ def test_scores_grow_by_the_largest_weight_of_the_group(
 
 @pytest.mark.parametrize("group", [1, 16, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_sections_and_heads_count(
+def test_scores_of_all_sections_and_heads_grow(
     group: int, dtype: torch.dtype, device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(128, pages=60)
@@ -70,7 +70,7 @@ def test_all_sections_and_heads_count(
 
 
 @pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 1.5}])
-def test_hidden_tokens_get_nothing_and_caps_hold(
+def test_hidden_tokens_get_no_score_and_logits_are_capped(
     options: dict[str, Any], device: Any, new_cache: NewCache
 ) -> None:
     cache = new_cache(64, pages=30)
@@ -79,7 +79,7 @@ def test_hidden_tokens_get_nothing_and_caps_hold(
     check(device, torch.randn(1, 4, 64) * 5, cache.arena, [stored], positions=positions, **options)
 
 
-def test_requests_that_share_pages_all_count(device: Any, new_cache: NewCache) -> None:
+def test_requests_that_share_a_page_all_add_to_its_scores(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=30)
     section = cache.fill("fp16", [[30]]).section
     query = torch.randn(1, 2, 64)
@@ -96,7 +96,9 @@ def test_requests_that_share_pages_all_count(device: Any, new_cache: NewCache) -
     torch.testing.assert_close(got.view(torch.float32)[words], want.view(torch.float32)[words])
 
 
-def test_a_row_with_a_wrong_page_keeps_its_scores(device: Any, new_cache: NewCache) -> None:
+def test_a_row_with_a_page_id_out_of_range_keeps_its_scores(
+    device: Any, new_cache: NewCache
+) -> None:
     cache = new_cache(64, pages=30)
     section = cache.fill("k8v4", [[70]]).section
     section.pages[0, 0, -1] = 10**6
@@ -111,7 +113,7 @@ def test_a_row_with_a_wrong_page_keeps_its_scores(device: Any, new_cache: NewCac
     assert torch.equal(arena.cpu(), cache.arena)
 
 
-def test_a_sum_of_another_shape_is_an_error(device: Any, new_cache: NewCache) -> None:
+def test_an_lse_of_a_wrong_shape_is_an_error(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=30)
     section = device.section(cache.fill("k8v4", [[4]]).section)
     query, slots, lse = device.take(torch.randn(1, 2, 64), torch.zeros(1).int(), torch.zeros(2, 1))

@@ -35,7 +35,7 @@ def summarized(
     kind: Kind,
     rotated: bool = False,
 ) -> Summaries:
-    """Summaries of all full pages, on the CPU again."""
+    """Summaries of all full pages, copied to the CPU."""
     slots, heads, width = section.pages.shape
     size = (slots, heads, -(-width // 16), tile_bytes(kind, section.layout.head_dim))
     made = Summaries(kind, torch.zeros(size, dtype=torch.uint8), section.layout.head_dim, rotated)
@@ -43,9 +43,9 @@ def summarized(
     column = torch.arange(width).expand(section.pages.shape)
     row = torch.arange(full.numel()).view(*full.shape, 1).expand_as(column)
     wanted = column < full[..., None]
-    cells = [part[wanted].int() for part in (section.pages, row, column)]
+    tensors = [part[wanted].int() for part in (section.pages, row, column)]
     there = replace(made, memory=device.take(made.memory)[0])
-    pages, rows, columns = device.take(*cells)
+    pages, rows, columns = device.take(*tensors)
     op(device.take(arena)[0], section.layout, pages, there, rows, columns)
     return replace(made, memory=there.memory.cpu())
 
@@ -67,7 +67,8 @@ def test_summaries_are_those_of_the_reference(
 
 
 UNEVEN = torch.tensor([[0] * 12 + [WHOLE] * 21, list(range(0, WHOLE + 1, WHOLE // 32))]).int()
-"""One of two heads reads nothing below 3/8 of the pages and all above; the other what is asked."""
+"""Budgets of two heads: one reads no page below a mean share of 3/8 and all above, the other the
+mean share."""
 
 
 def select(
@@ -80,7 +81,7 @@ def select(
     rows: list[int],
     spread: Tensor | None = None,
 ) -> tuple[PageLists, Tensor]:
-    """Lists and scores, on the CPU again."""
+    """Page lists and scores, copied to the CPU."""
     slots, heads = sections[0].tokens.shape
     most = sum(section.pages.shape[2] for section in sections)
     take = device.take if backend == "cuda" else lambda *tensors: list(tensors)
@@ -89,7 +90,7 @@ def select(
         torch.full((slots, heads), -9, dtype=torch.int32),
         torch.tensor(rows, dtype=torch.int32),
     )
-    lists = PageLists(*made)
+    page_lists = PageLists(*made)
     here = [replace(part, memory=take(part.memory)[0]) if part else None for part in summaries]
     there = [device.section(section) for section in sections] if backend == "cuda" else sections
     asked, scores, which, now = take(
@@ -101,14 +102,23 @@ def select(
     choose = select_pages.on(backend)
     shares = None if spread is None else take(spread)[0]
     choose(
-        asked, there, here, which, now, rule, lists, scale=0.125, head_budgets=shares, scores=scores
+        asked,
+        there,
+        here,
+        which,
+        now,
+        rule,
+        page_lists,
+        scale=0.125,
+        head_budgets=shares,
+        scores=scores,
     )
     return PageLists(*(part.cpu() for part in made)), scores.cpu()
 
 
 @pytest.fixture(params=["one launch", "two launches in chunks"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How rows are scored and chosen from, whatever their length would decide."""
+    """Force fused or separate launches, independent of the length of rows."""
     monkeypatch.setattr(gpu, "fuses", lambda *_: request.param == "one launch")
     monkeypatch.setattr(
         triton_layout, "LISTED_AT_ONCE", 1024 if request.param == "one launch" else 16
@@ -140,7 +150,7 @@ def mixed_case(
         ("moments", 64, Rule.of(1.0), UNEVEN, [0, 1]),
     ],
 )
-def test_the_choice_is_that_of_the_reference(
+def test_page_lists_equal_those_of_the_reference(
     launches: str,
     kind: Kind,
     head_dim: int,
@@ -169,7 +179,7 @@ def test_the_choice_is_that_of_the_reference(
 
 @pytest.mark.parametrize("at_once", [16, 1024])
 @pytest.mark.parametrize(("head_dim", "rows"), [(64, [1, 0]), (96, [1, -1])])
-def test_attention_reads_what_is_listed(
+def test_attention_reads_the_listed_pages(
     head_dim: int,
     rows: list[int],
     at_once: int,
@@ -177,27 +187,29 @@ def test_attention_reads_what_is_listed(
     new_cache: NewCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of the requests may have no list: it reads all. ``at_once``: entries looked through."""
+    """One request may have no list and reads all pages. ``at_once``: entries read at a time."""
     monkeypatch.setattr(triton_layout, "LISTED_AT_ONCE", at_once)
     cache, sections, known = mixed_case(new_cache, head_dim, "moments")
     query, rule = torch.randn(2, 6, head_dim), Rule.of(0.4)
     want, _ = select("reference", Here(), query, sections, known, rule, rows)
     slots = torch.arange(2, dtype=torch.int32)
     expected = decode_attention.on("reference")(
-        query, cache.arena, sections, slots, scale=0.125, lists=want
+        query, cache.arena, sections, slots, scale=0.125, page_lists=want
     )
     moved = [device.section(section) for section in sections]
-    lists = PageLists(*device.take(want.ordinals, want.counts, want.rows))
+    page_lists = PageLists(*device.take(want.ordinals, want.counts, want.rows))
     asked, arena, which = device.take(query, cache.arena, slots)
-    mixed = decode_attention.on("cuda")(asked, arena, moved, which, scale=0.125, lists=lists)
+    mixed = decode_attention.on("cuda")(
+        asked, arena, moved, which, scale=0.125, page_lists=page_lists
+    )
     torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("keep", "omitted"), [(0.3, 0.0), (0.0, 0.05), (0.9, 0.6)])
-def test_of_equal_pages_the_earlier_ones_are_read(
+def test_of_pages_with_equal_scores_the_earlier_ones_are_read(
     launches: str, keep: float, omitted: float, device: Any, new_cache: NewCache
 ) -> None:
-    """Pages with few different scores, zeros of both signs among them."""
+    """Pages have few different scores, with zeros of both signs."""
     cache = new_cache(64, pages=100)
     sections = [cache.fill("k8v4", [[400, 33], [64, 600]]).section]
     op = summarize_pages.on("reference")
@@ -234,8 +246,10 @@ def test_scores_are_those_of_the_reference_for_any_group_and_size_of_query(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * size, equal_nan=True)
 
 
-def test_nobody_reads_what_is_not_there(launches: str, device: Any, new_cache: NewCache) -> None:
-    """A slot and a list that do not exist: nothing is read or written there, nothing raises."""
+def test_slots_and_lists_out_of_range_are_not_read_or_written(
+    launches: str, device: Any, new_cache: NewCache
+) -> None:
+    """With a slot and a list out of range nothing is read or written, and nothing is raised."""
     cache = new_cache(64, pages=40)
     section = cache.fill("k8v4", [[200, 90], [150, 60]]).section
     known = summarized(summarize_pages.on("reference"), Here(), cache.arena, section, "moments")
@@ -254,7 +268,7 @@ def test_nobody_reads_what_is_not_there(launches: str, device: Any, new_cache: N
     assert (made[0] == -7).all()
 
 
-def test_what_does_not_fit_is_an_error(device: Any, new_cache: NewCache) -> None:
+def test_mismatched_inputs_are_an_error(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=40)
     section = cache.fill("k8v4", [[200, 90]]).section
     known = summarized(summarize_pages.on("reference"), Here(), cache.arena, section, "moments")
@@ -273,7 +287,7 @@ def test_what_does_not_fit_is_an_error(device: Any, new_cache: NewCache) -> None
 
 
 class Here:
-    """Stands for a device: inputs stay where they are."""
+    """A device on which inputs are not copied."""
 
     def take(self, *tensors: Tensor) -> list[Tensor]:
         return list(tensors)

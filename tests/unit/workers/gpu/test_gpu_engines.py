@@ -144,7 +144,7 @@ def test_the_arena_has_what_a_gpu_worker_wrote(
                 tokens, pages = table.read(slot)
                 counts = -(-tokens // table.layout.tokens)
                 ends = np.cumsum(counts)
-                # Cells behind the last token of a row hold anything.
+                # Token slots after the last token of a row have arbitrary content.
                 full = [p for p in range(len(pages)) if p + 1 not in ends[counts > 0]]
                 at = memory.device.put(pages[full].astype(np.int64))
                 assert (memory.near[at].cpu() == memory.shared[at].cpu()).all()

@@ -58,7 +58,7 @@ class Slots:
             self._grow(self.checkpoint.class_table, at, retirement.plan.counts)
             self.window.apply(retirement)
         elif self.raw.length(slot) % self.raw.layout.tokens == 0:
-            self._grow(self.checkpoint.raw_table, at, self.checkpoint.raw_table.one_more(at))
+            self._grow(self.checkpoint.raw_table, at, self.checkpoint.raw_table.tokens_plus_one(at))
         column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
         self.raw.tokens[:, slot] += 1
         parts = segments(self.arena, self.plan.raw)

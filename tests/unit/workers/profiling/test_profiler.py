@@ -10,7 +10,7 @@ from tests.tiny import DIFFKV, save_tiny_model
 from triptych.core.config import AppConfig, ExperimentalConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Sampling
-from triptych.kernels import hearing
+from triptych.kernels import observe_ops
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.local import LocalServer
 from triptych.workers.profiling.profiler import Profiler, Step
@@ -180,5 +180,5 @@ def test_a_step_that_fails_leaves_the_engine_as_it_was(tiny_model: Path) -> None
 
 
 def test_there_is_one_listener_at_a_time() -> None:
-    with hearing(lambda *_: None), pytest.raises(ConfigError, match="one profile at a time"):
-        hearing(lambda *_: None).__enter__()
+    with observe_ops(lambda *_: None), pytest.raises(ConfigError, match="one profile at a time"):
+        observe_ops(lambda *_: None).__enter__()

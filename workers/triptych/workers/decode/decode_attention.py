@@ -51,7 +51,7 @@ class PageAttention:
         self._tables = sections.tables[:-1] if fixed is not None else sections.tables
         self._ids, self._progress, self._score_every = slots, progress, score_every
         put, raw = memory.device.put, self._tables[0]
-        places, self._scored, self._before, is_begun = block_table_ops.begin_step(
+        places, self._scored, self._before, is_begun = block_table_ops.count_new_tokens(
             raw.tokens, slots, raw.room, positions, progress, score_every
         )
         self._begun: Ids64 | None = progress[slots] - self._before if is_begun else None
@@ -96,7 +96,7 @@ class PageAttention:
             softcap=softcap,
             positions=self._positions,
             lse=lse,
-            lists=lists,
+            page_lists=lists,
         )
         if due is not None and lse is not None:
             self._score(layer, due, query, lse, scale=scale, window=window, softcap=softcap)

@@ -54,7 +54,7 @@ class PageGrowth:
             return
         slots = _slots(full)
         table = self._checkpoint.raw_table
-        yield from self._grow(full, slots, table, table.one_more(slots))
+        yield from self._grow(full, slots, table, table.tokens_plus_one(slots))
 
     def _retire_old_pages(
         self, window: Window, batch: Sequence[RunningRequest]

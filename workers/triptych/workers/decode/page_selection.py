@@ -246,7 +246,7 @@ class Selector:
         written = self._summaries[: len(self._summaries) - self._fixed]
         for index, slot in enumerate(retirement.slots.tolist()):
             for part, places in zip(
-                written, (retirement.plan.places, retirement.plan.mover_places), strict=False
+                written, (retirement.plan.places, retirement.plan.downgraded_places), strict=False
             ):
                 part.renew(slot, places[:, index])
             self._is_chosen[slot] = False

@@ -113,7 +113,7 @@ class Window:
         policy, raw = self.plan.policy, self.raw
         lag = max(raw.layout.tokens, policy.high_window_tokens - policy.window_tokens)
         now = np.array(seen, np.int32)
-        return block_table_ops.leaving_rows(raw.tokens, slots, now, self.plan.sink_tokens, lag)
+        return block_table_ops.retirement_inputs(raw.tokens, slots, now, self.plan.sink_tokens, lag)
 
     def apply(self, retirement: RetirementPlan) -> None:
         """Move tokens as planned, into pages that the tables have already.
@@ -126,7 +126,7 @@ class Window:
         moving, slots = self.moving, retirement.slots
         numbers = retirement.plan.numbers
         raw, kept = self.raw, (moving.raw_pages, moving.plan, moving.retired, moving.retired_after)
-        block_table_ops.write_down(raw.pages, numbers, slots, raw.layout.tokens, *kept)
+        block_table_ops.save_retirement(raw.pages, numbers, slots, raw.layout.tokens, *kept)
         moving.phase[slots] = PLANNED
         self._run_phases(retirement, PLANNED)
 
@@ -155,8 +155,8 @@ class Window:
 
     def _downgrade(self, retirement: RetirementPlan) -> None:
         if self.low is not None:
-            movers = self._put(retirement.plan.movers)
-            self._move(retirement.slots, HIGH, movers, LOW, retirement.plan.mover_places)
+            downgraded = self._put(retirement.plan.downgraded)
+            self._move(retirement.slots, HIGH, downgraded, LOW, retirement.plan.downgraded_places)
 
     def _encode(self, retirement: RetirementPlan) -> None:
         page = self._page_places[len(retirement.slots)]
@@ -189,7 +189,7 @@ class Window:
         Returns: the emptied raw pages, [requests, head rows]
         """
         moving, slots, raw = self.moving, retirement.slots, self.raw
-        emptied = block_table_ops.turn_page(
+        emptied = block_table_ops.move_page_to_end(
             raw.pages,
             raw.tokens,
             moving.raw_pages,

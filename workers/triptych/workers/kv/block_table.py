@@ -118,9 +118,9 @@ class PageTable:
             )
         ]
 
-    def one_more(self, slots: Ids) -> Ids:
-        """Tokens of some slots, and one more in each row: [layers, slots, kv_heads, tables]."""
-        return block_table_ops.one_more(self.tokens, slots)
+    def tokens_plus_one(self, slots: Ids) -> Ids:
+        """Token count of each row of some slots plus one: [layers, slots, kv_heads, tables]."""
+        return block_table_ops.tokens_plus_one(self.tokens, slots)
 
     def count_lacking(self, slots: Ids, wanted: Ids) -> Ids64:
         """Number of pages that the rows of each slot lack to hold ``wanted`` tokens.

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from triptych.core.messages import Send, Stage
-from triptych.kernels import PageLists, hearing
+from triptych.kernels import PageLists, observe_ops
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.read_stats import Lists, Reading, reading_of
@@ -126,11 +126,11 @@ class Profiler:
         def on_op(op: str, given: Mapping[str, Any], begin_s: float, end_s: float) -> None:
             layer = self._layer
             cuts.extend((self._between, layer, begin_s, op, layer, end_s))
-            if "lists" in given:
-                lists: PageLists | None = given["lists"]
+            if "page_lists" in given:
+                lists: PageLists | None = given["page_lists"]
                 self._rows[layer] = None if lists is None else lists.rows
 
-        with hearing(on_op):
+        with observe_ops(on_op):
             if not isinstance(engine, PrefillEngine | DecodeEngine):
                 yield
                 return

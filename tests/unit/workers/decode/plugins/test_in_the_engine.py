@@ -359,12 +359,9 @@ def stored(tiny_model: Path, threshold: float | None) -> tuple[list[int], int, i
     def move(window: Window, retirement: RetirementPlan) -> None:
         nonlocal dropped
         before, low = held_tokens(engine), engine.tables[2].tokens[:, retirement.slots].copy()
-        is_replaced = (retirement.plan.mover_places >= 0) & (
-            retirement.plan.mover_places < low[..., None]
-        )
-        gone = int(
-            ((retirement.plan.movers >= 0) & (retirement.plan.mover_places < 0) | is_replaced).sum()
-        )
+        downgraded, places = retirement.plan.downgraded, retirement.plan.downgraded_places
+        is_replaced = (places >= 0) & (places < low[..., None])
+        gone = int(((downgraded >= 0) & (places < 0) | is_replaced).sum())
         retire(window, retirement)
         assert before - held_tokens(engine) == gone
         dropped += gone

@@ -1,33 +1,33 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# Triton's language is not Python: the checker sees integers where tiles will be.
-"""Kernels of the codec: a program has a block of cells."""
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Triton kernels of the codec ops: a program handles a block of token slots."""
 
 import triton
 import triton.language as tl
 
 from triptych.kernels.triton.page_access import (
-    cells_of,
     codes_of,
     metadata_of,
     numbers_of,
     positions_of,
+    slots_of,
     units_at,
 )
 
 
 @triton.jit
-def store_cells(
-    arena, page_count, key, value, pages, rows, positions, scores, cells,
+def store_slots(
+    arena, page_count, key, value, pages, rows, positions, scores, items,
     key_token, key_head, value_token, value_head,
     FORM: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a block of cells; cell ``token * KV_HEADS + head``."""
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    page, row, live = named_cells(arena, page_count, pages, rows, cell, cells, FORM)
-    token, head = cell // KV_HEADS, cell % KV_HEADS
+    """Encode a block of tokens into given slots; item ``token * KV_HEADS + head``."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    page, row, live = named_slots(arena, page_count, pages, rows, item, items, FORM)
+    token, head = item // KV_HEADS, item % KV_HEADS
     score = tl.full([BLOCK], 0.0, tl.float32)
     if scores is not None:
-        score = tl.load(scores + cell, mask=live, other=0.0)
+        score = tl.load(scores + item, mask=live, other=0.0)
     write_tokens(
         page, row, live, key, value, token, head, positions, score,
         key_token, key_head, value_token, value_head, FORM,
@@ -35,17 +35,17 @@ def store_cells(
 
 
 @triton.jit
-def append_cells(
-    arena, page_count, key, value, slots, places, positions, cells, table,
+def append_slots(
+    arena, page_count, key, value, slots, places, positions, items, table,
     key_token, key_head, value_token, value_head,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a block of cells at places of head rows; cell ``request * KV_HEADS + head``."""
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token, head = cell // KV_HEADS, cell % KV_HEADS
-    slot = tl.load(slots + token, mask=cell < cells, other=-1)
-    place = tl.load(places + token, mask=cell < cells, other=-1)
-    page, row, live = placed_cells(arena, page_count, table, slot, head, place, FORM, BACKWARD)
+    """Encode a block of tokens at places of head rows; item ``request * KV_HEADS + head``."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, head = item // KV_HEADS, item % KV_HEADS
+    slot = tl.load(slots + token, mask=item < items, other=-1)
+    place = tl.load(places + token, mask=item < items, other=-1)
+    page, row, live = placed_slots(arena, page_count, table, slot, head, place, FORM, BACKWARD)
     write_tokens(
         page, row, live, key, value, token, head, positions, tl.full([BLOCK], 0.0, tl.float32),
         key_token, key_head, value_token, value_head, FORM,
@@ -57,7 +57,7 @@ def write_tokens(
     page, row, live, key, value, token, head, positions, score,
     key_token, key_head, value_token, value_head, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values, positions and scores of a block of cells."""
+    """Write keys, values, positions and scores of a block of slots."""
     at = key + token.to(tl.int64) * key_token + head.to(tl.int64) * key_head
     quantize(at, row, page, row, live, None, FORM, True)
     at = value + token.to(tl.int64) * value_token + head.to(tl.int64) * value_head
@@ -68,55 +68,76 @@ def write_tokens(
 
 
 @triton.jit
-def transcode_cells(
-    arena, page_count, source_pages, source_rows, target_pages, target_rows, cells,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, KEY_WAY: tl.constexpr, VALUE_WAY: tl.constexpr,
-    BLOCK: tl.constexpr,
+def transcode_slots(
+    arena, page_count, source_pages, source_rows, target_pages, target_rows, items,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr,
+    KEY_CONVERSION: tl.constexpr, VALUE_CONVERSION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Re-encode a block of cells."""
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    old, old_row, is_old = named_cells(
-        arena, page_count, source_pages, source_rows, cell, cells, SOURCE
+    """Re-encode a block of slots into slots of another format."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    old, old_row, is_old = named_slots(
+        arena, page_count, source_pages, source_rows, item, items, SOURCE
     )
-    new, new_row, is_new = named_cells(
-        arena, page_count, target_pages, target_rows, cell, cells, TARGET
+    new, new_row, is_new = named_slots(
+        arena, page_count, target_pages, target_rows, item, items, TARGET
     )
-    rewrite(old, old_row, new, new_row, is_old & is_new, SOURCE, TARGET, KEY_WAY, VALUE_WAY)
+    rewrite(
+        old,
+        old_row,
+        new,
+        new_row,
+        is_old & is_new,
+        SOURCE,
+        TARGET,
+        KEY_CONVERSION,
+        VALUE_CONVERSION,
+    )
 
 
 @triton.jit
-def move_cells(
+def move_slots(
     arena, page_count, slots, places, by_row, by_head, to, to_by_row, to_by_head, most, heads,
-    cells, table, to_table,
+    items, table, to_table,
     SOURCE: tl.constexpr, SOURCE_BACKWARD: tl.constexpr,
     TARGET: tl.constexpr, TARGET_BACKWARD: tl.constexpr,
-    KEY_WAY: tl.constexpr, VALUE_WAY: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_CONVERSION: tl.constexpr, VALUE_CONVERSION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Re-encode a block of tokens; cell ``(request * heads + head) * most + token``."""
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token, row = cell % most, cell // most
+    """Re-encode a block of tokens; item ``(request * heads + head) * most + token``."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, row = item % most, item // most
     head, row = row % heads, (row // heads).to(tl.int64)
-    asked = cell < cells
-    slot = tl.load(slots + row, mask=asked, other=-1)
-    place = tl.load(places + row * by_row + head * by_head + token, mask=asked, other=-1)
-    to_place = tl.load(to + row * to_by_row + head * to_by_head + token, mask=asked, other=-1)
-    old, old_row, is_old = placed_cells(
+    in_range = item < items
+    slot = tl.load(slots + row, mask=in_range, other=-1)
+    place = tl.load(places + row * by_row + head * by_head + token, mask=in_range, other=-1)
+    to_place = tl.load(to + row * to_by_row + head * to_by_head + token, mask=in_range, other=-1)
+    old, old_row, is_old = placed_slots(
         arena, page_count, table, slot, head, place, SOURCE, SOURCE_BACKWARD
     )
-    new, new_row, is_new = placed_cells(
+    new, new_row, is_new = placed_slots(
         arena, page_count, to_table, slot, head, to_place, TARGET, TARGET_BACKWARD
     )
-    rewrite(old, old_row, new, new_row, is_old & is_new, SOURCE, TARGET, KEY_WAY, VALUE_WAY)
+    rewrite(
+        old,
+        old_row,
+        new,
+        new_row,
+        is_old & is_new,
+        SOURCE,
+        TARGET,
+        KEY_CONVERSION,
+        VALUE_CONVERSION,
+    )
 
 
 @triton.jit
 def rewrite(
     old, old_row, new, new_row, live,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, KEY_WAY: tl.constexpr, VALUE_WAY: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr,
+    KEY_CONVERSION: tl.constexpr, VALUE_CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values, scores and positions of a block of cells, in cells of another format."""
-    recode(old, old_row, new, new_row, live, SOURCE, TARGET, KEY_WAY, True)
-    recode(old, old_row, new, new_row, live, SOURCE, TARGET, VALUE_WAY, False)
+    """Copy keys, values, scores and positions of a block of slots into another format."""
+    recode(old, old_row, new, new_row, live, SOURCE, TARGET, KEY_CONVERSION, True)
+    recode(old, old_row, new, new_row, live, SOURCE, TARGET, VALUE_CONVERSION, False)
     word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
     tl.store((new + TARGET.scores).to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)
     word = positions_of(old, old_row, live, SOURCE)
@@ -124,24 +145,24 @@ def rewrite(
 
 
 @triton.jit
-def load_cells(
+def load_slots(
     arena, page_count, table, width, by_row, by_page, tokens, longest, key, value, positions,
     FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decode a block of tokens of one head row. Grid: blocks, rows."""
     first, line = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     count = tl.load(tokens + line)
-    page, row, live, wrong = cells_of(
+    page, row, live, wrong = slots_of(
         arena, page_count, table + line * by_row, width, by_page, first, count, FORM, False, BLOCK
     )
     token = first + tl.arange(0, BLOCK)
-    asked = token < longest
+    in_range = token < longest
     at = line * longest + token
-    tl.store(positions + at, positions_of(page, row, live, FORM), mask=asked)
+    tl.store(positions + at, positions_of(page, row, live, FORM), mask=in_range)
     unknown = tl.where(wrong, float("nan"), 0.0)[:, None]
     channel = tl.arange(0, triton.next_power_of_2(FORM.dim))
     to = at[:, None] * FORM.dim + channel[None, :]
-    mask = asked[:, None] & (channel < FORM.dim)[None, :]
+    mask = in_range[:, None] & (channel < FORM.dim)[None, :]
     vector = numbers_of(page, row, live, channel, FORM, True)
     tl.store(key + to, tl.where(live[:, None], vector, unknown), mask=mask)
     vector = numbers_of(page, row, live, channel, FORM, False)
@@ -149,21 +170,21 @@ def load_cells(
 
 
 @triton.jit
-def named_cells(arena, page_count, pages, rows, cell, cells, FORM: tl.constexpr):
-    """Pages (pointers to bytes) and rows of cells, and which of them there are."""
-    asked = cell < cells
-    page = tl.load(pages + cell, mask=asked, other=-1)
-    row = tl.load(rows + cell, mask=asked, other=0)
+def named_slots(arena, page_count, pages, rows, item, items, FORM: tl.constexpr):
+    """Page pointers and rows of given slots, and a mask of those in range."""
+    in_range = item < items
+    page = tl.load(pages + item, mask=in_range, other=-1)
+    row = tl.load(rows + item, mask=in_range, other=0)
     live = (page >= 0) & (page < page_count) & (row >= 0) & (row < FORM.tokens)
     page = tl.where(live, page, 0)
     return arena + page.to(tl.int64) * FORM.page_bytes, tl.where(live, row, 0), live
 
 
 @triton.jit
-def placed_cells(
+def placed_slots(
     arena, page_count, table, slot, head, place, FORM: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """Pages and rows of the tokens at some places of head rows, and which of them there are."""
+    """Page pointers and rows of tokens at places of head rows, and a mask of those in range."""
     pages, slots, width, by_slot, by_head, by_page = table
     column = tl.maximum(place, 0) // FORM.tokens
     named = (slot >= 0) & (slot < slots) & (place >= 0) & (column < width)
@@ -181,9 +202,9 @@ def placed_cells(
 def given_numbers(
     source, row, live, channel, SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Channels of vectors to encode, kept inside the range of fp16.
+    """Channels of vectors to encode, clamped to the range of fp16.
 
-    ``source`` points to each vector itself, or if ``SOURCE`` is a form to its page.
+    ``source`` points to each vector or, if ``SOURCE`` is a form, to its page.
     """
     if SOURCE is None:
         mask = live[:, None] & (channel < FORM.dim)[None, :]
@@ -198,7 +219,7 @@ def quantize(
     source, source_row, page, row, live,
     SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Encode vectors into pages, with the steps and roundings of ``quantizer.encode``.
+    """Encode vectors into pages, with the same operations and rounding as ``quantizer.encode``.
 
     Adding 1.5 * 2**23 rounds a number below 2**22 to the nearest integer, ties to even, and
     leaves that integer in the low bits.
@@ -248,16 +269,16 @@ def store_metadata(page, row, live, scale, zero, FORM: tl.constexpr, KEYS: tl.co
 @triton.jit
 def recode(
     old, old_row, new, new_row, live,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, WAY: tl.constexpr, KEYS: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, CONVERSION: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a block of cells, by the way that loses nothing extra."""
+    """Convert keys or values of a block of slots, as ``reference.recode`` does."""
     bits: tl.constexpr = SOURCE.key_bits if KEYS else SOURCE.value_bits
     to_bits: tl.constexpr = TARGET.key_bits if KEYS else TARGET.value_bits
     count: tl.constexpr = TARGET.key_units if KEYS else TARGET.value_units
     tile: tl.constexpr = TARGET.key_tile if KEYS else TARGET.value_tile
     unit = tl.arange(0, tile)
     mask = live[:, None] & (unit < count)[None, :]
-    if WAY == 0:  # COPY
+    if CONVERSION == 0:  # COPY
         units = tl.load(units_at(old, old_row, unit, SOURCE, KEYS), mask=mask, other=0)
         tl.store(units_at(new, new_row, unit, TARGET, KEYS), units, mask=mask)
         if bits < 16:
@@ -265,7 +286,7 @@ def recode(
             word = tl.load(start.to(tl.pointer_type(tl.int32)) + old_row, mask=live, other=0)
             start = new + (TARGET.key_metadata if KEYS else TARGET.value_metadata)
             tl.store(start.to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)
-    elif WAY == 1:  # NARROW
+    elif CONVERSION == 1:  # NARROW
         ratio: tl.constexpr = (2**bits - 1) // (2**to_bits - 1)
         packed = tl.full([live.shape[0], tile], 0, tl.int32)
         for share in tl.static_range(8 // to_bits):

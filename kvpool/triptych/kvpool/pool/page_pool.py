@@ -206,9 +206,9 @@ class Pool:
             mine.unmet_pages = needed
             raise PoolExhausted(needed, len(self._leases.free_list))
         mine.unmet_pages = 0
-        count = (
-            needed if self._lacking(mine) else max(needed, min(pages, len(self._leases.free_list)))
-        )
+        count = needed
+        if pages > needed and not self._lacking(mine):
+            count = min(pages, len(self._leases.free_list))
         ids = self._leases.free_list.allocate(count)
         self._leases.own(ids, mine.extent)
         return ids

@@ -166,13 +166,18 @@ class LockedPool:
             return was_there
 
     def sweep(self, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
-        """Reclaim the pages of lost workers, and return the workers' names."""
+        """Reclaim the pages of lost workers, and return the workers' names.
+
+        A worker whose lease expires while others are being fenced is left to the next sweep: its
+        own process still runs.
+        """
+        now = self.now()
         with self.lock:
-            silent = self.page_pool.silent(self.now())
+            silent = self.page_pool.silent(now)
         for name in silent:
             self._fence(name)
         with self.lock:
-            lost = self.page_pool.sweep(self.now(), is_alive)
+            lost = self.page_pool.sweep(now, is_alive, silent)
             self.forget_lost()
             return lost
 

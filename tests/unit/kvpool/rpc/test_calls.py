@@ -11,8 +11,8 @@ from triptych.core.errors import MessageError, NotHeld
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
-from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.rpc import calls, messages, prefix_calls
+from triptych.kvpool.pool.processes import ProcessKey, this_process
+from triptych.kvpool.rpc import calls, local_pool, messages, prefix_calls
 from triptych.kvpool.rpc.calls import AllocatePages, FreePages, RegisterWorker, RenewWorker
 from triptych.kvpool.rpc.channel import FrameChannel
 from triptych.kvpool.rpc.dispatch import answer
@@ -102,3 +102,40 @@ def test_a_reply_of_another_type_is_refused(pool: LockedPool) -> None:
 def test_only_what_was_asked_for_is_a_set_of_leases() -> None:
     with pytest.raises(MessageError, match="0 claims from the pool: expected 2"):
         messages.LeaseRefs(lease_refs=()).exactly(2)
+
+
+def test_a_worker_that_falls_silent_while_another_is_fenced_is_left_to_the_next_sweep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process still runs, and could write into pages that others get."""
+    time_s, fenced = [0.0], list[str]()
+    pool = LockedPool(Pool(PAGES, 256, "arena", TTL_S), extent_pages=8, clock=lambda: time_s[0])
+
+    def end(process: ProcessKey) -> bool:
+        fenced.append(process.space)
+        time_s[0] += 5.0  # as long as a kill may take
+        return True
+
+    monkeypatch.setattr(local_pool, "end", end)
+    for name, registered_s in (("first", 0.0), ("second", 3.0)):
+        time_s[0] = registered_s
+        worker = pool.register(name, ProcessKey(1, 1, name), 0).worker
+        pool.call(AllocatePages(worker=worker, pages=4, at_least=4))
+    time_s[0] = 11.0
+    assert pool.sweep(lambda _: True) == fenced == ["first"]
+    assert pool.stat().held_pages == 4
+    assert pool.sweep(lambda _: True) == ["second"]
+    assert fenced == ["first", "second"]
+    assert pool.stat().held_pages == 0
+
+
+def test_a_silent_worker_that_nobody_fenced_keeps_its_pages() -> None:
+    pool = Pool(PAGES, 256, "arena", TTL_S)
+    for name in ("fenced", "not fenced", "dead"):
+        pool.allocate(pool.register(name, ProcessKey(1, 1, name), 0.0), 4)
+
+    def is_alive(process: ProcessKey) -> bool:
+        return process.space != "dead"
+
+    assert pool.sweep(2 * TTL_S, is_alive, ["fenced"]) == ["fenced", "dead"]
+    assert pool.stat(2 * TTL_S).held_pages == 4

@@ -5,13 +5,12 @@ import re
 import tokenize
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.arch.test_folders import PARTS, ROOT, SOURCES, name_of
 from tests.integration.faults.points import PARTS as LAYER_PARTS
-from tests.integration.faults.points import PLACES
+from tests.integration.faults.points import PLACES, Place, function_of
 from triptych.cli.config import all_settings
 from triptych.core.config import AppConfig
 
@@ -108,9 +107,9 @@ def test_every_word_of_the_glossary_is_used() -> None:
 
 
 @pytest.mark.parametrize("places", [PLACES, LAYER_PARTS])
-def test_fail_points_name_functions_that_there_are(
-    places: dict[str, dict[str, tuple[Any, str]]],
-) -> None:
+def test_fail_points_name_functions_that_there_are(places: dict[str, dict[str, Place]]) -> None:
     """Else a process of the fault tests ends at its start, minutes into ``make test``."""
-    for done in places.values():
-        assert all(callable(getattr(owner, name)) for owner, name in done.values())
+    for role, done in places.items():
+        for place in done.values():
+            owner, name, _ = function_of(role, place)
+            assert callable(getattr(owner, name))

@@ -16,6 +16,7 @@ from triptych.core.errors import ConfigError
 from triptych.deployments.transport.run_dir import pool_sockets
 from triptych.kvpool.pool.stats import PoolStats
 from triptych.kvpool.rpc.auth import Access
+from triptych.kvpool.rpc.calls import CheckPool, StatPool
 from triptych.kvpool.rpc.channel import FrameChannel
 from triptych.kvpool.rpc.stub import PoolStub
 
@@ -49,7 +50,7 @@ TokenFile = Annotated[
 def stat(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag = False) -> None:
     """Show pages by worker, format, tenant and request. Exit code 1 if the sums do not match."""
     with pool_at(address or find_pool(), token_file) as pool:
-        ledger = pool.stat()
+        ledger = pool.call(StatPool())
     show(_as_data(ledger), _as_table(ledger), as_json=as_json)
     if not as_json:
         for part in _parts(ledger):
@@ -67,7 +68,7 @@ def check(address: Address = None, token_file: TokenFile = "", as_json: JsonFlag
     Exit code 1 if a check fails.
     """
     with pool_at(address or find_pool(), token_file) as pool:
-        faults, ledger = pool.check(), pool.stat()
+        faults, ledger = list(pool.call(CheckPool()).faults), pool.call(StatPool())
     faults += ledger.faults
     rows = [(fault,) for fault in faults] or [(f"all {ledger.pages} pages are accounted for",)]
     show({"faults": faults, "pages": ledger.pages}, make_table(("check",), rows), as_json=as_json)

@@ -12,7 +12,7 @@ import msgpack
 
 from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
-from triptych.core.schema import SchemaError, build
+from triptych.core.schema import PackedField, SchemaError, build
 
 WIRE_VERSION = 2
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
@@ -52,7 +52,13 @@ def message(cls: C) -> C:
 def pack(messages: Sequence[Message]) -> bytes:
     """Encode messages into one frame: ``[version, [tag, fields], ...]``."""
     frame = [WIRE_VERSION, *([type(item).__name__, _plain(item)] for item in messages)]
-    return cast("bytes", msgpack.packb(frame))
+    return cast("bytes", msgpack.packb(frame, default=_pack_field))
+
+
+def _pack_field(value: object) -> bytes:
+    if isinstance(value, PackedField):
+        return value.pack()
+    raise TypeError(f"{type(value).__name__} is not a type of messages")
 
 
 def unpack(frame: bytes) -> list[Message]:

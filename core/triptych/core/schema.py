@@ -9,13 +9,31 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 
 class SchemaError(ValueError):
     """A value does not fit its field. The caller turns this into its own error."""
+
+
+class PackedField:
+    """A field of a message that is an object in a process and bytes on the wire, such as an array.
+
+    The bytes of a peer are kept unchecked; the subclass checks them when they are used.
+    """
+
+    __slots__ = ()
+
+    def pack(self) -> bytes:
+        """The bytes on the wire."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_peer(cls, packed: bytes) -> Self:
+        """The field for the bytes of a peer, which are not checked yet."""
+        raise NotImplementedError
 
 
 @lru_cache(maxsize=256)
@@ -76,6 +94,8 @@ def _convert_scalar(hint: Any, value: object, path: str) -> Any:
     wanted = type(None) if hint is None else hint
     supertype = getattr(wanted, "__supertype__", wanted)  # NewType
     if type(value) is not supertype:
+        if type(value) is bytes and isinstance(hint, type) and issubclass(hint, PackedField):
+            return hint.of_peer(value)
         raise SchemaError(f"{path}={_show(value)}: expected {_name(hint)}")
     return value
 

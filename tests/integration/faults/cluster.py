@@ -36,6 +36,7 @@ from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
 from triptych.kvpool import PoolServer, PoolStats, PrefixSettings
+from triptych.kvpool.rpc.calls import CheckPool, StatPool
 from triptych.router import Scheduler
 from triptych.router.passes.migration import can_move
 from triptych.router.state.request_table import State
@@ -209,7 +210,7 @@ class Cluster:
     def ledger(self) -> PoolStats:
         """The pool's books; raises PoolUnavailable while there is none."""
         with pool_at(self.plan.pool_address) as pool:
-            return pool.stat()
+            return pool.call(StatPool())
 
     def kill(self, role: str, cell: int = 0) -> None:
         """End the first process of a role in a cell without a word."""
@@ -223,7 +224,7 @@ class Cluster:
     def _faults_in(self, plan: AppPlan, only_prefixes: bool) -> list[str]:
         try:
             with pool_at(plan.pool_address) as pool:
-                wrong, ledger = pool.check(), pool.stat()
+                wrong, ledger = list(pool.call(CheckPool()).faults), pool.call(StatPool())
         except PoolError as error:
             return [str(error)]
         if ledger.request_pages != ledger.prefix_pages:

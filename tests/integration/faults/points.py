@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.deployments.replicas.worker import WorkerReplica
-from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.calls import (
+    AdoptRequest,
+    AllocatePages,
+    AttachLeases,
+    HandOff,
+    InheritFrom,
+    ReleaseLeases,
+)
+from triptych.kvpool.rpc.local_pool import PoolCall
+from triptych.kvpool.rpc.prefix_calls import FindPrefix, KeepSession, PinPrefix, PublishPrefix
 from triptych.kvpool.rpc.stub import PoolStub
 from triptych.router import Scheduler
 from triptych.workers.compress import compress_engine
@@ -21,33 +30,37 @@ from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 EXIT_CODE = 66
 TAKEOVER = "takeover worker"
+POOL = "pool"
 
-PLACES: dict[str, dict[str, tuple[Any, str]]] = {
+Place = tuple[Any, str] | type[PoolCall[Any]]
+"""A function by its owner and name, or a call of the pool: a worker sends it, the pool runs it."""
+
+PLACES: dict[str, dict[str, Place]] = {
     "prefill": {
-        "look up the prefix": (PoolStub, "find_prefix"),
-        "get pages": (PoolStub, "allocate"),
+        "look up the prefix": FindPrefix,
+        "get pages": AllocatePages,
         "read a chunk": (PrefillEngine, "_forward"),
         "draw the first token": (PrefillEngine, "_finish"),
-        "commit": (PoolStub, "handoff"),
+        "commit": HandOff,
         "tell": (WorkerReplica, "_deliver"),
     },
     "compress": {
-        "attach": (PoolStub, "attach"),
-        "pin what is shared": (PoolStub, "pin_prefix"),
+        "attach": AttachLeases,
+        "pin what is shared": PinPrefix,
         "plan": (compress_engine.CompressEngine, "_classes"),
-        "get pages": (PoolStub, "allocate"),
-        "publish the prefix": (PoolStub, "publish_prefix"),
+        "get pages": AllocatePages,
+        "publish the prefix": PublishPrefix,
         "encode": (compress_engine, "move_tokens"),
-        "commit": (PoolStub, "handoff"),
+        "commit": HandOff,
         "tell": (WorkerReplica, "_deliver"),
     },
     "decode": {
-        "attach": (PoolStub, "attach"),
+        "attach": AttachLeases,
         "fill the tables": (SectionTable, "fill"),
         "enter the checkpoint": (Checkpoint, "join"),
         "note a token": (Checkpoint, "append_token"),
         "grow": (PageGrowth, "_grow"),
-        "get pages": (PoolStub, "allocate"),
+        "get pages": AllocatePages,
         "compute": (DecodeEngine, "_forward"),
         "plan a retirement": (Window, "prepare"),
         "note a retirement": (Window, "_run_phases"),
@@ -55,20 +68,20 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "move up": (Window, "_encode"),
         "close a retirement": (Window, "_commit"),
         "note an offer": (Checkpoint, "mark_preempted"),
-        "put on offer": (PoolStub, "handoff"),
+        "put on offer": HandOff,
         "keep an answer": (OutputCache, "publish_next"),
         "find what was answered": (SlotTokenSource, "of"),
         "copy what was answered": (SlotTokenSource, "copy"),
-        "publish the answer": (PoolStub, "publish_prefix"),
-        "keep the session": (PoolStub, "keep_session"),
-        "release": (PoolStub, "release"),
+        "publish the answer": PublishPrefix,
+        "keep the session": KeepSession,
+        "release": ReleaseLeases,
         "leave the checkpoint": (Checkpoint, "leave"),
         "tell": (WorkerReplica, "_deliver"),
     },
     TAKEOVER: {
-        "fence": (PoolStub, "inherit"),
+        "fence": InheritFrom,
         "find": (Checkpoint, "find"),
-        "adopt": (PoolStub, "adopt"),
+        "adopt": AdoptRequest,
         "finish the retirement": (Window, "resume"),
         "copy the checkpoint": (Checkpoint, "copy_slot"),
     },
@@ -80,20 +93,20 @@ PLACES: dict[str, dict[str, tuple[Any, str]]] = {
         "suspended": (Scheduler, "_preempted"),
         "finished": (Scheduler, "_finished"),
     },
-    "pool": {
-        "allocate": (LockedPool, "allocate"),
-        "handoff": (LockedPool, "handoff"),
-        "attach": (LockedPool, "attach"),
-        "release": (LockedPool, "release"),
-        "publish": (LockedPool, "publish_prefix"),
-        "keep the session": (LockedPool, "keep_session"),
+    POOL: {
+        "allocate": AllocatePages,
+        "handoff": HandOff,
+        "attach": AttachLeases,
+        "release": ReleaseLeases,
+        "publish": PublishPrefix,
+        "keep the session": KeepSession,
     },
 }
 """By role: what is done, and the function that does it. A takeover worker is the decode worker that
 continues the requests of one that died."""
 
 
-PARTS: dict[str, dict[str, tuple[Any, str]]] = {
+PARTS: dict[str, dict[str, Place]] = {
     "prefill": {
         "hand layers over": (PrefillEngine, "_hand_over_layers"),
         "hear that layers are encoded": (PrefillEngine, "_on_layers_encoded"),
@@ -101,7 +114,7 @@ PARTS: dict[str, dict[str, tuple[Any, str]]] = {
     "compress": {
         "take layers": (compress_engine.CompressEngine, "_take_layers"),
         "encode layers": (compress_engine.CompressEngine, "_step_early"),
-        "let raw layers go": (PoolStub, "release"),
+        "let raw layers go": ReleaseLeases,
     },
 }
 """The same where prompts are encoded layer by layer as they are read."""
@@ -120,7 +133,7 @@ class Point:
         return f"{self.role}: {self.edge} {self.place}"
 
 
-def points_of(places: dict[str, dict[str, tuple[Any, str]]]) -> list[Point]:
+def points_of(places: dict[str, dict[str, Place]]) -> list[Point]:
     return [
         Point(role, edge, place)
         for role, done in places.items()
@@ -172,13 +185,27 @@ def watch_points(role: str, board: Board) -> None:
     """From now on this process counts what it passes, and dies where it is told to."""
     for index, point in enumerate(POINTS):
         if point.role == role and point.edge == "before":
-            owner, name = (PLACES[role] | PARTS.get(role, {}))[point.place]
-            setattr(owner, name, _watched(getattr(owner, name), board, index))
+            place = (PLACES[role] | PARTS.get(role, {}))[point.place]
+            owner, name, sent = function_of(role, place)
+            setattr(owner, name, _watched(getattr(owner, name), board, index, sent))
 
 
-def _watched(work: Callable[..., Any], board: Board, index: int) -> Callable[..., Any]:
+def function_of(role: str, place: Place) -> tuple[Any, str, type[object] | None]:
+    """Owner and name of the function at a place, and the one call of a stub that is meant."""
+    if isinstance(place, tuple):
+        return *place, None
+    return (place, "run", None) if role == POOL else (PoolStub, "call", place)
+
+
+def _watched(
+    work: Callable[..., Any], board: Board, index: int, sent: type[object] | None
+) -> Callable[..., Any]:
+    """``work`` that hits a point before and after; of a stub only when it sends such a call."""
+
     @functools.wraps(work)
     def watched(*args: object, **kwargs: object) -> object:
+        if sent and not isinstance(args[1], sent):
+            return work(*args, **kwargs)
         board.hit(index)
         result = work(*args, **kwargs)
         board.hit(index + 1)

@@ -17,6 +17,7 @@ from triptych.cli.pool import find_pool, pool_at
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
 from triptych.kvpool import About, Access, Namespace, PrefixSettings, Publication
+from triptych.kvpool.rpc.calls import StatPool
 from triptych.kvpool.rpc.client import PoolClient
 from triptych.kvpool.rpc.server import PoolServer
 
@@ -44,7 +45,7 @@ def test_pool_stat_shows_what_a_worker_holds(
             assert "decode-1" in capsys.readouterr().out
             assert call(monkeypatch, "pool", "check", "--address", server.address) == 0
             assert "all 4096 pages are accounted for" in capsys.readouterr().out
-            server._calls._pool._leases.owner[3] = 77  # a page that nobody owns
+            server._pool.page_pool._leases.owner[3] = 77  # a page that nobody owns
             assert call(monkeypatch, "pool", "check", "--address", server.address, "--json") == 1
             assert json.loads(capsys.readouterr().out)["faults"]
         finally:
@@ -149,7 +150,7 @@ def test_a_pool_of_another_node_wants_to_see_the_token(
 
 def test_a_pool_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:
     with pool_at(f"unix:{tmp_path}/pool.sock") as pool, pytest.raises(PoolUnavailable):
-        pool.stat()
+        pool.call(StatPool())
 
 
 def test_the_only_pool_of_the_user_is_found_and_two_are_told_apart(

@@ -1,6 +1,6 @@
 """The page pool: leases of workers over pages, without clock, lock, socket or bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -119,14 +119,18 @@ class Pool:
         self._reclaim(found)
         return bool(found)
 
-    def sweep(self, now: float, is_alive: Callable[[ProcessKey], bool]) -> list[str]:
-        """Reclaim the pages of workers that are dead or whose leases have expired.
+    def sweep(
+        self, now: float, is_alive: Callable[[ProcessKey], bool], fenced: Collection[str] = ()
+    ) -> list[str]:
+        """Reclaim the pages of workers that are dead, or whose leases have expired.
 
-        The pages of a worker that ``keeps`` wait ``keep_s`` for adoption first.
+        Of the latter only those in ``fenced``, which are names from ``silent``: any other one may
+        still write into its pages. The pages of a worker that ``keeps`` wait ``keep_s`` for
+        adoption first.
 
         Returns: the names of the workers that are lost
         """
-        lost = self._workers.lost(now, is_alive)
+        lost = self._workers.lost(now, is_alive, fenced)
         dead = self._workers.dead.values()
         self._reclaim([worker for worker in dead if now - worker.seen > self.keep_s])
         for worker in lost:
@@ -206,9 +210,9 @@ class Pool:
             mine.unmet_pages = needed
             raise PoolExhausted(needed, len(self._leases.free_list))
         mine.unmet_pages = 0
-        count = (
-            needed if self._lacking(mine) else max(needed, min(pages, len(self._leases.free_list)))
-        )
+        count = needed
+        if pages > needed and not self._lacking(mine):
+            count = min(pages, len(self._leases.free_list))
         ids = self._leases.free_list.allocate(count)
         self._leases.own(ids, mine.extent)
         return ids

@@ -1,6 +1,6 @@
 """Workers that are registered with the pool, and dead ones whose pages wait to be adopted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from triptych.core.errors import NotRegistered
 from triptych.core.handles import LeaseId
@@ -45,15 +45,21 @@ class WorkerTable:
 
     def silent(self, now: float) -> list[Worker]:
         """Registered workers whose leases have expired."""
-        return [w for w in self.by_id.values() if now - w.seen > self._lease_ttl_s]
+        return [worker for worker in self.by_id.values() if self._is_silent(worker, now)]
 
-    def lost(self, now: float, is_alive: Callable[[ProcessKey], bool]) -> list[Worker]:
-        """Registered workers that are dead or whose leases have expired."""
+    def lost(
+        self, now: float, is_alive: Callable[[ProcessKey], bool], fenced: Collection[str]
+    ) -> list[Worker]:
+        """Registered workers that are dead, and fenced ones whose leases have expired."""
         return [
             worker
             for worker in self.by_id.values()
-            if now - worker.seen > self._lease_ttl_s or not is_alive(worker.process)
+            if (worker.name in fenced and self._is_silent(worker, now))
+            or not is_alive(worker.process)
         ]
+
+    def _is_silent(self, worker: Worker, now: float) -> bool:
+        return now - worker.seen > self._lease_ttl_s
 
     def forget(self, worker: Worker) -> None:
         """Remove a worker, registered or dead."""

@@ -4,10 +4,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +17,24 @@ from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
-from triptych.kvpool.pool.leases import About, Commit
+from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.pool.stats import PageMap, PoolStats
-from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds
+from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication, TokenIds, encode
 from triptych.kvpool.prefix.cache import FoundPrefix, PrefixSettings
+from triptych.kvpool.rpc import calls, prefix_calls
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
-from triptych.kvpool.rpc.local_pool import LockedPool
-from triptych.kvpool.rpc.messages import PoolCalls, Registered
+from triptych.kvpool.rpc.local_pool import LockedPool, PoolCall
+from triptych.kvpool.rpc.messages import Registered
 from triptych.kvpool.rpc.page_cache import PageCache
-from triptych.kvpool.rpc.stub import PoolStub
+from triptych.kvpool.rpc.page_ranges import PageRanges
+from triptych.kvpool.rpc.stub import PoolProxy, PoolStub
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 HEARTBEAT_PERIOD_S = 1.0
 CONNECT_TIMEOUT_S = 30.0
@@ -51,19 +54,23 @@ class WorkerPool:
 
     def __init__(
         self,
-        calls: PoolCalls,
+        proxy: PoolProxy,
         worker: str,
         open_arena: Callable[[Registered], Arena],
         open_checkpoint: Callable[[str, int], Arena],
         checkpoint_bytes: int = 0,
     ) -> None:
         self.worker = worker
-        self._calls = calls
+        self._proxy = proxy
         self._lock = threading.RLock()
         self._lost: PoolError | None = None
         self._fetched_bytes = 0
         self._renewed_s = time.monotonic()
-        self._registered = calls.register(worker, this_process(), checkpoint_bytes)
+        self._registered = proxy.call(
+            calls.RegisterWorker(
+                name=worker, process=this_process(), checkpoint_bytes=checkpoint_bytes
+            )
+        )
         self._id = self._registered.worker
         self._open_checkpoint = open_checkpoint
         self._checkpoint = (
@@ -138,8 +145,8 @@ class WorkerPool:
             short = count - len(self._page_cache)
             if short > 0:
                 pages = max(short, self._registered.extent_pages)
-                with self._certain():
-                    allocated = self._calls.allocate(self._id, pages, at_least=short)
+                asked = calls.AllocatePages(worker=self._id, pages=pages, at_least=short)
+                allocated = self._ask(asked).pages.ids(self._registered.pages)
                 # A pool in one process allocates exactly as many as are needed: the usual case.
                 if allocated.size == count and not len(self._page_cache):
                     return self._page_cache.allocate_granted(allocated)
@@ -183,12 +190,22 @@ class WorkerPool:
 
         Raises: NotHeld, StaleHandle, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
+        told = about or [NOTHING_TOLD] * len(commits)
+        pinned = pins or [None] * len(commits)
+        with self._lock:
+            self._require_registered()
             for _, ids in commits:
                 self._page_cache.require_in_use(ids)
-            lease_refs = calls.handoff(
-                self._id, commits, releases, keep=keep, about=about, pins=pins
+            asked = calls.HandOff(
+                worker=self._id,
+                commits=tuple(
+                    calls.CommitPages(label, PageRanges(ids), each, pin)
+                    for (label, ids), each, pin in zip(commits, told, pinned, strict=True)
+                ),
+                releases=tuple(releases),
+                keep=keep,
             )
+            lease_refs = self._ask(asked).exactly(len(commits))
             for lease_ref, (_, ids) in zip(lease_refs, commits, strict=True):
                 self._page_cache.committed(lease_ref.lease, _own(lease_ref, ids))
             self._page_cache.released(releases, keep=keep)
@@ -202,13 +219,18 @@ class WorkerPool:
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
+        with self._lock:
+            self._require_registered()
             for lease_ref, _ in wanted:
                 if lease_ref.arena != self.arena.id:
                     raise StaleHandle(
                         lease_ref.lease, f"arena {lease_ref.arena} is not {self.arena.id}"
                     )
-            lease_refs = calls.attach(self._id, wanted)
+            asked = calls.AttachLeases(
+                worker=self._id,
+                wanted=tuple(calls.LeasePages(each, PageRanges(ids)) for each, ids in wanted),
+            )
+            lease_refs = self._ask(asked).exactly(len(wanted))
             for lease_ref, (_, ids) in zip(lease_refs, wanted, strict=True):
                 self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
             return lease_refs
@@ -218,8 +240,8 @@ class WorkerPool:
 
         Raises: StaleHandle: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            calls.release(self._id, leases, keep=keep)
+        with self._lock:
+            self._call(calls.ReleaseLeases(worker=self._id, leases=tuple(leases), keep=keep))
             self._page_cache.released(leases, keep=keep)
 
     def withdraw(self, requests: Sequence[str]) -> None:
@@ -229,17 +251,17 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            ended = calls.withdraw(self._id, requests)
-            self._page_cache.released(ended, keep=False)
+        asked = calls.WithdrawRequests(worker=self._id, labels=tuple(requests))
+        with self._lock:
+            self._page_cache.released(self._call(asked).leases, keep=False)
 
     def withdraw_all(self) -> None:
         """End all request leases of this worker, also those that nobody has attached yet.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            ended = calls.withdraw_all(self._id)
+        with self._lock:
+            ended = self._call(calls.WithdrawAll(worker=self._id)).leases
             self._page_cache.released(ended, keep=False)
 
     # -------------------------------------------------------------- takeover
@@ -249,7 +271,7 @@ class WorkerPool:
 
         Raises: StaleHandle if there is none; PoolUnavailable
         """
-        left = self._calls.inherit(previous_worker)
+        left = self._proxy.call(calls.InheritFrom(previous_worker=previous_worker))
         return self._open_checkpoint(left.checkpoint, left.checkpoint_bytes).data[0]
 
     def adopt(
@@ -261,8 +283,15 @@ class WorkerPool:
 
         Raises: StaleHandle, NotHeld: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            lease_ref = calls.adopt(self._id, previous_worker, request, lease, ids)
+        asked = calls.AdoptRequest(
+            worker=self._id,
+            previous_worker=previous_worker,
+            label=request,
+            lease=lease,
+            pages=PageRanges(ids),
+        )
+        with self._lock:
+            (lease_ref,) = self._call(asked).exactly(1)
             self._page_cache.attached(lease_ref.lease, _own(lease_ref, ids))
             return lease_ref
 
@@ -275,8 +304,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            return calls.find_prefix(self._id, namespace, tokens)
+        asked = prefix_calls.FindPrefix(worker=self._id, namespace=namespace, tokens=encode(tokens))
+        return self._call(asked).found(self.capacity_pages)
 
     def pin_prefix(self, namespace: Namespace, tokens: TokenIds) -> FoundPrefix | None:
         """Pin all whole blocks of these tokens; None if not all are cached.
@@ -286,8 +315,8 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            return calls.pin_prefix(self._id, namespace, tokens)
+        asked = prefix_calls.PinPrefix(worker=self._id, namespace=namespace, tokens=encode(tokens))
+        return self._call(asked).found(self.capacity_pages)
 
     @property
     def restores(self) -> bool:
@@ -302,24 +331,26 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            return calls.restore_prefix(self._id, namespace, tokens, tenant)
+        asked = prefix_calls.RestorePrefix(
+            worker=self._id, namespace=namespace, tokens=encode(tokens), tenant=tenant
+        )
+        coming = self._call(asked)
+        return Coming(coming.blocks, coming.seconds)
 
     def release_prefix(self, pin: PinId) -> None:
         """Release a pin.
 
         Raises: PoolError if it is not one of this worker; PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            calls.release_prefix(self._id, pin)
+        self._call(prefix_calls.ReleasePrefix(worker=self._id, pin=pin))
 
     def known_prefix(self, namespace: Namespace, tokens: TokenIds) -> int:
         """The number of blocks of these tokens that are cached, in a chain from the first.
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            return calls.known_prefix(self._id, namespace, tokens)
+        asked = prefix_calls.KnowPrefix(worker=self._id, namespace=namespace, tokens=encode(tokens))
+        return self._call(asked).blocks
 
     def publish_prefix(self, new: Publication) -> int:
         """Add blocks to the prefix cache; returns how many were added.
@@ -330,10 +361,20 @@ class WorkerPool:
 
         Raises: NotHeld, PoolError: nothing changed; PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
+        with self._lock:
+            self._require_registered()
             for pages in new.blocks:
                 self._page_cache.require_in_use(pages)
-            added = calls.publish_prefix(self._id, new)
+            asked = prefix_calls.PublishPrefix(
+                worker=self._id,
+                namespace=new.namespace,
+                tokens=encode(new.tokens),
+                blocks=tuple(map(PageRanges, new.blocks)),
+                seconds=new.seconds,
+                tenant=new.tenant,
+                formats=tuple(new.formats),
+            )
+            added = self._ask(asked).blocks
             for pages in new.blocks[len(new.blocks) - added :]:
                 self._page_cache.left(pages)
             return added
@@ -345,18 +386,24 @@ class WorkerPool:
 
         Raises: PoolUnavailable; NotRegistered
         """
-        with self._call() as calls:
-            return calls.keep_session(self._id, namespace, tokens, tenant, session)
+        asked = prefix_calls.KeepSession(
+            worker=self._id,
+            namespace=namespace,
+            tokens=encode(tokens),
+            tenant=tenant,
+            session=session,
+        )
+        return self._call(asked).blocks
 
     # -------------------------------------------------------------- the pool as a whole
 
     def stat(self) -> PoolStats:
         """Statistics of the pool."""
-        return self._calls.stat()
+        return self._proxy.call(calls.StatPool())
 
     def expel(self, worker: str) -> bool:
         """Have the pool reclaim all pages of a dead worker; whether the pool knew it."""
-        return self._calls.expel(worker)
+        return self._proxy.call(calls.ExpelWorker(name=worker)).was_there
 
     def close(self) -> None:
         """Unregister: all pages of this worker become free, and the memory is unmapped."""
@@ -364,7 +411,7 @@ class WorkerPool:
             if self._lost is None:
                 self._lost = PoolUnavailable(f"worker {self.worker!r} has left the pool")
                 try:
-                    self._calls.unregister(self._id)
+                    self._proxy.call(calls.UnregisterWorker(worker=self._id))
                 except PoolError as error:
                     logger.debug("worker %s left a pool that is gone: %s", self.worker, error)
 
@@ -379,16 +426,15 @@ class WorkerPool:
     def _renew(self) -> None:
         """Renew the registration, and free idle pages if other workers lack pages."""
         asked_s = time.monotonic()
-        with self._certain():
-            lacking = self._calls.renew(self._id)
+        lacking = self._ask(calls.RenewWorker(worker=self._id)).lacking_pages
         self._renewed_s = asked_s
         with self._lock:
             if lacking and self._lost is None:
                 self._free_idle(min(lacking, len(self._page_cache)))
 
     def _free_idle(self, count: int) -> None:
-        with self._certain():
-            self._calls.free(self._id, self._page_cache.remove(count))
+        pages = PageRanges(self._page_cache.remove(count))
+        self._ask(calls.FreePages(worker=self._id, pages=pages))
 
     def _require_registered(self) -> None:
         """Raise if the registration is lost, also if it expired while this process was frozen."""
@@ -397,22 +443,16 @@ class WorkerPool:
         if time.monotonic() - self._renewed_s > self._registered.lease_ttl_s:
             self._renew()
 
-    @contextmanager
-    def _call(self) -> Generator[PoolCalls, None, None]:
-        """Hold the lock and the registration for one call to the pool."""
+    def _call(self, asked: PoolCall[R]) -> R:
+        """Make a call to the pool; other calls of this worker wait for it."""
         with self._lock:
             self._require_registered()
-            try:
-                yield self._calls
-            except (PoolUnavailable, NotRegistered) as error:
-                self._lost = self._lost or error
-                raise
+            return self._ask(asked)
 
-    @contextmanager
-    def _certain(self) -> Generator[None, None, None]:
-        """Mark the registration as lost if a call to the pool ends without a certain outcome."""
+    def _ask(self, asked: PoolCall[R]) -> R:
+        """Make a call, and mark the registration as lost if its outcome is not certain."""
         try:
-            yield
+            return self._proxy.call(asked)
         except (PoolUnavailable, NotRegistered) as error:
             self._lost = self._lost or error
             raise
@@ -490,14 +530,14 @@ class PoolWatcher:
     def stat(self) -> PoolStats | None:
         """Statistics; None if the pool does not answer."""
         try:
-            return self._remote.stat()
+            return self._remote.call(calls.StatPool())
         except PoolUnavailable:
             return None
 
     def map(self, max_cells: int) -> PageMap | None:
         """The map of pages; None if the pool does not answer."""
         try:
-            return self._remote.map(max_cells)
+            return self._remote.call(calls.MapPages(max_cells=max_cells))
         except PoolUnavailable:
             return None
 
@@ -506,14 +546,14 @@ class PoolWatcher:
 
         Raises: PoolUnavailable
         """
-        self._remote.expel(worker)
+        self._remote.call(calls.ExpelWorker(name=worker))
 
     def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         """Set how many bytes of the prefix cache requests may use, in all.
 
         Raises: PoolUnavailable
         """
-        return self._remote.borrow_cache_memory(nbytes)
+        return self._remote.call(prefix_calls.SetBorrowedMemory(nbytes=nbytes))
 
     def close(self) -> None:
         self._remote.close()
@@ -560,7 +600,7 @@ class LocalPool(WorkerPool):
 
     def borrow_cache_memory(self, nbytes: int) -> CacheMemoryBorrowed:
         """Set how many bytes of the prefix cache requests may use, in all."""
-        return self._pool.borrow_cache_memory(nbytes)
+        return self._pool.call(prefix_calls.SetBorrowedMemory(nbytes=nbytes))
 
     def check(self) -> list[str]:
         """Contradictions between the pool's tables; empty if there are none."""

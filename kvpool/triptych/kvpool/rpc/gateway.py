@@ -7,28 +7,29 @@ its registration expires, the pool reclaims its leases.
 
 from dataclasses import dataclass
 
-from triptych.core.errors import MessageError, PoolError, TriptychError
-from triptych.core.messages import Message, pack
+from triptych.core.errors import MessageError, PoolError
+from triptych.core.messages import Message
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
-from triptych.kvpool.rpc import messages, page_ranges
+from triptych.kvpool.rpc import calls
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameServer, Outside
-from triptych.kvpool.rpc.dispatch import ask, unpack_question
-from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.dispatch import answer_with
+from triptych.kvpool.rpc.local_pool import LockedPool, PoolCall
+from triptych.kvpool.rpc.messages import PagesOffered
 from triptych.kvpool.transfer.page_stream import PageSender
 
 GUEST = "guest/"
 """Prefix of guests' names: a message from another node cannot act for a worker of this one."""
 
-PUBLIC = (messages.StatPool, messages.CheckPool, messages.ExpelWorker)
+PUBLIC = (calls.StatPool, calls.CheckPool, calls.ExpelWorker)
 GUESTS = (
-    messages.RenewWorker,
-    messages.AttachLeases,
-    messages.ReleaseLeases,
-    messages.UnregisterWorker,
+    calls.RenewWorker,
+    calls.AttachLeases,
+    calls.ReleaseLeases,
+    calls.UnregisterWorker,
 )
 
 
@@ -59,65 +60,60 @@ class PoolAddress:
 class Gateway:
     """Answers the frames of other nodes."""
 
-    def __init__(self, calls: LockedPool, sender: PageSender) -> None:
-        self._calls, self._sender = calls, sender
+    def __init__(self, pool: LockedPool, sender: PageSender) -> None:
+        self._pool, self._sender = pool, sender
 
     def answer(self, frame: bytes) -> bytes:
         """Answer one frame. An error becomes the answer, and the call has changed nothing."""
-        try:
-            return pack([self._answer(unpack_question(frame))])
-        except TriptychError as error:
-            if isinstance(error, MessageError):
-                self._calls.count("refused_frames")
-            return pack([messages.refusal(error)])
+        return answer_with(self._run, frame, self._pool)
 
-    def _answer(self, asked: Message) -> Message:
+    def _run(self, asked: PoolCall[Message]) -> Message:
         match asked:
-            case messages.RegisterWorker():
+            case calls.RegisterWorker():
                 if asked.checkpoint_bytes:
                     raise MessageError("a worker of another node cannot have a checkpoint here")
-                return self._calls.register(guest_name(asked.name), ELSEWHERE, 0)
-            case messages.ReadPages():
+                return self._pool.register(guest_name(asked.name), ELSEWHERE, 0)
+            case calls.ReadPages():
                 _require_guest(asked.worker)
-                return self._offer(asked, page_ranges.unpack(asked.pages, self._calls.pages))
+                return self._offer(asked, asked.pages.ids(self._pool.pages))
             case _ if isinstance(asked, PUBLIC):
-                return ask(self._calls, asked)
+                return self._pool.call(asked)
             case _ if isinstance(asked, GUESTS):
                 _require_guest(asked.worker)
-                return ask(self._calls, asked)
+                return self._pool.call(asked)
             case _:
                 raise MessageError(
                     f"{type(asked).__name__} is answered on the pool's own node only"
                 )
 
-    def _offer(self, asked: messages.ReadPages, ids: PageIds) -> messages.PagesOffered:
+    def _offer(self, asked: calls.ReadPages, ids: PageIds) -> PagesOffered:
         def still(some: PageIds) -> None:
-            self._calls.require_lease(asked.worker, asked.lease, some)
+            self._pool.require_lease(asked.worker, asked.lease, some)
 
         still(ids)
-        return messages.PagesOffered(ticket=self._sender.offer(asked.lease, ids, still))
+        return PagesOffered(ticket=self._sender.offer(asked.lease, ids, still))
 
 
 class PeerPorts:
     """The two ports of a pool for other nodes: one for calls, one for pages."""
 
-    def __init__(self, calls: LockedPool, arena: Arena, host: str, access: Access) -> None:
+    def __init__(self, pool: LockedPool, arena: Arena, host: str, access: Access) -> None:
         """Open free ports of ``host``.
 
         Raises: PoolError if the address cannot be had
         """
 
         def refused(_: str) -> None:
-            calls.count("refused_calls")
+            pool.count("refused_calls")
 
         def sent(count: int) -> None:
-            calls.count("sent_bytes", count)
+            pool.count("sent_bytes", count)
 
         try:
             self._sender = PageSender(arena.data, host, access, sent=sent, refused=refused)
         except OSError as error:
             raise PoolError(f"the pool cannot listen on {host}: {error}") from error
-        answers = Gateway(calls, self._sender)
+        answers = Gateway(pool, self._sender)
         try:
             server = FrameServer(answers.answer, f"{bracketed(host)}:0", Outside(access, refused))
         except BaseException:

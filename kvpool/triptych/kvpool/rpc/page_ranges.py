@@ -1,8 +1,11 @@
 """Page ids on the wire: runs of consecutive ids, a few hundred bytes for a whole request."""
 
+from typing import Self
+
 import numpy as np
 
 from triptych.core.errors import MessageError
+from triptych.core.schema import PackedField
 from triptych.kvpool.pool.free_list import PageIds
 
 _RUN_BYTES = 8
@@ -41,3 +44,36 @@ def unpack(packed: bytes, limit: int) -> PageIds:
     if total > limit:
         raise MessageError(f"page runs name {total} pages of {limit}")
     return (np.repeat(starts - ends + lengths, lengths) + np.arange(total)).astype(np.int32)
+
+
+class PageRanges(PackedField):
+    """Page ids as a field of a message: an array where it was made, ranges on the wire.
+
+    A call within one process packs nothing. Ranges of a peer are checked when ``ids`` unpacks them.
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: PageIds | bytes) -> None:
+        """``ids``: an array, or the bytes that ``pack`` made of one."""
+        self._ids = ids
+
+    def ids(self, limit: int) -> PageIds:
+        """The ids, for a pool of ``limit`` pages; an array is returned as it is.
+
+        Raises: MessageError if they came from a peer and ``unpack`` refuses them
+        """
+        return unpack(self._ids, limit) if isinstance(self._ids, bytes) else self._ids
+
+    def pack(self) -> bytes:
+        return self._ids if isinstance(self._ids, bytes) else pack(self._ids)
+
+    @classmethod
+    def of_peer(cls, packed: bytes) -> Self:
+        return cls(packed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PageRanges) and self.pack() == other.pack()
+
+    def __hash__(self) -> int:
+        return hash(self.pack())

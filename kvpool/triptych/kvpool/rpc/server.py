@@ -65,7 +65,7 @@ class PoolServer:
         self._arena = Arena.create(pages, page_bytes, folder)
         pool = Pool(pages, page_bytes, self._arena.id, config.lease_ttl_s)
         self._disk, disk_fault = _open_disk(config, self._arena) if prefixes else (None, "")
-        self._calls = LockedPool(
+        self._pool = LockedPool(
             pool,
             config.extent_pages,
             lambda pages, size: Arena.create(pages, size, directory),
@@ -87,14 +87,14 @@ class PoolServer:
         """
         try:
             _prepare_socket(self._address)
-            self._server = FrameServer(lambda frame: answer(self._calls, frame), self._address)
+            self._server = FrameServer(lambda frame: answer(self._pool, frame), self._address)
             if self._outside:
-                self._door = PeerPorts(self._calls, self._arena, *self._outside)
+                self._door = PeerPorts(self._pool, self._arena, *self._outside)
         except PoolError:
             self.stop()
             raise
         self._sweeper.start()
-        logger.info("pool of %d pages at %s", self._calls.pages, self._server.address)
+        logger.info("pool of %d pages at %s", self._pool.pages, self._server.address)
         return self._server.address
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class PoolServer:
             self._server.stop()
         if self._sweeper.is_alive():
             self._sweeper.join()
-        self._calls.close()
+        self._pool.close()
         if self._disk:
             self._disk.close()
             self._disk = None
@@ -116,11 +116,11 @@ class PoolServer:
 
     def stat(self) -> PoolStats:
         """Statistics of the pool."""
-        return self._calls.stat()
+        return self._pool.stat()
 
     def check(self) -> list[str]:
         """Contradictions between the tables; empty if there are none."""
-        return self._calls.check()
+        return self._pool.check()
 
     def __enter__(self) -> Self:
         self.start()
@@ -146,7 +146,7 @@ class PoolServer:
 
     def _sweep(self) -> None:
         while not self._stopping.wait(SWEEP_PERIOD_S):
-            for worker in self._calls.sweep(is_alive):
+            for worker in self._pool.sweep(is_alive):
                 logger.warning("worker %s is lost: its pages were taken back", worker)
 
 

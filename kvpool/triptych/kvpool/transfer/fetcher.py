@@ -33,11 +33,13 @@ from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import NOTHING_TOLD, About, WorkerId
 from triptych.kvpool.pool.processes import ELSEWHERE
+from triptych.kvpool.rpc import calls
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
 from triptych.kvpool.rpc.client import HEARTBEAT_PERIOD_S, WorkerPool
 from triptych.kvpool.rpc.gateway import PoolAddress
 from triptych.kvpool.rpc.messages import Registered
+from triptych.kvpool.rpc.page_ranges import PageRanges
 from triptych.kvpool.rpc.stub import PoolStub
 from triptych.kvpool.transfer.page_stream import receive
 
@@ -66,7 +68,7 @@ class Guest:
     """This worker's registration with the pool of another node."""
 
     address: PoolAddress
-    calls: PoolStub
+    pool: PoolStub
     registered: Registered
     heard: float
     """When the pool last answered, in monotonic seconds."""
@@ -137,8 +139,8 @@ class Fetcher:
             guests, self._guests = list(self._guests.values()), {}
         for guest in guests:
             with suppress(PoolError):
-                guest.calls.unregister(guest.id)
-            guest.calls.close()
+                guest.pool.call(calls.UnregisterWorker(worker=guest.id))
+            guest.pool.close()
 
     # ---------------------------------------------------------------- the phases
 
@@ -155,11 +157,13 @@ class Fetcher:
     def _attach(self, guest: Guest, lease_ref: LeaseRef, ids: PageIds) -> None:
         """Attach the lease there. An attempt without an answer may have succeeded."""
         is_unsure = False
+        wanted = (calls.LeasePages(lease_ref, PageRanges(ids)),)
+        asked = calls.AttachLeases(worker=guest.id, wanted=wanted)
 
         def attach() -> None:
             nonlocal is_unsure
             try:
-                guest.calls.attach(guest.id, [(lease_ref, ids)])
+                guest.pool.call(asked).exactly(1)
             except PoolUnavailable:
                 is_unsure = True
                 raise
@@ -185,7 +189,8 @@ class Fetcher:
             def read() -> None:
                 nonlocal done
                 start = done
-                ticket = guest.calls.read(guest.id, lease, ids[start:])
+                asked = calls.ReadPages(worker=guest.id, lease=lease, pages=PageRanges(ids[start:]))
+                ticket = guest.pool.call(asked).ticket
                 at = (guest.address.host, guest.address.pages)
                 with closing(
                     receive(at, self._access, ticket, lease, data, mine[start:])
@@ -240,7 +245,8 @@ class Fetcher:
             owed = sorted(guest.owed)
         for lease in owed:
             with suppress(StaleHandle):
-                guest.calls.release(guest.id, [lease], keep=False)
+                asked = calls.ReleaseLeases(worker=guest.id, leases=(lease,), keep=False)
+                guest.pool.call(asked)
             with self._lock:
                 guest.owed.discard(lease)
 
@@ -266,9 +272,9 @@ class Fetcher:
             raise StaleHandle(
                 lease, f"no pool has arena {arena}: it was started anew, or never was"
             )
-        calls = PoolStub(FrameChannel(str(address), self._access), CONNECT_TIMEOUT_S, wait=False)
+        pool = PoolStub(FrameChannel(str(address), self._access), CONNECT_TIMEOUT_S, wait=False)
         try:
-            made = calls.register(self._pool.worker, ELSEWHERE, 0)
+            made = pool.call(calls.RegisterWorker(name=self._pool.worker, process=ELSEWHERE))
             if made.arena != arena:
                 raise StaleHandle(lease, f"arena {arena} is gone: its pool was started anew")
             if made.page_bytes != self._pool.page_bytes:
@@ -277,9 +283,9 @@ class Fetcher:
                     f"{self._pool.page_bytes} here: all nodes need the same settings"
                 )
         except BaseException:
-            calls.close()
+            pool.close()
             raise
-        return Guest(address, calls, made, time.monotonic())
+        return Guest(address, pool, made, time.monotonic())
 
     def _beat(self) -> None:
         while not self._closing.wait(HEARTBEAT_PERIOD_S):
@@ -293,12 +299,12 @@ class Fetcher:
         with self._lock:
             if self._guests.get(arena) is guest:
                 del self._guests[arena]
-        guest.calls.close()
+        guest.pool.close()
 
     def _is_welcome(self, guest: Guest) -> bool:
         """Renew the registration; whether the pool is there and knows this worker."""
         try:
-            guest.calls.renew(guest.id)
+            guest.pool.call(calls.RenewWorker(worker=guest.id))
             guest.heard = time.monotonic()
             self._pay(guest)
         except PoolUnavailable:

@@ -88,7 +88,9 @@ class ShareMachine(RuleBasedStateMachine):
                 if other != name and other not in self.left:
                     self.pool.renew(worker, self.now)
             lost = self.pool.sweep(
-                self.now, lambda process: how == "silent" or process.space != name
+                self.now,
+                lambda process: how == "silent" or process.space != name,
+                self.pool.silent(self.now),
             )
             assert lost == [name]
         if name == "compress":
@@ -110,7 +112,7 @@ class ShareMachine(RuleBasedStateMachine):
         for name, worker in self.workers.items():
             if name not in self.left:
                 self.pool.renew(worker, self.now)
-        assert self.pool.sweep(self.now, lambda _: True) == []
+        assert self.pool.sweep(self.now, lambda _: True, self.pool.silent(self.now)) == []
         self.expire()
 
     def alive(self) -> list[str]:

@@ -20,7 +20,8 @@ from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.prefix.blocks import PinId, encode
 from triptych.kvpool.rpc.client import WorkerPool
-from triptych.kvpool.rpc.messages import FindPrefix, PublishPrefix
+from triptych.kvpool.rpc.page_ranges import PageRanges
+from triptych.kvpool.rpc.prefix_calls import FindPrefix, PublishPrefix
 
 Join = Callable[[str], WorkerPool]
 SPACE = Namespace(salt=b"s", model="m", revision="", profile="p")
@@ -167,7 +168,7 @@ def test_frames_with_wrong_fields_are_refused() -> None:
         worker=WorkerId("w"),
         namespace=SPACE,
         tokens=encode([1, 2]),
-        blocks=(b"",),
+        blocks=(PageRanges(b""),),
         seconds=1.0,
         tenant="t",
     )
@@ -180,7 +181,7 @@ def test_frames_with_wrong_fields_are_refused() -> None:
             worker=WorkerId("w"),
             namespace=SPACE,
             tokens=encode([1, 2]),
-            blocks=(b"", b"", b""),
+            blocks=(PageRanges(b""),) * 3,
             seconds=1.0,
             tenant="t",
         )

@@ -91,7 +91,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.now += 1e6
         for worker in self.workers.values():
             self.pool.renew(worker, self.now)
-        assert self.pool.sweep(self.now, lambda _: True) == []
+        assert self.pool.sweep(self.now, lambda _: True, self.pool.silent(self.now)) == []
         self.cache.end_sessions(self.now)
         assert self.cache.line().sessions == 0
 

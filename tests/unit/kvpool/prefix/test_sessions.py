@@ -8,14 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.messages import pack
-from triptych.kvpool import Namespace, PrefixSettings, Publication
+from triptych.kvpool import Namespace, PrefixSettings
+from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.prefix.blocks import SoftPin, SoftPinId
+from triptych.kvpool.prefix.blocks import SoftPin, SoftPinId, encode
 from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
+from triptych.kvpool.rpc.calls import AllocatePages, UnregisterWorker
 from triptych.kvpool.rpc.dispatch import answer
 from triptych.kvpool.rpc.local_pool import LockedPool
-from triptych.kvpool.rpc.messages import KeepSession, PrefixBlocks
+from triptych.kvpool.rpc.messages import PrefixBlocks
+from triptych.kvpool.rpc.page_ranges import PageRanges
+from triptych.kvpool.rpc.prefix_calls import (
+    KeepSession,
+    KnowPrefix,
+    PublishPrefix,
+    SetBorrowedMemory,
+)
 
 STEP, PAGE_BYTES, PAGES = 4, 256, 24
 """A block has one page; the cache has place for ten of them."""
@@ -61,14 +70,22 @@ def tokens(first: int, blocks: int) -> list[int]:
 def publish(pool: LockedPool, said: Sequence[int], tenant: str = "t", salt: str = "a") -> int:
     """Keep what is not known of whole blocks, as a worker of its own would."""
     worker = pool.register("w", this_process(), 0).worker
-    known = pool.known_prefix(worker, space(salt), said)
+    known = known_of(pool, worker, said, salt)
     count = len(said) // STEP - known
     if count == 0:
         return 0
-    ids = np.split(pool.allocate(worker, count, count), count)
-    new = Publication(namespace=space(salt), tokens=said, blocks=ids, seconds=1.0, tenant=tenant)
-    added = pool.publish_prefix(worker, new)
-    pool.unregister(worker)
+    asked = AllocatePages(worker=worker, pages=count, at_least=count)
+    ids = np.split(pool.call(asked).pages.ids(PAGES), count)
+    new = PublishPrefix(
+        worker=worker,
+        namespace=space(salt),
+        tokens=encode(said),
+        blocks=tuple(map(PageRanges, ids)),
+        seconds=1.0,
+        tenant=tenant,
+    )
+    added = pool.call(new).blocks
+    pool.call(UnregisterWorker(worker=worker))
     return added
 
 
@@ -76,16 +93,24 @@ def keep(
     pool: LockedPool, said: Sequence[int], name: str = "s", tenant: str = "t", salt: str = "a"
 ) -> int:
     worker = pool.register("w", this_process(), 0).worker
-    kept = pool.keep_session(worker, space(salt), said, tenant, name)
-    pool.unregister(worker)
+    asked = KeepSession(
+        worker=worker, namespace=space(salt), tokens=encode(said), tenant=tenant, session=name
+    )
+    kept = pool.call(asked).blocks
+    pool.call(UnregisterWorker(worker=worker))
     return kept
 
 
 def known(pool: LockedPool, said: Sequence[int], salt: str = "a") -> int:
     worker = pool.register("w", this_process(), 0).worker
-    blocks = pool.known_prefix(worker, space(salt), said)
-    pool.unregister(worker)
+    blocks = known_of(pool, worker, said, salt)
+    pool.call(UnregisterWorker(worker=worker))
     return blocks
+
+
+def known_of(pool: LockedPool, worker: WorkerId, said: Sequence[int], salt: str) -> int:
+    asked = KnowPrefix(worker=worker, namespace=space(salt), tokens=encode(said))
+    return pool.call(asked).blocks
 
 
 def flood(pool: LockedPool, count: int = 30) -> None:
@@ -129,7 +154,8 @@ def test_requests_and_other_prompts_get_its_memory_if_there_is_no_other(pool: Lo
     assert pool.check() == []
     publish(pool, said)
     keep(pool, said)
-    assert pool.borrow_cache_memory(10 * PAGE_BYTES).bytes == 10 * PAGE_BYTES
+    asked = SetBorrowedMemory(nbytes=10 * PAGE_BYTES)
+    assert pool.call(asked).bytes == 10 * PAGE_BYTES
     assert pool.stat().prefix.bytes == 0
     assert pool.check() == []
 
@@ -167,8 +193,10 @@ def test_too_long_a_conversation_is_kept_from_its_beginning(clock: Clock) -> Non
 def test_no_worker_need_live_for_it(pool: LockedPool) -> None:
     publish(pool, tokens(1, 2))
     worker = pool.register("dying", this_process(), 0).worker
-    pool.keep_session(worker, space(), tokens(1, 2), "t", "s")
-    pool.unregister(worker)
+    said = encode(tokens(1, 2))
+    asked = KeepSession(worker=worker, namespace=space(), tokens=said, tenant="t", session="s")
+    pool.call(asked)
+    pool.call(UnregisterWorker(worker=worker))
     assert pool.stat().prefix.sessions == 1
     assert pool.check() == []
 

@@ -32,10 +32,11 @@ from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
-from triptych.kvpool.rpc import messages
+from triptych.kvpool.rpc import calls, messages
 from triptych.kvpool.rpc.channel import MAX_FRAME_BYTES, FrameChannel
 from triptych.kvpool.rpc.client import PoolClient, PoolWatcher
 from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.page_ranges import PageRanges
 from triptych.kvpool.rpc.server import SWEEP_PERIOD_S, PoolServer, answer
 
 HERE = Path(__file__).parent
@@ -288,26 +289,26 @@ class TestNonsense:
 
     def good_frames(self, worker: WorkerId) -> list[bytes]:
         lease_ref = LeaseRef("triptych-0-0123456789abcdef", LeaseId(1), 1)
-        pages = b"\0\0\0\0\1\0\0\0"
-        commit = messages.CommitPages("r", pages)
-        wanted = messages.LeasePages(lease_ref, pages)
+        pages = PageRanges(b"\0\0\0\0\1\0\0\0")
+        commit = calls.CommitPages("r", pages)
+        wanted = calls.LeasePages(lease_ref, pages)
         questions = [
-            messages.RegisterWorker(name="w", process=this_process()),
-            messages.RenewWorker(worker=worker),
-            messages.AllocatePages(worker=worker, pages=9, at_least=9),
-            messages.FreePages(worker=worker, pages=pages),
-            messages.HandOff(worker=worker, commits=(commit,), releases=(), keep=False),
-            messages.AttachLeases(worker=worker, wanted=(wanted,)),
-            messages.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
-            messages.WithdrawRequests(worker=worker, labels=("r",)),
-            messages.WithdrawAll(worker=worker),
-            messages.InheritFrom(previous_worker="former"),
-            messages.AdoptRequest(
+            calls.RegisterWorker(name="w", process=this_process()),
+            calls.RenewWorker(worker=worker),
+            calls.AllocatePages(worker=worker, pages=9, at_least=9),
+            calls.FreePages(worker=worker, pages=pages),
+            calls.HandOff(worker=worker, commits=(commit,), releases=(), keep=False),
+            calls.AttachLeases(worker=worker, wanted=(wanted,)),
+            calls.ReleaseLeases(worker=worker, leases=(LeaseId(1),), keep=True),
+            calls.WithdrawRequests(worker=worker, labels=("r",)),
+            calls.WithdrawAll(worker=worker),
+            calls.InheritFrom(previous_worker="former"),
+            calls.AdoptRequest(
                 worker=worker, previous_worker="former", label="r", lease=LeaseId(1), pages=pages
             ),
-            messages.UnregisterWorker(worker=worker),
-            messages.StatPool(),
-            messages.CheckPool(),
+            calls.UnregisterWorker(worker=worker),
+            calls.StatPool(),
+            calls.CheckPool(),
         ]
         return [pack([question]) for question in questions]
 
@@ -340,14 +341,18 @@ class TestNonsense:
             pool = LockedPool(Pool(64, 256, "triptych-0-0123456789abcdef", 10.0), extent_pages=8)
             me = pool.register("mad", this_process(), 0).worker
             other = pool.register("other", this_process(), 0).worker
-            pool.handoff(me, [("r", pool.allocate(me, 8, 8)[:4])], [], keep=False)
-            held = set(pool.allocate(other, 8, 8).tolist())
+            ids = pool.call(calls.AllocatePages(worker=me, pages=8, at_least=8)).pages.ids(64)
+            commit = calls.CommitPages("r", PageRanges(ids[:4]))
+            pool.call(calls.HandOff(worker=me, commits=(commit,), releases=(), keep=False))
+            asked = calls.AllocatePages(worker=other, pages=8, at_least=8)
+            held = set(pool.call(asked).pages.ids(64).tolist())
             frames = self.good_frames(me)
             for _ in range(1000):
                 [said] = unpack(answer(pool, self.mutated(generator.choice(frames), generator)))
                 refused += isinstance(said, messages.PoolRefused)
             assert pool.check() == []
-            pool.free(other, np.array(sorted(held), np.int32))
+            pages = PageRanges(np.array(sorted(held), np.int32))
+            pool.call(calls.FreePages(worker=other, pages=pages))
         assert refused > 50_000
 
     @pytest.mark.parametrize(
@@ -356,7 +361,7 @@ class TestNonsense:
             b"",
             b"\x90",
             pack([]),
-            pack([messages.StatPool(), messages.StatPool()]),
+            pack([calls.StatPool(), calls.StatPool()]),
             pack([messages.PoolDone()]),
             b"\x92\x02\x92\xa9GrantPage\x80",
             b"\xc1" * 1000,
@@ -386,10 +391,10 @@ class TestNonsense:
     ) -> None:
         server = make_server()
         channel = FrameChannel(server.address)
-        me = pack([messages.RegisterWorker(name="w", process=this_process())])
+        me = pack([calls.RegisterWorker(name="w", process=this_process())])
         [registered] = unpack(channel.ask(me, 5.0))
         fields = {"worker": registered.worker, "pages": pages, "at_least": at_least}
-        frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["GrantPages", fields]]))
+        frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["AllocatePages", fields]]))
         [said] = unpack(channel.ask(frame, 5.0))
         assert isinstance(said, messages.PoolRefused)
         assert server.stat().held_pages == 0

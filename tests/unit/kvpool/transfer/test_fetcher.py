@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -35,11 +36,12 @@ from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, this_process
-from triptych.kvpool.rpc import messages, page_ranges
+from triptych.kvpool.rpc import calls, messages
+from triptych.kvpool.rpc.calls import RegisterWorker, StatPool
 from triptych.kvpool.rpc.channel import CALL, FrameChannel
 from triptych.kvpool.rpc.gateway import Gateway, PoolAddress
-from triptych.kvpool.rpc.local_pool import LockedPool
-from triptych.kvpool.rpc.messages import RegisterWorker, StatPool
+from triptych.kvpool.rpc.local_pool import LockedPool, PoolCall
+from triptych.kvpool.rpc.page_ranges import PageRanges
 from triptych.kvpool.rpc.stub import PoolStub
 from triptych.kvpool.transfer.page_stream import PageSender, receive
 
@@ -233,14 +235,16 @@ def test_an_attach_whose_answer_was_lost_is_not_a_stale_handle(pair: Pair) -> No
     warm, warm_ids = pair.commit(1, "warm")
     pair.fetcher.fetch("warm", warm, warm_ids)  # registered from here on
     guest = pair.fetcher._guests[pair.far.arena]
-    attach = guest.calls.attach
+    call = guest.pool.call
 
-    def heard_but_not_answered(*asked: object) -> list[LeaseRef]:
-        guest.calls.attach = attach
-        attach(*asked)  # type: ignore[arg-type]
+    def heard_but_not_answered(asked: PoolCall[Any]) -> object:
+        if not isinstance(asked, calls.AttachLeases):
+            return call(asked)
+        guest.pool.call = call
+        call(asked)
         raise PoolUnavailable("the line broke")
 
-    guest.calls.attach = heard_but_not_answered  # type: ignore[method-assign]
+    guest.pool.call = heard_but_not_answered  # type: ignore[method-assign]
     _, mine = pair.fetcher.fetch("r", lease_ref, ids)
     assert pair.is_whole(ids, mine)
     assert pair.held_there() == {}
@@ -332,10 +336,10 @@ def test_a_claim_that_is_not_good_changes_nothing(pair: Pair) -> None:
 
 def test_a_slow_reader_is_not_sent_more_than_it_reads(pair: Pair) -> None:
     lease_ref, ids = pair.commit(8192)
-    calls = guest_of(pair.far.outside, Access(TOKEN))
-    me = calls.register("decode-2", ELSEWHERE, 0).worker
-    calls.attach(me, [(lease_ref, ids)])
-    ticket, data = calls.read(me, lease_ref.lease, ids), np.zeros((8192, PAGE_BYTES), np.uint8)
+    guest = guest_of(pair.far.outside, Access(TOKEN))
+    me = attached(guest, "decode-2", lease_ref, ids)
+    asked = calls.ReadPages(worker=me, lease=lease_ref.lease, pages=PageRanges(ids))
+    ticket, data = guest.call(asked).ticket, np.zeros((8192, PAGE_BYTES), np.uint8)
     at = ("127.0.0.1", pair.far.outside.pages)
     before, sent = pair.sent(), 0
     chunks = receive(
@@ -353,22 +357,22 @@ def test_a_slow_reader_is_not_sent_more_than_it_reads(pair: Pair) -> None:
     assert sent < 24 << 20  # of 32 MiB: what fits into the kernel's buffers
     assert list(chunks)[-1] == 8192
     assert np.array_equal(data, pair.producer.arena.data[ids])
-    calls.unregister(me)
-    calls.close()
+    guest.call(calls.UnregisterWorker(worker=me))
+    guest.close()
 
 
 def test_a_ticket_is_good_once_and_nothing_else_opens_the_port(pair: Pair) -> None:
     lease_ref, ids = pair.commit(4)
-    calls = guest_of(pair.far.outside, Access(TOKEN))
-    me = calls.register("decode-3", ELSEWHERE, 0).worker
-    calls.attach(me, [(lease_ref, ids)])
+    guest = guest_of(pair.far.outside, Access(TOKEN))
+    me = attached(guest, "decode-3", lease_ref, ids)
     at, data = ("127.0.0.1", pair.far.outside.pages), np.zeros((4, PAGE_BYTES), np.uint8)
     rows, refused = np.arange(4, dtype=np.int32), pair.producer.stat().network.refused_calls
 
     def read(ticket: bytes) -> list[int]:
         return list(receive(at, Access(TOKEN), ticket, lease_ref.lease, data, rows))
 
-    ticket = calls.read(me, lease_ref.lease, ids)
+    asked = calls.ReadPages(worker=me, lease=lease_ref.lease, pages=PageRanges(ids))
+    ticket = guest.call(asked).ticket
     for wrong in (b"\0" * 32, ticket[:-1] + bytes([ticket[-1] ^ 1])):
         with pytest.raises(PoolUnavailable):
             read(wrong)
@@ -376,11 +380,11 @@ def test_a_ticket_is_good_once_and_nothing_else_opens_the_port(pair: Pair) -> No
     with pytest.raises(PoolUnavailable):
         read(ticket)
     wait_until(lambda: pair.producer.stat().network.refused_calls == refused + 3)
-    stale = calls.read(me, lease_ref.lease, ids)
-    calls.release(me, [lease_ref.lease], keep=False)
+    stale = guest.call(asked).ticket
+    guest.call(calls.ReleaseLeases(worker=me, leases=(lease_ref.lease,), keep=False))
     with pytest.raises(StaleHandle):
         read(stale)
-    calls.close()
+    guest.close()
 
 
 @pytest.mark.parametrize("place", [0, 5, 9, 12, 600_000, 12 + (1 << 20), 17 + (1 << 20)])
@@ -415,20 +419,27 @@ def guest_of(pool: PoolAddress | None, access: Access) -> PoolStub:
     return PoolStub(FrameChannel(str(pool), access), 5.0, wait=False)
 
 
+def attached(guest: PoolStub, name: str, lease_ref: LeaseRef, ids: PageIds) -> WorkerId:
+    """Register a worker that attaches a lease."""
+    worker = guest.call(RegisterWorker(name=name, process=ELSEWHERE)).worker
+    wanted = (calls.LeasePages(lease_ref, PageRanges(ids)),)
+    guest.call(calls.AttachLeases(worker=worker, wanted=wanted))
+    return worker
+
+
 def test_what_a_dead_fetcher_held_comes_back_after_a_lease(
     make_server: Callable[..., PoolServer], make_client: Callable[[PoolServer, str], PoolClient]
 ) -> None:
     server = make_server(outside=("127.0.0.1", Access(TOKEN)), lease_ttl_s=1.0)
-    producer, calls = make_client(server, "out"), guest_of(server.outside, Access(TOKEN))
+    producer, guest = make_client(server, "out"), guest_of(server.outside, Access(TOKEN))
     ids = producer.allocate(8)
     [lease_ref] = producer.handoff([("r", ids)])
-    registered = calls.register("decode-2", ELSEWHERE, 0)
-    calls.attach(registered.worker, [(lease_ref, ids)])
+    attached(guest, "decode-2", lease_ref, ids)
     producer.close()  # its end does not take what the guest holds
     assert server.stat().by_request == {"r": 8}
     wait_until(lambda: server.stat().by_request == {})
     assert server.check() == []
-    calls.close()
+    guest.close()
 
 
 @pytest.mark.parametrize(
@@ -438,14 +449,14 @@ def test_a_wrong_token_is_refused_and_counted(
     make_open: Callable[[Access], PoolServer], token: str, says: str
 ) -> None:
     server = make_open(Access(TOKEN))
-    calls = guest_of(server.outside, Access(token))
+    guest, pages = guest_of(server.outside, Access(token)), PageRanges(np.zeros(1, np.int32))
     with pytest.raises(AccessRefused, match=f"{says}.*network.token_file"):
-        calls.register("w", ELSEWHERE, 0)
+        guest.call(RegisterWorker(name="w", process=ELSEWHERE))
     with pytest.raises(AccessRefused, match=says):
-        calls.read(WorkerId("guest/w"), LeaseId(1), np.zeros(1, np.int32))
+        guest.call(calls.ReadPages(worker=WorkerId("guest/w"), lease=LeaseId(1), pages=pages))
     assert server.stat().network.refused_calls == 2
     assert server.stat().workers == ()
-    calls.close()
+    guest.close()
 
 
 def test_without_a_token_there_is_no_answer_but_to_health_probes(
@@ -469,16 +480,16 @@ def test_certificates_that_fit_let_in_and_others_do_not(
     named = replace(ours, tls=replace(ours.tls, server_name="triptych.test"))
     server = make_open(ours)
     for access in (ours, named):
-        calls = guest_of(server.outside, access)
-        assert calls.stat().arena == server.arena
-        calls.close()
+        guest = guest_of(server.outside, access)
+        assert guest.call(StatPool()).arena == server.arena
+        guest.close()
     theirs = Access.of(make_certificates(tmp_path, "two"), TOKEN)
     misnamed = replace(ours, tls=replace(ours.tls, server_name="somebody.else"))
     for access in (theirs, misnamed):
-        calls = guest_of(server.outside, access)
+        guest = guest_of(server.outside, access)
         with pytest.raises(AccessRefused, match="the certificates do not fit"):
-            calls.stat()
-        calls.close()
+            guest.call(StatPool())
+        guest.close()
 
 
 def test_a_client_without_a_certificate_is_not_let_in(
@@ -489,7 +500,7 @@ def test_a_client_without_a_certificate_is_not_let_in(
     server = make_open(ours)
     plain = guest_of(server.outside, Access(TOKEN))
     with pytest.raises(PoolUnavailable):
-        plain.stat()
+        plain.call(StatPool())
     plain.close()
     credentials = grpc.ssl_channel_credentials(ours.tls.authorities)
     with grpc.secure_channel(str(server.outside), credentials) as channel:
@@ -576,26 +587,29 @@ def answering() -> Iterator[Answering]:
     sender = PageSender(arena.data, "127.0.0.1", Access(TOKEN), sent=ignore, refused=ignore)
     answers = Gateway(pool, sender)
     local = pool.register("local", this_process(), 0).worker
-    pool.allocate(local, 8, 8)
-    ids = pool.allocate(local, 4, 4)
-    [lease_ref] = pool.handoff(local, [("r", ids)], [], keep=False)
+    pool.call(calls.AllocatePages(worker=local, pages=8, at_least=8))
+    ids = pool.call(calls.AllocatePages(worker=local, pages=4, at_least=4)).pages
+    commits = (calls.CommitPages("r", ids),)
+    made = pool.call(calls.HandOff(worker=local, commits=commits, releases=(), keep=False))
+    [lease_ref] = made.lease_refs
     [registered] = unpack(answers.answer(pack([RegisterWorker(name="w", process=this_process())])))
-    pool.attach(registered.worker, [(lease_ref, ids)])
+    wanted = (calls.LeasePages(lease_ref, ids),)
+    pool.call(calls.AttachLeases(worker=registered.worker, wanted=wanted))
     yield Answering(pool, answers, local, registered.worker, lease_ref.lease)
     sender.close()
 
 
 def frames_of(guest: WorkerId, lease: LeaseId) -> list[bytes]:
-    pages = b"\x08\0\0\0\4\0\0\0"
-    wanted = messages.LeasePages(LeaseRef("triptych-0-0123456789abcdef", lease, 2), pages)
+    pages = PageRanges(b"\x08\0\0\0\4\0\0\0")
+    wanted = calls.LeasePages(LeaseRef("triptych-0-0123456789abcdef", lease, 2), pages)
     questions = [
         RegisterWorker(name="w", process=this_process()),
-        messages.RenewWorker(worker=guest),
-        messages.AttachLeases(worker=guest, wanted=(wanted,)),
-        messages.ReleaseLeases(worker=guest, leases=(LeaseId(7),), keep=True),
-        messages.ReadPages(worker=guest, lease=lease, pages=pages),
+        calls.RenewWorker(worker=guest),
+        calls.AttachLeases(worker=guest, wanted=(wanted,)),
+        calls.ReleaseLeases(worker=guest, leases=(LeaseId(7),), keep=True),
+        calls.ReadPages(worker=guest, lease=lease, pages=pages),
         StatPool(),
-        messages.CheckPool(),
+        calls.CheckPool(),
     ]
     return [pack([question]) for question in questions]
 
@@ -636,12 +650,12 @@ def test_truncated_and_mutated_frames_from_other_nodes_change_nothing(
 @pytest.mark.parametrize(
     "question",
     [
-        lambda w: messages.AllocatePages(worker=w, pages=1, at_least=1),
-        lambda w: messages.FreePages(worker=w, pages=b""),
-        lambda w: messages.HandOff(worker=w, commits=(), releases=(), keep=False),
-        lambda w: messages.WithdrawAll(worker=w),
-        lambda w: messages.InheritFrom(previous_worker="local"),
-        lambda w: messages.RegisterWorker(name="w", process=this_process(), checkpoint_bytes=64),
+        lambda w: calls.AllocatePages(worker=w, pages=1, at_least=1),
+        lambda w: calls.FreePages(worker=w, pages=PageRanges(b"")),
+        lambda w: calls.HandOff(worker=w, commits=(), releases=(), keep=False),
+        lambda w: calls.WithdrawAll(worker=w),
+        lambda w: calls.InheritFrom(previous_worker="local"),
+        lambda w: calls.RegisterWorker(name="w", process=this_process(), checkpoint_bytes=64),
     ],
 )
 def test_a_guest_can_only_read_and_let_go(
@@ -658,10 +672,10 @@ def test_a_guest_can_only_read_and_let_go(
 def test_nobody_of_another_node_speaks_for_a_worker_of_this_one(answering: Answering) -> None:
     local, lease = answering.local, answering.lease
     for question in (
-        messages.RenewWorker(worker=local),
-        messages.UnregisterWorker(worker=local),
-        messages.ReleaseLeases(worker=local, leases=(lease,), keep=False),
-        messages.ReadPages(worker=local, lease=lease, pages=b""),
+        calls.RenewWorker(worker=local),
+        calls.UnregisterWorker(worker=local),
+        calls.ReleaseLeases(worker=local, leases=(lease,), keep=False),
+        calls.ReadPages(worker=local, lease=lease, pages=PageRanges(b"")),
     ):
         said = answering.ask(question)
         assert isinstance(said, messages.PoolRefused)
@@ -676,8 +690,8 @@ def test_nobody_of_another_node_speaks_for_a_worker_of_this_one(answering: Answe
 def test_pages_that_are_not_of_the_lease_are_not_shown(
     answering: Answering, pages: list[int]
 ) -> None:
-    packed = page_ranges.pack(np.array(pages, np.int32))
-    asked = messages.ReadPages(worker=answering.guest, lease=answering.lease, pages=packed)
+    ranges = PageRanges(np.array(pages, np.int32))
+    asked = calls.ReadPages(worker=answering.guest, lease=answering.lease, pages=ranges)
     said = answering.ask(asked)
     assert isinstance(said, messages.PoolRefused)
     assert said.error == "NotHeld"

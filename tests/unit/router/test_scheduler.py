@@ -512,7 +512,7 @@ def test_a_registration_of_an_ingress_of_a_higher_epoch_cancels_its_requests() -
     driver.bring_to("decoding")
     driver.on(Register(name="in#1", address="in", epoch=1), "in")
     assert driver.state() == "leaving"
-    driver.on(Finished(request="r", tokens=1), "D")
+    driver.tick(2.0)
     assert (driver.state(), driver.booked) == (None, 0)
 
 
@@ -526,7 +526,7 @@ def test_a_worker_that_was_lost_and_lives_is_not_ended_and_works_again() -> None
     sends = driver.on(again("D", epoch=1), "D")
     assert [failure.resumable for failure in failures(sends)] == [True]
     driver.report("D")
-    assert expel() not in driver.tick(1.0)
+    assert Send(POOL, Expel(worker="D#1")) not in driver.tick(1.0)
     driver.tick(30.0)
     assert driver.booked == 0
     driver.bring_to("decoding", request("next"))

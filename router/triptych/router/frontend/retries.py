@@ -88,6 +88,8 @@ class RequestAttempts:
 
         A worker that takes over says again what the one before may not have got through.
         """
+        if message.index < len(self.output_tokens):
+            return False  # a takeover worker sends again what the client has
         self._early[message.index] = message
         while (item := self._early.pop(len(self.output_tokens), None)) is not None:
             if len(self.output_tokens) == len(self._start):

@@ -196,3 +196,10 @@ def test_an_attempt_is_lost_when_the_router_does_not_know_it_twice(
     journey.progress(1.0)
     assert not journey.unknown()
     assert journey.unknown()
+
+
+def test_a_token_that_came_before_is_no_gap(journey: RequestAttempts) -> None:
+    for index in (0, 1, 0, 1):
+        journey.hear(tokens(index))
+    journey.progress(0.0)
+    assert journey.progress(GAP_S) == "moves"

@@ -207,6 +207,13 @@ class BodyTooLarge(RequestError):
     code = "request_too_large"
 
 
+class RequestTooLarge(RequestError):
+    """A request takes more bytes than a message between the stages may have."""
+
+    http_status = 413
+    code = "request_too_large"
+
+
 class HeadersTooLarge(RequestError):
     """The URL or the headers of the HTTP request are larger than the server takes."""
 

@@ -14,10 +14,14 @@ from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.schema import PackedField, SchemaError, build
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
-checkpoints and borrowed cache memory."""
+checkpoints and borrowed cache memory; 3 added the epoch of a registration."""
 MAX_FRAME_BYTES = 64 << 20
+TOO_LARGE = (
+    f"the request takes more than the {MAX_FRAME_BYTES} bytes of a message between stages: send "
+    "fewer logit_bias entries, or a shorter prompt or grammar"
+)
 
 Message = Any
 """An instance of a class decorated with ``@message``."""
@@ -376,13 +380,35 @@ class Cancel:
     requests: tuple[str, ...]
 
 
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirm:
+    """Ingress to router: no tokens have come for these requests; do they still exist?
+
+    The answer is ``Unknown`` with those that do not, or nothing.
+    """
+
+    requests: tuple[str, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """Router to ingress: these requests have ended, or have never arrived."""
+
+    requests: tuple[str, ...]
+
+
 # ------------------------------------------------------------------ router and workers
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """A worker or an ingress introduces itself; sent again after the router was restarted."""
+    """Worker or ingress to router: register this process.
+
+    It is sent again after the connection was lost, or after ``RegisterAgain``.
+    """
 
     name: str
     """Unique name of the process, new at each start."""
@@ -394,6 +420,15 @@ class Register:
     """Requests that it holds at once (decode)."""
     arena: str = ""
     """The arena of its device, where it stores pages; empty: there is only one."""
+    epoch: int = 0
+    """A higher one than before: the process has dropped all requests that it had from this router
+    (a worker), or has given up all attempts (an ingress)."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterAgain:
+    """Router to worker or ingress: messages came from it, and it is not registered."""
 
 
 @message

@@ -8,25 +8,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.core.config import RouterConfig
-from triptych.core.errors import Overloaded, PoolExhausted, PromptTooLong, QueueFull, StageLost
+from triptych.core.errors import (
+    Overloaded,
+    PoolExhausted,
+    PromptTooLong,
+    QueueFull,
+    RequestTooLarge,
+    StageLost,
+)
 from triptych.core.handles import KVHandle
 from triptych.core.messages import (
+    POOL,
+    TOO_LARGE,
     CacheMemoryBorrowed,
     Cancel,
     Compressed,
+    Confirm,
     Fetched,
     Finished,
+    Join,
     Message,
     Planned,
     Preempted,
+    Prefill,
     Prefilled,
     Register,
+    RegisterAgain,
     Report,
     Request,
+    Resume,
     Resumed,
     Send,
     Stage,
     Submit,
+    Unknown,
 )
 from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
@@ -91,6 +106,10 @@ NEEDED_IN: dict[Stage, tuple[State, ...]] = {
     ),
 }
 """States in which a request needs a worker of the stage to continue."""
+
+
+_FROM_PEERS = (Report, Confirm)
+"""Messages that a registered process sends again and again."""
 
 
 class Scheduler:
@@ -166,7 +185,7 @@ class Scheduler:
     def receive(self, messages: Sequence[Message], sender: str, now: float) -> list[Send]:
         """Take the messages of one frame, then schedule once for all of them."""
         self._record_concurrency(now)
-        must_schedule = False
+        must_schedule = self._is_unregistered(messages, sender)
         for message in messages:
             if isinstance(message, Report):
                 must_schedule |= self._report(message, sender, now)
@@ -180,6 +199,14 @@ class Scheduler:
         """The peer at ``address`` died."""
         self._record_concurrency(now)
         self._remove_peer(address, now)
+        return self.schedule(now)
+
+    def undeliverable(self, message: Message, now: float) -> list[Send]:
+        """A worker cannot take a message, because it is too large: its requests fail."""
+        for request in _requests_in(message):
+            entry = self._cluster.requests.get(request.id)
+            if entry is not None and entry.state is not State.LEAVING:
+                self._completion.fail(entry, RequestTooLarge(TOO_LARGE), now)
         return self.schedule(now)
 
     def tick(self, now: float) -> list[Send]:
@@ -197,6 +224,8 @@ class Scheduler:
                 self._submit(message.request, now)
             case Cancel():
                 self._cancel(message, now)
+            case Confirm():
+                self._confirm(message, sender)
             case Prefilled():
                 self._prefilled(message, sender, now)
             case Planned():
@@ -227,10 +256,28 @@ class Scheduler:
 
     # ---------------------------------------------------------------- peers
 
+    def _is_unregistered(self, messages: Sequence[Message], sender: str) -> bool:
+        """Whether the sender is no peer, and is told so: it was lost while it was paused."""
+        if sender in self._cluster.membership or sender == POOL:
+            return False
+        if not any(isinstance(message, _FROM_PEERS) for message in messages):
+            return False
+        self._cluster.counters["unregistered"] += 1
+        self._cluster.outbox.post(sender, RegisterAgain())
+        return True
+
     def _register(self, registration: Register, now: float) -> None:
-        for address in self._cluster.membership.replaced_by(registration):
+        membership = self._cluster.membership
+        for address in membership.replaced_by(registration):
             self._remove_peer(address, now)
-        self._cluster.membership.join(registration)
+        has_dropped = membership.has_dropped_requests(registration)
+        if has_dropped:
+            self._cluster.counters["dropped_requests"] += 1
+            self._completion.lost(registration.address, "", now)
+            self._cluster.load_index.leave(registration.address)
+        if has_dropped or registration.name in self._cluster.dead_workers:
+            self._completion.has_returned(registration.name, now)
+        membership.join(registration)
         self._cluster.load_index.join(registration)
 
     def _remove_peer(self, address: str, now: float) -> None:
@@ -355,6 +402,14 @@ class Scheduler:
                 self._cluster.counters["stray_cancel"] += 1
             else:
                 self._completion.cancel(entry, now)
+
+    def _confirm(self, message: Confirm, sender: str) -> None:
+        """Name the requests that will have no more output."""
+        entries = ((name, self._cluster.requests.get(name)) for name in message.requests)
+        gone = [name for name, entry in entries if entry is None or entry.state is State.LEAVING]
+        if gone:
+            self._cluster.counters["unknown_requests"] += len(gone)
+            self._cluster.outbox.post(sender, Unknown(requests=tuple(gone)))
 
     # ---------------------------------------------------------------- from the workers
 
@@ -573,3 +628,14 @@ class Scheduler:
             booked_bytes=self._cluster.ledger.booked_by(request),
             blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )
+
+
+def _requests_in(message: Message) -> Sequence[Request]:
+    """The requests that a message to a worker contains whole."""
+    match message:
+        case Prefill(requests=requests):
+            return requests
+        case Join(request=request) | Resume(join=Join(request=request)):
+            return (request,)
+        case _:
+            return ()

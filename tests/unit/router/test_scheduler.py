@@ -26,6 +26,7 @@ from triptych.core.messages import (
     Compress,
     Compressed,
     CompressItem,
+    Confirm,
     Encode,
     Expel,
     Failed,
@@ -38,9 +39,12 @@ from triptych.core.messages import (
     Prefilled,
     Prefix,
     Register,
+    RegisterAgain,
     Report,
     Send,
+    Stage,
     Tokens,
+    Unknown,
     failed,
 )
 from triptych.router import Scheduler
@@ -471,3 +475,84 @@ def test_a_waiting_request_knows_what_it_waits_for() -> None:
     assert explanation is not None
     assert explanation.blocked_reason == "no_prefill_worker"
     assert explanation.in_state_s == driver.router.snapshot(2.0).oldest_waiting_s == 2.0
+
+
+# ------------------------------------------------------------------ peers that were lost and return
+
+
+def again(address: str, epoch: int, start: int = 1) -> Register:
+    stages: tuple[Stage, ...] = WORKERS.get(address, ())
+    slots = 2 if "decode" in stages else 0
+    name = f"{address}#{start}"
+    return Register(name=name, address=address, stages=stages, max_requests=slots, epoch=epoch)
+
+
+@pytest.mark.parametrize("step", ["prefilling", "compressing", "encoding", "decoding"])
+@pytest.mark.parametrize("address", ["P", "C", "D"])
+def test_a_registration_of_a_higher_epoch_ends_the_requests_of_the_worker(
+    address: str, step: Step
+) -> None:
+    """It has dropped them: without this they would stay booked for ever."""
+    driver = Driver("P", "C", "D")
+    driver.bring_to(step)
+    held_by_it = {"prefilling": "P", "compressing": "C", "encoding": "C", "decoding": "D"}[step]
+    sends = driver.on(again(address, epoch=0), address)
+    assert not failures(sends)  # the same epoch: the message was sent again
+    sends = driver.on(again(address, epoch=1), address)
+    assert [failure.resumable for failure in failures(sends)] == [True] * (held_by_it == address)
+    if held_by_it == address:
+        driver.report(address)
+        driver.tick(30.0)
+        assert driver.booked == 0
+        assert driver.router.census()[0]["leaving"] == 0
+
+
+def test_a_registration_of_an_ingress_of_a_higher_epoch_cancels_its_requests() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.on(Register(name="in#1", address="in", epoch=1), "in")
+    assert driver.state() == "leaving"
+    driver.tick(2.0)
+    assert (driver.state(), driver.booked) == (None, 0)
+
+
+def test_a_worker_that_was_lost_and_lives_is_not_ended_and_works_again() -> None:
+    driver = Driver("P", "C", "D")
+    driver.bring_to("decoding")
+    driver.router.lost("D", driver.now)
+    assert driver.state() == "orphaned"
+    [told] = driver.report("D")
+    assert told == Send("D", RegisterAgain())
+    sends = driver.on(again("D", epoch=1), "D")
+    assert [failure.resumable for failure in failures(sends)] == [True]
+    driver.report("D")
+    assert Send(POOL, Expel(worker="D#1")) not in driver.tick(1.0)
+    driver.tick(30.0)
+    assert driver.booked == 0
+    driver.bring_to("decoding", request("next"))
+    assert driver.state("next") == "decoding"
+
+
+def test_an_ingress_that_is_not_registered_is_told() -> None:
+    driver = whole()
+    assert driver.on(Confirm(requests=()), "in") == []
+    assert driver.on(Confirm(requests=()), "other") == [Send("other", RegisterAgain())]
+
+
+def test_the_router_names_the_requests_that_it_does_not_have() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.bring_to("prefilling", request("leaves"))
+    driver.on(Cancel(requests=("leaves",)), "in")
+    [answer] = driver.on(Confirm(requests=("r", "leaves", "never")), "in")
+    assert answer == Send("in", Unknown(requests=("leaves", "never")))
+    assert driver.on(Confirm(requests=("r",)), "in") == []
+
+
+def test_the_requests_of_a_message_that_no_worker_can_take_fail() -> None:
+    driver = whole()
+    [send] = driver.bring_to("prefilling")
+    driver.bring_to("decoding", request("other"))
+    sends = driver.router.undeliverable(send.message, driver.now)
+    assert [(one.request, one.status) for one in failures(sends)] == [("r", 413)]
+    assert driver.state("other") == "decoding"

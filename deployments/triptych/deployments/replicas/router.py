@@ -65,7 +65,11 @@ class RouterReplica:
         self._asking = set[asyncio.Task[None]]()
         self._in_order = asyncio.Lock()
         self._channel = PeerChannel(
-            plan.router_address, self._receive, self._on_lost, self._node.routes
+            plan.router_address,
+            self._receive,
+            self._on_lost,
+            self._node.routes,
+            self._on_undeliverable,
         )
         freeze_heap()
         await self._channel.start()
@@ -159,6 +163,9 @@ class RouterReplica:
                 Expel(worker=guest_name(name))
             )  # frees the pages that it was fetching
         self._post(self._scheduler.lost(address, time.monotonic()))
+
+    def _on_undeliverable(self, _: str, message: Message) -> None:
+        self._post(self._scheduler.undeliverable(message, time.monotonic()))
 
     async def _tick(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):

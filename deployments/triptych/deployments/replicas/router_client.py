@@ -6,10 +6,22 @@ Which shard takes a request is decided in ``shard_links``; what an operator may 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 
-from triptych.core.errors import Overloaded, StageLost
-from triptych.core.messages import Failed, Message, Register, Request, Tokens, failed
+from triptych.core.errors import Overloaded, RequestTooLarge, StageLost
+from triptych.core.messages import (
+    TOO_LARGE,
+    Failed,
+    Message,
+    Register,
+    RegisterAgain,
+    Request,
+    Submit,
+    Tokens,
+    Unknown,
+    failed,
+)
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.http import Health
 from triptych.deployments.replicas.router_stats import RouterHandle, RouterStats, WorkerHandle
@@ -21,6 +33,10 @@ from triptych.router.frontend.shards import may_pass_on, names_of
 
 logger = logging.getLogger(__name__)
 
+CHECK_S = 1.0
+"""Interval of the checks whether attempts make progress."""
+CONFIRM_S = 5.0
+"""Interval at which routers are asked about attempts that do not."""
 ROUTER_GRACE_S = 30.0
 """How long requests wait for a router to be restarted, if there is no other one."""
 
@@ -51,7 +67,10 @@ class RouterClient:
         self._unsent = dict[str, RequestAttempts]()
         """Attempts that wait for a router, by the request's id."""
         self._grace: asyncio.TimerHandle | None = None
-        self._channel = PeerChannel(self.address, self._receive, self._on_lost, routes)
+        self._checking: asyncio.Task[None] | None = None
+        self._channel = PeerChannel(
+            self.address, self._receive, self._on_lost, routes, self._on_undeliverable
+        )
         self._links = ShardLinks(
             plan,
             self._channel,
@@ -64,8 +83,11 @@ class RouterClient:
     async def start(self) -> None:
         await self._channel.start()
         self._links.start()
+        self._checking = asyncio.create_task(self._keep_checking())
 
     async def stop(self) -> None:
+        if self._checking is not None:
+            self._checking.cancel()
         self._links.stop()
         await self._channel.stop()
 
@@ -90,21 +112,65 @@ class RouterClient:
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         for message in messages:
-            if not isinstance(message, Tokens | Failed):
-                continue
-            attempts = self.attempts.get(message.request)
-            if attempts is None:
-                continue  # of an attempt that was given up, or whose client is gone
-            if isinstance(message, Failed):
-                self._failed(attempts, message)
-            elif attempts.hear(message):
-                self._end(attempts)
-            elif attempts.is_at_window_end:
-                self.attempts.again(attempts)
-                self._submit(attempts)
-            elif attempts.is_torn:
-                self._links.abort(attempts)
+            match message:
+                case Tokens() | Failed():
+                    self._event(message)
+                case Unknown():
+                    self._unknown(message)
+                case RegisterAgain():
+                    self._links.forgotten(sender)
+                case _:
+                    pass
+
+    def _event(self, message: Event) -> None:
+        """Take output of an attempt, or its failure."""
+        attempts = self.attempts.get(message.request)
+        if attempts is None:
+            return  # of an attempt that was given up, or whose client is gone
+        if isinstance(message, Failed):
+            self._failed(attempts, message)
+        elif attempts.hear(message):
+            self._end(attempts)
+        elif attempts.is_at_window_end:
+            self.attempts.again(attempts)
+            self._submit(attempts)
+        elif attempts.is_torn:
+            self._torn(attempts)
+
+    def _torn(self, attempts: RequestAttempts) -> None:
+        """Some of an attempt's output is lost: cancel it, and make another one."""
+        self._links.abort(attempts)
+        self._failed(attempts, failed(attempts.id, StageLost("decode")))
+
+    def _unknown(self, message: Unknown) -> None:
+        """Attempts that will have no more output; what was sent before may still be under way."""
+        for name in message.requests:
+            attempts = self.attempts.get(name)
+            if attempts is not None and attempts.unknown():
                 self._failed(attempts, failed(attempts.id, StageLost("decode")))
+
+    async def _keep_checking(self) -> None:
+        """Find attempts without progress: a message about them may be lost."""
+        confirmed = 0.0
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now = time.monotonic()
+            quiet = list[RequestAttempts]()
+            for attempts in self.attempts:
+                progress = attempts.progress(now)
+                if progress == "torn":
+                    self._torn(attempts)
+                elif progress == "quiet":
+                    quiet.append(attempts)
+            if now - confirmed >= CONFIRM_S:
+                confirmed = now
+                self._links.confirm(quiet)
+
+    def _on_undeliverable(self, _: str, message: Message) -> None:
+        """A router cannot take a message: it is too large."""
+        if isinstance(message, Submit) and (attempts := self.attempts.get(message.request.id)):
+            self._end(attempts)
+            attempts.fail(failed(attempts.id, RequestTooLarge(TOO_LARGE)))
 
     def _failed(self, attempts: RequestAttempts, failure: Failed) -> None:
         if failure.resumable and self.attempts.again(attempts):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from triptych.core.messages import Cancel, Register, Request, Submit
+from triptych.core.messages import Cancel, Confirm, Register, Request, Submit
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
@@ -54,6 +54,22 @@ class ShardLinks:
         """The channel lost a peer; it may be one of the routers."""
         for link in self._links.values():
             link.lost(address)
+
+    def forgotten(self, address: str) -> None:
+        """A router does not know this ingress any more."""
+        for link in self._links.values():
+            if link.router == address:
+                link.forgotten()
+
+    def confirm(self, quiet: Sequence[RequestAttempts]) -> None:
+        """Ask each router whether it has those of these attempts that it got.
+
+        All are asked, with or without attempts: a router that has lost this ingress answers that.
+        """
+        for shard, link in self._links.items():
+            there = (one.id for one in quiet if self._shards.where(one.request.id) == shard)
+            if link.is_up:
+                link.post(Confirm(requests=tuple(there)))
 
     def submit(self, attempts: RequestAttempts) -> bool:
         """Send the present attempt to a router; False while no router is connected."""

@@ -12,7 +12,7 @@ from typing import Any
 from ray import serve
 
 from triptych.core.errors import PoolError
-from triptych.core.messages import ROUTER, Message, Register, Send, Stage
+from triptych.core.messages import ROUTER, Message, Register, RegisterAgain, Send, Stage
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
 from triptych.deployments.placement.autoscaling import WANTED
@@ -195,7 +195,10 @@ class WorkerReplica:
             return  # the router fails these requests when this worker registers again
         take = self._inbound.take if self._inbound else self._loop.post
         for message in messages:
-            take(message)
+            if isinstance(message, RegisterAgain):
+                self._link.forgotten()
+            else:
+                take(message)
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         """Hand messages from the compute thread to the event loop."""

@@ -6,12 +6,20 @@
 Every process has one channel. Messages to a peer are queued in its outbox, and all that are queued
 are sent in one frame, in order: the tokens of a whole decode step are one frame. A watched peer is
 lost when its connection breaks, which is noticed long before a health check would fail.
+
+Each message is delivered once and in order, or the peer is reported as lost: a frame has a number,
+is sent again until it is acknowledged, and the receiver ignores a frame that it already has. So a
+receiver that stalls for some seconds loses nothing. A peer is lost when it does not acknowledge a
+frame for ``GIVE_UP_S``, when too much waits for it, or when another process has its address.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -27,8 +35,24 @@ logger = logging.getLogger(__name__)
 SERVICE = "triptych.Mailbox"
 """Unchanged between releases, so that a process of another release gets a readable error."""
 DELIVER, WATCH = f"/{SERVICE}/Deliver", f"/{SERVICE}/Watch"
-SENDER = "triptych-sender"
-DELIVER_TIMEOUT_S = 20.0
+SENDER, SESSION, NUMBER = "triptych-sender", "triptych-session", "triptych-number"
+DELIVER_TIMEOUT_S = 5.0
+"""Time for one attempt to deliver a frame; another attempt follows."""
+GIVE_UP_S = 60.0
+"""Time after which a peer that acknowledges nothing is lost."""
+CONNECT_S = 5.0
+"""The same for a peer to which no connection was possible yet: it may have another kind of
+credentials."""
+RETRY_S, MAX_RETRY_S = 0.05, 1.0
+"""Delay before a frame is sent again; it doubles with each attempt."""
+MAX_WAITING = 100_000
+"""Messages that wait for a peer at most: more, and it is lost. A worker sends some thousand a
+second."""
+MAX_FRAME_MESSAGES = 1024
+SPLIT_BYTES = MAX_FRAME_BYTES // 4
+"""Frames above this size are split, if they have more than one message."""
+MAX_SESSIONS = 4096
+"""Senders whose last frame number a receiver remembers."""
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
@@ -45,6 +69,45 @@ Receive = Callable[[Sequence[Message], str], None]
 """Called in the event loop with the messages of a frame and their sender's address."""
 Lost = Callable[[str], None]
 """Called in the event loop, once per lost peer, with its address."""
+Undeliverable = Callable[[str, Message], None]
+"""Called in the event loop with the address of a peer and a message that it cannot take, because it
+is too large or the peer refused it. All others are delivered."""
+Deliver = Callable[..., Awaitable[bytes]]
+
+
+class PeerLost(Exception):
+    """A peer cannot be reached any more, or another process has its address."""
+
+
+class Outbox:
+    """Messages for one peer in order; the ones that are due come out as frames."""
+
+    def __init__(self) -> None:
+        self._waiting = deque[Message]()
+        self._parts = deque[list[Message]]()
+        """Parts of a frame that was too large, or refused; they are before all others."""
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + sum(map(len, self._parts))
+
+    def put(self, message: Message) -> None:
+        self._waiting.append(message)
+        self._filled.set()
+
+    def put_back(self, *parts: list[Message]) -> None:
+        """Messages to send before all others, one frame for each part."""
+        self._parts.extendleft(reversed(parts))
+
+    async def take(self) -> list[Message]:
+        """The messages of the next frame, at least one."""
+        if self._parts:
+            return self._parts.popleft()
+        while not self._waiting:
+            self._filled.clear()
+            await self._filled.wait()
+        count = min(MAX_FRAME_MESSAGES, len(self._waiting))
+        return [self._waiting.popleft() for _ in range(count)]
 
 
 @dataclass(eq=False)
@@ -52,16 +115,28 @@ class Peer:
     """The sending side of the connection to one peer."""
 
     connecting: asyncio.Task[tuple[grpc.aio.Channel, Route]]
-    outbox: asyncio.Queue[Message] = field(default_factory=asyncio.Queue[Message])
+    outbox: Outbox = field(default_factory=Outbox)
     tasks: list[asyncio.Task[None]] = field(default_factory=list["asyncio.Task[None]"])
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The frames of a session are numbered from 1."""
 
 
 class PeerChannel:
     """A process's gRPC server at its address, and its connections to peers."""
 
-    def __init__(self, address: str, receive: Receive, lost: Lost, routes: Routes = LOCAL) -> None:
+    def __init__(
+        self,
+        address: str,
+        receive: Receive,
+        lost: Lost,
+        routes: Routes = LOCAL,
+        undeliverable: Undeliverable | None = None,
+    ) -> None:
         self.address = address
         self._receive, self._lost, self._routes = receive, lost, routes
+        self._undeliverable = undeliverable
+        self._received = OrderedDict[str, int]()
+        """Number of the last frame, by the sender's session."""
         self._peers = dict[str, Peer]()
         self.refused = 0
         """Number of frames that could not be decoded, and of calls without the right token."""
@@ -87,7 +162,11 @@ class PeerChannel:
         if to == self.address:
             self._receive([message], to)
             return
-        self._peer(to).outbox.put_nowait(message)
+        peer = self._peer(to)
+        peer.outbox.put(message)
+        if len(peer.outbox) > MAX_WAITING:
+            logger.warning("%s: %s messages wait for it; dropping them", to, len(peer.outbox))
+            self._report_lost(to, peer)
 
     def watch(self, address: str, found: Callable[[], None] = lambda: None) -> None:
         """Report this peer when it is lost; ``found`` is called when it first answers."""
@@ -110,13 +189,29 @@ class PeerChannel:
     async def _on_deliver(
         self, frame: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> bytes:
-        sender = str(dict(context.invocation_metadata() or ()).get(SENDER, ""))
+        told = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        sender, session = told.get(SENDER, ""), told.get(SESSION, "")[:64]
+        number = int(told[NUMBER][:20]) if told.get(NUMBER, "").isdecimal() else 1
+        last = self._received.get(session, 0) if session else number - 1
+        if number <= last:
+            return b""  # it was sent again because the acknowledgement was lost
+        if number > last + 1:
+            detail = f"frame {number} of a session of which this process has {last}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
         try:
             messages = unpack(frame)
         except MessageError as error:
             self._refuse(f"a frame from {sender:.80}: {error}")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:200])
-        self._receive(messages, sender)
+        if session:
+            self._received[session] = number
+            self._received.move_to_end(session)
+            if len(self._received) > MAX_SESSIONS:
+                self._received.popitem(last=False)
+        try:
+            self._receive(messages, sender)
+        except Exception:  # the frame has arrived: to send it again would repeat the fault
+            logger.exception("%s: a frame from %s caused an error", self.address, sender)
         return b""
 
     async def _on_watch(
@@ -144,32 +239,41 @@ class PeerChannel:
         return grpc.aio.secure_channel(route.target, credentials, options=options), route
 
     async def _drain(self, address: str, peer: Peer) -> None:
+        """Deliver what is in the outbox, until the peer is lost."""
         try:
             channel, route = await asyncio.shield(peer.connecting)
+            await self._deliver_all(address, peer, channel.unary_unary(DELIVER), route)
         except (LookupError, MessageError) as error:
             logger.info("cannot resolve %s: %s", address, error)
-            self._report_lost(address, peer)
-            return
-        deliver = channel.unary_unary(DELIVER)
+        except PeerLost as error:
+            logger.info("%s", error)
+        except Exception:
+            logger.exception("%s: sending ended by an error", address)
+        self._report_lost(address, peer)
+
+    async def _deliver_all(self, address: str, peer: Peer, deliver: Deliver, route: Route) -> None:
         shown = route.access.metadata if route.access else ()
+        number = 1
         while True:
-            batch = [await peer.outbox.get()]
-            while not peer.outbox.empty():
-                batch.append(peer.outbox.get_nowait())
-            try:
-                await deliver(
-                    pack(batch),
-                    timeout=DELIVER_TIMEOUT_S,
-                    metadata=((SENDER, self.address), *shown),
-                    wait_for_ready=False,
-                )
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                    logger.error("%s refused a frame: %s", address, error.details())
-                    continue
-                logger.info("%s", failure(address, error.code(), error.details()))
-                self._report_lost(address, peer)
-                return
+            batch = await peer.outbox.take()
+            frame = pack(batch)
+            if len(frame) > SPLIT_BYTES and len(batch) > 1:
+                half = len(batch) // 2
+                peer.outbox.put_back(batch[:half], batch[half:])
+                continue
+            refusal = f"{len(frame)} bytes: the limit is {MAX_FRAME_BYTES}"
+            if len(frame) <= MAX_FRAME_BYTES:
+                metadata = ((SENDER, self.address), (SESSION, peer.session), (NUMBER, str(number)))
+                connect_s = CONNECT_S if number == 1 else GIVE_UP_S
+                refusal = await _deliver(address, deliver, frame, (*metadata, *shown), connect_s)
+            if not refusal:
+                number += 1
+            elif len(batch) > 1:  # one of them is refused, and the others are not
+                peer.outbox.put_back(*([message] for message in batch))
+            else:
+                logger.error("%s cannot take a %s: %s", address, type(batch[0]).__name__, refusal)
+                if self._undeliverable is not None:
+                    self._undeliverable(address, batch[0])
 
     async def _watch(self, address: str, peer: Peer, found: Callable[[], None]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, LookupError, MessageError):
@@ -203,5 +307,49 @@ class PeerChannel:
             await channel.close()
 
 
+async def _deliver(
+    address: str,
+    deliver: Deliver,
+    frame: bytes,
+    metadata: tuple[tuple[str, str | bytes], ...],
+    connect_s: float,
+) -> str:
+    """Send a frame until it is acknowledged; returns why the peer refused it, or "".
+
+    ``connect_s``: how long to try while there is no connection.
+
+    Raises: PeerLost
+    """
+    began, delay_s = time.monotonic(), RETRY_S
+    while True:
+        try:
+            await deliver(frame, timeout=DELIVER_TIMEOUT_S, metadata=metadata, wait_for_ready=False)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                return error.details() or "no reason"
+            is_connected = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            until = began + (GIVE_UP_S if is_connected else connect_s)
+            if not _may_be_there(error) or time.monotonic() > until:
+                raise PeerLost(failure(address, error.code(), error.details())) from error
+        else:
+            return ""
+        await asyncio.sleep(delay_s)
+        delay_s = min(MAX_RETRY_S, 2 * delay_s)
+
+
+def _may_be_there(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the process may still exist: it is slow or paused, or its connection broke.
+
+    Where nothing listens at an address, the process has exited.
+    """
+    told = (error.details() or "").lower()
+    is_temporary = error.code() in (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNAVAILABLE,
+    )
+    return is_temporary and not any(text in told for text in _NOBODY_LISTENS)
+
+
+_NOBODY_LISTENS = ("connection refused", "no such file", "handshake", "certificate")
 _CLOSING = set["asyncio.Task[None]"]()
 """Closing tasks, kept from the garbage collector until they are done."""

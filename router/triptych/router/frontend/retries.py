@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Literal
 
 from triptych.core.messages import Failed, Request, Tokens
 from triptych.router.frontend.context_windows import Windows
@@ -10,10 +11,20 @@ from triptych.router.frontend.context_windows import Windows
 MOST_EARLY = 64
 """Tokens ahead of one that is missing, of an answer with log probabilities: more do not overtake
 it."""
+MAX_EARLY = 4096
+"""Messages ahead of a missing token of any answer; with more, the attempt is lost."""
+GAP_S = 3.0
+"""Time after which a token that others have overtaken counts as lost."""
+QUIET_S = 5.0
+"""Time without new tokens after which the router is asked whether it still has the request."""
 MAX_ATTEMPTS = 6
 """Attempts after which a request fails: it may be what kills its workers."""
 FIRST_DELAY_S = 0.5
 """Wait before the third attempt; it doubles from there. The second one begins at once."""
+
+
+Progress = Literal["moves", "quiet", "torn"]
+"""Of an attempt: whether tokens come, none have come for ``QUIET_S``, or one is lost."""
 
 
 @dataclass(eq=False)
@@ -43,7 +54,12 @@ class RequestAttempts:
     _refusal: Failed | None = None
     """The refusal of a shard; of several, the one with the earliest retry."""
     _early: dict[int, Tokens] = field(default_factory=dict[int, Tokens])
-    """Tokens that overtook those before them: two workers speak in turn, on two connections."""
+    """Tokens that overtook those before them: two workers send in turn, on two connections."""
+    _mark: tuple[int, int] = (-1, 0)
+    """Attempt and output tokens when they last changed, as ``progress`` saw it."""
+    _since: float = 0.0
+    _is_unknown: bool = False
+    """Whether the router does not know it, as of the last answer since ``_mark``."""
 
     @property
     def id(self) -> str:
@@ -72,6 +88,8 @@ class RequestAttempts:
 
         A worker that takes over says again what the one before may not have got through.
         """
+        if message.index < len(self.output_tokens):
+            return False  # a takeover worker sends again what the client has
         self._early[message.index] = message
         while (item := self._early.pop(len(self.output_tokens), None)) is not None:
             if len(self.output_tokens) == len(self._start):
@@ -88,16 +106,33 @@ class RequestAttempts:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a token is missing that will not come: what is there ends the answer, or is far
-        ahead.
+        """Whether a token is missing that will not come: the end is here, or tokens far ahead are.
 
-        A worker that takes over says the newest log probabilities again, and no older ones. Who
-        did not ask for any hears all tokens again, however many have overtaken them.
+        A takeover worker sends all tokens again, but only the newest log probabilities. So a gap in
+        an answer without them may close for ``GAP_S`` (see ``progress``).
         """
-        if not self.request.sampling.reports_logprobs:
-            return False
         early = self._early.values()
+        if not self.request.sampling.reports_logprobs:
+            return len(early) > MAX_EARLY
         return len(early) > MOST_EARLY or any(item.finish is not None for item in early)
+
+    def progress(self, now: float) -> Progress:
+        """Whether the present attempt makes progress; to be called about once a second."""
+        mark = (self.attempt, len(self.output_tokens))
+        if mark != self._mark:
+            self._mark, self._since, self._is_unknown = mark, now, False
+        waited_s = now - self._since
+        if self._early and waited_s >= GAP_S:
+            return "torn"
+        return "quiet" if waited_s >= QUIET_S else "moves"
+
+    def unknown(self) -> bool:
+        """The router does not know the present attempt; whether it said so before.
+
+        The last tokens may be under way the first time.
+        """
+        was_unknown, self._is_unknown = self._is_unknown, True
+        return was_unknown
 
     def begin_again(self) -> None:
         """Give up the present attempt for another one, or follow it with the next window's.

@@ -95,6 +95,17 @@ class RequestCompletion:
             else:
                 self._survive(entry, address)
 
+    def has_returned(self, name: str, now: float) -> None:
+        """A worker registers again, without the requests and pages that it had.
+
+        No other worker can go on from its pages, and the pool must not end its process.
+        """
+        self.cluster.dead_workers.discard(name)
+        for entry in self._living:
+            if entry.transfer.previous_worker == name and not entry.worker:
+                entry.transfer.previous_worker = ""
+                self.fail(entry, StageLost("decode"), now)
+
     def leave_lost_arenas(self, now: float) -> None:
         """Fail (for a retry) requests with pages in an arena that has no decode worker left.
 

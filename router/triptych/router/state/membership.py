@@ -65,6 +65,15 @@ class Membership:
             if (peer.name == registration.name) != (peer.address == registration.address)
         ]
 
+    def has_dropped_requests(self, registration: Register) -> bool:
+        """Whether a registered process says that it has none of its requests any more."""
+        peer = self._peers.get(registration.address)
+        return (
+            peer is not None
+            and peer.name == registration.name
+            and peer.registration.epoch != registration.epoch
+        )
+
     def join(self, registration: Register) -> None:
         """Add a peer; one that registers again keeps its report."""
         peer = self._peers.get(registration.address)

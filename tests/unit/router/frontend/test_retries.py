@@ -9,7 +9,7 @@ import pytest
 from triptych.core.errors import StageLost
 from triptych.core.messages import Failed, Request, Sampling, Tokens, failed
 from triptych.router import AttemptTable, RequestAttempts
-from triptych.router.frontend.retries import MAX_ATTEMPTS, MOST_EARLY
+from triptych.router.frontend.retries import GAP_S, MAX_ATTEMPTS, MOST_EARLY, QUIET_S
 
 REQUEST = Request(id="r", prompt=(1, 2, 3), sampling=Sampling(max_tokens=9), reply_to="ingress")
 
@@ -162,3 +162,44 @@ def test_any_stream_of_repeats_and_losses_reads_like_one_answer() -> None:
             if not done:
                 assert journeys.again(journey)
         assert record_report == [tokens(index, last=index == length - 1) for index in range(length)]
+
+
+def test_a_gap_that_does_not_close_loses_the_attempt_with_and_without_log_probabilities(
+    asking: RequestAttempts, journey: RequestAttempts
+) -> None:
+    for one in (asking, journey):
+        one.hear(tokens(0))
+        assert one.progress(100.0) == "moves"
+        one.hear(tokens(2))
+        assert one.progress(100.0 + GAP_S / 2) == "moves"
+        assert one.progress(100.0 + GAP_S) == "torn"
+        one.begin_again()
+        assert one.progress(101.0 + GAP_S) == "moves"
+
+
+def test_a_gap_that_closes_does_not(journey: RequestAttempts) -> None:
+    journey.hear(tokens(1))
+    journey.progress(0.0)
+    journey.hear(tokens(0))
+    assert journey.progress(GAP_S) == "moves"
+    assert journey.progress(GAP_S + QUIET_S) == "quiet"
+    journey.hear(tokens(2))
+    assert journey.progress(2 * GAP_S + QUIET_S) == "moves"
+
+
+def test_an_attempt_is_lost_when_the_router_does_not_know_it_twice(
+    journey: RequestAttempts,
+) -> None:
+    journey.progress(0.0)
+    assert not journey.unknown()
+    journey.hear(tokens(0))  # its output was under way
+    journey.progress(1.0)
+    assert not journey.unknown()
+    assert journey.unknown()
+
+
+def test_a_token_that_came_before_is_no_gap(journey: RequestAttempts) -> None:
+    for index in (0, 1, 0, 1):
+        journey.hear(tokens(index))
+    journey.progress(0.0)
+    assert journey.progress(GAP_S) == "moves"

@@ -22,7 +22,8 @@ from packaging.requirements import Requirement
 from triptych.cli.checks.diagnosis import Disk, Facts, diagnose
 from triptych.cli.output import JsonFlag, make_table, show
 from triptych.cli.serving.serve_file import HttpOptions, read_http, read_serve_file
-from triptych.core.config import AppConfig, cache_dir
+from triptych.core.cache_dirs import cache_dir
+from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
 from triptych.deployments.transport import run_dir
 from triptych.kvpool.pool.arena import find_orphans, shared_memory_dir

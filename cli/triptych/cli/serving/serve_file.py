@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import yaml
 
-from triptych.core.config import AppConfig, cache_dir
+from triptych.core.cache_dirs import writable_cache_dir
+from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 
 IMPORT_PATH = "triptych.deployments.app:build_app"
@@ -97,7 +98,7 @@ def parse_serve_config(text: str, path: str) -> list[ServedApp]:
 
 def default_serve_file() -> Path:
     """Write a config file with all defaults."""
-    path = cache_dir() / "serve.yaml"
+    path = writable_cache_dir() / "serve.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(DEFAULT, sort_keys=False), encoding="utf-8")
     return path

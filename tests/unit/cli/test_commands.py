@@ -115,7 +115,12 @@ def test_validate_looks_at_the_disk_of_the_pages(
     tmp_path: Path, run: Run, serve_file: Callable[[object], str]
 ) -> None:
     def pages(path: Path, nbytes: int = 16 << 20, method: str = "none") -> str:
-        pool = {"arena_path": str(path), "kv_cache_memory_bytes": nbytes, "prefix_bytes": 0}
+        pool = {
+            "arena_path": str(path),
+            "kv_cache_memory_bytes": nbytes,
+            "prefix_bytes": 0,
+            "extent_pages": 16,
+        }
         return serve_file({"pool": pool, "decode": {"selection": {"method": method}}})
 
     file = tmp_path / "file"

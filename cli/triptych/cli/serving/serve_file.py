@@ -47,7 +47,12 @@ def read_http(path: Path) -> HttpOptions:
 
     Raises: ConfigError naming the key and what was expected
     """
-    body: object = yaml.safe_load(read_text(path))
+    return parse_http(read_text(path), str(path))
+
+
+def parse_http(text: str, path: str) -> HttpOptions:
+    """Like ``read_http``, for the text of the file ``path``."""
+    body: object = yaml.safe_load(text)
     options: object = cast("dict[str, Any]", body).get("http_options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{path}: http_options={options!r}: expected a mapping")
@@ -94,6 +99,20 @@ def parse_serve_config(text: str, path: str) -> list[ServedApp]:
     if not ours:
         raise ConfigError(f"{path}: no application has import_path {IMPORT_PATH}")
     return ours
+
+
+def check_schema(text: str, path: str) -> None:
+    """Check the keys of a Serve file that Ray Serve reads itself. Imports Ray, which takes seconds.
+
+    Raises: ConfigError naming what Ray Serve would refuse
+    """
+    from pydantic import ValidationError
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(yaml.safe_load(text))
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(f"{path}: Ray Serve refuses it: {error}") from error
 
 
 def default_serve_file() -> Path:

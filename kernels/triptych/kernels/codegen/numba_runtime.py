@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from triptych.core.cache_dirs import can_write, writable_cache_dir
+from triptych.core.config.cache_dirs import can_write, writable_cache_dir
 from triptych.kernels.codegen.simd import POINTER, Emitter
 
 _KERNELS = Path(__file__).parents[1]

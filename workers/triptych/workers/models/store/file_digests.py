@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from triptych.core.cache_dirs import writable_cache_dir
+from triptych.core.config.cache_dirs import writable_cache_dir
 from triptych.workers.models.store.metadata_cache import write_atomically
 from triptych.workers.models.store.safe_files import Progress, ignore_progress
 

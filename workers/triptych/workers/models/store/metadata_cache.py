@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from triptych.core.cache_dirs import cache_dir, writable_cache_dir
+from triptych.core.config.cache_dirs import cache_dir, writable_cache_dir
 
 T = TypeVar("T")
 

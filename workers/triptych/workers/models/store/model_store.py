@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from triptych.core.cache_dirs import cache_dir, writable_cache_dir
+from triptych.core.config.cache_dirs import cache_dir, writable_cache_dir
 from triptych.core.errors import ModelError, ModelNotFetched
 from triptych.workers.models.store.catalogue import CONVERTER_VERSION, KNOWN_MODELS, KnownModel
 from triptych.workers.models.store.file_digests import digest_of

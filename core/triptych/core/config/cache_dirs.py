@@ -2,8 +2,11 @@
 
 import logging
 import os
+import pwd
+import secrets
 import stat
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +29,48 @@ def writable_cache_dir() -> Path:
     Raises: ConfigError if that directory belongs to another user
     """
     return _writable(_configured(), Path(tempfile.gettempdir()))
+
+
+def set_library_environment() -> None:
+    """Set ``library_environment`` for this process and its children."""
+    os.environ.update(library_environment())
+
+
+def library_environment() -> dict[str, str]:
+    """Variables that let libraries work where the home directory is missing or read-only.
+
+    Ray writes a token there, Triton its compiled kernels. Variables that are set stay as they are.
+    """
+    wanted = dict[str, str]()
+    try:
+        home_is_writable = can_write(Path.home())
+    except RuntimeError:
+        home_is_writable = False
+        wanted["HOME"] = str(writable_cache_dir())
+    if not home_is_writable:
+        wanted["RAY_AUTH_TOKEN_PATH"] = str(_ray_token())
+        wanted["TRITON_CACHE_DIR"] = str(writable_cache_dir() / "triton")
+    if not _has_name(os.getuid()):  # getpass.getuser raises
+        wanted["USER"] = f"uid-{os.getuid()}"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _ray_token() -> Path:
+    """A file with a token for Ray's ports; Ray makes one in the home directory only."""
+    path = writable_cache_dir() / "ray_auth_token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    return path
+
+
+def _has_name(user: int) -> bool:
+    try:
+        return bool(pwd.getpwuid(user))
+    except KeyError:
+        return any(os.environ.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME"))
 
 
 def can_write(path: Path) -> bool:

@@ -26,7 +26,7 @@ SOURCES = sorted(path for part in PARTS for path in (ROOT / part / "triptych" / 
 
 RUNS_WHAT_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 RUNNING_BUILTINS = {"eval", "exec", "compile", "__import__"}
-READS_ENVIRONMENT = "core/triptych/core/config/model.py"
+READS_ENVIRONMENT = "core/triptych/core/config/cache_dirs.py"
 
 
 def name_of(path: Path) -> str:

@@ -72,7 +72,8 @@ def list_models(as_json: JsonFlag = False) -> None:
 
 
 def fetch_with_progress(name: str, *, verify: bool = False) -> Path:
-    """Fetch a model, with one progress bar per stage."""
+    """Fetch a model and hash its weights, with one progress bar per stage that takes long."""
+    from triptych.workers.models.facts import weights_of
     from triptych.workers.models.store.model_store import fetch as fetch_model
 
     bars = Progress(
@@ -93,4 +94,6 @@ def fetch_with_progress(name: str, *, verify: bool = False) -> Path:
         bars.update(tasks[stage], completed=done_bytes, total=total_bytes)
 
     with bars:
-        return fetch_model(name, report, verify=verify)
+        path = fetch_model(name, report, verify=verify)
+        weights_of(path, report)  # the digest is cached for all processes of the server
+    return path

@@ -28,6 +28,10 @@ class ModelError(TriptychError):
     """A model cannot be found, fetched, read or run."""
 
 
+class ModelNotFetched(ModelError):
+    """A model that can be downloaded is not on this machine yet."""
+
+
 class PluginError(TriptychError):
     """A plug-in of the operator's did not do what it says it does."""
 

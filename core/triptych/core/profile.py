@@ -51,6 +51,8 @@ class Profile:
     """Hash of the weights that the profile was made for."""
     geometry: Geometry
     settings: Settings
+    config: str = ""
+    """Hash of the config that it was made for; empty in profiles of earlier releases."""
     key_centre: str = ""
     """Mean key of each head after RoPE, fp16 [layers, kv_heads, head_dim] in base64; empty: none.
 
@@ -107,8 +109,16 @@ class Profile:
         plain = config.decode.selection.method == "none" and not steps
         return self.measured if plain and given == CompressorConfig() else ()
 
-    def check_model(self, weights: str, geometry: Geometry, path: Path) -> None:
-        """Raise ConfigError if this profile was made for another model."""
+    def check_model(
+        self, weights: str, geometry: Geometry, path: Path, model_config: str = ""
+    ) -> None:
+        """Raise ConfigError if this profile was made for another model, or another config of it."""
+        if self.config and model_config and self.config != model_config:
+            raise ConfigError(
+                f"compressor.profile={str(path)!r}: made for another config.json of {self.model} "
+                f"(hash {self.config}, the model served has {model_config}); run 'triptych "
+                "calibrate' for it, or set compressor.profile to auto or none"
+            )
         if (self.weights, self.geometry) != (weights, geometry):
             raise ConfigError(
                 f"compressor.profile={str(path)!r}: made for {self.model} (weights "

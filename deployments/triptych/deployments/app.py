@@ -74,7 +74,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         fidelity=profile.fidelity_of(config) if profile else (),
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=config.context_tokens(facts.context_tokens),
-        weights=facts.weights,
+        revision=facts.revision,
         run_dir=new_run_dir(),
         token=secrets.token_urlsafe(32),
         shards=config.router.shards,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from triptych.core.config import AppConfig
-from triptych.core.errors import ConfigError
+from triptych.core.errors import ConfigError, ModelError
 from triptych.core.pages import PagePlan
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
@@ -24,8 +24,8 @@ class AppPlan:
     pages: PagePlan
     context_tokens: int
     """The model's own context, in tokens; longer sequences are read in windows."""
-    weights: str
-    """Hash of the model's weights."""
+    revision: str
+    """Hash of all that decides what the model computes (``ModelFacts.revision``)."""
     run_dir: Path
     """Directory of the application's sockets, private to this user; one on each node."""
     nodes: int = 1
@@ -90,6 +90,17 @@ class AppPlan:
         """Raise ConfigError if windows do not fit the context, or the pool is too small."""
         Windows.of(self.config, self.context_tokens)
         self._check_stock()
+
+    def check_revision(self, loaded: str) -> None:
+        """Raise ModelError if a worker has loaded another model than the application began with.
+
+        Workers that start later read the same directory, and its files may have been replaced.
+        """
+        if loaded != self.revision:
+            raise ModelError(
+                f"{self.model_path}: its files changed since the application started (revision "
+                f"{loaded}, expected {self.revision}): restart the application, or restore them"
+            )
 
     def _check_stock(self) -> None:
         """Raise ConfigError if free lists and prefix cache leave too little for requests."""

@@ -7,6 +7,7 @@ Each operation is an ``Op``. A call runs the implementation for the device of it
 from typing import Any
 
 from triptych.kernels.codec import (
+    NUMERICS_VERSION,
     append_tokens,
     load_tokens,
     move_tokens,
@@ -23,6 +24,7 @@ from triptych.kernels.prefill import largest_sums, prefill_attention, significan
 from triptych.kernels.select import Rule, Summaries, select_pages, summarize_pages
 
 __all__ = [
+    "NUMERICS_VERSION",
     "OPS",
     "Op",
     "PageLists",

@@ -16,9 +16,10 @@ from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
-from triptych.kvpool.rpc.gateway import PoolAddress, bracketed, guest_name, is_guest
+from triptych.kvpool.rpc.gateway import PoolAddress, guest_name, is_guest
 from triptych.kvpool.rpc.server import PoolServer
 from triptych.kvpool.transfer.fetcher import Fetcher
+from triptych.kvpool.transfer.page_stream import bracketed
 
 __all__ = [
     "PREFIX_WORKER",

@@ -115,7 +115,12 @@ def test_validate_looks_at_the_disk_of_the_pages(
     tmp_path: Path, run: Run, serve_file: Callable[[object], str]
 ) -> None:
     def pages(path: Path, nbytes: int = 16 << 20, method: str = "none") -> str:
-        pool = {"arena_path": str(path), "kv_cache_memory_bytes": nbytes, "prefix_bytes": 0}
+        pool = {
+            "arena_path": str(path),
+            "kv_cache_memory_bytes": nbytes,
+            "prefix_bytes": 0,
+            "extent_pages": 16,
+        }
         return serve_file({"pool": pool, "decode": {"selection": {"method": method}}})
 
     file = tmp_path / "file"
@@ -232,7 +237,7 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     assert "http://127.0.0.1:8000/v1 " in told
     assert "tokens or more at once" in told
     assert "in 16 bits, others in K8V4" in told
-    assert """curl http://127.0.0.1:8000/v1/chat/completions""" in told
+    assert """curl 'http://127.0.0.1:8000/v1/chat/completions'""" in told
     assert '"model": "tiny"' in told
     ((program, *command),) = started
     assert Path(program).name == "serve"

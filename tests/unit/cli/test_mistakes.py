@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
 
+from tests.tiny import save_tiny_model
 from tests.unit.k8s.kustomize import Body, render
 from triptych.cli.checks.diagnosis import Disk, Facts, diagnose
 from triptych.cli.checks.doctor import container_memory, look_around
@@ -190,6 +191,24 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "3.0 GiB of applications that died",
         "next start removes",
     ),
+    "a model that is cut short": (
+        {"model_path": "", "model_fault": "/m: model.safetensors: has 5 bytes"},
+        {},
+        "has 5 bytes",
+        "model.name",
+    ),
+    "a port at an IPv6 address": (
+        {"host": "::1", "port_holder": "another program"},
+        {},
+        "listens at [::1]:8000",
+        "http_options.port",
+    ),
+    "a gRPC port at an IPv6 address": (
+        {"grpc_port_fault": "Address already in use"},
+        {"ingress": {"grpc_port": 9000, "grpc_host": "::1"}},
+        "nobody can listen at [::1]:9000",
+        "ingress.grpc_port",
+    ),
     "a model that is not here": (
         {"model_path": ""},
         {},
@@ -210,6 +229,62 @@ def test_doctor_names_what_is_wrong_with_a_machine_and_what_helps(name: str) -> 
 def test_doctor_has_nothing_to_say_of_a_healthy_machine() -> None:
     found = diagnose(HEALTHY, AppConfig())
     assert {finding.status for finding in found} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"environment": {"RAY_ADDRESS": "local"}},
+        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "::1"},
+    ],
+    ids=["RAY_ADDRESS=local starts a cluster", "::1 is as private as 127.0.0.1"],
+)
+def test_doctor_does_not_warn_of_what_is_harmless(facts: dict[str, Any]) -> None:
+    found = diagnose(replace(HEALTHY, **facts), AppConfig())
+    assert {finding.status for finding in found} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("::1", "http://[::1]:8020"),
+        ("::", "http://[::1]:8020"),
+        ("fe80::1%eth0", "http://[fe80::1%eth0]:8020"),
+        ("0.0.0.0", "http://127.0.0.1:8020"),
+        ("localhost", "http://localhost:8020"),
+    ],
+)
+def test_the_url_of_every_host_can_be_used(host: str, url: str) -> None:
+    assert HttpOptions(host, 8020).url == url
+
+
+def test_doctor_works_at_an_ipv6_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "none"))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        facts = look_around(AppConfig(), HttpOptions("::1", port))
+    assert facts.port_holder.startswith("another program")
+
+
+def test_doctor_works_where_there_is_no_ipv6(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "none"))
+
+    def no_socket(*_: object) -> NoReturn:
+        raise OSError(97, "Address family not supported by protocol")
+
+    monkeypatch.setattr("triptych.cli.checks.doctor.socket.socket", no_socket)
+    monkeypatch.setattr("triptych.cli.checks.doctor._who_answers", lambda _: "")
+    assert "not supported" in look_around(AppConfig(), HttpOptions("::1", 8020)).port_holder
+
+
+def test_doctor_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    config = AppConfig.from_mapping({"model": {"name": str(tmp_path / "model")}})
+    assert "download it again" in look_around(config, HttpOptions()).model_fault
 
 
 def test_doctor_finds_what_a_killed_pool_left_on_a_disk(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from triptych.core.config import AppConfig
-from triptych.core.errors import ConfigError
+from triptych.core.errors import ConfigError, ModelError
 from triptych.core.layout import Geometry
 from triptych.core.messages import Report
 from triptych.core.pages import PagePlan
@@ -25,7 +25,7 @@ def plan(**pool: object) -> AppPlan:
         model_path=Path(),
         pages=PagePlan.of(config, Geometry(layers=30, kv_heads=3, head_dim=64)),
         context_tokens=8192,
-        weights="hash",
+        revision="hash",
         run_dir=Path(),
     )
 
@@ -50,6 +50,13 @@ def test_requests_book_neither_stocks_nor_prefixes() -> None:
 def test_too_little_for_requests_is_an_error(pool: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(**pool).check()
+
+
+def test_a_worker_that_loads_other_files_is_refused() -> None:
+    """It would publish pages of the new weights under the key of the old ones."""
+    plan().check_revision("hash")
+    with pytest.raises(ModelError, match=r"changed since .*revision other.*restart"):
+        plan().check_revision("other")
 
 
 IDLE = RouterSnapshot(

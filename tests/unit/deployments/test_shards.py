@@ -57,7 +57,7 @@ def plans(shards: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0
         model_path=Path(),
         pages=PagePlan.of(config, Geometry(layers=30, kv_heads=3, head_dim=64)),
         context_tokens=8192,
-        weights="hash",
+        revision="hash",
         run_dir=run_dir,
         shards=shards,
     )

@@ -65,7 +65,7 @@ def plan(tiny_model: Path, short_dir: Path) -> AppPlan:
         model_path=tiny_model,
         pages=PagePlan.of(config, facts.geometry),
         context_tokens=CONTEXT_TOKENS,
-        weights=facts.weights,
+        revision=facts.revision,
         run_dir=short_dir,
         nodes=2,
         token="a token of the tests",

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from hashlib import sha256
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,14 @@ from torch import Tensor
 from tests.moves import random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import append_tokens, load_tokens, move_tokens, store_tokens, transcode
+from triptych.kernels import (
+    NUMERICS_VERSION,
+    append_tokens,
+    load_tokens,
+    move_tokens,
+    store_tokens,
+    transcode,
+)
 from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow
 from triptych.kernels.pages import segments
 
@@ -274,3 +282,24 @@ def test_an_arena_of_another_page_size_is_an_error() -> None:
     layout = layout_of("k8v4", 64, "channel")
     with pytest.raises(ConfigError, match="4096 bytes, those of the layout 3584"):
         _store_outside(torch.zeros(2, 4096, dtype=torch.uint8), layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_change_of_the_encoded_bytes_raises_the_version(backend: str) -> None:
+    """Pages outlive the program on disk: with other bytes here, raise NUMERICS_VERSION."""
+    digest = sha256()
+    for name, head_dim, order in product(sorted(FORMATS), (64, 96), ORDERS):
+        layout = layout_of(name, head_dim, order)
+        tokens = torch.arange(TOKENS, dtype=torch.int32)
+        count = TOKENS * HEADS * head_dim
+        mixed = torch.arange(2 * count) * 40503 % 65521  # spread, and the same on every machine
+        key, value = (mixed.float() / 8192 - 4).view(2, TOKENS, HEADS, head_dim)
+        width = layout.pages(TOKENS)
+        page = (
+            torch.arange(HEADS, dtype=torch.int32)[None] * width + tokens[:, None] // layout.tokens
+        )
+        rows = (tokens % layout.tokens)[:, None].repeat(1, HEADS)
+        arena = torch.zeros((HEADS * width, layout.page_bytes), dtype=torch.uint8)
+        store_tokens.on(backend)(arena, layout, key, value, page, rows, tokens)
+        digest.update(arena.numpy().tobytes())
+    assert (NUMERICS_VERSION, digest.hexdigest()[:16]) == (1, "c8a3da0eafbae8c4")

@@ -66,13 +66,13 @@ def prefix_store(
     config: AppConfig,
     plan: PagePlan,
     pool: WorkerPool,
-    weights: str,
+    revision: str,
     device: Device = CPU,
 ) -> PrefixStore | None:
-    """Prefix cache access for weights with this hash; None if the prefix cache is off."""
+    """Prefix cache access for a model of this revision; None if the prefix cache is off."""
     if plan.prefix_bytes == 0:
         return None
-    return PrefixStore(pool, plan, weights, config.model.dtype, device)
+    return PrefixStore(pool, plan, revision, config.model.dtype, device)
 
 
 def make_engines(

@@ -133,7 +133,7 @@ class LocalServer:
         self.weight_bytes = model_context.answers.model.network.step_bytes if model_context else 0
         """Bytes of weights that a forward pass reads."""
         self.vocab_size = facts.vocab_size
-        self._prefixes = prefix_store(config, self.plan, self.pool, facts.weights, device)
+        self._prefixes = prefix_store(config, self.plan, self.pool, facts.revision, device)
         engines = make_engines(
             config, self.plan, model_context, self.pool, STAGES, draw, self._prefixes, device
         )

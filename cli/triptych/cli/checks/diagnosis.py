@@ -11,11 +11,13 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from triptych.core.config import GIB, MIB, AppConfig
+from triptych.kvpool import bracketed
 
 Status = Literal["ok", "warning", "fault"]
 
 LEAST_OPEN_FILES = 4096
 """Workers, connections and Ray's logs need open files."""
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 RAY_BYTES = 3 * GIB // 2
 """Memory of Ray's own processes."""
 STAGE_BYTES = GIB
@@ -80,6 +82,8 @@ class Facts:
     orphan_bytes: int
     model_path: str
     """Directory of the configured model; empty: not on this machine."""
+    model_fault: str = ""
+    """Why the model cannot be loaded; empty: it can, or it is to be downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ def _versions(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    at = f"{facts.host}:{facts.port}"
+    at = f"{bracketed(facts.host)}:{facts.port}"
     if not facts.port_holder:
         yield Finding("port", "ok", f"{at} is free")
     elif "triptych" in facts.port_holder:
@@ -133,7 +137,7 @@ def _port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 
 def _grpc_port(facts: Facts, config: AppConfig) -> Iterator[Finding]:
-    at = f"{config.ingress.grpc_host}:{config.ingress.grpc_port}"
+    at = f"{bracketed(config.ingress.grpc_host)}:{config.ingress.grpc_port}"
     if facts.grpc_port_fault and "triptych" not in facts.port_holder:
         yield Finding(
             "gRPC port",
@@ -312,7 +316,8 @@ def _gpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 def _environment(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     env = facts.environment
-    if address := env.get("RAY_ADDRESS"):
+    address = env.get("RAY_ADDRESS", "")
+    if address not in {"", "local"}:  # with local, Ray starts a cluster of its own
         yield Finding(
             "environment",
             "warning",
@@ -328,7 +333,7 @@ def _environment(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             f"{proxies[0]} is set, and clients would ask the proxy for 127.0.0.1",
             "set no_proxy=127.0.0.1,localhost",
         )
-    if env.get("RAY_AUTH_MODE") == "disabled" and facts.host not in {"127.0.0.1", "localhost"}:
+    if env.get("RAY_AUTH_MODE") == "disabled" and facts.host not in LOOPBACK:
         yield Finding(
             "environment",
             "warning",
@@ -371,7 +376,9 @@ def _leftovers(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 def _model(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     name = config.model.name
-    if facts.model_path:
+    if facts.model_fault:
+        yield Finding("model", "fault", facts.model_fault, "or set model.name to another model")
+    elif facts.model_path:
         yield Finding("model", "ok", f"{name} is at {facts.model_path}")
     else:
         yield Finding(

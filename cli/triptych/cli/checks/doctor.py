@@ -22,8 +22,9 @@ from packaging.requirements import Requirement
 from triptych.cli.checks.diagnosis import Disk, Facts, diagnose
 from triptych.cli.output import JsonFlag, make_table, show
 from triptych.cli.serving.serve_file import HttpOptions, read_http, read_serve_file
-from triptych.core.config import AppConfig, cache_dir
-from triptych.core.errors import ConfigError, ModelError
+from triptych.core.config import AppConfig
+from triptych.core.config.cache_dirs import writable_cache_dir
+from triptych.core.errors import ConfigError, ModelError, ModelNotFetched
 from triptych.deployments.transport import run_dir
 from triptych.kvpool.pool.arena import find_orphans, shared_memory_dir
 
@@ -61,6 +62,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
     orphans += run_dir.find_orphans()
     ray_processes = [" ".join(p.info["cmdline"][:1]) for p in _ray_processes()]
     gpus, ingress = _gpus(), config.ingress
+    model_path, model_fault = _model(config)
     return Facts(
         python=platform.python_version(),
         packages=dict(_installed(needed)),
@@ -70,7 +72,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
         port_holder=_port_holder(http),
         grpc_port_fault=_bind_fault(ingress.grpc_host, ingress.grpc_port),
         shared_memory=_disk(Path("/dev/shm")),
-        cache=_disk(cache_dir()),
+        cache=_disk(writable_cache_dir()),
         temporary=_disk(Path(tempfile.gettempdir())),
         base_dir=str(run_dir.base_dir()),
         base_dir_fault=_base_dir_fault(),
@@ -86,7 +88,8 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
         ray_address_file=_ray_address_file(),
         orphans=[str(path) for path in orphans],
         orphan_bytes=sum(path.stat().st_size for path in orphans if path.is_file()),
-        model_path=_model_path(config),
+        model_path=model_path,
+        model_fault=model_fault,
     )
 
 
@@ -125,21 +128,20 @@ def _bind_fault(host: str, port: int) -> str:
     """Why the gRPC port cannot be used; empty if it can, or if it is 0."""
     if not port:
         return ""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
+    except OSError as error:  # without IPv6 there is no socket either
+        return error.strerror or str(error)
     return ""
 
 
 def _who_answers(http: HttpOptions) -> str:
-    host = "127.0.0.1" if http.host in {"0.0.0.0", "::"} else http.host
     try:
-        answer = httpx.get(f"http://{host}:{http.port}/version", timeout=2.0)
+        answer = httpx.get(f"{http.url}/version", timeout=2.0)
         return f"triptych {answer.json()['version']}"
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return ""
 
 
@@ -179,10 +181,16 @@ def _ray_address_file() -> str:
     return str(path) if path.exists() else ""
 
 
-def _model_path(config: AppConfig) -> str:
+def _model(config: AppConfig) -> tuple[str, str]:
+    """Directory of the model, and why it cannot be loaded; both empty if it is to be downloaded."""
+    from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
 
     try:
-        return str(resolve(config.model.name, allow_download=False))
-    except ModelError:
-        return ""
+        path = resolve(config.model.name, allow_download=False)
+        describe(path)
+    except ModelNotFetched:
+        return "", ""
+    except ModelError as error:
+        return "", str(error)
+    return str(path), ""

@@ -128,7 +128,7 @@ def app_plan(
         model_path=Path(),
         pages=PagePlan.of(one, geometry, profile, is_plain=is_plain),
         context_tokens=context_tokens,
-        weights="",
+        revision="",
         run_dir=Path(),
         shards=config.router.shards,
     )

@@ -12,14 +12,21 @@ import typer
 
 from triptych.cli.checks.manifests import find_problems, read_manifests
 from triptych.cli.output import JsonFlag, console, make_table, show
-from triptych.cli.serving.serve_file import ServedApp, parse_serve_config, read_text
+from triptych.cli.serving.serve_file import (
+    ServedApp,
+    check_schema,
+    parse_http,
+    parse_serve_config,
+    read_text,
+)
 from triptych.core.config import ActorConfig, AppConfig, WorkerGroup
-from triptych.core.errors import ConfigError
+from triptych.core.errors import ConfigError, ModelNotFetched
 from triptych.core.shards import shard_of
 from triptych.router import check_policies
 
 if TYPE_CHECKING:
     from triptych.core.pages import PagePlan
+    from triptych.deployments.app_plan import AppPlan
     from triptych.workers.models.facts import ModelFacts
 
 ConfigPath = Annotated[
@@ -57,7 +64,10 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
     if _has_manifests(text):
         _validate_manifests(text, str(config), as_json=as_json)
         return
-    facts = [_facts(app) for app in parse_serve_config(text, str(config))]
+    apps = parse_serve_config(text, str(config))
+    parse_http(text, str(config))
+    check_schema(text, str(config))
+    facts = [_facts(app) for app in apps]
     if as_json:
         typer.echo(json.dumps([asdict(fact) for fact in facts], indent=2))
         return
@@ -160,24 +170,30 @@ def check_keys(config: AppConfig) -> None:
         read_keys(Path(config.ingress.api_keys))
 
 
-def known_of(config: AppConfig) -> "tuple[ModelFacts, PagePlan] | tuple[None, None]":
-    """Facts of the model and its page plan; none if it is not on this machine.
+def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, None]":
+    """Facts of the model and the plan that ``serve`` makes for it; none if it is to be downloaded.
 
-    Raises: ConfigError if a page is too small for a format, or the pool for a request
+    Raises: ModelError if the model cannot be loaded; ConfigError if a page is too small for a
+        format, or the pool for its workers or a request
     """
-    from triptych.core.errors import ModelError
-    from triptych.core.pages import PagePlan
+    from triptych.cli.checks.sizing import app_plan
+    from triptych.cli.serving.panel import describe_pages
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
+    from triptych.workers.models.tokenizer import open_tokenizer
 
     try:
         path = resolve(config.model.name, allow_download=False)
-    except ModelError:
+    except ModelNotFetched:
         return None, None
     facts = describe(path)
-    profile, one = find_profile(config, facts), shard_of(config, 0)
-    return facts, PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
+    open_tokenizer(path)
+    context = config.context_tokens(facts.context_tokens)
+    profile = find_profile(config, facts)
+    plan = app_plan(config, facts.geometry, context, profile, is_plain=facts.is_plain)
+    describe_pages(plan)  # raises if nothing is left for requests
+    return facts, plan
 
 
 def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object] | None:
@@ -276,6 +292,7 @@ def check_network(config: AppConfig) -> str:
 
 def _facts(app: ServedApp) -> Facts:
     facts, plan = known_of(app.config)
+    pages = plan.pages if plan else None
     check_keys(app.config)
     check_policies(app.config.router, app.config.decode.max_num_seqs)
     return Facts(
@@ -284,9 +301,9 @@ def _facts(app: ServedApp) -> Facts:
         model=app.config.model.public_name,
         topology=app.config.topology,
         actors=actors_of(app.config),
-        pages=check_pages(app.config, plan),
+        pages=check_pages(app.config, pages),
         disk=check_disk(app.config),
         arena=check_arena(app.config),
-        plugins=check_steps(app.config, facts, plan),
+        plugins=check_steps(app.config, facts, pages),
         network=check_network(app.config),
     )

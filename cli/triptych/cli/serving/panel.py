@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from triptych.cli.serving.serve_file import HttpOptions, ServedApp
 from triptych.core.errors import ConfigError
 from triptych.deployments.app_plan import AppPlan
+from triptych.kvpool import bracketed
 
 
 def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
@@ -31,16 +32,16 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     grpc = config.ingress.grpc_port
     return [
         ("address", f"{url}/v1"),
-        *([("gRPC", f"{config.ingress.grpc_host}:{grpc}")] if grpc else []),
+        *([("gRPC", f"{bracketed(config.ingress.grpc_host)}:{grpc}")] if grpc else []),
         ("model", f"{config.model.public_name}, {context} tokens of context, {config.topology}"),
         ("pages", describe_pages(plan)),
         ("precision", ", ".join(describe_precision(plan))),
         (
             "try",
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"curl '{url}/v1/chat/completions' -H 'Content-Type: application/json' "
             f"-d '{json.dumps(body)}'",
         ),
-        ("watch", f"triptych top --url {url}"),
+        ("watch", f"triptych top --url '{url}'"),
     ]
 
 

@@ -11,6 +11,8 @@ from triptych.cli.output import notes
 from triptych.cli.serving.child import run_interruptible
 from triptych.cli.serving.panel import start_panel
 from triptych.cli.serving.serve_file import default_serve_file, read_http, read_serve_file
+from triptych.core.config.cache_dirs import set_library_environment
+from triptych.deployments.transport import run_dir
 
 ConfigFile = Annotated[
     Path | None,
@@ -30,4 +32,8 @@ def serve(config: ConfigFile = None) -> None:
     command = str(Path(sys.executable).with_name("serve"))
     # Ray answers SIGTERM by killing all it runs, and a killed pool leaves its pages in shared
     # memory; an interrupt ends the application first.
-    raise typer.Exit(run_interruptible([command, "run", str(path)]))
+    set_library_environment()
+    before = run_dir.all_run_dirs()
+    status = run_interruptible([command, "run", str(path)])
+    run_dir.remove_left_over(before)
+    raise typer.Exit(status)

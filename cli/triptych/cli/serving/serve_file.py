@@ -6,8 +6,10 @@ from typing import Any, cast
 
 import yaml
 
-from triptych.core.config import AppConfig, cache_dir
+from triptych.core.config import AppConfig
+from triptych.core.config.cache_dirs import writable_cache_dir
 from triptych.core.errors import ConfigError
+from triptych.kvpool import bracketed
 
 IMPORT_PATH = "triptych.deployments.app:build_app"
 
@@ -37,8 +39,13 @@ class HttpOptions:
     @property
     def url(self) -> str:
         """URL for a client on the same machine."""
-        host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{bracketed(host)}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """Host and port at which the server listens."""
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def read_http(path: Path) -> HttpOptions:
@@ -46,7 +53,12 @@ def read_http(path: Path) -> HttpOptions:
 
     Raises: ConfigError naming the key and what was expected
     """
-    body: object = yaml.safe_load(read_text(path))
+    return parse_http(read_text(path), str(path))
+
+
+def parse_http(text: str, path: str) -> HttpOptions:
+    """Like ``read_http``, for the text of the file ``path``."""
+    body: object = yaml.safe_load(text)
     options: object = cast("dict[str, Any]", body).get("http_options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{path}: http_options={options!r}: expected a mapping")
@@ -95,9 +107,23 @@ def parse_serve_config(text: str, path: str) -> list[ServedApp]:
     return ours
 
 
+def check_schema(text: str, path: str) -> None:
+    """Check the keys of a Serve file that Ray Serve reads itself. Imports Ray, which takes seconds.
+
+    Raises: ConfigError naming what Ray Serve would refuse
+    """
+    from pydantic import ValidationError
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(yaml.safe_load(text))
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(f"{path}: Ray Serve refuses it: {error}") from error
+
+
 def default_serve_file() -> Path:
     """Write a config file with all defaults."""
-    path = cache_dir() / "serve.yaml"
+    path = writable_cache_dir() / "serve.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(DEFAULT, sort_keys=False), encoding="utf-8")
     return path

@@ -3,7 +3,7 @@
 from triptych.core.config.app import AppConfig, WorkerGroup
 from triptych.core.config.experimental import ExperimentalConfig
 from triptych.core.config.ingress import IngressConfig
-from triptych.core.config.model import DType, ModelConfig, cache_dir
+from triptych.core.config.model import DType, ModelConfig
 from triptych.core.config.network import NetworkConfig
 from triptych.core.config.pool import PoolConfig
 from triptych.core.config.router import RouterConfig
@@ -38,7 +38,6 @@ __all__ = [
     "SelectionConfig",
     "StepPluginConfig",
     "WorkerGroup",
-    "cache_dir",
     "check_policy",
     "require",
 ]

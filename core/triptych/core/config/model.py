@@ -1,6 +1,5 @@
 """The model that is served."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,11 +7,6 @@ from typing import Literal
 from triptych.core.config.values import require
 
 DType = Literal["float32", "bfloat16", "float16"]
-
-
-def cache_dir() -> Path:
-    """Where models and kernels are kept: ``TRIPTYCH_CACHE_DIR`` or ``~/.cache/triptych``."""
-    return Path(os.environ.get("TRIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "triptych")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

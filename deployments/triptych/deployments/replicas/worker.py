@@ -65,6 +65,8 @@ class WorkerReplica:
             load_model, plan.config, plan.pages, plan.model_path, stages, self._device
         )
         model = self._loaded_model
+        if model:
+            plan.check_revision(model.answers.model.revision)
         self._live_profiler = LiveProfiler(
             self._stages, model.answers.model.network.step_bytes if model else 0
         )
@@ -134,7 +136,7 @@ class WorkerReplica:
     def _make_loop(self) -> StageLoop:
         plan = self._plan
         self._prefixes = prefix_store(
-            plan.config, plan.pages, self._pool, plan.weights, self._device
+            plan.config, plan.pages, self._pool, plan.revision, self._device
         )
         engines = make_engines(
             plan.config,

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 POOL_SOCKETS = "pool*.sock"
 """One pool socket for each shard of an application (``AppPlan.named``)."""
+LEFT_OVER_WAIT_S = 3.0
+"""How long a stopped server waits for its last processes, to remove their directory."""
 _LOCK = "lock"
 
 
@@ -95,7 +98,7 @@ class RunDir:
 def remove_orphans() -> list[Path]:
     """Remove run directories of this user's dead applications; returns their paths."""
     removed = list[Path]()
-    for path in base_dir().glob("app-*"):
+    for path in all_run_dirs():
         try:
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # it is just being created, or belongs to another user
@@ -107,10 +110,29 @@ def remove_orphans() -> list[Path]:
     return removed
 
 
+def all_run_dirs() -> set[Path]:
+    """Run directories of this user's applications, including those of dead ones."""
+    return set(base_dir().glob("app-*"))
+
+
+def remove_left_over(before: set[Path], wait_s: float = LEFT_OVER_WAIT_S) -> None:
+    """Remove the directories made since ``before``, whose application has ended.
+
+    Ray kills processes that do not end in time, and those leave their directory. Waits up to
+    ``wait_s`` for processes that are still ending.
+    """
+    deadline = time.monotonic() + wait_s
+    while remaining := all_run_dirs() - before:
+        remove_orphans()
+        if not all_run_dirs() & remaining or time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+
+
 def find_orphans() -> list[Path]:
     """Run directories of this user's dead applications."""
     found = list[Path]()
-    for path in sorted(base_dir().glob("app-*")):
+    for path in sorted(all_run_dirs()):
         try:
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

@@ -151,6 +151,7 @@ def profile_with_mean_keys(plan: Calibration) -> Profile:
     return Profile(
         model=plan.model,
         weights=facts.weights,
+        config=facts.config,
         geometry=facts.geometry,
         settings=next(iter(plan.candidates.values())),
         key_centre=Profile.pack(packed),

@@ -111,7 +111,11 @@ def profile_to_extend(config: AppConfig, path: Path) -> Profile:
     """The profile that the settings name, or an empty one for the model at ``path``."""
     facts = describe(path)
     return find_profile(config, facts) or Profile(
-        model=config.model.name, weights=facts.weights, geometry=facts.geometry, settings=Settings()
+        model=config.model.name,
+        weights=facts.weights,
+        config=facts.config,
+        geometry=facts.geometry,
+        settings=Settings(),
     )
 
 

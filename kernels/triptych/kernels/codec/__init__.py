@@ -3,6 +3,9 @@
 from triptych.kernels.codec import reference
 from triptych.kernels.op import Op
 
+NUMERICS_VERSION = 1
+"""Increase it when any codec gives other bytes: pages on disk outlive the program."""
+
 store_tokens = Op(
     name="store_tokens",
     spec=reference.store_tokens,

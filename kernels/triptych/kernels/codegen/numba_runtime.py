@@ -21,6 +21,7 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from triptych.core.config.cache_dirs import can_write, writable_cache_dir
 from triptych.kernels.codegen.simd import POINTER, Emitter
 
 _KERNELS = Path(__file__).parents[1]
@@ -58,7 +59,7 @@ def _cache_of_these_sources() -> Iterator[None]:
     numba detects a change of a function's own file, but not of functions that it calls.
     """
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(Path(before or _KERNELS / "__pycache__") / _digest())
+    numba.config.CACHE_DIR = str(_cache_parent(before) / _digest())
     try:
         yield
     finally:
@@ -66,11 +67,17 @@ def _cache_of_these_sources() -> Iterator[None]:
 
 
 @cache
+def _cache_parent(named: str) -> Path:
+    """``NUMBA_CACHE_DIR``, or beside the kernels; where neither can be written, our own cache."""
+    places = [Path(named)] if named else [_KERNELS / "__pycache__"]
+    return next(filter(can_write, places), writable_cache_dir())
+
+
+@cache
 def _digest() -> str:
-    """Directory name from the hash of all modules that compile functions, this one included."""
+    """Directory name from the hash of all kernel sources; numba adds its version and the processor."""
     texts = [path.read_bytes() for path in sorted(_KERNELS.rglob("*.py"))]
-    compiled = [text for text in texts if b"numba_runtime" in text or b"njit" in text]
-    return f"kernels-{sha256(b''.join(compiled)).hexdigest()[:16]}"
+    return f"kernels-{sha256(b''.join(texts)).hexdigest()[:16]}"
 
 
 @cache

@@ -19,7 +19,7 @@ from triptych.kvpool.rpc.channel import FrameServer, Outside
 from triptych.kvpool.rpc.dispatch import answer_with
 from triptych.kvpool.rpc.local_pool import LockedPool, PoolCall
 from triptych.kvpool.rpc.messages import PagesOffered
-from triptych.kvpool.transfer.page_stream import PageSender
+from triptych.kvpool.transfer.page_stream import PageSender, bracketed
 
 GUEST = "guest/"
 """Prefix of guests' names: a message from another node cannot act for a worker of this one."""
@@ -126,11 +126,6 @@ class PeerPorts:
     def close(self) -> None:
         self._server.stop()
         self._sender.close()
-
-
-def bracketed(host: str) -> str:
-    """A host as it is written before a port: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _require_guest(worker: WorkerId) -> None:

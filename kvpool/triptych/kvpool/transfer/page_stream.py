@@ -225,6 +225,11 @@ class PageSender:
 # ------------------------------------------------------------------ the side that wants them
 
 
+def bracketed(host: str) -> str:
+    """A host as it is written before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def receive(
     address: tuple[str, int],
     access: Access,
@@ -240,7 +245,7 @@ def receive(
         AccessRefused; whatever the other side says that went wrong
     """
     host, port = address
-    with _translated(f"{host}:{port}"):
+    with _translated(f"{bracketed(host)}:{port}"):
         connection = socket.create_connection(address, timeout=QUIET_S)
         with _wrapped(connection, access.client_context, access.server_name or host) as line:
             send_all(line, [ticket])

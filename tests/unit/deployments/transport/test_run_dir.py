@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from triptych.deployments.transport.run_dir import RunDir
 
 GUEST = """
 import sys
+import threading
 from pathlib import Path
 from triptych.deployments.transport.run_dir import RunDir
 stay = RunDir.enter(Path(sys.argv[1]))
@@ -30,6 +32,7 @@ if sys.stdin.readline():
 
 COMER_AND_GOER = """
 import sys
+import threading
 from pathlib import Path
 from triptych.deployments.transport.run_dir import RunDir
 for _ in range(300):
@@ -114,6 +117,22 @@ def test_only_what_the_dead_left_is_removed(base: Path) -> None:
         assert living.is_dir()
 
 
+def test_a_server_that_stops_removes_what_its_killed_processes_left(base: Path) -> None:
+    earlier, mine = run_dir.new_run_dir(), run_dir.new_run_dir()
+    with ExitStack() as stack:
+        stack.enter_context(guest(earlier))
+        before = run_dir.all_run_dirs()
+        killed = stack.enter_context(guest(mine))
+        run_dir.remove_left_over(before, wait_s=0.0)
+        assert mine.is_dir()  # a process is still there
+        ending = threading.Timer(0.3, killed.kill)
+        ending.start()
+        run_dir.remove_left_over(before, wait_s=30.0)
+        assert not mine.exists()
+        assert earlier.is_dir()
+        ending.join()
+
+
 def test_what_has_no_lock_is_not_touched(base: Path) -> None:
     base.mkdir(mode=0o700)
     (base / "app-none-of-ours").mkdir()
@@ -133,6 +152,7 @@ def test_whoever_enters_while_another_leaves_gets_a_whole_directory() -> None:
 
 OWNER = """
 import sys
+import threading
 from pathlib import Path
 from triptych.deployments.transport.run_dir import RunDir
 with RunDir.enter(Path(sys.argv[1])).only_one("pool"):

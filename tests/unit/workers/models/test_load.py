@@ -1,6 +1,7 @@
 """What can be served is described exactly; what cannot is refused with a reason."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,10 +30,14 @@ from triptych.workers.models.weights import read_plain
 SaveModel = Callable[[PreTrainedConfig], Path]
 
 
-def test_a_description_needs_no_weights(llama: PreTrainedConfig, save_model: SaveModel) -> None:
+def test_a_description_reads_no_values_of_weights(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
     path = save_model(llama)
-    for file in path.glob("*.safetensors"):
-        file.write_bytes(b"")
+    file = path / "model.safetensors"
+    size, header = file.stat().st_size, 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    os.truncate(file, header)
+    os.truncate(file, size)
     facts = describe(path)
     assert facts.geometry == Geometry(layers=3, kv_heads=2, head_dim=8)
     assert (facts.num_heads, facts.context_tokens, facts.vocab_size) == (6, 256, 320)
@@ -203,7 +208,7 @@ def test_weights_cut_short_are_an_error(llama: PreTrainedConfig, save_model: Sav
     path = save_model(llama)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4096])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"model.safetensors: has .* download it again"):
         load(path, "float32")
 
 

@@ -18,7 +18,7 @@ from triptych.core.config import DType
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
-from triptych.kernels import transcode
+from triptych.kernels import NUMERICS_VERSION, transcode
 from triptych.kernels.pages import segments
 from triptych.kvpool import FoundPrefix, Namespace, PinId, Publication, WorkerPool
 from triptych.workers.device import CPU, Device
@@ -139,8 +139,8 @@ class PrefixStore:
 
     pool: WorkerPool
     plan: PagePlan
-    weights: str
-    """Hash of the model's weights."""
+    revision: str
+    """Hash of all that decides what the model computes (``ModelFacts.revision``)."""
     dtype: DType
     """Data type of the model's computation."""
     device: Device = CPU
@@ -154,7 +154,7 @@ class PrefixStore:
     def namespace(self, cache_salt: str) -> Namespace:
         """The namespace of prefixes that requests with this salt can share."""
         return Namespace(
-            salt=cache_salt.encode(), model=self.weights, revision="", profile=self._profile
+            salt=cache_salt.encode(), model="", revision=self.revision, profile=self._profile
         )
 
     # ---------------------------------------------------------------- reading
@@ -386,6 +386,7 @@ def profile_of(plan: PagePlan, dtype: DType) -> str:
     """Digest of everything that the bytes of a prefix's pages depend on."""
     parts = (
         PAGES_VERSION,
+        NUMERICS_VERSION,
         plan.high.format,
         plan.high.key_order,
         plan.page_bytes,

@@ -22,5 +22,5 @@ def find_profile(config: AppConfig, facts: ModelFacts) -> Profile | None:
     if name == "auto" and not path.is_file():
         return None
     profile = Profile.read(path)
-    profile.check_model(facts.weights, facts.geometry, path)
+    profile.check_model(facts.weights, facts.geometry, path, facts.config)
     return profile

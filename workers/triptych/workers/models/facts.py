@@ -5,14 +5,22 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from triptych.core.errors import ModelError
 from triptych.core.schema import build
-from triptych.workers.models.store.metadata_cache import cached
-from triptych.workers.models.store.safe_files import MANIFEST, file_hashes
-from triptych.workers.models.traits import ModelShape, ModelTraits
+from triptych.workers.models.store.checkpoint_files import check_checkpoint
+from triptych.workers.models.store.file_digests import digest_of
+from triptych.workers.models.store.metadata_cache import (
+    DESCRIBING_FILES,
+    cached,
+    hash_files,
+    reader_versions,
+)
+from triptych.workers.models.store.safe_files import Progress, ignore_progress
+from triptych.workers.models.traits import HEAD, ModelShape, ModelTraits
 
-_SAMPLE_BYTES, _SAMPLES = 4096, 64
 _SETTINGS = ("config.json", "generation_config.json")
-_OBSERVER = str(Path(__file__).with_name("observe.py"))
+_COSMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version",
+             "use_cache"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +30,9 @@ class ModelFacts(ModelTraits):
     revision: str
     """Hash of config, tokenizer and weights: part of all cache keys."""
     weights: str
-    """Hash of the weights alone: a profile belongs to it."""
+    """Hash of the weights alone."""
+    config: str
+    """Hash of the config alone: a profile belongs to the weights and to it."""
 
 
 def describe(path: Path) -> ModelFacts:
@@ -34,9 +44,21 @@ def describe(path: Path) -> ModelFacts:
 
     Raises: ModelError for what cannot be served, saying why
     """
-    traits = cached("facts", path, _SETTINGS, _OBSERVER, lambda: _as_text(path), _parse)
+    traits = cached("facts", path, _SETTINGS, lambda: _as_text(path), _parse)
     known = {field.name: getattr(traits, field.name) for field in fields(ModelTraits)}
-    return ModelFacts(**known, revision=revision_of(path), weights=weights_of(path))
+    check_checkpoint(path, _stored_shapes(traits))
+    weights = weights_of(path)
+    return ModelFacts(
+        **known, revision=revision_of(path, weights), weights=weights, config=config_of(path)
+    )
+
+
+def _stored_shapes(traits: ModelTraits) -> dict[str, tuple[int, ...]] | None:
+    """Weights that the files must hold; None if transformers converts their names."""
+    if traits.plain is None:
+        return None
+    head = {HEAD} if traits.plain.is_tied else set[str]()
+    return {name: shape for name, shape in traits.plain.tensors.items() if name not in head}
 
 
 def shape_of(path: Path) -> ModelShape:
@@ -61,34 +83,39 @@ def _parse(text: str) -> ModelTraits:
     return build(ModelTraits, json.loads(text))
 
 
-def revision_of(path: Path) -> str:
-    """Hash of settings, tokenizer and weights."""
-    if (path / MANIFEST).is_file():
-        return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:16]
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.json")):
-        digest.update(file.name.encode() + file.read_bytes())
-    digest.update(weights_of(path).encode())
-    return digest.hexdigest()[:16]
+def revision_of(path: Path, weights: str) -> str:
+    """Hash of all that decides what a model computes: settings, tokenizer, weights, and the
+    versions of the libraries that read them."""
+    parts = (reader_versions(), hash_files(path, DESCRIBING_FILES), weights)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def weights_of(path: Path) -> str:
-    """Hash of the weights.
+def weights_of(path: Path, progress: Progress = ignore_progress) -> str:
+    """Hash of every byte of the weights; ``file_digests`` caches that of a file.
 
-    A converted model has a manifest with full hashes. For other weight files the size and 64
-    samples of 4 KiB are hashed, header first: fine-tuned weights of the same shape differ in
-    nearly every sample.
+    A manifest is not trusted: it may have been copied along with other weights.
+
+    Raises: ModelError if a file cannot be read
     """
     digest = hashlib.sha256()
-    known = file_hashes(path)
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        if file.name in known:
-            digest.update(known[file.name].encode())
-            continue
-        with file.open("rb") as stream:
-            for sample in range(_SAMPLES):
-                stream.seek(sample * size // _SAMPLES)
-                digest.update(stream.read(_SAMPLE_BYTES))
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+            digest.update(digest_of(file, progress).encode())
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
     return digest.hexdigest()[:16]
+
+
+def config_of(path: Path) -> str:
+    """Hash of ``config.json`` without the keys that change no computation.
+
+    Raises: ModelError if it is not a JSON object
+    """
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        items = sorted(dict(found).items())
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path}: no usable config: {error}") from error
+    kept = [item for item in items if item[0] not in _COSMETIC and item[1] is not None]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

@@ -16,8 +16,8 @@ from triptych.kernels import gate, rms_norm, rotate
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits, ExitTracker
 from triptych.workers.models.facts import ModelFacts
-from triptych.workers.models.traits import PlainTraits
-from triptych.workers.models.weights import EMBEDDING, HEAD, Linear, Weights, pack
+from triptych.workers.models.traits import HEAD, PlainTraits
+from triptych.workers.models.weights import EMBEDDING, Linear, Weights, pack
 
 EXACT_LOGITS = 64
 """Largest logits of a row that are recomputed in float32 for 16-bit models."""

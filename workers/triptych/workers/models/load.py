@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from triptych.core.config import DType
+from triptych.core.errors import ModelError
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.models.facts import ModelFacts, describe
+from triptych.workers.models.facts import ModelFacts, describe, weights_of
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.traits import PlainTraits
@@ -60,8 +61,11 @@ def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -
     facts = describe(path)
     with torch.inference_mode():
         network = _network(path, facts, dtype, device, facts.plain if fused else None)
+    tokenizer = open_tokenizer(path)
+    if weights_of(path) != facts.weights:
+        raise ModelError(f"{path}: its weights changed while they were loaded: start again")
     known = {field.name: getattr(facts, field.name) for field in fields(facts)}
-    return LoadedModel(network=network, tokenizer=open_tokenizer(path), **known)
+    return LoadedModel(network=network, tokenizer=tokenizer, **known)
 
 
 def _network(

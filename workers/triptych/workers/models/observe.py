@@ -86,17 +86,29 @@ def _servable_config(path: Path) -> PreTrainedConfig:
     config = read_config(path)
     rope: dict[str, object] = getattr(config, "rope_parameters", None) or {}
     kind = str(rope.get("rope_type", "default"))
+    quantization = _quantization(config)
     reasons = {
         "it is an encoder-decoder model": bool(config.is_encoder_decoder),
         "it reads more than text": "vision_config" in config or "audio_config" in config,
         "it states no max_position_embeddings": "max_position_embeddings" not in config,
         "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
+        f"its weights are quantized by {quantization}, which is not read: take the unquantized "
+        "checkpoint, or a .gguf file": bool(quantization),
         f"{kind} rotary embeddings change with what shares the batch": kind in _BATCH_ROPE,
     }
     for reason, applies in reasons.items():
         if applies:
             raise ModelError(f"{path}: cannot be served: {reason}")
     return config
+
+
+def _quantization(config: PreTrainedConfig) -> str:
+    """The quantization method of a checkpoint; empty without one."""
+    found: object = getattr(config, "quantization_config", None)
+    if found is None:
+        return ""
+    settings = cast("dict[str, object]", found if isinstance(found, dict) else vars(found))
+    return str(settings.get("quant_method", "of an unknown kind"))
 
 
 def _observe(

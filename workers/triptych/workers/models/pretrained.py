@@ -131,7 +131,8 @@ def readable(path: Path, problem: str) -> Generator[None]:
     try:
         yield
     except _READ_ERRORS as error:
-        raise ModelError(f"{path}: {problem}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path}: {problem}: {reason}") from error
 
 
 @contextmanager

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from tokenizers import AddedToken, Tokenizer
 
-from triptych.workers.models.store.metadata_cache import cached
+from triptych.workers.models.store.metadata_cache import DESCRIBING_FILES, cached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*/*.jinja")
-"""Files of a model's directory that can define its tokenizer."""
 
 SpecialTokens = Mapping[str, str | list[str]]
 
@@ -108,7 +105,7 @@ def open_tokenizer(model: Path) -> FastTokenizer:
 
     Raises: ModelError if the directory has none that can be used
     """
-    return cached("tokenizers", model, _PATTERNS, __file__, lambda: _build(model), from_json)
+    return cached("tokenizers", model, DESCRIBING_FILES, lambda: _build(model), from_json)
 
 
 def _build(model: Path) -> str:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from triptych.core.layout import Geometry
 from triptych.workers.models.attention_interface import LayerTraits
 
+HEAD = "lm_head.weight"
+"""Name of the output projection in a checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainTraits:

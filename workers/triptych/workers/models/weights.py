@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.core.config import DType
 from triptych.core.errors import ModelError
-from triptych.workers.models.traits import PlainTraits
+from triptych.workers.models.traits import HEAD, PlainTraits
 
 Weights = Mapping[str, Tensor]
 """By their names in a checkpoint."""
@@ -22,7 +22,7 @@ Weights = Mapping[str, Tensor]
 Linear = Callable[[Tensor], Tensor]
 """Shapes: (T, in) -> (T, out)"""
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_plain(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Weights:

@@ -27,6 +27,11 @@ class KnownModel:
         """Hash of the weights and version of the converter."""
         return f"{self.gguf_sha256[:12]}-{CONVERTER_VERSION}"
 
+    @property
+    def directory(self) -> str:
+        """Name of the directory of the converted model."""
+        return f"{self.name}-{self.revision}"
+
 
 KNOWN_MODELS: dict[str, KnownModel] = {
     model.name: model

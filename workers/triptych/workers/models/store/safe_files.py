@@ -84,14 +84,6 @@ def is_sealed(directory: Path, *, verify: bool = False) -> bool:
     return True
 
 
-def file_hashes(directory: Path) -> dict[str, str]:
-    """Full hashes of the files of a sealed directory, by name; empty if it is not sealed."""
-    path = directory / MANIFEST
-    if not path.is_file():
-        return {}
-    return {name: str(entry["sha256"]) for name, entry in read_manifest(path).items()}
-
-
 def read_manifest(path: Path) -> dict[str, dict[str, object]]:
     """The ``files`` of a manifest.
 

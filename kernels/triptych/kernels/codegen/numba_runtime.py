@@ -75,7 +75,7 @@ def _cache_parent(named: str) -> Path:
 
 @cache
 def _digest() -> str:
-    """Directory name from the hash of all kernel sources; numba adds its version and the processor."""
+    """Directory name from the hash of all kernel sources; numba adds its version and processor."""
     texts = [path.read_bytes() for path in sorted(_KERNELS.rglob("*.py"))]
     return f"kernels-{sha256(b''.join(texts)).hexdigest()[:16]}"
 

@@ -139,6 +139,7 @@ def main() -> int:
     def tell(one: Stall) -> None:
         stalls.append(one)
         console.print(one.victim, one.seconds, one.endings, one.faults or "", soft_wrap=True)
+        sys.stdout.flush()
 
     run(names(options.victims), numbers(options.seconds), tell)
     lines: list[list[Any]] = [

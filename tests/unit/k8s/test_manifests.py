@@ -152,7 +152,7 @@ def plan_of(config: AppConfig) -> AppPlan:
         model_path=Path(),
         pages=PagePlan.of(config, SMOLLM2),
         context_tokens=8192,
-        weights="",
+        revision="",
         run_dir=Path(),
     )
 

@@ -28,7 +28,7 @@ def plan() -> Iterator[AppPlan]:
         model_path=path,
         pages=PagePlan.of(config, geometry),
         context_tokens=64,
-        weights="",
+        revision="",
         run_dir=path / "run",
         token="a token of the tests",
     )

@@ -1,6 +1,6 @@
 # msgpack has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false
-"""What crosses a process: frozen dataclasses, msgpack on the wire, every field checked."""
+"""Messages between processes: frozen dataclasses, encoded as msgpack, with every field checked."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,6 @@ WIRE_VERSION = 3
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
 checkpoints and borrowed cache memory; 3 added the epoch of a registration."""
 MAX_FRAME_BYTES = 64 << 20
-TOO_LARGE = (
-    f"the request takes more than the {MAX_FRAME_BYTES} bytes of a message between stages: send "
-    "fewer logit_bias entries, or a shorter prompt or grammar"
-)
 
 Message = Any
 """An instance of a class decorated with ``@message``."""
@@ -39,7 +35,7 @@ POOL = "pool"
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What a state machine wants delivered; the shell around it knows how."""
+    """A message and the address that it is for; the caller of the state machine delivers it."""
 
     to: str
     message: Message
@@ -184,7 +180,7 @@ NO_SLO = Slo()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOverride:
-    """What a request wants of one plug-in of the decode step."""
+    """Settings of one plug-in of the decode step for one request."""
 
     plugin: str
     """Its label."""
@@ -293,7 +289,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionReport:
-    """What compression did to one request."""
+    """Policy and bytes of one compressed request."""
 
     policy: str
     """The policy, such as ``uniform:k8v4``."""
@@ -502,7 +498,7 @@ class LayersEncoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What later requests may begin with, and which of them."""
+    """A prompt whose blocks may be added to the prefix cache, with the salt of their key."""
 
     tokens: bytes
     """All tokens of the prompt, packed by ``pack_tokens``."""
@@ -606,7 +602,7 @@ class Preempt:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
-    """Decode worker to router: whoever joins the request goes on with it; here it does not."""
+    """Decode worker to router: the request stopped here, and can continue from its pages."""
 
     request: str
     output_tokens: tuple[int, ...]

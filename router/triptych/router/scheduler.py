@@ -13,13 +13,12 @@ from triptych.core.errors import (
     PoolExhausted,
     PromptTooLong,
     QueueFull,
-    RequestTooLarge,
     StageLost,
+    TriptychError,
 )
 from triptych.core.handles import KVHandle
 from triptych.core.messages import (
     POOL,
-    TOO_LARGE,
     CacheMemoryBorrowed,
     Cancel,
     Compressed,
@@ -201,12 +200,12 @@ class Scheduler:
         self._remove_peer(address, now)
         return self.schedule(now)
 
-    def undeliverable(self, message: Message, now: float) -> list[Send]:
-        """A worker cannot take a message, because it is too large: its requests fail."""
+    def undeliverable(self, message: Message, error: TriptychError, now: float) -> list[Send]:
+        """A worker cannot take a message: the requests that it contains fail with ``error``."""
         for request in _requests_in(message):
             entry = self._cluster.requests.get(request.id)
             if entry is not None and entry.state is not State.LEAVING:
-                self._completion.fail(entry, RequestTooLarge(TOO_LARGE), now)
+                self._completion.fail(entry, error, now)
         return self.schedule(now)
 
     def tick(self, now: float) -> list[Send]:

@@ -19,7 +19,7 @@ from tests.unit.router.driver import (
     whole,
 )
 from triptych.core.config import RouterConfig
-from triptych.core.errors import StageLost
+from triptych.core.errors import RequestTooLarge, StageLost
 from triptych.core.messages import (
     POOL,
     Cancel,
@@ -553,6 +553,6 @@ def test_the_requests_of_a_message_that_no_worker_can_take_fail() -> None:
     driver = whole()
     [send] = driver.bring_to("prefilling")
     driver.bring_to("decoding", request("other"))
-    sends = driver.router.undeliverable(send.message, driver.now)
+    sends = driver.router.undeliverable(send.message, RequestTooLarge("too large"), driver.now)
     assert [(one.request, one.status) for one in failures(sends)] == [("r", 413)]
     assert driver.state("other") == "decoding"

@@ -95,7 +95,7 @@ def fits(
     *,
     is_plain: bool = False,
 ) -> list[Fit]:
-    """What a pool of ``config`` holds, by policy; ``is_plain``: as for ``PagePlan.of``.
+    """Requests that fit in the pool of ``config``, by policy; ``is_plain``: as for ``PagePlan.of``.
 
     Raises: ConfigError if the pool is too small for the model, or the load for its context
     """
@@ -137,7 +137,7 @@ def app_plan(
 
 
 def sizes(plan: AppPlan, weights_bytes: int) -> Sizes:
-    """What the plan takes of memory; ``weights_bytes``: the weights in one process."""
+    """Memory of a plan by part; ``weights_bytes``: the weights in one process."""
     capacity, decode = plan.config.pool.kv_cache_memory_bytes, plan.config.decode
     checkpoint = checkpoint_bytes(plan.pages, decode.max_num_seqs, plan.context_tokens)
     checkpoints = checkpoint * decode.autoscaling.most(decode.actor)

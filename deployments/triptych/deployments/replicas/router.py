@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from triptych.core.errors import PoolError
+from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
     POOL,
     BorrowCacheMemory,
@@ -164,8 +164,8 @@ class RouterReplica:
             )  # frees the pages that it was fetching
         self._post(self._scheduler.lost(address, time.monotonic()))
 
-    def _on_undeliverable(self, _: str, message: Message) -> None:
-        self._post(self._scheduler.undeliverable(message, time.monotonic()))
+    def _on_undeliverable(self, message: Message, error: TriptychError) -> None:
+        self._post(self._scheduler.undeliverable(message, error, time.monotonic()))
 
     async def _tick(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):

@@ -9,9 +9,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from triptych.core.errors import Overloaded, RequestTooLarge, StageLost
+from triptych.core.errors import Overloaded, StageLost, TriptychError
 from triptych.core.messages import (
-    TOO_LARGE,
     Failed,
     Message,
     Register,
@@ -166,11 +165,11 @@ class RouterClient:
                 confirmed = now
                 self._links.confirm(quiet)
 
-    def _on_undeliverable(self, _: str, message: Message) -> None:
-        """A router cannot take a message: it is too large."""
+    def _on_undeliverable(self, message: Message, error: TriptychError) -> None:
+        """A router cannot take a message; if it is a request, that one fails."""
         if isinstance(message, Submit) and (attempts := self.attempts.get(message.request.id)):
             self._end(attempts)
-            attempts.fail(failed(attempts.id, RequestTooLarge(TOO_LARGE)))
+            attempts.fail(failed(attempts.id, error))
 
     def _failed(self, attempts: RequestAttempts, failure: Failed) -> None:
         if failure.resumable and self.attempts.again(attempts):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from triptych.core.errors import MessageError
+from triptych.core.errors import MessageError, RequestTooLarge, TriptychError
 from triptych.core.messages import MAX_FRAME_BYTES, Message, pack, unpack
 from triptych.deployments.transport.addressing import LOCAL, Route, Routes, TokenInterceptor
 from triptych.kvpool.rpc.auth import failure
@@ -69,9 +69,9 @@ Receive = Callable[[Sequence[Message], str], None]
 """Called in the event loop with the messages of a frame and their sender's address."""
 Lost = Callable[[str], None]
 """Called in the event loop, once per lost peer, with its address."""
-Undeliverable = Callable[[str, Message], None]
-"""Called in the event loop with the address of a peer and a message that it cannot take, because it
-is too large or the peer refused it. All others are delivered."""
+Undeliverable = Callable[[Message, TriptychError], None]
+"""Called in the event loop with a message that a peer cannot take: ``RequestTooLarge``, or
+``MessageError`` if the peer refused it. All others are delivered."""
 Deliver = Callable[..., Awaitable[bytes]]
 
 
@@ -261,19 +261,23 @@ class PeerChannel:
                 half = len(batch) // 2
                 peer.outbox.put_back(batch[:half], batch[half:])
                 continue
-            refusal = f"{len(frame)} bytes: the limit is {MAX_FRAME_BYTES}"
-            if len(frame) <= MAX_FRAME_BYTES:
-                metadata = ((SENDER, self.address), (SESSION, peer.session), (NUMBER, str(number)))
-                connect_s = CONNECT_S if number == 1 else GIVE_UP_S
-                refusal = await _deliver(address, deliver, frame, (*metadata, *shown), connect_s)
+            if len(frame) > MAX_FRAME_BYTES:
+                self._drop_message(address, batch[0], _too_large(len(frame)))
+                continue
+            metadata = ((SENDER, self.address), (SESSION, peer.session), (NUMBER, str(number)))
+            connect_s = CONNECT_S if number == 1 else GIVE_UP_S
+            refusal = await _deliver(address, deliver, frame, (*metadata, *shown), connect_s)
             if not refusal:
                 number += 1
             elif len(batch) > 1:  # one of them is refused, and the others are not
                 peer.outbox.put_back(*([message] for message in batch))
             else:
-                logger.error("%s cannot take a %s: %s", address, type(batch[0]).__name__, refusal)
-                if self._undeliverable is not None:
-                    self._undeliverable(address, batch[0])
+                self._drop_message(address, batch[0], MessageError(refusal))
+
+    def _drop_message(self, address: str, message: Message, error: TriptychError) -> None:
+        logger.error("%s cannot take a %s: %s", address, type(message).__name__, error)
+        if self._undeliverable is not None:
+            self._undeliverable(message, error)
 
     async def _watch(self, address: str, peer: Peer, found: Callable[[], None]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, LookupError, MessageError):
@@ -305,6 +309,13 @@ class PeerChannel:
         with contextlib.suppress(asyncio.CancelledError, LookupError, MessageError):
             channel, _ = await peer.connecting
             await channel.close()
+
+
+def _too_large(nbytes: int) -> RequestTooLarge:
+    return RequestTooLarge(
+        f"the request takes {nbytes} bytes in a message between stages, and the limit is "
+        f"{MAX_FRAME_BYTES}: send fewer logit_bias entries, or a shorter prompt or grammar"
+    )
 
 
 async def _deliver(

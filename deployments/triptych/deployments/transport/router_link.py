@@ -81,7 +81,7 @@ class RouterLink:
             self._on_found()
 
     def _end_registration(self, *, was_up: bool) -> None:
-        """What the router knows of this process is void, whether it knows that or not."""
+        """Raise the epoch: what the router has on record of this process is void."""
         self._registration = replace(self._registration, epoch=self._registration.epoch + 1)
         if was_up:
             self._on_lost()

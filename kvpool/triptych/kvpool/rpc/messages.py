@@ -39,7 +39,7 @@ class Withdrawn:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What a worker needs to know about the pool."""
+    """The reply to a registration: the worker's id, and shape and limits of the pool."""
 
     worker: WorkerId
     arena: str

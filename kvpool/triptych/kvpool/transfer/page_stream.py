@@ -193,9 +193,9 @@ class PageSender:
             send_all(line, [owed, _HEADER.pack(_REFUSAL, 0, len(told)), told])
 
     def _chunks(self, offer: Offer) -> Generator[Chunk]:
-        """What is sent at once: the word on the chunk before, then the next one.
+        """Chunks to send: each begins with the confirmation of the one before.
 
-        That word is given only if the pages were the lease's all the time. A lease id is never
+        It is confirmed only if the pages were the lease's all the time. A lease id is never
         used twice, so a lease that is held afterwards was held before. What comes without that
         word, the reader does not take.
         """
@@ -316,7 +316,7 @@ def receive_all(line: socket.socket, parts: Sequence[memoryview]) -> None:
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of pieces of memory after their first ``count`` bytes."""
+    """Pieces of memory without their first ``count`` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):
             return [part[count:], *parts[index + 1 :]]

@@ -58,6 +58,8 @@ class RequestAttempts:
     _mark: tuple[int, int] = (-1, 0)
     """Attempt and output tokens when they last changed, as ``progress`` saw it."""
     _since: float = 0.0
+    _gap_since: float = inf
+    """When ``progress`` first saw the present gap; infinity without one."""
     _is_unknown: bool = False
     """Whether the router does not know it, as of the last answer since ``_mark``."""
 
@@ -84,9 +86,9 @@ class RequestAttempts:
         return request if self.windows is None else self.windows.cut(request)
 
     def hear(self, message: Tokens) -> bool:
-        """Tell the client what is new to it, in order; whether that was the end.
+        """Pass new tokens to the client in order; returns whether that was the end.
 
-        A worker that takes over says again what the one before may not have got through.
+        A takeover worker sends again what its predecessor may not have delivered.
         """
         if message.index < len(self.output_tokens):
             return False  # a takeover worker sends again what the client has
@@ -120,11 +122,11 @@ class RequestAttempts:
         """Whether the present attempt makes progress; to be called about once a second."""
         mark = (self.attempt, len(self.output_tokens))
         if mark != self._mark:
-            self._mark, self._since, self._is_unknown = mark, now, False
-        waited_s = now - self._since
-        if self._early and waited_s >= GAP_S:
+            self._mark, self._since, self._gap_since, self._is_unknown = mark, now, inf, False
+        self._gap_since = min(self._gap_since, now) if self._early else inf
+        if now - self._gap_since >= GAP_S:
             return "torn"
-        return "quiet" if waited_s >= QUIET_S else "moves"
+        return "quiet" if now - self._since >= QUIET_S else "moves"
 
     def unknown(self) -> bool:
         """The router does not know the present attempt; whether it said so before.

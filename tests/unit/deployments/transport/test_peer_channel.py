@@ -4,7 +4,8 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Box:
             self.address,
             lambda messages, sender: self.received.extend((m, sender) for m in messages),
             self.lost.append,
-            undeliverable=lambda _, message: self.undeliverable.append(message),
+            undeliverable=lambda message, _: self.undeliverable.append(message),
         )
 
 
@@ -69,6 +70,29 @@ async def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
 @pytest.fixture
 def address(tmp_path: Path) -> Callable[[str], str]:
     return lambda name: f"unix:{tmp_path / name}.sock"
+
+
+@asynccontextmanager
+async def echoing(
+    address: Callable[[str], str],
+) -> AsyncIterator[tuple[Box, asyncio.subprocess.Process]]:
+    """A box, and a process at ``peer`` that has sent its first message back."""
+    box = Box(address("box"))
+    await box.peer_channel.start()
+    peer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PEER, address("peer"), stdout=subprocess.PIPE
+    )
+    assert peer.stdout is not None
+    await peer.stdout.readline()
+    box.peer_channel.post(address("peer"), named("first"))
+    await until(lambda: len(box.received) == 1)
+    try:
+        yield box, peer
+    finally:
+        if peer.returncode is None:
+            peer.kill()
+        await peer.wait()
+        await box.peer_channel.stop()
 
 
 async def test_messages_arrive_in_order_with_their_sender(address: Callable[[str], str]) -> None:
@@ -102,23 +126,15 @@ async def test_a_frame_that_is_no_message_is_refused_and_the_box_goes_on(
 
 
 async def test_a_killed_peer_is_reported_once_and_at_once(address: Callable[[str], str]) -> None:
-    box = Box(address("box"))
-    await box.peer_channel.start()
-    peer = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PEER, address("peer"), stdout=subprocess.PIPE
-    )
-    assert peer.stdout is not None
-    await peer.stdout.readline()
-    box.peer_channel.watch(address("peer"))
-    box.peer_channel.post(address("peer"), named("echo"))
-    await until(lambda: len(box.received) == 1)
-    peer.send_signal(signal.SIGKILL)
-    await peer.wait()
-    await until(lambda: bool(box.lost), timeout_s=1.0)
-    box.peer_channel.post(address("peer"), named("nobody home"))
-    await until(lambda: len(box.lost) == 2)
-    assert box.lost == [address("peer")] * 2
-    await box.peer_channel.stop()
+    async with echoing(address) as (box, peer):
+        box.peer_channel.watch(address("peer"))
+        await asyncio.sleep(0.1)
+        peer.send_signal(signal.SIGKILL)
+        await peer.wait()
+        await until(lambda: bool(box.lost), timeout_s=1.0)
+        box.peer_channel.post(address("peer"), named("nobody home"))
+        await until(lambda: len(box.lost) == 2)
+        assert box.lost == [address("peer")] * 2
 
 
 async def test_a_new_process_at_an_old_address_is_reached(address: Callable[[str], str]) -> None:
@@ -133,21 +149,12 @@ async def test_a_new_process_at_an_old_address_is_reached(address: Callable[[str
     await second.peer_channel.start()
     sender.peer_channel.post(second.address, named("hello again"))
     await until(lambda: len(second.received) == 1)
+    assert second.received == [(named("hello again"), sender.address)]
     await sender.peer_channel.stop()
     await second.peer_channel.stop()
 
 
 # ------------------------------------------------------------------ each message once, in order
-
-
-async def started(address: str) -> asyncio.subprocess.Process:
-    """A process whose channel sends back what it receives."""
-    peer = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PEER, address, stdout=subprocess.PIPE
-    )
-    assert peer.stdout is not None
-    await peer.stdout.readline()
-    return peer
 
 
 @pytest.mark.parametrize("stopped_s", [1.0, 3.0])
@@ -156,25 +163,18 @@ async def test_a_peer_that_stands_still_gets_each_message_once_and_in_order(
 ) -> None:
     """Attempts to deliver a frame time out; some of them may have arrived all the same."""
     monkeypatch.setattr(peer_channel, "DELIVER_TIMEOUT_S", 0.3)
-    box = Box(address("box"))
-    await box.peer_channel.start()
-    peer = await started(address("peer"))
-    box.peer_channel.post(address("peer"), named("first"))
-    await until(lambda: len(box.received) == 1)
-    peer.send_signal(signal.SIGSTOP)
-    expected = ["first"]
-    for number in range(50):
-        box.peer_channel.post(address("peer"), named(str(number)))
-        expected.append(str(number))
-        await asyncio.sleep(stopped_s / 50)
-    peer.send_signal(signal.SIGCONT)
-    await until(lambda: len(box.received) >= len(expected), timeout_s=30)
-    await asyncio.sleep(0.5)
-    assert [message.requests[0] for message, _ in box.received] == expected
-    assert box.lost == []
-    peer.kill()
-    await peer.wait()
-    await box.peer_channel.stop()
+    async with echoing(address) as (box, peer):
+        peer.send_signal(signal.SIGSTOP)
+        expected = ["first"]
+        for number in range(50):
+            box.peer_channel.post(address("peer"), named(str(number)))
+            expected.append(str(number))
+            await asyncio.sleep(stopped_s / 50)
+        peer.send_signal(signal.SIGCONT)
+        await until(lambda: len(box.received) >= len(expected), timeout_s=30)
+        await asyncio.sleep(0.5)
+        assert [message.requests[0] for message, _ in box.received] == expected
+        assert box.lost == []
 
 
 async def test_a_frame_that_comes_again_is_not_taken_again_and_a_missing_one_is_noticed(
@@ -288,16 +288,9 @@ async def test_what_waits_for_a_peer_that_stands_still_has_a_bound(
     address: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_channel, "MAX_WAITING", 100)
-    box = Box(address("box"))
-    await box.peer_channel.start()
-    peer = await started(address("peer"))
-    box.peer_channel.post(address("peer"), named("first"))
-    await until(lambda: len(box.received) == 1)
-    peer.send_signal(signal.SIGSTOP)
-    for number in range(150):
-        box.peer_channel.post(address("peer"), named(str(number)))
-        await asyncio.sleep(0)
-    assert box.lost == [address("peer")]
-    peer.kill()
-    await peer.wait()
-    await box.peer_channel.stop()
+    async with echoing(address) as (box, peer):
+        peer.send_signal(signal.SIGSTOP)
+        for number in range(150):
+            box.peer_channel.post(address("peer"), named(str(number)))
+            await asyncio.sleep(0)
+        assert box.lost == [address("peer")]

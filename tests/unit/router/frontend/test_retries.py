@@ -171,10 +171,19 @@ def test_a_gap_that_does_not_close_loses_the_attempt_with_and_without_log_probab
         one.hear(tokens(0))
         assert one.progress(100.0) == "moves"
         one.hear(tokens(2))
-        assert one.progress(100.0 + GAP_S / 2) == "moves"
-        assert one.progress(100.0 + GAP_S) == "torn"
+        assert one.progress(101.0) == "moves"
+        assert one.progress(101.0 + GAP_S) == "torn"
         one.begin_again()
-        assert one.progress(101.0 + GAP_S) == "moves"
+        assert one.progress(102.0 + GAP_S) == "moves"
+
+
+def test_a_gap_after_a_long_wait_has_its_whole_time_to_close(journey: RequestAttempts) -> None:
+    """The first two tokens come from two workers, and the second one may arrive first."""
+    journey.progress(0.0)
+    assert journey.progress(60.0) == "quiet"
+    journey.hear(tokens(1))
+    assert journey.progress(60.1) == "quiet"
+    assert journey.progress(60.1 + GAP_S) == "torn"
 
 
 def test_a_gap_that_closes_does_not(journey: RequestAttempts) -> None:

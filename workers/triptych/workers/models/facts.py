@@ -25,7 +25,7 @@ _COSMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts(ModelTraits):
-    """What the engine needs to know of a model besides its weights."""
+    """Traits of a model, and the hashes of its files that cache keys contain."""
 
     revision: str
     """Hash of config, tokenizer and weights: part of all cache keys."""

@@ -12,7 +12,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainTraits:
-    """What the fused forward pass needs of plain pre-norm layers besides their weights."""
+    """Settings of plain pre-norm layers for the fused forward pass, besides their weights."""
 
     norm_epsilon: float
     frequencies: tuple[float, ...]
@@ -27,7 +27,7 @@ class PlainTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTraits:
-    """What a model's settings state, and what its layers hand to attention."""
+    """Properties of a model: from its config, and from what its layers pass to attention."""
 
     geometry: Geometry
     num_heads: int
@@ -49,7 +49,7 @@ class ModelTraits:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides how much memory a model takes."""
+    """Properties of a model that determine its memory."""
 
     geometry: Geometry
     context_tokens: int

@@ -1,6 +1,10 @@
 """Stop each process of a server for some seconds while clients stream.
 
     python -m tests.e2e.stalls --seconds 1,5,15,30 --json benchmarks/results/stalls.json
+    python -m tests.e2e.stalls --no-prefix-cache --victims Prefill,Compressor,Decode
+
+The same prompts are sent each time, so with a prefix cache there is little left to prefill and to
+compress: stall these two stages without one.
 
 A stopped process (SIGSTOP) keeps its memory, its sockets and its place in everybody's tables, as a
 process of an overloaded or swapping machine does. Every stream must end whole or with an error
@@ -84,7 +88,8 @@ def stall(server: Server, victim: str, seconds: float, expected: Sequence[set[st
     server.wait_until(server.is_healthy, timeout_s=120)
     began = time.monotonic()
     crowd = server.crowd(PROMPTS, MAX_TOKENS)
-    crowd.wait_for_chunks(2, clients=CLIENTS // 2)
+    # Prefill and compressor have work until the last prompt is done, decode from the first one on.
+    crowd.wait_for_chunks(1, clients=1 if victim in ("Prefill", "Compressor") else CLIENTS // 2)
     process = server.replicas(victim)[0]
     process.send_signal(signal.SIGSTOP)
     try:
@@ -115,11 +120,16 @@ def _returned_s(server: Server) -> float | None:
         return None
 
 
-def run(victims: Sequence[str], lengths: Sequence[float], tell: Callable[[Stall], None]) -> None:
-    """All stalls on one server."""
+def run(
+    victims: Sequence[str],
+    lengths: Sequence[float],
+    tell: Callable[[Stall], None],
+    settings: dict[str, Any],
+) -> None:
+    """All stalls on one server with these settings."""
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
-        server = stack.enter_context(serve_run(Path(folder), {"model": {"name": MODEL}}))
+        server = stack.enter_context(serve_run(Path(folder), settings))
         expected = undisturbed(server)
         each = [(victim, seconds) for victim in victims for seconds in lengths]
         for victim, seconds in track(each, "stalls", console=console):
@@ -132,6 +142,10 @@ def main() -> int:
     )
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--seconds", default="1,5,15,30")
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="float32 has less noise between batches"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     host, stalls = host_info(), list[Stall]()
@@ -141,7 +155,11 @@ def main() -> int:
         console.print(one.victim, one.seconds, one.endings, one.faults or "", soft_wrap=True)
         sys.stdout.flush()
 
-    run(names(options.victims), numbers(options.seconds), tell)
+    settings = {
+        "model": {"name": MODEL, "dtype": options.dtype},
+        "pool": {"prefix_bytes": 0} if options.no_prefix_cache else {},
+    }
+    run(names(options.victims), numbers(options.seconds), tell, settings)
     lines: list[list[Any]] = [
         [s.victim, s.seconds, str(s.endings), s.changed_texts, s.returned_s, "; ".join(s.faults)]
         for s in stalls

@@ -65,7 +65,7 @@ class Prometheus:
 @contextmanager
 def prometheus(folder: Path, target: str, rules: object, port: int) -> Iterator[Prometheus]:
     """A server that reads one target every second, with the labels that a PodMonitor gives."""
-    labels = {"namespace": "triptych", "pod": "stages-0", "cell": "triptych"}
+    labels = {"namespace": "triptych", "pod": "stages-0", "ray_io_cluster": "triptych"}
     scraped = {"targets": [target.removeprefix("http://")], "labels": labels}
     settings = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

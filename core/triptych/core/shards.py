@@ -1,4 +1,4 @@
-"""What one cell of an application has: its part of everything that there is."""
+"""What one shard of an application has: its part of everything that there is."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from triptych.core.config import (
 
 
 def shard_of(config: AppConfig, index: int) -> AppConfig:
-    """The settings of one of ``router.shards`` cells: an application of one router.
+    """The settings of one of ``router.shards`` shards: an application of one router.
 
     Replicas, bytes and the length of the line are divided; what is said of one worker, and what
-    clients see, is the same everywhere. Of one cell that is the configuration itself.
+    clients see, is the same everywhere. Of one shard that is the configuration itself.
     """
     shards = config.router.shards
     if shards == 1:
@@ -66,7 +66,7 @@ def _pool(pool: PoolConfig, shards: int, index: int) -> PoolConfig:
         prefix_bytes=part(pool.prefix_bytes),
         prefix_tenant_bytes=part(pool.prefix_tenant_bytes),
         session_tenant_bytes=part(pool.session_tenant_bytes),
-        disk_path=str(Path(pool.disk_path) / f"cell-{index}") if pool.disk_path else "",
+        disk_path=str(Path(pool.disk_path) / f"shard-{index}") if pool.disk_path else "",
         disk_bytes=pool.disk_bytes // shards,
         disk_tenant_bytes=part(pool.disk_tenant_bytes),
         disk_write_bytes_s=pool.disk_write_bytes_s / shards,
@@ -78,5 +78,5 @@ def _router(router: RouterConfig, index: int) -> RouterConfig:
         router,
         shards=1,
         max_queued_requests=-(-router.max_queued_requests // router.shards),
-        record=f"{router.record}.cell-{index}" if router.record else "",
+        record=f"{router.record}.shard-{index}" if router.record else "",
     )

@@ -85,7 +85,7 @@ class Cluster:
             require(count >= least, name, count, f"at least {least} worker")
         for name in ("prefill", "compress", "decode", "colocated"):
             count, shards = getattr(self, name), self.router.shards
-            require(count % shards == 0, name, count, f"a multiple of the cells ({shards})")
+            require(count % shards == 0, name, count, f"a multiple of the shards ({shards})")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
         require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")

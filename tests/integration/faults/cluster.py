@@ -68,9 +68,11 @@ class Answer:
 class Cluster:
     """Starts all processes, and starts anew whoever dies. Clients ask from this process."""
 
-    def __init__(self, model: Path, *, cells: int = 1, in_parts: bool = False, **pool: Any) -> None:
+    def __init__(
+        self, model: Path, *, shards: int = 1, in_parts: bool = False, **pool: Any
+    ) -> None:
         """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer."""
-        each = {"num_replicas": cells}
+        each = {"num_replicas": shards}
         self.in_parts = in_parts
         parts = {"max_num_batched_tokens": 32} if in_parts else {}
         settings: dict[str, Any] = {
@@ -78,20 +80,20 @@ class Cluster:
             # Some answers drop tokens, others can be kept.
             "compressor": {"actor": each, "profile": "none", **DIFFKV, "alpha_low": 0.008},
             "prefill": {"actor": {"threads": 1, **each}, **parts},
-            "decode": {"actor": {"threads": 1, "num_replicas": 2 * cells}, "max_num_seqs": 4},
+            "decode": {"actor": {"threads": 1, "num_replicas": 2 * shards}, "max_num_seqs": 4},
             "pool": {
-                "kv_cache_memory_bytes": cells * 16 << 20,
-                "prefix_bytes": 0 if in_parts else cells * 2 << 20,
+                "kv_cache_memory_bytes": shards * 16 << 20,
+                "prefix_bytes": 0 if in_parts else shards * 2 << 20,
                 "extent_pages": 4,
                 **pool,
             },
-            "router": {"shards": cells},
+            "router": {"shards": shards},
             "experimental": {"layers_at_once": 1} if in_parts else {},
         }
         config = AppConfig.from_mapping(settings)
         self.plan = make_plan(config)
-        self._plans = [self.plan.of_shard(config, cell) for cell in range(cells)]
-        self._roles = [(role, cell) for cell in range(cells) for role in ROLES]
+        self._plans = [self.plan.of_shard(config, shard) for shard in range(shards)]
+        self._roles = [(role, shard) for shard in range(shards) for role in ROLES]
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))
         self.deaths = Counter[str]()
@@ -178,8 +180,8 @@ class Cluster:
 
     def _start(self, index: int) -> None:
         self._taken[index] = ABSENT
-        role, cell = self._roles[index]
-        args = (role, self._plans[cell], self.board, self._taken, index)
+        role, shard = self._roles[index]
+        args = (role, self._plans[shard], self.board, self._taken, index)
         process = FORKS.Process(target=run, args=args, daemon=True)
         process.start()
         self._processes[index] = process
@@ -212,9 +214,9 @@ class Cluster:
         with pool_at(self.plan.pool_address) as pool:
             return pool.call(StatPool())
 
-    def kill(self, role: str, cell: int = 0) -> None:
-        """End the first process of a role in a cell without a word."""
-        self._processes[self._roles.index((role, cell))].kill()
+    def kill(self, role: str, shard: int = 0) -> None:
+        """End the first process of a role in a shard without a word."""
+        self._processes[self._roles.index((role, shard))].kill()
 
     def _faults(self, *, only_prefixes: bool = False) -> list[str]:
         """What is wrong in the books of all pools while nothing runs."""

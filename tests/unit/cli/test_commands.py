@@ -325,11 +325,13 @@ def test_validate_takes_manifests_from_a_folder_and_from_a_pipe(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = Path(__file__).parents[3] / "k8s" / "base"
-    code, out, _ = run("validate", str(base / "cell" / "rayservice.yaml"))
+    code, out, _ = run("validate", str(base / "instance" / "rayservice.yaml"))
     assert code == 0
     assert "1 objects are right: RayService" in out
-    text = (base / "cell" / "rayservice.yaml").read_text().replace("mode: token", "mode: disabled")
-    (tmp_path / "cell.yaml").write_text(text)
+    text = (
+        (base / "instance" / "rayservice.yaml").read_text().replace("mode: token", "mode: disabled")
+    )
+    (tmp_path / "instance.yaml").write_text(text)
     (tmp_path / "network.yaml").write_text((base / "shared" / "network.yaml").read_text())
     code, out, _ = run("validate", str(tmp_path), "--json")
     (problem,) = json.loads(out)

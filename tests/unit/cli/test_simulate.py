@@ -36,7 +36,7 @@ def test_a_simulation_writes_the_figures_of_a_benchmark_and_the_time_of_decision
     assert json.loads(out)
 
 
-def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
+def test_shards_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     options = ["--prefill", "2", "--compress", "2", "--decode", "2", "--prefix-mib", "50"]
     code, _, _ = run(
@@ -44,10 +44,10 @@ def test_cells_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     )
     assert code == 0
     one, two = json.loads(path.read_text())["rows"]
-    assert [row["label"] for row in (one, two)] == ["greedy_by_memory", "greedy_by_memory+2cells"]
-    assert (one["cell_requests"], one["cell_choices"]) == ([40], {})
-    assert sum(two["cell_requests"]) == sum(two["cell_choices"].values()) == 40
-    assert two["cell_balance"] > one["cell_balance"] == 1
+    assert [row["label"] for row in (one, two)] == ["greedy_by_memory", "greedy_by_memory+2shards"]
+    assert (one["shard_requests"], one["shard_choices"]) == ([40], {})
+    assert sum(two["shard_requests"]) == sum(two["shard_choices"].values()) == 40
+    assert two["shard_balance"] > one["shard_balance"] == 1
     assert two["router_cpu_s"] > 0
 
 
@@ -79,7 +79,7 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
         (["--trace", "none.csv"], "none.csv"),
         (["--costs", "none.json"], "none.json"),
         (["--rate", "quick"], "numbers"),
-        (["--shards", "1,3", "--prefill", "2"], "prefill=2: expected a multiple of the cells (3)"),
+        (["--shards", "1,3", "--prefill", "2"], "prefill=2: expected a multiple of the shards (3)"),
         (["--roles", "dynamic"], "--roles='dynamic': expected --colocated workers"),
         (["--colocated", "2", "--roles", "turns"], "both, dynamic or both,dynamic"),
         (["--colocated", "2", "--decode", "3"], "no other counts"),

@@ -64,7 +64,7 @@ def plans(shards: int, run_dir: Path = Path("/tmp/app"), longest_tokens: int = 0
     return [first.of_shard(config, index) for index in range(shards)]
 
 
-def test_no_two_cells_share_a_socket_or_a_deployment() -> None:
+def test_no_two_shards_share_a_socket_or_a_deployment() -> None:
     one, two = plans(2)
     assert one.router_addresses == two.router_addresses
     assert one.router_addresses == (one.router_address, two.router_address)
@@ -77,7 +77,7 @@ def test_no_two_cells_share_a_socket_or_a_deployment() -> None:
     assert replicas == {"Ingress": 1, **shards}
 
 
-def test_one_cell_has_the_names_that_it_always_had() -> None:
+def test_one_shard_has_the_names_that_it_always_had() -> None:
     (plan,) = plans(1)
     assert plan.router_addresses == ("unix:/tmp/app/router.sock",)
     assert plan.pool_address == "unix:/tmp/app/pool.sock"
@@ -116,7 +116,7 @@ def status(arena: str, *stages: Any, booked: int = 5, waiting: int = 1) -> Statu
 WHOLE = ("prefill", "compress", "decode")
 
 
-def test_the_books_of_cells_add_up() -> None:
+def test_the_books_of_shards_add_up() -> None:
     one, two = status("a", *WHOLE), status("b", "prefill", booked=7, waiting=4)
     both = Status.of([one, two])
     assert both.router.requests == {"waiting": 5, "decoding": 4}
@@ -131,7 +131,7 @@ def test_the_books_of_cells_add_up() -> None:
     assert Status.of([one]) == one
 
 
-def test_boards_of_cells_are_one_board() -> None:
+def test_boards_of_shards_are_one_board() -> None:
     first = board(
         page_map([0, 1, 2], owner("request", "d", "x"), owner("extent", "d")),
         (trace(1, "x"),),
@@ -181,7 +181,7 @@ def stats(routers: Sequence[FakeRouter], *, up: str) -> RouterStats:
     return made.stats
 
 
-async def test_the_ingress_asks_all_cells_and_leaves_out_who_is_dead() -> None:
+async def test_the_ingress_asks_all_shards_and_leaves_out_who_is_dead() -> None:
     trace = {"request": "r", "came_s_ago": 1.0}
     one = FakeRouter(status=status("a", *WHOLE), explain=[trace], decision="prefill=sent")
     two = FakeRouter(
@@ -190,12 +190,12 @@ async def test_the_ingress_asks_all_cells_and_leaves_out_who_is_dead() -> None:
     asked = stats([one, two], up="01")
     gauges = await asked.gauges()
     assert gauges['triptych_router_requests{state="decoding"}'] == 4
-    assert (gauges["triptych_cells"], gauges["triptych_cells_up"]) == (2, 2)
-    assert gauges['triptych_cell_bytes{cell="1"}'] == 0
+    assert (gauges["triptych_shards"], gauges["triptych_shards_up"]) == (2, 2)
+    assert gauges['triptych_shard_bytes{shard="1"}'] == 0
     assert (await asked.health()).ok  # one shard has all stages
     told = await asked.explain("r")
-    assert [(entry["cell"], entry["came_s_ago"]) for entry in told] == [("1", 9.0), ("0", 1.0)]
-    assert await asked.decision("r") == "cell=0; prefill=sent"
+    assert [(entry["shard"], entry["came_s_ago"]) for entry in told] == [("1", 9.0), ("0", 1.0)]
+    assert await asked.decision("r") == "shard=0; prefill=sent"
 
     dead = FakeRouter(is_dead=True, status=None, decision="")
     asked = stats([dead, two], up="01")
@@ -212,12 +212,12 @@ async def test_of_several_routers_those_that_were_lost_are_not_asked() -> None:
     never = FakeRouter(status=None)
     cast("Any", never).status.remote = lambda: asyncio.sleep(3600)
     asked = stats([FakeRouter(status=status("a", *WHOLE)), never], up="0")
-    assert (await asked.gauges())["triptych_cells_up"] == 1
+    assert (await asked.gauges())["triptych_shards_up"] == 1
 
 
 async def test_a_single_router_is_asked_as_before() -> None:
     asked = stats([FakeRouter(status=status("a", *WHOLE), explain=[], decision="x")], up="")
-    assert not [name for name in await asked.gauges() if "cell" in name]
+    assert not [name for name in await asked.gauges() if "shard" in name]
     assert await asked.explain("r") == []
     assert await asked.decision("r") == "x"
 
@@ -311,7 +311,7 @@ async def front(short_dir: Path) -> AsyncIterator[Front]:
 SESSIONS = [f"s{number}" for number in range(8)]
 
 
-async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own(
+async def test_conversations_keep_to_a_shard_and_a_routers_death_stays_in_its_own(
     front: Front,
 ) -> None:
     clients = {name: front.ask(name, session=name) for name in SESSIONS}
@@ -338,7 +338,7 @@ async def test_conversations_keep_to_a_cell_and_a_routers_death_stays_in_its_own
     assert set(front.engine.shards.held_bytes.values()) == {0}
 
 
-async def test_the_same_conversation_comes_back_to_its_cell(front: Front) -> None:
+async def test_the_same_conversation_comes_back_to_its_shard(front: Front) -> None:
     for session in SESSIONS:
         homes = set[int]()
         for turn in range(2):
@@ -352,7 +352,7 @@ async def test_the_same_conversation_comes_back_to_its_cell(front: Front) -> Non
         assert len(homes) == 1
 
 
-async def test_what_one_cell_refuses_the_other_is_asked_for(front: Front) -> None:
+async def test_what_one_shard_refuses_the_other_is_asked_for(front: Front) -> None:
     first, second = front.shards
     first.retry_after_s = 9.0
     clients = [front.ask(name, session=name) for name in SESSIONS]

@@ -150,4 +150,4 @@ def test_a_package_holds_the_files_that_the_links_lead_to(tmp_path: Any) -> None
     archive = helm_python.package(CHART, destination=tmp_path)
     with helm_python.Chart.load(archive) as chart:
         files = chart.render({}, name="release", namespace="triptych")
-    assert "kind: RayService" in files["triptych/templates/cell.yaml"]
+    assert "kind: RayService" in files["triptych/templates/instance.yaml"]

@@ -27,7 +27,7 @@ COMPONENT = K8S / "components" / "monitoring"
 DASHBOARD = json.loads((COMPONENT / "dashboard.json").read_text(encoding="utf-8"))
 VARIABLES = {"$__rate_interval": "5m", "$namespace": ".*", "$pod": ".*"}
 """What Grafana puts in before it asks Prometheus."""
-ADDED_LABELS = {"namespace", "pod", "cell", "le"}
+ADDED_LABELS = {"namespace", "pod", "ray_io_cluster", "le"}
 """By Prometheus and the PodMonitors, and by histograms."""
 
 

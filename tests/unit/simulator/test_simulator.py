@@ -179,7 +179,7 @@ def in_shards(count: int, **router: Any) -> Cluster:
 
 
 @pytest.mark.parametrize("nodes", [0, 5])
-def test_cells_share_the_work_and_each_keeps_its_books(nodes: int) -> None:
+def test_shards_share_the_work_and_each_keeps_its_books(nodes: int) -> None:
     trial = Watched(in_shards(2, workers_per_node=nodes, max_queued_requests=999)).run(
         poisson(60, 8.0)
     )
@@ -193,8 +193,8 @@ def test_cells_share_the_work_and_each_keeps_its_books(nodes: int) -> None:
     )
 
 
-def test_what_one_cell_refuses_the_other_takes_until_both_are_full() -> None:
-    """All begin alike, so one cell is home to all of them, and nothing but its line is short."""
+def test_what_one_shard_refuses_the_other_takes_until_both_are_full() -> None:
+    """All begin alike, so one shard is home to all of them, and nothing but its line is short."""
     jobs = [
         (Job(f"r{n}", 600, 9, segments=(("common", 500), (f"own {n}", 100))),) for n in range(60)
     ]
@@ -207,8 +207,8 @@ def test_what_one_cell_refuses_the_other_takes_until_both_are_full() -> None:
     assert sorted(shard.requests > 0 for shard in trial.shards.values()) == [True, True]
 
 
-def test_a_stage_that_cells_cannot_share_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"compress=2: expected a multiple of the cells \(4\)"):
+def test_a_stage_that_shards_cannot_share_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"compress=2: expected a multiple of the shards \(4\)"):
         in_shards(4)
 
 

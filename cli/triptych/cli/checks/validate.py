@@ -150,12 +150,12 @@ def _validate_manifests(text: str, source: str, *, as_json: bool) -> None:
 
 def actors_of(config: AppConfig) -> dict[str, dict[str, object]]:
     """The actors of a configuration, with the resources of each replica."""
-    groups, cells = config.worker_groups(), config.router.shards
+    groups, shards = config.worker_groups(), config.router.shards
     if config.topology == "colocated":
         groups = {"worker (all stages)": groups["decode"]}
     copies = config.ingress.num_replicas
     front = WorkerGroup(ActorConfig(num_replicas=copies), copies)
-    each = WorkerGroup(ActorConfig(num_replicas=cells), cells)
+    each = WorkerGroup(ActorConfig(num_replicas=shards), shards)
     actors = {"ingress": front, "router": each, "pool": each, **groups}
     return {
         name: {**asdict(group.actor), "max_replicas": group.most} for name, group in actors.items()
@@ -200,10 +200,10 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
     """Sizes of the pages and the policy; None without a page plan."""
     if plan is None:
         return None
-    cell = shard_of(config, 0)
+    shard = shard_of(config, 0)
     return {
         "page_bytes": plan.page_bytes,
-        "pages": config.router.shards * (cell.pool.kv_cache_memory_bytes // plan.page_bytes),
+        "pages": config.router.shards * (shard.pool.kv_cache_memory_bytes // plan.page_bytes),
         "raw_tokens_per_page": plan.raw.tokens,
         "stored_tokens_per_page": plan.high.tokens,
         "policy": plan.policy.name,

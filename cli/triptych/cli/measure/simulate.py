@@ -79,7 +79,7 @@ class Case:
         """Name of the case, without defaults."""
         is_default = self.placement == RouterConfig().placement
         placed = self.policy if is_default else f"{self.policy}+{self.placement}"
-        divided = placed if self.shards == 1 else f"{placed}+{self.shards}cells"
+        divided = placed if self.shards == 1 else f"{placed}+{self.shards}shards"
         return divided if self.roles == "both" else f"{divided}+{self.roles}"
 
 

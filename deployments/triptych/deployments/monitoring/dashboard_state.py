@@ -159,7 +159,7 @@ def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[st
 
     Shapes: -> (entries,)
     """
-    entries = pages.cells.astype(np.int64)
+    entries = pages.entries.astype(np.int64)
     kinds = list[str](KINDS)
     of_owner = [0, *(KINDS.index(_kind(line)) for line in pages.owners)]
     of_entry = np.array(of_owner, np.uint16)[entries]
@@ -190,7 +190,7 @@ def page_owners(pages: PageMap, workers: list[str], numbers: Mapping[str, int]) 
                 of_owner.append(numbers.get(line.label, 0) % 2**16)
             case _:
                 of_owner.append(0)
-    return np.array(of_owner, np.uint16)[pages.cells]
+    return np.array(of_owner, np.uint16)[pages.entries]
 
 
 def _kind(line: OwnerPages) -> str:

@@ -36,9 +36,9 @@ class PoolGroup:
         if failure:
             raise failure
 
-    def map(self, max_cells: int) -> PageMap | None:
+    def map(self, max_entries: int) -> PageMap | None:
         """Owners of the pages of this node's pool; None if the pool does not answer."""
-        return self._local.map(max_cells)
+        return self._local.map(max_entries)
 
     def lend(self, nbytes: int) -> CacheMemoryBorrowed | None:
         """Set how many bytes of the prefix cache are lent to requests, in total.

@@ -59,7 +59,7 @@ class RouterStats:
         answers = await self._ask("explain", client_id)
         if self._is_single:
             return answers["0"]
-        traces = [{"cell": shard, **one} for shard, found in answers.items() for one in found]
+        traces = [{"shard": shard, **one} for shard, found in answers.items() for one in found]
         return sorted(traces, key=_came_s_ago, reverse=True)
 
     async def decision(self, client_id: str) -> str:
@@ -70,7 +70,7 @@ class RouterStats:
             return ""
         if self._is_single:
             return str(answers["0"])
-        return "; ".join(f"cell={shard}; {line}" for shard, line in answers.items() if line)
+        return "; ".join(f"shard={shard}; {line}" for shard, line in answers.items() if line)
 
     async def profile(
         self, steps: int, seconds: float, *, trace: bool
@@ -124,11 +124,11 @@ class RouterStats:
             return {}
         held, chosen = self._shards.held_bytes, self._shards.counters
         return {
-            "triptych_cells": float(len(held)),
-            "triptych_cells_up": float(len(self._shards.up)),
-            **{f'triptych_cell_bytes{{cell="{shard}"}}': float(held[shard]) for shard in held},
+            "triptych_shards": float(len(held)),
+            "triptych_shards_up": float(len(self._shards.up)),
+            **{f'triptych_shard_bytes{{shard="{shard}"}}': float(held[shard]) for shard in held},
             **{
-                f'triptych_cell_choices{{reason="{reason}"}}': float(count)
+                f'triptych_shard_choices{{reason="{reason}"}}': float(count)
                 for reason, count in chosen.items()
             },
         }

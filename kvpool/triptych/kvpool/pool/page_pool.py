@@ -369,9 +369,9 @@ class Pool:
         """Pages of the leases with a label, by tenant."""
         return reports.pages_by_tenant(self._leases, label)
 
-    def map(self, max_cells: int) -> PageMap:
-        """The owner of each page; of a pool with more than ``max_cells`` pages, every n-th page."""
-        return reports.map_pages(self._leases, max_cells)
+    def map(self, max_entries: int) -> PageMap:
+        """The owner of each page; beyond ``max_entries`` pages, of every n-th page."""
+        return reports.map_pages(self._leases, max_entries)
 
     def check(self) -> list[str]:
         """Contradictions between the tables; empty if there are none."""

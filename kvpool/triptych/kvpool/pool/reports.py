@@ -57,9 +57,9 @@ def pages_by_tenant(leases: LeaseTable, label: str) -> dict[str, int]:
     return dict(pages)
 
 
-def map_pages(leases: LeaseTable, max_cells: int) -> PageMap:
-    """The owner of each page; of a pool with more than ``max_cells`` pages, every n-th page."""
-    stride = max(1, -(-leases.pages // max_cells))
+def map_pages(leases: LeaseTable, max_entries: int) -> PageMap:
+    """The owner of each page; beyond ``max_entries`` pages, of every n-th page."""
+    stride = max(1, -(-leases.pages // max_entries))
     owners, at = np.unique(leases.owner[::stride], return_inverse=True)
     lines = dict[OwnerPages, int]()
     index = [

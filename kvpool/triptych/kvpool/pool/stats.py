@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from triptych.core.messages import message
 
-MAX_CELLS = 65_535
+MAX_MAP_ENTRIES = 65_535
 """Entries of the largest map: each may have an owner of its own, counted in 16 bits."""
 
 FREE = 0
@@ -194,10 +194,10 @@ class PageMap:
     def __post_init__(self) -> None:
         if self.stride < 1 or len(self.packed) != 2 * -(-self.pages // self.stride):
             raise ValueError(f"{len(self.packed)} bytes, stride {self.stride}: {self.pages} pages")
-        if int(self.cells.max(initial=0)) > len(self.owners):
-            raise ValueError(f"a cell of an owner behind the last of {len(self.owners)}")
+        if int(self.entries.max(initial=0)) > len(self.owners):
+            raise ValueError(f"an entry of an owner behind the last of {len(self.owners)}")
 
     @property
-    def cells(self) -> NDArray[np.uint16]:
+    def entries(self) -> NDArray[np.uint16]:
         """The entries, unpacked: (N,)."""
         return np.frombuffer(self.packed, "<u2").astype(np.uint16)

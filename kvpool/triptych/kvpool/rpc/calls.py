@@ -11,7 +11,7 @@ from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import message
 from triptych.kvpool.pool.leases import NOTHING_TOLD, About, WorkerId
 from triptych.kvpool.pool.processes import ProcessKey
-from triptych.kvpool.pool.stats import MAX_CELLS, PageMap, PoolStats
+from triptych.kvpool.pool.stats import MAX_MAP_ENTRIES, PageMap, PoolStats
 from triptych.kvpool.prefix.blocks import FormatPages, PinId
 from triptych.kvpool.rpc.local_pool import LockedPool, PoolCall
 from triptych.kvpool.rpc.messages import (
@@ -295,17 +295,17 @@ class StatPool(PoolCall[PoolStats]):
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapPages(PoolCall[PageMap]):
-    """The owner of each page, in so many cells at most."""
+    """The owner of each page, in so many entries at most."""
 
-    max_cells: int
+    max_entries: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_cells <= MAX_CELLS:
-            raise ValueError(f"max_cells={self.max_cells}: expected 1 to {MAX_CELLS}")
+        if not 1 <= self.max_entries <= MAX_MAP_ENTRIES:
+            raise ValueError(f"max_entries={self.max_entries}: expected 1 to {MAX_MAP_ENTRIES}")
 
     def run(self, pool: LockedPool) -> PageMap:
         with pool.lock:
-            return pool.page_pool.map(self.max_cells)
+            return pool.page_pool.map(self.max_entries)
 
 
 @message

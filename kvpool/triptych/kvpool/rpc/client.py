@@ -534,10 +534,10 @@ class PoolWatcher:
         except PoolUnavailable:
             return None
 
-    def map(self, max_cells: int) -> PageMap | None:
+    def map(self, max_entries: int) -> PageMap | None:
         """The map of pages; None if the pool does not answer."""
         try:
-            return self._remote.call(calls.MapPages(max_cells=max_cells))
+            return self._remote.call(calls.MapPages(max_entries=max_entries))
         except PoolUnavailable:
             return None
 

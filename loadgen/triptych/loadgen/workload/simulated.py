@@ -125,15 +125,15 @@ def decision_ms(trial: Trial) -> dict[str, float]:
 def shard_figures(shards: int, trial: Trial) -> dict[str, object]:
     """Balance of several router shards, and the load of the busiest one.
 
-    ``cell_balance``: work of the busiest shard's workers over the mean of all shards.
+    ``shard_balance``: work of the busiest shard's workers over the mean of all shards.
     ``router_cpu_s``: real CPU time of the busiest router, decisions and ticks.
     """
     parts = trial.shards.values()
     mean_s = sum(part.busy_s for part in parts) / shards or 1e-9
     return {
-        "cells": shards,
-        "cell_balance": max(part.busy_s for part in parts) / mean_s,
-        "cell_requests": [part.requests for part in parts],
-        "cell_choices": trial.shard_choices if shards > 1 else {},
+        "shards": shards,
+        "shard_balance": max(part.busy_s for part in parts) / mean_s,
+        "shard_requests": [part.requests for part in parts],
+        "shard_choices": trial.shard_choices if shards > 1 else {},
         "router_cpu_s": max(part.router_s for part in parts),
     }

@@ -28,13 +28,13 @@ def owner(kind: str, worker: str, label: str = "") -> OwnerPages:
     return OwnerPages(kind=kind, worker=worker, label=label)  # pyright: ignore[reportArgumentType]
 
 
-def page_map(cells: list[int], *owners: OwnerPages, stride: int = 1, pages: int = 0) -> PageMap:
+def page_map(entries: list[int], *owners: OwnerPages, stride: int = 1, pages: int = 0) -> PageMap:
     return PageMap(
         arena="here",
-        pages=pages or len(cells) * stride,
+        pages=pages or len(entries) * stride,
         stride=stride,
         owners=owners,
-        packed=np.array(cells, "<u2").tobytes(),
+        packed=np.array(entries, "<u2").tobytes(),
     )
 
 
@@ -62,8 +62,8 @@ def trace(number: int, name: str = "secret-id") -> RequestTrace:
 
 
 def names(pages: PageMap, handles: dict[str, KVHandle]) -> list[str]:
-    kinds, cells = page_kinds(pages, handles)
-    return [kinds[cell] for cell in cells]
+    kinds, entries = page_kinds(pages, handles)
+    return [kinds[entry] for entry in entries]
 
 
 def test_every_page_has_the_kind_of_its_owner_and_the_format_of_its_handle() -> None:

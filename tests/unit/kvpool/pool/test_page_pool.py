@@ -103,11 +103,11 @@ def test_a_lease_lives_for_its_whole_time_and_not_longer(pool: Pool, worker: Wor
 # ------------------------------------------------------------------ the map
 
 
-def drawn(pool: Pool, max_cells: int = 1000) -> list[tuple[str, str] | None]:
-    """Kind and label of each cell's owner."""
-    seen = pool.map(max_cells)
+def drawn(pool: Pool, max_entries: int = 1000) -> list[tuple[str, str] | None]:
+    """Kind and label of the owner of each entry."""
+    seen = pool.map(max_entries)
     lines = [None, *((line.kind, line.label) for line in seen.owners)]
-    return [lines[cell] for cell in seen.cells]
+    return [lines[entry] for entry in seen.entries]
 
 
 def test_the_map_follows_pages_from_hand_to_hand(pool: Pool, worker: WorkerId) -> None:
@@ -125,7 +125,7 @@ def test_the_map_follows_pages_from_hand_to_hand(pool: Pool, worker: WorkerId) -
     assert {line.worker for line in pool.map(99).owners} == {"worker", "other"}
 
 
-def test_a_map_has_no_more_cells_than_asked_for_and_each_tells_of_one_page(
+def test_a_map_has_no_more_entries_than_asked_for_and_each_tells_of_one_page(
     pool: Pool, worker: WorkerId
 ) -> None:
     pool.handoff(worker, [(f"r{n}", pool.allocate(worker, 1)) for n in range(16)])

@@ -380,12 +380,12 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_map_agrees_with_the_model(self) -> None:
         seen = self.pool.map(PAGES)
-        for page, cell in enumerate(seen.cells.tolist()):
+        for page, entry in enumerate(seen.entries.tolist()):
             owner = self.owner.get(page)
             if owner is None:
-                assert cell == 0
+                assert entry == 0
                 continue
-            line = seen.owners[cell - 1]
+            line = seen.owners[entry - 1]
             if isinstance(owner, str):
                 assert (line.kind, line.worker, line.label) == ("extent", owner, "")
             else:

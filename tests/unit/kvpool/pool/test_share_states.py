@@ -185,7 +185,7 @@ class World:
         assert self.cache.pins == holders
         if holders:
             seen = self.pool.map(PAGES)
-            assert seen.owners[int(seen.cells[self.shared]) - 1].label == PREFIX_WORKER
+            assert seen.owners[int(seen.entries[self.shared]) - 1].label == PREFIX_WORKER
         for one in self.decode:
             if one.lease_ref is not None and not one.is_dead:
                 self.pool.require_lease(one.ticket, one.lease_ref.lease, self.ids)

@@ -300,7 +300,7 @@ class ShareMachine(RuleBasedStateMachine):
     def what_is_read_is_the_caches(self) -> None:
         seen = self.pool.map(PAGES)
         for page in {page for pages in self.read_pages() for page in pages}:
-            assert seen.owners[int(seen.cells[page]) - 1].label == PREFIX_WORKER
+            assert seen.owners[int(seen.entries[page]) - 1].label == PREFIX_WORKER
 
     @invariant()
     def nothing_is_pinned_that_nobody_reads(self) -> None:

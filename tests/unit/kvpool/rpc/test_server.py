@@ -426,7 +426,7 @@ def test_a_watcher_sees_whose_each_page_is(
     client.handoff([("r", ids[:2])])
     seen = watcher.map(65_535)
     assert seen is not None
-    owners = [seen.owners[cell - 1] for cell in seen.cells[ids]]
+    owners = [seen.owners[entry - 1] for entry in seen.entries[ids]]
     assert [(one.kind, one.worker, one.label) for one in owners] == [
         ("request", "w", "r"),
         ("request", "w", "r"),
@@ -439,10 +439,10 @@ def test_a_watcher_sees_whose_each_page_is(
     late.close()
 
 
-@pytest.mark.parametrize("max_cells", [0, -1, 65_536])
-def test_a_map_of_any_size_cannot_be_asked_for(make_server: MakeServer, max_cells: int) -> None:
+@pytest.mark.parametrize("max_entries", [0, -1, 65_536])
+def test_a_map_of_any_size_cannot_be_asked_for(make_server: MakeServer, max_entries: int) -> None:
     channel = FrameChannel(make_server().address)
-    fields = {"max_cells": max_cells}
+    fields = {"max_entries": max_entries}
     frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["MapPages", fields]]))
     [said] = unpack(channel.ask(frame, 5.0))
     assert isinstance(said, messages.PoolRefused)

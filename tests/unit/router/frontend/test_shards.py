@@ -1,4 +1,4 @@
-"""Which cell takes a request: its home while that has room, the next one on the ring if not."""
+"""Which shard takes a request: its home while that has room, the next one on the ring if not."""
 
 from collections import Counter
 from dataclasses import replace
@@ -36,7 +36,7 @@ def homes(count: int, keys: int = 1000) -> list[str | None]:
 
 @settings(max_examples=20)
 @given(count=st.integers(1, 12))
-def test_a_new_cell_takes_its_share_of_keys_and_no_other_key_moves(count: int) -> None:
+def test_a_new_shard_takes_its_share_of_keys_and_no_other_key_moves(count: int) -> None:
     before, after = homes(count), homes(count + 1)
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) <= {str(count)}
@@ -45,7 +45,7 @@ def test_a_new_cell_takes_its_share_of_keys_and_no_other_key_moves(count: int) -
 
 @settings(max_examples=20)
 @given(count=st.integers(2, 8), gone=st.integers(0, 7))
-def test_only_the_keys_of_a_cell_that_is_down_move_and_not_all_to_one(
+def test_only_the_keys_of_a_shard_that_is_down_move_and_not_all_to_one(
     count: int, gone: int
 ) -> None:
     shards, dead = opened(count), str(gone % count)
@@ -62,7 +62,7 @@ def test_only_the_keys_of_a_cell_that_is_down_move_and_not_all_to_one(
 
 
 class Bounded(RuleBasedStateMachine):
-    """Requests of any size come, end, are refused, and cells die and come back."""
+    """Requests of any size come, end, are refused, and shards die and come back."""
 
     OVERLOAD, FREE = 1.25, 2
 
@@ -122,7 +122,7 @@ class Bounded(RuleBasedStateMachine):
         self.shards.found(shard)
 
     @invariant()
-    def what_a_cell_holds_is_what_its_requests_count_for(self) -> None:
+    def what_a_shard_holds_is_what_its_requests_count_for(self) -> None:
         held = dict.fromkeys(NAMES, 0)
         for name, shard in self.where.items():
             held[shard] += self.sizes[name]
@@ -134,7 +134,7 @@ TestBounded.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_of_one_size_and_without_free_ones_it_is_the_rule_of_the_paper() -> None:
-    """No cell ever has more than ceil(1.25 m / n) of m requests, wherever their keys lie."""
+    """No shard ever has more than ceil(1.25 m / n) of m requests, wherever their keys lie."""
     shards = opened(4, overload=1.25)
     for count in range(1, 200):
         shards.place(f"r{count}", b"popular" if count % 3 else str(count).encode(), 1)
@@ -172,7 +172,7 @@ def test_without_prefixes_nothing_keeps_equal_prompts_together() -> None:
     assert key_of(request("one", (1,) * 999), plan) != key_of(request("two", (1,) * 999), plan)
 
 
-def test_what_another_cell_may_have_room_for_is_passed_on() -> None:
+def test_what_another_shard_may_have_room_for_is_passed_on() -> None:
     assert may_pass_on(failed("r", QueueFull(9, 9, 1.0)))
     assert not may_pass_on(failed("r", StageLost("decode")))  # it goes on from where it was
     assert not may_pass_on(failed("r", DeadlineExceeded("late")))
@@ -197,7 +197,7 @@ def config(shards: int, **more: object) -> AppConfig:
     return AppConfig.from_mapping({"router": {"shards": shards}, **more})
 
 
-def test_cells_have_equal_parts_of_everything() -> None:
+def test_shards_have_equal_parts_of_everything() -> None:
     whole = config(
         2,
         prefill=stage(4, autoscaling={"min_replicas": 2, "max_replicas": 8}),
@@ -212,11 +212,11 @@ def test_cells_have_equal_parts_of_everything() -> None:
     assert (one.pool.kv_cache_memory_bytes, one.pool.prefix_bytes) == (1 << 29, "auto")
     assert one.pool.disk_bytes == 1 << 19
     assert one.router.max_queued_requests == 128
-    assert (one.pool.disk_path, two.pool.disk_path) == ("/disk/cell-0", "/disk/cell-1")
-    assert one == replace(two, pool=replace(two.pool, disk_path="/disk/cell-0"))
+    assert (one.pool.disk_path, two.pool.disk_path) == ("/disk/shard-0", "/disk/shard-1")
+    assert one == replace(two, pool=replace(two.pool, disk_path="/disk/shard-0"))
 
 
-def test_one_cell_is_the_whole_application() -> None:
+def test_one_shard_is_the_whole_application() -> None:
     assert shard_of(whole := config(1, pool={"kv_cache_memory_bytes": 12345}), 0) is whole
 
 
@@ -237,7 +237,7 @@ def test_one_cell_is_the_whole_application() -> None:
         ),
     ],
 )
-def test_cells_that_would_lack_a_stage_are_refused(
+def test_shards_that_would_lack_a_stage_are_refused(
     shards: int, stages: dict[str, object], named: str
 ) -> None:
     expected = rf"{named}.*: expected a multiple of router.shards \(2\)"

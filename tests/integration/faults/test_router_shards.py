@@ -1,4 +1,4 @@
-"""Two cells behind one ingress: a router's death is felt in its own cell alone."""
+"""Two shards behind one ingress: a router's death is felt in its own shard alone."""
 
 import asyncio
 import random
@@ -21,13 +21,13 @@ def request(number: int, max_tokens: int = ANSWER_TOKENS) -> Request:
 
 
 def note_places(cluster: Cluster) -> dict[str, list[str]]:
-    """From now on, the cells of each request, first to last."""
+    """From now on, the shards of each request, first to last."""
     places, place = dict[str, list[str]](), cluster.engine.shards.place
 
     def note(name: str, key: bytes, nbytes: int) -> str | None:
-        cell = place(name, key, nbytes)
-        places.setdefault(name, []).append(cell or "nowhere")
-        return cell
+        shard = place(name, key, nbytes)
+        places.setdefault(name, []).append(shard or "nowhere")
+        return shard
 
     cluster.engine.shards.place = note  # type: ignore[method-assign]
     return places
@@ -42,8 +42,8 @@ async def crowd(cluster: Cluster) -> dict[str, Answer]:
 
 
 @pytest.mark.timeout(240)
-async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path) -> None:
-    async with Cluster(save_tiny_model(tmp_path), cells=2) as cluster:
+async def test_a_router_that_dies_cuts_off_nobody_of_another_shard(tmp_path: Path) -> None:
+    async with Cluster(save_tiny_model(tmp_path), shards=2) as cluster:
         await cluster.until(lambda: cluster.engine.shards.up == ["0", "1"], "both are found")
         for session in ("a", "b", "c", "d"):
             places = note_places(cluster)
@@ -62,7 +62,7 @@ async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path
             lambda: all(len(one.output_tokens) > 4 for one in journeys), "all stream"
         )
         there = [one for one in journeys if places[one.request.id] == [KILLED]]
-        cluster.kill("router", cell=int(KILLED))
+        cluster.kill("router", shard=int(KILLED))
         answers = await clients
 
         assert 0 < len(there) < CLIENTS
@@ -82,5 +82,5 @@ async def test_a_router_that_dies_cuts_off_nobody_of_another_cell(tmp_path: Path
         places = note_places(cluster)
         again = await crowd(cluster)
         assert {answer.ending for answer in again.values()} == {"length"}
-        assert {cell for cells in places.values() for cell in cells} == {"0", "1"}
+        assert {shard for shards in places.values() for shard in shards} == {"0", "1"}
         await cluster.settled()

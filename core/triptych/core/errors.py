@@ -1,4 +1,4 @@
-"""The tree of errors: each says its HTTP status and whether a retry can help."""
+"""Errors of Triptych, with their HTTP statuses and whether a retry can help."""
 
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ class TriptychError(Exception):
     code: ClassVar[str | None] = "internal_error"
     """OpenAI's ``error.code``."""
     resumable: ClassVar[bool] = False
-    """Whether a request that it ended can go on elsewhere from the tokens it has."""
+    """Whether the request can be resumed elsewhere from its output tokens."""
 
 
 class ConfigError(TriptychError, ValueError):
@@ -33,7 +33,7 @@ class ModelNotFetched(ModelError):
 
 
 class PluginError(TriptychError):
-    """A plug-in of the operator's did not do what it says it does."""
+    """A plug-in violates its interface."""
 
     def __init__(self, plugin: str, what: str) -> None:
         super().__init__(plugin, what)
@@ -44,7 +44,7 @@ class PluginError(TriptychError):
 
 
 class MessageError(TriptychError):
-    """A frame from a peer is not a message that we know: it is refused, never guessed at."""
+    """A frame from a peer is not a valid message; it is refused."""
 
 
 # ------------------------------------------------------------------ the page pool
@@ -74,7 +74,7 @@ class PoolExhausted(PoolError):
 
 
 class StaleHandle(PoolError):
-    """The handle outlived its lease: the pages were freed, or handed to somebody else."""
+    """The lease of the handle has ended: its pages are freed or have another owner."""
 
     resumable = True
 
@@ -131,7 +131,7 @@ class PoolUnavailable(PoolError):
 
 
 class AccessRefused(PoolUnavailable):
-    """A process of another node did not believe this one, or this one did not believe it."""
+    """Authentication between processes of two nodes failed."""
 
     code = "access_refused"
 
@@ -173,7 +173,7 @@ class InvalidKey(RequestError):
 
 
 class NotAllowed(RequestError):
-    """The client is known, and may not do this."""
+    """The client's key does not permit this."""
 
     http_status = 403
     kind = "permission_error"
@@ -181,7 +181,7 @@ class NotAllowed(RequestError):
 
 
 class RequestNotFound(RequestError):
-    """No request of this id is remembered."""
+    """No trace of a request with this id exists."""
 
     http_status = 404
     code = "request_not_found"
@@ -195,17 +195,17 @@ class ModelNotFound(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """Prompt and answer together exceed the model's context, or the memory of the server."""
+    """Prompt and output exceed the model's context or the server's memory."""
 
     code = "context_length_exceeded"
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be read, matches nothing, costs too much, or an answer has left it."""
+    """A grammar is invalid, matches nothing or costs too much, or the output violates it."""
 
 
 class BodyTooLarge(RequestError):
-    """The body of the HTTP request is larger than the server takes."""
+    """The body of the HTTP request exceeds ``ingress.max_body_bytes``."""
 
     http_status = 413
     code = "request_too_large"
@@ -219,7 +219,7 @@ class RequestTooLarge(RequestError):
 
 
 class HeadersTooLarge(RequestError):
-    """The URL or the headers of the HTTP request are larger than the server takes."""
+    """The URL or the headers of the HTTP request exceed the limit."""
 
     http_status = 431
     code = "request_too_large"
@@ -243,7 +243,7 @@ class Unsupported(RequestError):
 
 
 class DeadlineExceeded(TriptychError):
-    """The request took longer than the server allows and was given up."""
+    """The request exceeded ``ingress.request_timeout_s``."""
 
     http_status = 504
     kind = "timeout_error"
@@ -251,7 +251,7 @@ class DeadlineExceeded(TriptychError):
 
 
 class QueueFull(TriptychError):
-    """The waiting line is full; come back after ``retry_after_s`` seconds."""
+    """The queue is full; retry after ``retry_after_s`` seconds."""
 
     http_status = 429
     retryable = True
@@ -270,7 +270,7 @@ class QueueFull(TriptychError):
 
 
 class TooManyRequests(TriptychError):
-    """A client asks more than its API key allows; come back after ``retry_after_s`` seconds."""
+    """The rate limit of an API key is exceeded; retry after ``retry_after_s`` seconds."""
 
     http_status = 429
     retryable = True
@@ -286,7 +286,7 @@ class TooManyRequests(TriptychError):
 
 
 class StageLost(TriptychError):
-    """A worker died with this request's state; the request may be sent again."""
+    """The worker that had this request died; the request may be sent again."""
 
     http_status = 503
     retryable = True
@@ -303,7 +303,7 @@ class StageLost(TriptychError):
 
 
 class Overloaded(TriptychError):
-    """No worker of a stage is there to take the request."""
+    """A stage has no worker."""
 
     http_status = 503
     retryable = True
@@ -312,7 +312,7 @@ class Overloaded(TriptychError):
 
 
 class SloUnmeetable(TriptychError):
-    """A request would miss what it asked for, so it is not computed in vain."""
+    """A request would miss its deadline, so it is not computed."""
 
     http_status = 503
     retryable = True
@@ -333,7 +333,7 @@ class SloUnmeetable(TriptychError):
 
 
 class Cancelled(TriptychError):
-    """The client went away or asked to stop."""
+    """The client disconnected or cancelled."""
 
     http_status = 499
     kind = "cancelled"

@@ -30,12 +30,12 @@ ROUTER = "router"
 """The address of the router, wherever it runs."""
 
 POOL = "pool"
-"""The address of the pool, for the one thing that the router tells it."""
+"""The pool's address; the router sends it ``Expel`` and ``BorrowCacheMemory``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message and the address that it is for; the caller of the state machine delivers it."""
+    """A message and its destination; the caller of the state machine delivers it."""
 
     to: str
     message: Message
@@ -114,7 +114,7 @@ STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from the logits, and when the answer ends."""
+    """Sampling parameters of a request, named as vLLM's and OpenAI's."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""
@@ -131,16 +131,16 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the answer."""
     seed: int = 0
-    """Same seed, same prompt, same settings: same answer, whatever shares the batch. Only a cached
-    prefix may change it: what is read back from quantized pages is rounded."""
+    """Seed of the sampler: the same seed, prompt and settings give the same answer in any batch.
+    Only a cached prefix may change it, since quantized pages are read back rounded."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and what is added to its logit."""
+    """Pairs of token id and the value added to its logit."""
     max_tokens: int = 16
-    """Tokens of the answer at most."""
+    """Maximum output tokens."""
     min_tokens: int = 0
     """End-of-sequence and stop ids are not drawn before this many tokens."""
     ignore_eos: bool = False
-    """Go on after the model's end token."""
+    """Continue after the model's end token."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
     include_stop: bool = False
@@ -150,29 +150,30 @@ class Sampling:
     logprobs: int = -1
     """Alternatives per token to report; 0: the drawn token's only; -1: none."""
     prompt_logprobs: int = -1
-    """The same for the tokens of the prompt, which is then computed whole: what a cached prefix
-    saves is what would tell of them."""
+    """The same for prompt tokens. The prompt is then computed without the prefix cache, which
+    stores no log probabilities."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     grammar: str = ""
-    """What the answer keeps to, as ``core.grammar`` makes it; empty: anything goes."""
+    """Grammar of the answer, as encoded by ``core.grammar``; empty: none."""
 
     @property
     def reports_logprobs(self) -> bool:
-        """Whether log probabilities are told: of older tokens no worker can tell them again."""
+        """Whether log probabilities are reported. A takeover worker cannot report them for older
+        tokens."""
         return self.logprobs >= 0 or self.prompt_logprobs >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """When a client wants its tokens, in seconds; 0: whenever they come."""
+    """Service-level objectives of a request, in seconds; 0: none."""
 
     ttft_s: float = 0.0
-    """To the first token."""
+    """Time to first token (TTFT)."""
     tpot_s: float = 0.0
-    """For each token after it, on the mean."""
+    """Mean time per output token after the first (TPOT)."""
     deadline_s: float = 0.0
-    """To the last token."""
+    """End-to-end latency."""
 
 
 NO_SLO = Slo()
@@ -186,7 +187,7 @@ class PluginOverride:
     """Its label."""
     on: bool = True
     options: dict[str, float] = field(default_factory=dict[str, float])
-    """Options that it sets itself."""
+    """Options that the request sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,49 +195,49 @@ class Request:
     """One sequence to generate. A client's request with ``n`` choices becomes ``n`` of these."""
 
     id: str
-    """Ours, unique; never the client's."""
+    """Internal id, unique; not the client's."""
     prompt: tuple[int, ...]
     """Token ids of the prompt."""
     sampling: Sampling
-    """How to continue it."""
+    """Sampling parameters."""
     reply_to: str
-    """Address of the mailbox that gets the tokens."""
+    """Address of the ingress that receives the tokens."""
     output_tokens: tuple[int, ...] = ()
-    """Tokens of the answer that the client has already: the answer goes on behind them."""
+    """Output tokens that the client has received; generation continues after them."""
     attempt: int = 0
-    """Which attempt this is; all but the first one go in front, and are not refused."""
+    """Number of this attempt. Attempts after the first are queued first and never refused."""
     skipped: int = 0
-    """Tokens at its beginning that are not read: they are before the model's window."""
+    """First tokens of the sequence that are not computed: they precede the context window."""
     goes_on: bool = False
-    """Whether the answer goes on behind ``max_tokens``, in the next window."""
+    """Whether generation continues after ``max_tokens`` in the next context window."""
     cache_salt: str = ""
-    """Requests share cached prefixes if, and only if, theirs are equal."""
+    """Requests share cached prefixes only if their salts are equal."""
     tenant: str = ""
-    """Digest of the client's key: whose share of the server it takes, and whose quota its cached
-    prefixes count against."""
+    """Digest of the client's API key: identifies the tenant for fair queueing and cache quotas."""
     priority: int = 0
-    """Which of its tenant's requests goes first: lower is sooner."""
+    """Priority among the requests of the tenant: lower runs sooner."""
     weight: float = 1.0
-    """Its tenant's share of the server, next to those of others."""
+    """The tenant's weight in fair queueing."""
     slo: Slo = NO_SLO
-    """What the answer is worthless without."""
+    """Deadlines; a request that would miss them is refused."""
     traceparent: str = ""
     """W3C trace context that the client sent; empty: none."""
     session: str = ""
-    """The client's name for the conversation: what is kept of it is evicted last for a while."""
+    """The client's id of the conversation; its cached prefixes are protected from eviction for
+    ``session_ttl_s``."""
     cached_at_most: int | None = None
-    """Most tokens that may come from a cached prefix; None: all that are known."""
+    """Maximum tokens taken from a cached prefix; None: no limit."""
     plugin_overrides: tuple[PluginOverride, ...] = ()
-    """Plug-ins of which it wants something else than the server's settings."""
+    """Plug-in settings of this request, where they differ from the server's."""
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The tokens that are read before the next one."""
+        """Tokens of the sequence in the current window: prompt and output so far."""
         return (self.prompt + self.output_tokens)[self.skipped :]
 
     @property
     def known_tokens(self) -> int:
-        """How many they are."""
+        """Number of ``known`` tokens."""
         return len(self.prompt) + len(self.output_tokens) - self.skipped
 
 
@@ -251,11 +252,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRank:
-    """One token of a prompt: how likely it was behind those before it."""
+    """Log probability and rank of one prompt token, given those before it."""
 
     logprob: float
     rank: int
-    """1: no token was more likely."""
+    """1: the most likely token."""
     top: tuple[tuple[int, float], ...]
     """The most likely tokens there with their log probabilities, best first."""
 
@@ -298,8 +299,7 @@ class CompressionReport:
     stored_bytes: int
     """Bytes of the pages that hold them now, for this request alone."""
     shared_bytes: int = 0
-    """Bytes of the pages that hold the rest of them, and are there once for all requests that begin
-    alike."""
+    """Bytes of shared pages of a cached prefix that the request reads."""
 
 
 # ------------------------------------------------------------------ tokens to the ingress
@@ -308,14 +308,14 @@ class CompressionReport:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """New tokens of one request, sent by the stage that drew them straight to the ingress."""
+    """New tokens of one request, sent from the stage that sampled them directly to the ingress."""
 
     request: str
     index: int
-    """How many tokens of the answer came before these."""
+    """Index of the first of them in the output."""
     tokens: tuple[int, ...]
     text: str
-    """Text that these tokens settle; text that may still become a stop string is held back."""
+    """Text of these tokens. Text that may become part of a stop string is held back."""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     stop: str | int | None = None
@@ -345,7 +345,7 @@ class Failed:
 
 
 def failed(request: str, error: TriptychError) -> Failed:
-    """The last word on a request that ends with ``error``."""
+    """The ``Failed`` message for a request that ends with ``error``."""
     return Failed(
         request=request,
         message=str(error),
@@ -434,10 +434,10 @@ class Prefill:
 
     requests: tuple[Request, ...]
     encoders: tuple[str, ...] = ()
-    """For each of them the compressor's address that gets its layers as they are read; empty, or no
-    address for anybody: all layers are handed over at once."""
+    """Address of the compressor that receives each prompt's layers as they are computed; empty: all
+    layers are handed over at once."""
     reader: str = ""
-    """The address of this worker, for such compressors."""
+    """Address of this worker, where those compressors reply."""
 
     def __post_init__(self) -> None:
         if self.encoders and len(self.encoders) != len(self.requests):
@@ -455,19 +455,16 @@ class Prefilled:
     """The raw pages, or those of the last layers if others went to a compressor before; none if the
     answer ended with the first token."""
     token_s: float = 0.0
-    """Seconds that a token of it took to compute, on the mean of those that were not cached."""
+    """Mean seconds to compute one token of the prompt that was not cached."""
     cached_tokens: int = 0
-    """Tokens of it that were not computed again."""
+    """Prompt tokens taken from the prefix cache."""
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expect:
-    """Router to compressor: layers of these prompts will come, straight from who reads them.
-
-    Others are not taken: after ``Cancel``, and where no router knows of them any more, nobody would
-    ever ask for them.
-    """
+    """Router to compressor: the prefill worker will send layers of these prompts. Layers of other
+    prompts are refused: after ``Cancel``, no router would ever ask for them."""
 
     requests: tuple[str, ...]
 
@@ -479,11 +476,11 @@ class Layers:
 
     request: str
     first: int
-    """The first of them. They follow upon each other; the last ones come with ``Compress``."""
+    """Index of the first layer. Layers arrive in order; the last ones come with ``Compress``."""
     handle: KVHandle
     """Their raw pages; ``tokens`` is the whole prompt."""
     reader: str
-    """Who is to hear ``LayersEncoded``."""
+    """Address that receives ``LayersEncoded``."""
 
 
 @message
@@ -493,7 +490,7 @@ class LayersEncoded:
 
     request: str
     first: int
-    """As that of ``Layers``."""
+    """``first`` of the ``Layers`` message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,11 +502,11 @@ class Prefix:
     cache_salt: str
     tenant: str
     token_s: float
-    """Seconds that a token took to compute."""
+    """Seconds to compute one token."""
     session: str = ""
-    """Name of the conversation that goes on behind it; empty: none."""
+    """Conversation id; empty: none."""
     cached_tokens: int = 0
-    """How many of the first tokens came from what earlier requests left: these may be shared."""
+    """First tokens that came from the prefix cache; their pages may be shared."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -522,7 +519,7 @@ class CompressItem:
     request: str
     handle: KVHandle
     prefix: Prefix | None = None
-    """What may be kept for later requests; None: nothing."""
+    """Prompt to add to the prefix cache; None: nothing is added."""
 
 
 @message
@@ -540,9 +537,9 @@ class Planned:
 
     request: str
     pages: int
-    """Of its own."""
+    """Pages of this request alone."""
     shared: int = 0
-    """Beside them, those of a cached prefix that it reads where they lie."""
+    """Shared pages of a cached prefix that it reads in place."""
 
 
 @message
@@ -571,18 +568,18 @@ class Join:
 
     request: Request
     output_tokens: tuple[int, ...]
-    """Tokens of the answer so far, behind ``request.said``. The pages hold all but the last."""
+    """Output tokens so far, after those of ``request``. The pages hold all but the last."""
     handle: KVHandle
     report: CompressionReport
     previous_worker: str = ""
-    """Name of the decode worker that put the pages on offer, if one did: then the router hears when
-    they are here."""
+    """Name of the decode worker that the request migrates from, if any; the router is then told
+    when the pages have arrived."""
     token_s: float = 0.0
-    """Seconds that a token of the prompt took to compute."""
+    """Seconds to compute one prompt token."""
     age_s: float = 0.0
     """Seconds since the first of ``output_tokens`` was drawn."""
     memory: tuple[float, ...] = ()
-    """What plug-ins remember of the answer so far; empty: nothing yet."""
+    """State of plug-ins for this request; empty: none yet."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.output_tokens) <= self.handle.tokens + 1:
@@ -606,16 +603,16 @@ class Preempted:
 
     request: str
     output_tokens: tuple[int, ...]
-    """As those of ``Join``."""
+    """As in ``Join``."""
     handle: KVHandle
     memory: tuple[float, ...] = ()
-    """As that of ``Join``."""
+    """As in ``Join``."""
 
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Worker to router: the pages came here from another node, which holds nothing any more."""
+    """Worker to router: pages were copied here from another node, and released there."""
 
     request: str
 
@@ -628,7 +625,7 @@ class Resume:
     previous_worker: str
     """Name of the worker that died."""
     join: Join
-    """What the dead one was told; if it had not come to that, its heir does it."""
+    """The dead worker's ``Join``, if it had not received it; the takeover worker runs it."""
 
 
 @message
@@ -642,7 +639,8 @@ class Resumed:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expel:
-    """Router to pool: nobody will take over anything more from this dead worker."""
+    """Router to pool: no worker will take over further requests of this dead worker; free its
+    pages."""
 
     worker: str
 
@@ -673,7 +671,7 @@ class Finished:
     tokens: int
     """Tokens of the answer."""
     error: Failed | None = None
-    """Why it ended early; the router tells the client."""
+    """Error message; the router forwards it to the client."""
 
 
 @message

@@ -1,4 +1,4 @@
-"""What one shard of an application has: its part of everything that there is."""
+"""Settings of one shard of an application."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def shard_of(config: AppConfig, index: int) -> AppConfig:
 
 
 def _actor(actor: ActorConfig, shards: int) -> ActorConfig:
-    """At least one: of colocated workers the decode stage alone says how many there are."""
+    """At least 1. With ``topology: colocated`` only the decode stage sets the number of workers."""
     return replace(actor, num_replicas=max(1, actor.num_replicas // shards))
 
 

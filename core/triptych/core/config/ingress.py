@@ -13,11 +13,11 @@ class IngressConfig:
     """Copies of the HTTP ingress."""
 
     grpc_port: int = 0
-    """Port on which every copy of the ingress answers gRPC as well (``triptych.proto``), with the
-    same checks, limits and keys; 0: none does."""
+    """Port of the gRPC server (``triptych.proto``) of every ingress replica; it has the same
+    checks, limits and keys as HTTP. 0: no gRPC."""
 
     grpc_host: str = "127.0.0.1"
-    """Address at which it does; ``0.0.0.0``: at all that its node has."""
+    """Address that the gRPC server listens on; ``0.0.0.0``: all addresses of its node."""
 
     max_body_bytes: int = 4 * MIB
     """Largest request body; a larger one is answered with 413."""
@@ -26,29 +26,29 @@ class IngressConfig:
     """Largest ``n`` of one request."""
 
     request_timeout_s: float = 600.0
-    """Seconds after which a request is given up."""
+    """Maximum duration of a request; after it, the request ends with 504."""
 
     api_keys: str = ""
-    """File with the digests of API keys and the limits of each; empty: everybody may ask."""
+    """File with the digests of API keys and the limits of each key; empty: no key is needed."""
 
     open_admin: bool = False
-    """Whether everybody may read why the router decided as it did (``/router/explain``), and where
-    the time of steps goes (``/profile``), while there is no file of keys; with one, those keys may
-    that are marked ``admin``."""
+    """Whether ``/router/explain`` and ``/profile`` may be read without an admin key. Only without
+    ``api_keys``; with it, keys marked ``admin`` may read them."""
 
     decision_header: bool = False
-    """Whether whole answers say in ``X-Triptych-Decision`` what the router decided."""
+    """Whether responses that are not streamed carry the router's decisions in the header
+    ``X-Triptych-Decision``."""
 
     strict_params: bool = False
-    """Whether a field of a request that nobody knows is an error (400); else it is let be."""
+    """Whether an unknown field of a request is an error (400); otherwise it is ignored."""
 
     vllm_metrics: bool = False
-    """Whether ``/metrics`` has the common ones under vLLM's names as well (``vllm:...``), for
-    gateways, autoscalers and dashboards that ask for those."""
+    """Whether ``/metrics`` also has the common metrics under vLLM's names (``vllm:...``), for
+    gateways, autoscalers and dashboards that expect them."""
 
     share_prefixes: bool = False
-    """Whether clients with different keys may share cached prefixes of prompts; by default nobody
-    can tell from the time to the first token what others asked."""
+    """Whether clients with different keys share cached prefixes. Off by default: with it, a client
+    could infer from its time to first token what other clients sent."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")

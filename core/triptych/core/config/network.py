@@ -10,20 +10,21 @@ class NetworkConfig:
     """Whom processes of different nodes believe; on one node nothing listens on the network."""
 
     token_file: str = ""
-    """File with the secret that processes of different nodes show each other, at least 16
-    characters, at the same path on every node; empty: one is made for each start."""
+    """File with the secret that processes of different nodes present to each other, at least 16
+    characters, at the same path on every node; empty: a new one at each start."""
 
     tls_cert_file: str = ""
-    """PEM certificate that every node shows to others; empty: no encryption between nodes."""
+    """PEM certificate of each node's server; empty: no TLS between nodes."""
 
     tls_key_file: str = ""
     """PEM private key of the certificate."""
 
     tls_ca_file: str = ""
-    """PEM certificates of who signed them; a peer without a certificate of theirs is refused."""
+    """PEM certificates of the authorities that sign node certificates; a peer without a certificate
+    signed by one of them is refused."""
 
     tls_server_name: str = ""
-    """Name that the certificates are made out for; empty: the IP address of each node."""
+    """Server name in the certificates; empty: the IP address of each node."""
 
     def __post_init__(self) -> None:
         files = (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)

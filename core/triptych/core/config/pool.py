@@ -16,9 +16,9 @@ class PoolConfig:
     """Memory for KV pages, allocated in full at start-up."""
 
     arena_path: str = ""
-    """Directory on a disk in which the pages lie, so that they may take more than memory: what was
-    read lately stays in memory, and ``decode.selection`` has the rest read when it ranks. Empty: in
-    ``/dev/shm``. Who can read it can read prompts while they are served."""
+    """Directory on a disk for the pages, so that they may exceed memory: recently read pages stay
+    in memory, others are read when ``decode.selection`` selects them. Empty: pages are in
+    ``/dev/shm``. Anybody who can read the directory can read prompts."""
 
     page_bytes: int | Literal["auto"] = "auto"
     """Bytes of one page; ``auto``: 32 tokens of K8V4 fill it exactly (3,584 at head_dim 64), or for
@@ -28,49 +28,49 @@ class PoolConfig:
     """Seconds without a heartbeat after which a worker's pages are taken back."""
 
     extent_pages: int = 1024
-    """Pages that a worker asks for at once; it allocates inside them without asking."""
+    """Pages of one extent: a worker reserves this many with one call and allocates from them
+    without further calls."""
 
     prefix_bytes: int | Auto = "auto"
-    """Memory of the prefix cache, out of ``kv_cache_memory_bytes``; ``auto``: a quarter;
-    0: no prefix is cached."""
+    """Memory of the prefix cache, part of ``kv_cache_memory_bytes``; ``auto``: a quarter; 0: no
+    prefix cache."""
 
     prefix_tenant_bytes: int | Auto = "auto"
-    """The most of it that one client's prompts may take; ``auto``: all."""
+    """Maximum part of ``prefix_bytes`` for one client's prompts; ``auto``: all."""
 
     prefix_eviction: Literal["cost", "lru"] = "cost"
-    """Which prefix goes first when it is full: the one that saves least time per byte, or the one
-    that was not used for longest."""
+    """Which prefix is evicted first: ``cost``, the one that saves the least time per byte; ``lru``,
+    the least recently used."""
 
     share_pages: bool = True
-    """Whether requests whose prompts begin with a cached prefix read its pages where they lie while
-    they decode, so that it is stored once for all of them; else each has a copy, compressed by its
-    own attention."""
+    """Whether requests with a common cached prefix read the same pages during decode, stored once.
+    If not, each request has its own copy, compressed by its own attention."""
 
     keep_answers: Literal["always", "sessions", "never"] = "sessions"
-    """Whether answers are kept as prompts are, so that the next turn of a conversation does not
-    compute them again: all, those of requests with a ``session_id``, or none."""
+    """Which answers are added to the prefix cache, so that the next turn of a conversation need not
+    prefill them: all (``always``), those of requests with a ``session_id`` (``sessions``), or none
+    (``never``)."""
 
     session_ttl_s: float = 300.0
-    """Seconds after its last turn for which prefixes of a conversation with a ``session_id`` are
-    evicted after all others; 0: they are not."""
+    """Seconds after the last turn of a conversation with a ``session_id`` during which its prefixes
+    are evicted after all others; 0: no such protection."""
 
     session_tenant_bytes: int | Auto = "auto"
-    """The most that one client's conversations have of that; ``auto``: half of
-    ``prefix_tenant_bytes``. All clients together have half of ``prefix_bytes``."""
+    """Maximum bytes of one client's prefixes that are protected so; ``auto``: half of
+    ``prefix_tenant_bytes``. All clients together: half of ``prefix_bytes``."""
 
     disk_path: str = ""
-    """Directory, of its own, in which prefixes outlive memory and restarts; empty: in none. Who can
-    read it can read prompts."""
+    """Directory of the disk tier of the prefix cache, used for nothing else; prefixes there survive
+    restarts. Empty: no disk tier. Anybody who can read the directory can read prompts."""
 
     disk_bytes: int = 0
-    """The most that they take there, in bytes; what was not used for longest goes first."""
+    """Maximum bytes of the disk tier; the least recently used prefix is evicted first."""
 
     disk_tenant_bytes: int | Auto = "auto"
-    """The most of it that one client's prompts may take; ``auto``: all."""
+    """Maximum part of ``disk_bytes`` for one client's prompts; ``auto``: all."""
 
     disk_write_bytes_s: float = 64.0 * MIB
-    """Bytes a second at which prefixes are written there; reading, which requests wait for, has no
-    limit."""
+    """Maximum rate of writes to the disk tier; reads, which requests wait for, are not limited."""
 
     def __post_init__(self) -> None:
         require(

@@ -26,14 +26,14 @@ class RouterConfig:
     a policy of your own (docs/extending.md)."""
 
     placement: str = "least_bytes"
-    """Who reads a prompt: ``least_bytes`` (the prefill worker with the fewest tokens to read whose
-    arena has room), ``power_of_two``, ``prefix_affinity`` and ``dualmap`` (where its beginning is
-    cached, which matters on several nodes: each has a cache of its own), the baseline
+    """Prefill worker of a prompt: ``least_bytes`` (the one with the fewest queued tokens whose
+    arena has free bytes), ``power_of_two``, ``prefix_affinity`` and ``dualmap`` (where its prefix
+    is cached, which matters on several nodes: each has its own cache), the baseline
     ``single_hash``, or ``module:object``: a policy of your own (docs/extending.md)."""
 
     affinity_ttft_s: float = 2.0
-    """Predicted seconds to the first token from which on ``dualmap`` leaves the cached beginning of
-    a prompt for a shorter queue, if the request does not say ``ttft_slo_ms``."""
+    """``dualmap``: predicted TTFT in seconds above which a prompt goes to a shorter queue instead
+    of its cached prefix, unless the request sets ``ttft_slo_ms``."""
 
     max_overtake_s: float = 5.0
     """Seconds of waiting after which no other request of the same tenant may overtake a request."""
@@ -42,11 +42,11 @@ class RouterConfig:
     """Seconds of waiting that count as much as one step of ``priority``."""
 
     max_queued_requests: int = 256
-    """Requests that may wait; one more is answered with 429."""
+    """Maximum number of waiting requests; further ones are answered with 429."""
 
     prefill_batch_tokens: int = 2048
-    """Prompt tokens that are sent to one prefill worker at once. A longer prompt is sent alone, and
-    counts for half of it from then on: shorter ones may overtake it."""
+    """Maximum prompt tokens sent to one prefill worker at once. A longer prompt is sent alone and
+    then counts for half of its tokens, so that shorter ones may overtake it."""
 
     shards: int = 1
     """Number of routers, each with its own pool and an equal part of all workers and bytes. A hash
@@ -57,8 +57,8 @@ class RouterConfig:
     requests of one ingress; above it, the next shard on the hash ring is used. Above 1."""
 
     rebalance_requests: int = 2
-    """Requests that a decode worker must have more than another one before one of them is moved
-    there while it is being answered; 0: none ever is."""
+    """Difference in running requests between two decode workers above which one request migrates to
+    the other; 0: none migrates."""
 
     roles: Literal["both", "dynamic"] = "both"
     """What workers of all stages do (``topology: colocated``): ``both`` read prompts and write
@@ -66,12 +66,12 @@ class RouterConfig:
     write, so that answers do not wait for the prompts of others."""
 
     record: str = ""
-    """File to which every message to the router is written, prompts included, with what it
-    decided, for ``triptych simulate replay``; empty: none."""
+    """File that records every message to the router, prompts included, with its decisions, for
+    ``triptych simulate replay``; empty: none."""
 
     otlp_traces_endpoint: str = ""
-    """Where OpenTelemetry traces of requests go, in OTLP over HTTP, such as
-    ``http://127.0.0.1:4318/v1/traces``; empty: nowhere. They tell sizes and times, and no text."""
+    """URL for OpenTelemetry traces of requests, OTLP over HTTP, such as
+    ``http://127.0.0.1:4318/v1/traces``; empty: none. Traces contain sizes and times, no text."""
 
     def __post_init__(self) -> None:
         require(self.max_overtake_s >= 0, "router.max_overtake_s", self.max_overtake_s, ">= 0")

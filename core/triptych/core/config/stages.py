@@ -131,14 +131,15 @@ class CompressorConfig:
     """When there are more of them, or fewer."""
 
     profile: str = "auto"
-    """What calibration found for the model: a file that ``triptych calibrate`` wrote, ``none``, or
-    ``auto``: the one that comes with Triptych, if any. It answers for every ``auto`` below."""
+    """Compression profile, the result of calibration: a file that ``triptych calibrate`` wrote,
+    ``none``, or ``auto``: the one that comes with Triptych for this model, if any. It sets every
+    ``auto`` below."""
 
     policy: str = "auto"
-    """What becomes of each token: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
-    significant ones in ``high_format``, others in ``low_format`` or nowhere; ``leankv`` does so by
-    their share of all attention; ``module:object`` is a policy of your own (docs/extending.md).
-    ``auto`` without a profile: ``uniform:k8v4``."""
+    """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
+    significant ones in ``high_format`` and drops others or stores them in ``low_format``;
+    ``leankv`` decides by their share of all attention; ``module:object`` is a policy of your own
+    (docs/extending.md). ``auto`` without a profile: ``uniform:k8v4``."""
 
     high_format: str = "auto"
     """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
@@ -164,14 +165,15 @@ class CompressorConfig:
     """Newest tokens that stay in 16 bits; ``auto`` without a profile: 64."""
 
     high_window_tokens: int = 64
-    """Newest tokens that are high at least: too young to be judged (``diffkv``)."""
+    """``diffkv``: newest tokens that are always at least high, because too few later tokens have
+    attended to them."""
 
     sink_tokens: int = 1
-    """First tokens that stay in 16 bits, rounded up to whole pages: attention rests on them."""
+    """First tokens, kept in 16 bits and rounded up to whole pages (attention sinks)."""
 
     score_every_tokens: int = 8
-    """Tokens of an answer from one look at who receives attention to the next (``diffkv``); 0: new
-    tokens are never told apart, all that leave the window are high."""
+    """``diffkv``: output tokens between two measurements of the attention that each token receives;
+    0: no measurement, every token that leaves the window is high."""
 
     kv_rotation: Literal["auto", "none", "hadamard"] = "auto"
     """Rotation of keys and values before they are quantized: a Hadamard rotation distributes

@@ -19,8 +19,9 @@ class SelectionConfig:
     """Share of each head row's pages that is read, those that are read in any case included."""
 
     budget_tokens: int = 2048
-    """Pages for this many tokens are read at least. Contexts of up to twice as many are read whole:
-    there choosing takes longer than it saves, and loses what is asked for later."""
+    """Minimum number of tokens whose pages are read. Contexts of up to twice as many are read
+    whole: selection takes longer than it saves there, and loses information that later tokens
+    need."""
 
     omitted_mass: float = 0.0
     """More pages are read until the others are expected to receive no more than this share of the
@@ -84,8 +85,8 @@ class StepPluginConfig:
     """A built-in one, one of an entry point, or ``module:object`` (docs/extending.md)."""
 
     label: str = ""
-    """What requests call it, and who is told as having ended an answer; empty: its name, without
-    the module."""
+    """Name of the plug-in in requests and in the metric ``triptych_answers_ended_by_plugin``;
+    empty: its name without the module."""
 
     options: dict[str, int | float | bool | str] = field(
         default_factory=dict[str, int | float | bool | str]

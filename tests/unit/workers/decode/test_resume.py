@@ -326,6 +326,25 @@ def die_and_go_on(
     go_on(stages, whole, client, previous_worker, f"died at line {lines}")
 
 
+def test_log_probabilities_of_many_tokens_that_were_never_sent_are_sent_by_the_next_worker(
+    stages: Stages, whole: dict[str, list[int]]
+) -> None:
+    """A busy machine can keep a worker from sending anything until it dies."""
+    [asked, _] = requests()
+    previous_worker, engine = stages.decoder()
+    engine.accept(stages.join(asked))
+    for _ in range(20):
+        engine.step()
+    client = Client()
+    name, heir = stages.decoder()
+    client.hear(heir.accept(stages.resume(asked, previous_worker)) or ())
+    run(heir, client)
+    assert client.answer(asked.id) == whole[asked.id]
+    assert [*sorted(client.likely[asked.id])] == [*range(1, ANSWER)]
+    assert stages.pool.expel(previous_worker)
+    assert stages.pool.expel(name)
+
+
 def go_on(
     stages: Stages,
     whole: dict[str, list[int]],

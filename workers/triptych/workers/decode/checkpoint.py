@@ -28,15 +28,16 @@ from triptych.workers.kv.block_table import PageTable, SectionTable
 
 Ids = NDArray[np.int32]
 
-VERSION = 6
+VERSION = 7
 ID_BYTES = 128
 """Longest request id in a checkpoint; a request with a longer id restarts if its worker dies."""
 MAX_PLUGIN_MEMORY = 16
 """Numbers that all step plug-ins together can store for one request."""
 MAX_TOP_LOGPROBS = 20
 """Most alternatives of a token with log probabilities, as many as a request can ask for."""
-LOGPROB_TOKENS = 8
-"""The newest output tokens that have log probabilities here: those that can be lost on the way."""
+LOGPROB_TOKENS = 64
+"""The newest output tokens that have log probabilities here: those that can be lost on the way. A
+worker whose event loop gets no processor time samples some before the first one is sent."""
 _ALIGN = 64
 
 Fields = Mapping[str, tuple[str, tuple[int, ...]]]

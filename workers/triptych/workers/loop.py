@@ -13,25 +13,16 @@ from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
     ROUTER,
     Cancel,
-    Compress,
-    Encode,
-    Expect,
     Finished,
-    Join,
-    Layers,
-    LayersEncoded,
     Message,
-    Preempt,
-    Prefill,
     Report,
-    Resume,
     Send,
     Stage,
 )
 from triptych.workers.core_scheduler import Cores
 from triptych.workers.sampling.grammar import GrammarMatcherFactory
 from triptych.workers.sampling.preparation import GrammarPreparation
-from triptych.workers.stage import Engine, refuse
+from triptych.workers.stage import Engine, refuse, requests_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,28 +39,6 @@ MEASURED_STEPS = 512
 
 CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
-
-
-def requests_of(message: Message) -> list[str]:
-    """Ids of the requests that a message asks a stage to work on, or to cancel."""
-    match message:
-        case Prefill(requests=requests):
-            return [request.id for request in requests]
-        case Compress(items=items):
-            return [item.request for item in items]
-        case (
-            Encode(requests=names)
-            | Preempt(requests=names)
-            | Expect(requests=names)
-            | Cancel(requests=names)
-        ):
-            return list(names)
-        case Layers(request=name) | LayersEncoded(request=name):
-            return [name]
-        case Join(request=request) | Resume(join=Join(request=request)):
-            return [request.id]
-        case _:
-            return []
 
 
 class StageLoop:
@@ -112,7 +81,7 @@ class StageLoop:
         if self._grammars is None:
             self._inbox.put(message)
         else:
-            self._grammars.post(message, requests_of(message))
+            self._grammars.post(message)
 
     @contextmanager
     def instrumented(self, wrapper: StepWrapper) -> Generator[None]:

@@ -114,8 +114,9 @@ def test_results_and_refusals_are_kept(compiler: GrammarCompiler) -> None:
     for one in compiler._idle:
         one.process.kill()
     assert asyncio.run(compiler.compile(good)) == made
-    with pytest.raises(GrammarError, match=str(first.value).replace("(", r"\(")[:20]):
+    with pytest.raises(GrammarError) as second:
         asyncio.run(compiler.compile(bad))
+    assert str(second.value) == str(first.value)
 
 
 def test_one_more_than_may_wait_is_refused_and_may_come_again(compiler: GrammarCompiler) -> None:

@@ -93,6 +93,30 @@ def test_parallel_calls_can_be_ruled_out() -> None:
     assert not accepts(made, f"{CALL}\n{TIME_CALL}")
 
 
+@pytest.mark.parametrize(
+    ("constraint", "fits", "does_not"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            ['{"a": 1}', CALL, f"{CALL}\n{TIME_CALL}"],
+            ["It rains.", f"It rains. {CALL}"],
+        ),
+        ({"guided_regex": "a/b+"}, ["a/bb", CALL], ["a", "ab"]),
+        ({"guided_choice": ["yes", "no"]}, ["no", CALL], ["maybe"]),
+        ({"guided_grammar": 'start: x+\nx: "ha"'}, ["haha", CALL], ["h"]),
+    ],
+)
+def test_a_structured_answer_may_still_be_a_call(
+    constraint: dict[str, object], fits: list[str], does_not: list[str]
+) -> None:
+    made = compiled(body(tool_choice="auto", **constraint))
+    assert all(accepts(made, text) for text in fits)
+    assert not any(accepts(made, text) for text in does_not)
+    forced = compiled(body(tool_choice="required", **constraint))
+    assert accepts(forced, CALL)
+    assert not accepts(forced, fits[0])
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
 @pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 1}])
 def test_an_answer_that_may_call_ends_where_its_grammar_does(client, choice, field) -> None:

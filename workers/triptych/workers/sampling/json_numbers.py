@@ -4,6 +4,7 @@ A JSON schema allows numbers of any length, and a model may fill its answer with
 readers hold 64-bit integers, and floats of 17 digits with exponents below 308.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,7 +12,6 @@ INTEGER_DIGITS = 19
 FRACTION_DIGITS = 17
 EXPONENT_DIGITS = 2
 
-_IS_SCHEMA = '{"grammars":[{"name":"json_schema"'
 _EMBEDDED = "%json "
 _NEWLINE, _QUOTE, _BACKSLASH = b'\n"\\'
 
@@ -32,10 +32,11 @@ class NumberScanner:
 
     @classmethod
     def of(cls, grammar: str) -> Self | None:
-        """A scanner for outputs of a grammar; None if they contain no JSON."""
-        if grammar.startswith(_IS_SCHEMA):
-            return cls(is_everywhere=True)
-        return cls(is_everywhere=False) if _EMBEDDED in grammar else None
+        """A scanner for outputs of a grammar (llguidance's form); None if they have no JSON."""
+        if not grammar.lstrip().startswith("{"):  # Lark rules
+            return cls(is_everywhere=False) if _EMBEDDED in grammar else None
+        first = json.loads(grammar)["grammars"][0]
+        return None if first.get("json_schema") is None else cls(is_everywhere=True)
 
     @property
     def is_full(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from triptych.core.messages import Join, Message, Prefill, Request, Resume
 from triptych.workers.sampling.grammar import GrammarMatcherFactory
+from triptych.workers.stage import requests_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,11 @@ class GrammarPreparation:
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
-    def post(self, message: Message, names: list[str]) -> None:
-        """Take a message about the requests ``names``; any thread."""
+    def post(self, message: Message) -> None:
+        """Take a message for the loop; any thread."""
         with self._changed:
             for part in _parts(message):
-                held = self._held_with(names)
+                held = self._held_with(requests_of(part))
                 if held is not None:
                     held.append(part)
                 elif self._is_ready(part):

@@ -281,6 +281,34 @@ def test_an_answer_keeps_to_a_choice_or_a_pattern(
     assert re.fullmatch(pattern, answer.choices[0].message.content or "")
 
 
+@pytest.mark.parametrize(
+    ("param", "hostile", "limit"),
+    [
+        ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)), "stack"),
+        ("regex", "a?" * 20_000, "processor time|memory"),
+    ],
+)
+def test_a_hostile_grammar_is_refused_while_others_are_answered(
+    client: openai.OpenAI, param: str, hostile: str, limit: str
+) -> None:
+    hostile += 'r4000: "x"' if param == "grammar" else ""
+    with client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=40, stream=True
+    ) as bystander:
+        parts = iter(bystander)
+        next(parts)
+        with pytest.raises(openai.BadRequestError, match=limit) as caught:
+            client.chat.completions.create(
+                model=MODEL, messages=QUESTION, extra_body={"structured_outputs": {param: hostile}}
+            )
+        assert caught.value.param == f"structured_outputs.{param}"
+        assert [part for part in parts if part.choices][-1].choices[0].finish_reason
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, extra_body={"structured_outputs": {"regex": "[a-c]{3}"}}
+    )
+    assert re.fullmatch("[a-c]{3}", answer.choices[0].message.content or "")
+
+
 def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI) -> None:
     parameters = City.model_json_schema()
     tool = {"type": "function", "function": {"name": "remember", "parameters": parameters}}

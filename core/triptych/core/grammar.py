@@ -3,13 +3,15 @@
 """Grammars for structured output: built from a schema, regex, choices or rules.
 
 A grammar is a text that llguidance parses; it contains no code. ``LIMITS`` bounds the cost of
-building it and of every step, so that one request cannot delay the others.
+every step, but not that of compiling: the ingress compiles in a child process with limits
+(``triptych.deployments.grammars``), and workers compile only what has passed it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -25,7 +27,54 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""At most about 50 ms to build a grammar, 7 ms for a step, and 40 MB of memory."""
+"""At most about 7 ms for a step, and 40 MB of memory."""
+
+JSON_WHITESPACE = r"[ \n\r\t]{0,32}"
+"""White space between two tokens of JSON. Without a bound, a model can fill its answer with it."""
+
+SourceKind = Literal["json_schema", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What a client sent, to be compiled."""
+
+    kind: SourceKind
+    text: str
+    """A regular expression, Lark rules, or JSON: a schema, or a list of texts."""
+
+
+def compile_source(source: GrammarSource) -> str:
+    """The grammar of a source, checked. It can take any time, memory and stack.
+
+    Raises: GrammarError
+    """
+    match source.kind:
+        case "json_schema":
+            return from_json_schema(json.loads(source.text))
+        case "regex":
+            return from_regex(source.text)
+        case "choice":
+            return from_choices(json.loads(source.text))
+        case "lark":
+            return from_lark(source.text)
+
+
+def schema_source(schema: Mapping[str, object] | bool) -> GrammarSource:
+    """The source of JSON texts that a schema allows.
+
+    Raises: GrammarError if it is too long or nested too deeply
+    """
+    if _depth(schema) > MAX_DEPTH:
+        raise GrammarError(f"the schema is nested more than {MAX_DEPTH} levels deep")
+    text = json.dumps(schema)
+    _check_size(text)
+    return GrammarSource("json_schema", text)
+
+
+def bounded_schema(schema: Mapping[str, object]) -> dict[str, object]:
+    """A schema whose texts have bounded white space, unless it says itself how much they have."""
+    return {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}
 
 
 def from_json_schema(schema: Mapping[str, object] | bool) -> str:
@@ -33,11 +82,9 @@ def from_json_schema(schema: Mapping[str, object] | bool) -> str:
 
     Raises: GrammarError
     """
-    if _depth(schema) > MAX_DEPTH:
-        raise GrammarError(f"the schema is nested more than {MAX_DEPTH} levels deep")
-    text = json.dumps(schema)
-    _check_size(text)
-    return _checked(LLMatcher.grammar_from_json_schema(text))
+    schema_source(schema)
+    bounded = bounded_schema(schema) if isinstance(schema, Mapping) else schema
+    return _checked(LLMatcher.grammar_from_json_schema(json.dumps(bounded)))
 
 
 def from_regex(pattern: str) -> str:

@@ -137,7 +137,8 @@ class LocalServer:
         engines = make_engines(
             config, self.plan, model_context, self.pool, STAGES, draw, self._prefixes, device
         )
-        self._loop = StageLoop(WORKER, engines, self._deliver, cores)
+        grammars = model_context.answers.grammars if model_context else None
+        self._loop = StageLoop(WORKER, engines, self._deliver, cores, grammars)
         self._scheduler = open_scheduler(
             config.router,
             self.plan,

@@ -13,23 +13,16 @@ from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
     ROUTER,
     Cancel,
-    Compress,
-    Encode,
-    Expect,
     Finished,
-    Join,
-    Layers,
-    LayersEncoded,
     Message,
-    Preempt,
-    Prefill,
     Report,
-    Resume,
     Send,
     Stage,
 )
 from triptych.workers.core_scheduler import Cores
-from triptych.workers.stage import Engine, refuse
+from triptych.workers.sampling.grammar import GrammarMatcherFactory
+from triptych.workers.sampling.preparation import GrammarPreparation
+from triptych.workers.stage import Engine, refuse, requests_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +41,6 @@ CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
 
 
-def requests_of(message: Message) -> list[str]:
-    """Ids of the requests that a message from the router asks a stage to work on."""
-    match message:
-        case Prefill(requests=requests):
-            return [request.id for request in requests]
-        case Compress(items=items):
-            return [item.request for item in items]
-        case Encode(requests=names) | Preempt(requests=names) | Expect(requests=names):
-            return list(names)
-        case Layers(request=name) | LayersEncoded(request=name):
-            return [name]
-        case Join(request=request) | Resume(join=Join(request=request)):
-            return [request.id]
-        case _:
-            return []
-
-
 class StageLoop:
     """Runs the engines of one worker process, in turn, while any of them has work.
 
@@ -72,10 +48,17 @@ class StageLoop:
     """
 
     def __init__(
-        self, name: str, engines: Sequence[Engine], deliver: Deliver, cores: Cores
+        self,
+        name: str,
+        engines: Sequence[Engine],
+        deliver: Deliver,
+        cores: Cores,
+        grammars: GrammarMatcherFactory | None = None,
     ) -> None:
+        """``grammars``: those of the engines, which are compiled outside of the loop."""
         self.name, self._engines, self._deliver, self._cores = name, engines, deliver, cores
         self._inbox = queue.SimpleQueue[Message | None]()
+        self._grammars = GrammarPreparation(self._inbox.put, grammars) if grammars else None
         self._pending = deque[Message | None]()
         """Messages taken from the inbox and not handled yet."""
         self._is_over = False
@@ -95,7 +78,10 @@ class StageLoop:
 
     def post(self, message: Message) -> None:
         """Hand the loop a message; any thread."""
-        self._inbox.put(message)
+        if self._grammars is None:
+            self._inbox.put(message)
+        else:
+            self._grammars.post(message)
 
     @contextmanager
     def instrumented(self, wrapper: StepWrapper) -> Generator[None]:
@@ -109,6 +95,8 @@ class StageLoop:
     def cancel_all(self) -> None:
         """Cancel every request that is here when the message is taken, and free all pages; any
         thread."""
+        if self._grammars is not None:
+            self._grammars.drop()
         self._inbox.put(CANCEL_ALL)
 
     def stop(self) -> None:

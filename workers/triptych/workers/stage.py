@@ -4,7 +4,24 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from triptych.core.errors import TriptychError
-from triptych.core.messages import ROUTER, Finished, Message, Send, Stage, failed
+from triptych.core.messages import (
+    ROUTER,
+    Cancel,
+    Compress,
+    Encode,
+    Expect,
+    Finished,
+    Join,
+    Layers,
+    LayersEncoded,
+    Message,
+    Preempt,
+    Prefill,
+    Resume,
+    Send,
+    Stage,
+    failed,
+)
 
 
 class Engine(Protocol):
@@ -56,3 +73,25 @@ def refuse(request: str, error: TriptychError, tokens: int = 0) -> Send:
 def finished(request: str, tokens: int) -> Send:
     """The message that tells the router that a request is done and holds no pages."""
     return Send(ROUTER, Finished(request=request, tokens=tokens))
+
+
+def requests_of(message: Message) -> list[str]:
+    """Ids of the requests that a message asks a stage to work on, or to cancel."""
+    match message:
+        case Prefill(requests=requests):
+            return [request.id for request in requests]
+        case Compress(items=items):
+            return [item.request for item in items]
+        case (
+            Encode(requests=names)
+            | Preempt(requests=names)
+            | Expect(requests=names)
+            | Cancel(requests=names)
+        ):
+            return list(names)
+        case Layers(request=name) | LayersEncoded(request=name):
+            return [name]
+        case Join(request=request) | Resume(join=Join(request=request)):
+            return [request.id]
+        case _:
+            return []

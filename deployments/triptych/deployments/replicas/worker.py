@@ -148,7 +148,9 @@ class WorkerReplica:
             device=self._device,
         )
         cores = cores_for(plan.config, self._stages, plan.turns)
-        return StageLoop(self._pool.worker, engines, self._deliver, cores)
+        loaded = self._loaded_model
+        grammars = loaded.answers.grammars if loaded is not None else None
+        return StageLoop(self._pool.worker, engines, self._deliver, cores, grammars)
 
     def _make_inbound(self) -> RemoteFetch | None:
         """The fetcher of pages from other nodes; None if there is only one node."""

@@ -1,5 +1,6 @@
 """Tool calls: what the model is told, what it may say, and what a client reads of it."""
 
+import asyncio
 import json
 from random import Random
 
@@ -11,6 +12,8 @@ from llguidance import LLMatcher
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from triptych.core import grammar
+from triptych.deployments.grammars import process_compiler
+from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.protocol import ChatBody, validate
 from triptych.deployments.http.openai.tool_parser import (
     ParsedCall,
@@ -40,6 +43,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_c
 
 def body(**more: object) -> ChatBody:
     return validate(ChatBody, {"messages": QUESTION, "tools": [WEATHER, TIME], **more})
+
+
+def compiled(asked: ChatBody) -> str:
+    constraint = constraint_of(asked)
+    return asyncio.run(grammar_of(asked, tools_of(asked), process_compiler(), constraint))
 
 
 def accepts(made: str, text: str) -> bool:
@@ -75,14 +83,38 @@ TIME_CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": [1]}}\n</tool_c
 )
 def test_the_grammar_knows_calls_from_anything_else(choice, text: str, fits: bool) -> None:
     asked = body(tool_choice=choice)
-    assert accepts(grammar_of(asked, tools_of(asked)), text) == fits
+    assert accepts(compiled(asked), text) == fits
 
 
 def test_parallel_calls_can_be_ruled_out() -> None:
     asked = body(tool_choice="required", parallel_tool_calls=False)
-    made = grammar_of(asked, tools_of(asked))
+    made = compiled(asked)
     assert accepts(made, CALL)
     assert not accepts(made, f"{CALL}\n{TIME_CALL}")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits", "does_not"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            ['{"a": 1}', CALL, f"{CALL}\n{TIME_CALL}"],
+            ["It rains.", f"It rains. {CALL}"],
+        ),
+        ({"guided_regex": "a/b+"}, ["a/bb", CALL], ["a", "ab"]),
+        ({"guided_choice": ["yes", "no"]}, ["no", CALL], ["maybe"]),
+        ({"guided_grammar": 'start: x+\nx: "ha"'}, ["haha", CALL], ["h"]),
+    ],
+)
+def test_a_structured_answer_may_still_be_a_call(
+    constraint: dict[str, object], fits: list[str], does_not: list[str]
+) -> None:
+    made = compiled(body(tool_choice="auto", **constraint))
+    assert all(accepts(made, text) for text in fits)
+    assert not any(accepts(made, text) for text in does_not)
+    forced = compiled(body(tool_choice="required", **constraint))
+    assert accepts(forced, CALL)
+    assert not accepts(forced, fits[0])
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
@@ -97,7 +129,7 @@ def test_an_answer_that_may_call_ends_where_its_grammar_does(client, choice, fie
 def test_parameters_that_cannot_be_kept_to_are_any_object_unless_strict() -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"if": {}, "then": {}}}}
     asked = validate(ChatBody, {"messages": QUESTION, "tools": [odd], "tool_choice": "required"})
-    made = grammar_of(asked, tools_of(asked))
+    made = compiled(asked)
     assert accepts(made, '<tool_call>\n{"name": "odd", "arguments": {"a": 1}}\n</tool_call>')
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from tests.tiny import byte_tokenizer
@@ -14,7 +15,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import GrammarError
 from triptych.core.messages import Sampling, failed
 from triptych.workers.local import LocalServer
-from triptych.workers.sampling.grammar import GrammarMatcher
+from triptych.workers.sampling.grammar import GrammarMatcher, Vocabulary
 from triptych.workers.sampling.sampler import SamplerRow, sample
 
 PERSON = {
@@ -67,6 +68,26 @@ def test_answers_with_and_without_a_grammar_share_a_batch(server: LocalServer) -
     assert [one.tokens for one in others] == [one.tokens for one in alone]
 
 
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_numbers_end_where_json_readers_can_hold_them(server: LocalServer, kind: str) -> None:
+    """A random model writes digits until it may not any more."""
+    schema = {"type": "object", "properties": {"b": {"type": kind}}, "required": ["b"]}
+    made = grammar.from_json_schema({**schema, "additionalProperties": False})
+    bias = [(id, 100.0) for id in byte_tokenizer().convert_tokens_to_ids(list("123456789"))]
+    for answer in answers(server, made, logit_bias=tuple(bias)):
+        number = json.loads(answer.text)["b"]
+        assert number < 10**119
+        assert not re.search("[0-9]{20}", answer.text)
+
+
+def test_white_space_in_json_is_bounded(server: LocalServer) -> None:
+    made = grammar.from_json_schema(PERSON)
+    (space,) = byte_tokenizer().encode(" ")
+    for answer in answers(server, made, logit_bias=((space, 100.0),)):
+        assert " " * 32 in answer.text
+        assert " " * 33 not in answer.text
+
+
 def test_log_probabilities_are_those_of_the_model_itself(server: LocalServer) -> None:
     for answer in answers(server, grammar.from_choices(["yes", "no"]), logprobs=2):
         assert answer.text in {"yes", "no"}
@@ -78,7 +99,8 @@ def test_an_answer_that_left_its_grammar_ends_and_disturbs_no_other() -> None:
     made = grammar.from_regex("[0-9]+")
     tokenizer = from_tokenizer(byte_tokenizer(), eos_token=1)
     digit, letter = tokenizer.tokenize_str("7x")
-    bound = [GrammarMatcher(tokenizer, made) for _ in range(2)]
+    matcher = LLMatcher(tokenizer, made, log_level=0, limits=grammar.LIMITS)
+    bound = [GrammarMatcher(Vocabulary(tokenizer), matcher.deep_copy(), None) for _ in range(2)]
     wants = Sampling(temperature=0.0)
     rows = [SamplerRow(wants, [1], (1,), (digit,), bound[0])]
     rows += [SamplerRow(wants, [1], (1,), (letter,), bound[1]), SamplerRow(wants, [1], (1,))]

@@ -2,30 +2,39 @@
 # pyright: reportUnknownMemberType=false
 """Guided decoding: masks the logits of tokens that a grammar does not allow next."""
 
-from dataclasses import dataclass
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import GrammarError
 from triptych.core.grammar import LIMITS
 from triptych.workers.models.load import LoadedModel
+from triptych.workers.sampling.json_numbers import NumberScanner
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept, the most recently used ones."""
 
 
 class GrammarMatcher:
     """Grammar state of one output."""
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    def __init__(self, vocabulary: "Vocabulary", matcher: LLMatcher, numbers: NumberScanner | None):
+        self._vocabulary, self._matcher, self._numbers = vocabulary, matcher, numbers
         self._tokens = 0
 
     def accept_token(self, token: int) -> None:
         """Advance by an output token. After a token that does not fit ``mask_logits`` raises."""
         self._tokens += 1
         self._matcher.consume_token(token)
+        if self._numbers is not None:
+            self._numbers.read(self._vocabulary.bytes_of(token))
 
     def mask_logits(self, logits: Tensor) -> None:
         """Set the logits of tokens that the grammar does not allow next to minus infinity.
@@ -43,24 +52,81 @@ class GrammarMatcher:
         allowed = np.zeros(logits.shape[0], np.bool_)
         bits = np.unpackbits(mask, bitorder="little")[: logits.shape[0]]
         allowed[: len(bits)] = bits
+        if self._numbers is not None and self._numbers.is_full:
+            allowed = self._without_digits(allowed)
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+
+    def _without_digits(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Without tokens that begin with a digit, unless the grammar demands one (``enum``)."""
+        shorter = allowed.copy()
+        digits = self._vocabulary.begins_with_digit[: len(shorter)]
+        shorter[: len(digits)] &= ~digits
+        return shorter if shorter.any() else allowed
 
 
 @dataclass(frozen=True)
-class GrammarMatcherFactory:
-    """Makes grammar matchers for one model.
+class Vocabulary:
+    """A model's vocabulary as the matcher needs it. Preparing it takes half a second."""
 
-    The first matcher prepares the vocabulary, which takes half a second.
+    tokenizer: LLTokenizer
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.tokenizer.decode_bytes([token])
+
+    @cached_property
+    def begins_with_digit(self) -> NDArray[np.bool_]:
+        """(vocab,)"""
+        first = (self.bytes_of(token)[:1] for token in range(self.tokenizer.vocab_size))
+        return np.fromiter((byte.isdigit() for byte in first), np.bool_)
+
+
+@dataclass(eq=False)
+class GrammarMatcherFactory:
+    """Compiles grammars for one model; any thread.
+
+    Compiling takes up to some tenths of a second: the ingress refuses grammars that take longer.
+    It is done once for each grammar, outside of the loop that computes
+    (``triptych.workers.sampling.preparation``).
     """
 
     model: LoadedModel
+    _compiled: OrderedDict[str, LLMatcher] = field(
+        default_factory=OrderedDict[str, LLMatcher], init=False
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def is_ready(self, grammar: str) -> bool:
+        """Whether ``start`` takes no time."""
+        return grammar in self._compiled
+
+    def compile(self, grammar: str) -> None:
+        """Compile a grammar ahead of ``start``. Releases the GIL."""
+        with self._lock:
+            self._get(grammar)
 
     def start(self, grammar: str) -> GrammarMatcher:
         """A matcher for an output without tokens."""
-        return GrammarMatcher(self._tokenizer, grammar)
+        with self._lock:
+            matcher = self._get(grammar).deep_copy()
+        return GrammarMatcher(self._vocabulary, matcher, NumberScanner.of(grammar))
+
+    def _get(self, grammar: str) -> LLMatcher:
+        found = self._compiled.get(grammar)
+        if found is None:
+            tokenizer = self._vocabulary.tokenizer
+            found = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            self._compiled[grammar] = found
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(grammar)
+        return found
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
+    def _vocabulary(self) -> Vocabulary:
         tokens = self.model.tokenizer.backend.to_str()
         ends = list(self.model.eos_token_ids)
-        return LLTokenizer(tokens, n_vocab=self.model.vocab_size, eos_token=ends or None)
+        made = LLTokenizer(tokens, n_vocab=self.model.vocab_size, eos_token=ends or None)
+        vocabulary = Vocabulary(made)
+        _ = vocabulary.begins_with_digit
+        return vocabulary

@@ -127,7 +127,7 @@ class OutputFactory:
     context_tokens: int
 
     @cached_property
-    def _grammars(self) -> GrammarMatcherFactory:
+    def grammars(self) -> GrammarMatcherFactory:
         return GrammarMatcherFactory(self.model)
 
     def start(self, request: Request) -> OutputProcessor:
@@ -140,7 +140,7 @@ class OutputFactory:
                 sampling,
                 request.prompt,
                 self.model.eos_token_ids,
-                grammar=self._grammars.start(sampling.grammar) if sampling.grammar else None,
+                grammar=self.grammars.start(sampling.grammar) if sampling.grammar else None,
             ),
             text=IncrementalDetokenizer(
                 self.model.tokenizer, sampling, request.prompt[-PROMPT_TAIL_TOKENS:]

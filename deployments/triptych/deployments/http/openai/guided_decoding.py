@@ -4,11 +4,13 @@ OpenAI's field is ``response_format``, vLLM's ``structured_outputs`` and, before
 ``guided_*``. All of them are accepted, since ignoring a constraint would surprise its client.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triptych.core import grammar
 from triptych.core.errors import GrammarError, RequestError
+from triptych.core.grammar import GrammarSource, schema_source
+from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.http.openai.protocol import (
     GenerationBody,
     ResponseFormat,
@@ -28,48 +30,37 @@ class OutputConstraint:
     choice: list[str] | None = None
     lark: str | None = None
 
-    def grammar(self) -> str:
-        """Compile the constraint, which takes milliseconds.
-
-        Raises: RequestError naming the field
-        """
+    async def grammar(self, compiler: GrammarCompiler) -> str:
+        """Raises: RequestError naming the field; Overloaded"""
         try:
-            return self._compile()
+            return await compiler.compile(self.source())
         except GrammarError as error:
             raise RequestError(f"{self.param}: {error}", self.param) from error
 
-    def _compile(self) -> str:
+    def source(self) -> GrammarSource:
+        """Raises: GrammarError"""
         if self.schema is not None:
-            return grammar.from_json_schema(self.schema)
+            return schema_source(self.schema)
         if self.regex is not None:
-            return grammar.from_regex(self.regex)
+            return GrammarSource("regex", self.regex)
         if self.choice is not None:
-            return grammar.from_choices(self.choice)
-        return grammar.from_lark(self.lark or "")
+            return GrammarSource("choice", json.dumps(self.choice))
+        return GrammarSource("lark", self.lark or "")
 
 
-def is_structured(body: GenerationBody) -> bool:
-    """Whether a request constrains its output.
+def constraint_of(body: GenerationBody) -> OutputConstraint | None:
+    """What constrains the output of a request, if anything does.
 
-    Raises: RequestError naming a field that is invalid
-    """
-    return any(True for _ in _constraints(body))
-
-
-def grammar_of(body: GenerationBody) -> str:
-    """The grammar of a request; empty if its output is not constrained. Takes milliseconds.
-
-    Raises: RequestError naming the field
+    Raises: RequestError naming a field that is invalid, or excluded by another one
     """
     constraints = list(_constraints(body))
-    if not constraints:
-        return ""
     if len(constraints) > 1:
         names = " and ".join(constraint.param for constraint in constraints)
-        text = f"{names} all say what the answer is to be: send one"
+        text = f"{names} all constrain the answer: send one"
         raise RequestError(text, constraints[1].param.partition(".")[0])
-    check_own_end(body, "a structured answer")
-    return constraints[0].grammar()
+    if constraints:
+        check_own_end(body, "a structured answer")
+    return constraints[0] if constraints else None
 
 
 def check_own_end(body: GenerationBody, what: str) -> None:

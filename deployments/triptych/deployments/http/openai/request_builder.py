@@ -1,6 +1,5 @@
 """Builds the engine's requests from a validated body."""
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -12,8 +11,9 @@ from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Uns
 from triptych.core.messages import Request, Sampling, Slo
 from triptych.core.plugin_overrides import overrides_of
 from triptych.core.profile import Fidelity
+from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
-from triptych.deployments.http.openai.guided_decoding import grammar_of, is_structured
+from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.protocol import (
     ChatBody,
     CompletionBody,
@@ -79,6 +79,7 @@ class RequestBuilder:
         self._codec = codec
         self._model = model
         self._config = config
+        self.grammars = process_compiler()
 
     def check_model(self, name: str | None) -> None:
         """Raises: ModelNotFound"""
@@ -97,10 +98,7 @@ class RequestBuilder:
         tools = tools_of(body)
         prompt = self._truncated(await self.encode_messages(body.messages, body, tools), body)
         logprobs = body.top_logprobs if body.logprobs else -1
-        sampling = await self._sampling(body, logprobs)
-        if tools:
-            calls = await asyncio.to_thread(grammar_of_calls, body, tools)
-            sampling = replace(sampling, grammar=calls)
+        sampling = await self._sampling(body, logprobs, tools)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         job = replace(job, tools=frozenset(tool.function.name for tool in tools))
         job = self._with_prompt_logprobs(job, body)
@@ -331,9 +329,18 @@ class RequestBuilder:
             f"However, {asked}. Please reduce the length of the {param} or of the completion."
         )
 
-    async def _sampling(self, body: GenerationBody, logprobs: int) -> Sampling:
+    async def _grammar(self, body: GenerationBody, tools: Sequence[Tool]) -> str:
+        """The grammar of the output; empty: it is free."""
+        constraint = constraint_of(body)
+        if tools and isinstance(body, ChatBody):
+            return await grammar_of_calls(body, tools, self.grammars, constraint)
+        return "" if constraint is None else await constraint.grammar(self.grammars)
+
+    async def _sampling(
+        self, body: GenerationBody, logprobs: int, tools: Sequence[Tool] = ()
+    ) -> Sampling:
         return Sampling(
-            grammar=await asyncio.to_thread(grammar_of, body) if is_structured(body) else "",
+            grammar=await self._grammar(body, tools),
             temperature=float(body.temperature),
             top_k=max(body.top_k, 0),
             top_p=float(body.top_p),

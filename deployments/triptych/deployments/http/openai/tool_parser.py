@@ -7,13 +7,15 @@ call.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from triptych.core import grammar
-from triptych.core.errors import GrammarError, RequestError, Unsupported
-from triptych.deployments.http.openai.guided_decoding import check_own_end, is_structured
+from triptych.core.errors import GrammarError, RequestError
+from triptych.core.grammar import GrammarSource, bounded_schema, schema_source
+from triptych.deployments.grammars import GrammarCompiler
+from triptych.deployments.http.openai.guided_decoding import OutputConstraint, check_own_end
 from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTool, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -65,8 +67,6 @@ def tools_of(body: ChatBody) -> list[Tool]:
         raise RequestError("two tools have the same name", "tools")
     if choice == "none":
         return []
-    if is_structured(body):
-        raise Unsupported("tools together with a structured answer", "tools")
     if isinstance(choice, NamedTool):
         chosen = [tool for tool in body.tools if tool.function.name == choice.function.name]
         if not chosen:
@@ -135,47 +135,65 @@ def _signature(tool: Tool) -> str:
 # ---------------------------------------------------------------- grammar of the output
 
 
-def grammar_of(body: ChatBody, tools: Sequence[Tool]) -> str:
+async def grammar_of(
+    body: ChatBody,
+    tools: Sequence[Tool],
+    compiler: GrammarCompiler,
+    constraint: OutputConstraint | None = None,
+) -> str:
     """The grammar of calls with valid arguments, and of text unless a call is required.
 
+    ``constraint``: what the text must be, if there is no call.
+
     Raises: RequestError naming a tool whose parameters have no grammar, or a field that tools
-        exclude
+        exclude; Overloaded
     """
     check_own_end(body, "an answer that may call tools")
     places = {tool.function.name: index for index, tool in enumerate(body.tools)}
-    calls = [_body(tool, f"tools.{places[tool.function.name]}") for tool in tools]
+    calls = [await _body(tool, f"tools.{places[tool.function.name]}", compiler) for tool in tools]
     once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)
+    rules = [f'body: "\\n" ({" | ".join(f"({call})" for call in calls)}) "\\n{CLOSE}"']
+    if must_call(body) or constraint is not None:
+        rules += [f"calls: {'call' if once else 'call (CALL_GAP call)*'}", f'call: "{OPEN}" body']
+        rules += [] if once else ['CALL_GAP: "\\n"']
     if must_call(body):
-        start = "call" if once else 'call ("\\n" call)*'
-        rules = [f"start: {start}", f'call: "{OPEN}" body']
+        rules.append("start: calls")
+    elif constraint is not None:
+        rules.append(f"start: calls | answer\nanswer: {_rule(constraint)}")
     else:
-        rules = [
+        rules += [
             f"start: (found body){'?' if once else '*'} TEXT",
             f'found[lazy]: TEXT "{OPEN}"',
             "TEXT: /(.|\\n)*/",
         ]
-    rules.append(f'body: "\\n" ({" | ".join(f"({call})" for call in calls)}) "\\n{CLOSE}"')
-    return _compile("\n".join(rules), "tools")
+    try:
+        return await compiler.compile(GrammarSource("lark", "\n".join(rules)))
+    except GrammarError as error:
+        raise RequestError(f"tools: {error}", "tools") from error
 
 
-def _body(tool: Tool, param: str) -> str:
+async def _body(tool: Tool, param: str, compiler: GrammarCompiler) -> str:
     function = tool.function
     schema = function.parameters or ANY_ARGUMENTS
     try:
-        grammar.from_json_schema(schema)
+        await compiler.compile(schema_source(schema))
     except GrammarError as error:
         if function.strict:
             raise RequestError(f"{error}", f"{param}.function.parameters") from error
         schema = ANY_ARGUMENTS
     head = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
-    return f'{head} %json {json.dumps(schema)} "}}"'
+    return f'{head} %json {json.dumps(bounded_schema(schema))} "}}"'
 
 
-def _compile(rules: str, param: str) -> str:
-    try:
-        return grammar.from_lark(rules)
-    except GrammarError as error:
-        raise RequestError(f"{error}", param) from error
+def _rule(constraint: OutputConstraint) -> str:
+    """The right-hand side of a Lark rule for what constrains the text."""
+    if constraint.schema is not None:
+        return f"%json {json.dumps(bounded_schema(constraint.schema))}"
+    if constraint.regex is not None:
+        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", constraint.regex) + "/"
+    if constraint.choice is not None:
+        return " | ".join(map(json.dumps, constraint.choice))
+    return f"%lark {{\n{constraint.lark}\n}}"
 
 
 # ---------------------------------------------------------------- parser of the output

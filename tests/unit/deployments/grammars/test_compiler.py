@@ -1,0 +1,130 @@
+"""Hostile grammars end a child process at most, and nobody waits for it."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from triptych.core.errors import GrammarError, Overloaded
+from triptych.core.grammar import GrammarSource, from_regex, schema_source
+from triptych.deployments.grammars import GrammarCompiler
+from triptych.deployments.grammars.compiler import MAX_WAITING
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler()
+    yield compiler
+    compiler.close()
+
+
+def lark(rules: list[str]) -> GrammarSource:
+    return GrammarSource("lark", "\n".join(rules))
+
+
+def patterns(count: int, seed: int) -> GrammarSource:
+    luck = random.Random(seed)
+    parts = [f"^.*[{luck.choice('abcdef')}].{{{luck.randint(5, 90)}}}$" for _ in range(count)]
+    return schema_source({"allOf": [{"type": "string", "pattern": one} for one in parts]})
+
+
+HOSTILE = {
+    "chain of rules": lark(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "x"']),
+    "chain of references": schema_source(
+        {
+            "$ref": "#/$defs/a0",
+            "$defs": {
+                **{f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1200)},
+                "a1200": {"type": "null"},
+            },
+        }
+    ),
+    "optional letters": GrammarSource("regex", "a?" * 20_000),
+    "repeated repeats": GrammarSource("regex", "((((a{1,90}){1,90}){1,90}){1,90}){1,90}"),
+    "deep brackets": GrammarSource("regex", "(" * 30_000 + "a" + ")" * 30_000),
+    "deep brackets in rules": GrammarSource(
+        "lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000
+    ),
+    "tokens within tokens": lark(
+        ["start: T0", *(f"T{i}: T{i + 1} T{i + 1}" for i in range(40)), 'T40: "x"']
+    ),
+    "all of many patterns": patterns(60, 1),
+    "all of other patterns": patterns(60, 2),
+    "bounded unicode": GrammarSource("regex", r"(\w{1,5000}\W){1,500}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_or_compiled_within_seconds(
+    compiler: GrammarCompiler, name: str
+) -> None:
+    """And the event loop runs on meanwhile."""
+
+    async def compile_beside_a_clock() -> tuple[str, float]:
+        gaps = list[float]()
+
+        async def tick() -> None:
+            last = time.monotonic()
+            while True:
+                await asyncio.sleep(0.002)
+                now = time.monotonic()
+                gaps.append(now - last)
+                last = now
+
+        clock = asyncio.create_task(tick())
+        try:
+            text = await compiler.compile(HOSTILE[name])
+        except GrammarError as error:
+            text = str(error)
+        clock.cancel()
+        return text, max(gaps, default=0.0)
+
+    began = time.monotonic()
+    text, gap_s = asyncio.run(compile_beside_a_clock())
+    assert text
+    assert time.monotonic() - began < 30  # a process may have to start first
+    assert gap_s < 1  # two busy cores; a compilation in this process would be many seconds
+
+
+def test_the_error_names_the_limit(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match=r"more than .* (processor time|MiB of memory)"):
+        asyncio.run(compiler.compile(HOSTILE["optional letters"]))
+    with pytest.raises(GrammarError, match="stack"):
+        asyncio.run(compiler.compile(HOSTILE["chain of rules"]))
+
+
+def test_a_process_that_is_killed_is_replaced(compiler: GrammarCompiler) -> None:
+    asyncio.run(compiler.compile(GrammarSource("regex", "before")))
+    for one in compiler._idle:
+        os.kill(one.process.pid, signal.SIGKILL)
+        one.process.wait()
+    expected = from_regex("after")
+    assert asyncio.run(compiler.compile(GrammarSource("regex", "after"))) == expected
+
+
+def test_results_and_refusals_are_kept(compiler: GrammarCompiler) -> None:
+    good, bad = GrammarSource("regex", "kept"), GrammarSource("regex", "(")
+    made = asyncio.run(compiler.compile(good))
+    with pytest.raises(GrammarError) as first:
+        asyncio.run(compiler.compile(bad))
+    for one in compiler._idle:
+        one.process.kill()
+    assert asyncio.run(compiler.compile(good)) == made
+    with pytest.raises(GrammarError) as second:
+        asyncio.run(compiler.compile(bad))
+    assert str(second.value) == str(first.value)
+
+
+def test_one_more_than_may_wait_is_refused_and_may_come_again(compiler: GrammarCompiler) -> None:
+    async def flood() -> list[str | BaseException]:
+        sources = [GrammarSource("regex", f"flood {i}") for i in range(MAX_WAITING + 3)]
+        return await asyncio.gather(*map(compiler.compile, sources), return_exceptions=True)
+
+    results = asyncio.run(flood())
+    refused = [one for one in results if isinstance(one, Overloaded)]
+    assert len(refused) == 3
+    assert all(isinstance(one, str | Overloaded) for one in results)

@@ -580,8 +580,15 @@ class Join:
     """Seconds since the first of ``output_tokens`` was drawn."""
     memory: tuple[float, ...] = ()
     """State of plug-ins for this request; empty: none yet."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Log probabilities of the newest ``output_tokens``, oldest first: their messages may be lost
+    with a worker. Empty if the request asks for none."""
 
     def __post_init__(self) -> None:
+        if len(self.logprobs) > len(self.output_tokens):
+            raise ValueError(
+                f"{len(self.logprobs)} log probabilities of {len(self.output_tokens)} tokens"
+            )
         if not 1 <= len(self.output_tokens) <= self.handle.tokens + 1:
             raise ValueError(
                 f"{len(self.output_tokens)} output tokens behind {self.handle.tokens} tokens"
@@ -606,6 +613,8 @@ class Preempted:
     """As in ``Join``."""
     handle: KVHandle
     memory: tuple[float, ...] = ()
+    """As in ``Join``."""
+    logprobs: tuple[TokenLogprob, ...] = ()
     """As in ``Join``."""
 
 

@@ -422,7 +422,7 @@ class Scheduler:
                 (message.first_token,),
                 message.handle,
             )
-            entry.transfer.plugin_memory = ()
+            entry.transfer.plugin_memory = entry.transfer.logprobs = ()
             entry.transfer.token_s, entry.transfer.first_token_at = message.token_s, now
             entry.transfer.concurrency_s = self._cluster.latency.concurrency_s
             entry.transfer.hit_tokens = message.cached_tokens
@@ -504,6 +504,7 @@ class Scheduler:
                 message.handle,
             )
             entry.transfer.plugin_memory = message.memory
+            entry.transfer.logprobs = message.logprobs
             entry.transfer.source_worker, entry.placement.decode_worker, entry.is_preempt_sent = (
                 "",
                 "",

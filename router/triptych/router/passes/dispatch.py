@@ -436,4 +436,5 @@ def join_of(entry: Entry, now: float) -> Join:
         token_s=entry.transfer.token_s,
         age_s=max(0.0, now - entry.transfer.first_token_at),
         memory=entry.transfer.plugin_memory,
+        logprobs=entry.transfer.logprobs,
     )

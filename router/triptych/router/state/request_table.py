@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import inf
 
 from triptych.core.handles import KVHandle
-from triptych.core.messages import CompressionReport, Request, Stage
+from triptych.core.messages import CompressionReport, Request, Stage, TokenLogprob
 from triptych.router.models.latency_forecast import NO_FORECAST, Forecast
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.models.prompt_blocks import PromptToPlace
@@ -84,6 +84,8 @@ class Transfer:
     """Output tokens that the next decode worker must know."""
     plugin_memory: tuple[float, ...] = ()
     """State of decode-step plug-ins for this request."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Log probabilities of the newest ``output_tokens``, if the request asks for them."""
     token_s: float = 0.0
     """Seconds that prefill took for each computed token of the prompt."""
     hit_tokens: int = 0

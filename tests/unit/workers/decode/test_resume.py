@@ -345,6 +345,26 @@ def test_log_probabilities_of_many_tokens_that_were_never_sent_are_sent_by_the_n
     assert stages.pool.expel(name)
 
 
+def test_log_probabilities_that_were_never_sent_go_with_a_request_that_migrates(
+    stages: Stages, whole: dict[str, list[int]]
+) -> None:
+    """Its worker may die when the router has the pages and the client lacks the newest tokens."""
+    [asked, _] = requests()
+    name, engine = stages.decoder()
+    engine.accept(stages.join(asked))
+    for _ in range(20):
+        engine.step()
+    [offer] = [send.message for send in engine.accept(Preempt(requests=(asked.id,))) or ()]
+    assert isinstance(offer, Preempted)
+    client, (next_name, heir) = Client(), stages.decoder()
+    client.hear(heir.accept(joining(offer)) or ())
+    run(heir, client)
+    assert client.answer(asked.id) == whole[asked.id]
+    assert [*sorted(client.likely[asked.id])] == [*range(1, ANSWER)]
+    assert stages.pool.expel(name)
+    assert stages.pool.expel(next_name)
+
+
 def go_on(
     stages: Stages,
     whole: dict[str, list[int]],
@@ -521,6 +541,7 @@ def joining(offer: Preempted, previous_worker: str = "") -> Join:
         handle=offer.handle,
         report=REPORT,
         previous_worker=previous_worker,
+        logprobs=offer.logprobs,
     )
 
 

@@ -11,6 +11,7 @@ A worker can be killed between any two stores. One store of a small integer comm
 can be repeated with the same result.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -161,16 +162,20 @@ class Checkpoint:
         output_tokens: Sequence[int],
         stored_tokens: int,
         memory: Sequence[float] = (),
+        logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
         """Record a request whose tables are filled.
 
         ``stored_tokens`` counts the whole sequence without the last output token. ``memory``:
-        state of the step plug-ins; empty for a new request.
+        state of the step plug-ins; empty for a new request. ``logprobs``: those of the newest
+        output tokens.
         """
         self.num_output_tokens[slot] = len(output_tokens)
         self.plugin_memory[slot] = 0.0
         self.plugin_memory[slot, len(output_tokens) % 2, : len(memory)] = memory
         self.ended_by[slot] = self.logprob_counts[slot] = 0
+        for index, one in enumerate(logprobs, len(output_tokens) - len(logprobs)):
+            self._write_logprob(slot, index, one)
         self.token_ids[slot, : len(output_tokens)] = output_tokens
         self.num_prior_tokens[slot] = stored_tokens + 1 - len(output_tokens)
         self.scored[slot] = self.retirements.phase[slot] = 0
@@ -194,7 +199,10 @@ class Checkpoint:
 
     def record_logprob(self, slot: int, one: TokenLogprob) -> None:
         """Record the log probabilities of the next output token, if there is room for all."""
-        place, count = int(self.num_output_tokens[slot]) % LOGPROB_TOKENS, 1 + len(one.top)
+        self._write_logprob(slot, int(self.num_output_tokens[slot]), one)
+
+    def _write_logprob(self, slot: int, index: int, one: TokenLogprob) -> None:
+        place, count = index % LOGPROB_TOKENS, 1 + len(one.top)
         if count <= 1 + MAX_TOP_LOGPROBS:
             self.logprob_ids[slot, place, :count] = [one.token, *(token for token, _ in one.top)]
             self.logprobs[slot, place, :count] = [one.logprob, *(value for _, value in one.top)]
@@ -255,6 +263,15 @@ class Checkpoint:
         ids, values = self.logprob_ids[slot, place].tolist(), self.logprobs[slot, place].tolist()
         top = tuple(zip(ids[1:count], values[1:count], strict=True))
         return TokenLogprob(token=ids[0], logprob=values[0], top=top)
+
+    def newest_logprobs(self, slot: int) -> tuple[TokenLogprob, ...]:
+        """Log probabilities of the newest output tokens in the ring, oldest first."""
+        newest = deque[TokenLogprob]()
+        index = int(self.num_output_tokens[slot])
+        while index and (one := self.logprob_of(slot, index - 1)) is not None:
+            newest.appendleft(one)
+            index -= 1
+        return tuple(newest)
 
     def plugin_memory_of(self, slot: int) -> NDArray[np.float64]:
         """State of the step plug-ins after the newest output token."""

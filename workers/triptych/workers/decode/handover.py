@@ -89,7 +89,13 @@ class RequestHandover:
             table.fill(slot, tokens, pages)
         name, stored = message.request.id, message.handle.tokens
         self._checkpoint.join(
-            slot, name, lease_ref.lease, message.output_tokens, stored, message.memory
+            slot,
+            name,
+            lease_ref.lease,
+            message.output_tokens,
+            stored,
+            message.memory,
+            message.logprobs,
         )
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
         return self._admit(message, output, slot, lease_ref, options, resumed)
@@ -140,9 +146,14 @@ class RequestHandover:
         tokens = tuple(checkpoint.output_tokens(one.slot))
         memory = tuple(checkpoint.plugin_memory_of(one.slot).tolist())
         one.allocated_pages = [np.setdiff1d(np.concatenate(one.allocated_pages), held)]
-        return Send(
-            ROUTER, Preempted(request=one.id, output_tokens=tokens, handle=handle, memory=memory)
+        preempted = Preempted(
+            request=one.id,
+            output_tokens=tokens,
+            handle=handle,
+            memory=memory,
+            logprobs=checkpoint.newest_logprobs(one.slot),
         )
+        return Send(ROUTER, preempted)
 
     def release_slot(self, slot: int) -> None:
         """Make a slot free for the next request."""

@@ -83,7 +83,9 @@ def test_streams_finish_or_end_with_an_error_and_new_requests_get_503(tmp_path: 
     before, directories = arenas(), all_run_dirs()
     settings = {"graceful_shutdown_timeout_s": GRACE_S}
     with triptych_serve(tmp_path, {"ingress": settings}) as (process, url, log):
-        wait_for_health(Server(url, psutil.Process(process.pid)), process, log)
+        server = Server(url, psutil.Process(process.pid))
+        wait_for_health(server, process, log)
+        assert {one.nice() for one in server.replicas("Decode")} == {os.nice(0)}
         assert arenas() - before
         children = psutil.Process(process.pid).children(recursive=True)
         short, long = Stream(url, 24), [Stream(url, 6000) for _ in range(2)]

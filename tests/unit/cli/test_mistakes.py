@@ -41,6 +41,7 @@ HEALTHY = Facts(
     cores=8,
     machine_cores=8,
     load=1.0,
+    niceness=0,
     open_files=65536,
     gpus=[],
     torch_sees_gpus=0,
@@ -61,6 +62,12 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "a package missing": ({"packages": {"ray": "2.60.0"}}, {}, "torch is missing", "make setup"),
     "a Python too old": ({"python": "3.10.12"}, {}, "Python is 3.10.12", "use Python 3.11"),
+    "workers that yield to everything": (
+        {"niceness": 15},
+        {},
+        "workers would run at niceness 15",
+        "unset RAY_worker_niceness",
+    ),
     "a port in use": (
         {"port_holder": "another program (Address already in use)"},
         {},
@@ -277,6 +284,17 @@ def test_doctor_works_where_there_is_no_ipv6(
     monkeypatch.setattr("triptych.cli.checks.doctor.socket.socket", no_socket)
     monkeypatch.setattr("triptych.cli.checks.doctor._who_answers", lambda _: "")
     assert "not supported" in look_around(AppConfig(), HttpOptions("::1", 8020)).port_holder
+
+
+@pytest.mark.parametrize(("set_to", "more"), [(None, 0), ("0", 0), ("15", 15), ("x", 0)])
+def test_doctor_knows_the_niceness_of_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, set_to: str | None, more: int
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("RAY_worker_niceness", set_to)
+    assert look_around(AppConfig(), HttpOptions()).niceness == os.nice(0) + more
 
 
 def test_doctor_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:

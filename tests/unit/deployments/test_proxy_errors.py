@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from triptych.cli.serving.serve import MIDDLEWARES
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
 from triptych.deployments.proxy_errors import ProxyErrorMiddleware
 
 DONE = b"data: [DONE]\n\n"
@@ -87,6 +87,7 @@ def test_a_stream_that_is_cut_ends_with_an_error_event() -> None:
 
 
 def test_the_name_that_serve_gives_to_ray_is_right() -> None:
-    module, _, name = MIDDLEWARES.partition(":")
+    variable = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+    module, _, name = RAY_ENVIRONMENT[variable].partition(":")
     (middleware,) = getattr(import_module(module), name)()
     assert middleware.cls is ProxyErrorMiddleware

@@ -17,6 +17,8 @@ Status = Literal["ok", "warning", "fault"]
 
 LEAST_OPEN_FILES = 4096
 """Workers, connections and Ray's logs need open files."""
+WORKER_NICENESS = "RAY_worker_niceness"
+"""Ray adds this to the niceness of workers; 15 unless it is set. ``triptych serve`` sets 0."""
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 RAY_BYTES = 3 * GIB // 2
 """Memory of Ray's own processes."""
@@ -68,6 +70,8 @@ class Facts:
     machine_cores: int
     load: float
     """Load average of one minute."""
+    niceness: int
+    """Niceness that ``triptych serve`` would have here: 0 is normal, 19 yields to all others."""
     open_files: int
     gpus: Sequence[str]
     """Names of the GPUs that the driver shows."""
@@ -268,6 +272,18 @@ def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
         yield Finding("threads", "ok", f"{facts.cores} cores")
 
 
+def _niceness(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    """A worker of Ray has the niceness of its starter, and ``RAY_worker_niceness`` more."""
+    if facts.niceness > 0:
+        yield Finding(
+            "niceness",
+            "warning",
+            f"workers would run at niceness {facts.niceness}: other processes on these cores go "
+            "first, and tokens are late",
+            f"unset {WORKER_NICENESS} or set it to 0, and start the server without nice",
+        )
+
+
 def _cpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     """CPUs that Ray reserves for the stages; 0 by default."""
     groups = config.worker_groups().values()
@@ -399,6 +415,7 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
     _sockets,
     _limits,
     _threads,
+    _niceness,
     _cpus,
     _gpus,
     _environment,

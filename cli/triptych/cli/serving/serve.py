@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from triptych.cli.checks.diagnosis import WORKER_NICENESS
 from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
 from triptych.cli.serving.child import run_interruptible
@@ -16,8 +17,12 @@ from triptych.core.config.cache_dirs import set_library_environment
 from triptych.deployments.transport import run_dir
 from triptych.kvpool.pool.arena import remove_orphans, shared_memory_dir
 
-PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-MIDDLEWARES = "triptych.deployments.proxy_errors:middlewares"
+RAY_ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "triptych.deployments.proxy_errors:middlewares",
+    WORKER_NICENESS: "0",
+}
+"""Ray reads these when it starts: errors of its proxies have OpenAI's shape, and workers get the
+cores as any other process does. Variables that are set stay as they are."""
 DRAIN_MARGIN_S = 10.0
 """How much longer than the grace period the routers may take to drain."""
 
@@ -39,7 +44,8 @@ def serve(config: ConfigFile = None) -> None:
     # Ray answers SIGTERM by killing all it runs, and a killed pool leaves its pages in shared
     # memory; an interrupt ends the application first.
     set_library_environment()
-    os.environ.setdefault(PROXY_CALLBACK, MIDDLEWARES)
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     before = run_dir.all_run_dirs()
     grace_s = max(app.config.ingress.graceful_shutdown_timeout_s for app in apps)
     module = [sys.executable, "-m", "triptych.deployments.serve_run"]

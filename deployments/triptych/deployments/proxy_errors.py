@@ -39,7 +39,8 @@ class ProxyErrorMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         response = _Response(send)
         await self._app(scope, receive, response.send)
         if response.is_replaced or not response.has_started:

@@ -50,7 +50,7 @@ def drain_all(timeout_s: float) -> None:
         calls = [router.drain.remote() for router in _routers()]
         for call in calls:
             call.result(timeout_s=timeout_s)
-    except Exception as error:  # to stop is more important than to wait for requests
+    except Exception as error:  # noqa: BLE001  # to stop is more important than to wait
         _tell(f"running requests are not waited for: {error}")
         return
     if calls:

@@ -400,9 +400,26 @@ class Scheduler:
             )
         limit = self._config.max_queued_requests
         waiting = self._cluster.requests.count(State.WAITING)
-        if waiting >= limit and not request.attempt:
-            return QueueFull(waiting, limit, self._cluster.drain.retry_after_s(waiting, now))
-        return None
+        if waiting < limit or request.attempt:
+            return None
+        error = QueueFull(waiting, limit, self._cluster.drain.retry_after_s(waiting, now))
+        return None if self._displace(request, error, now) else error
+
+    def _displace(self, request: Request, error: QueueFull, now: float) -> bool:
+        """Refuse a waiting request of the largest tenant instead; False if there is none.
+
+        Requests that are retried, or wait with their pages, have begun and are not displaced.
+        """
+        requests = self._cluster.requests
+        names = requests.queue.displaceable(request.tenant, request.weight)
+        entries = (requests[name] for name in names)
+        fresh = (one for one in entries if not (one.request.attempt or one.waits_with_pages))
+        entry = next(fresh, None)
+        if entry is None:
+            return False
+        self._cluster.counters["displaced"] += 1
+        self._completion.fail(entry, error, now)
+        return True
 
     def _cancel(self, message: Cancel, now: float) -> None:
         for request in message.requests:

@@ -37,7 +37,7 @@ def answer(messages: Sequence[dict[str, Any]]) -> tuple[int, dict[str, str], byt
     async def receive() -> Any:
         raise AssertionError
 
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": []}
     asyncio.run(ProxyErrorMiddleware(proxy)(scope, receive, send))
     begun, *rest = sent
     assert not rest[-1].get("more_body", False)

@@ -126,7 +126,9 @@ def _from_tree(error: TriptychError) -> ApiError:
         code=error.code,
         param=error.param if isinstance(error, RequestError) else None,
         retry_after_s=(
-            error.retry_after_s if isinstance(error, QueueFull | ShuttingDown | TooManyRequests) else pause
+            error.retry_after_s
+            if isinstance(error, QueueFull | ShuttingDown | TooManyRequests)
+            else pause
         ),
     )
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def body(max_tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def triptych_serve(directory: Path, args: dict[str, Any]) -> Iterator[tuple[Any, str, Path]]:
+def triptych_serve(directory: Path, args: dict[str, Any]) -> Generator[tuple[Any, str, Path]]:
     port, log = free_port(), directory / "serve.log"
     config = write_config(directory / "config.yaml", port, {"model": {"name": MODEL}, **args})
     with log.open("w") as output:

@@ -63,7 +63,7 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a package missing": ({"packages": {"ray": "2.60.0"}}, {}, "torch is missing", "make setup"),
     "a Python too old": ({"python": "3.10.12"}, {}, "Python is 3.10.12", "use Python 3.11"),
     "workers that yield to everything": (
-        {"niceness": 15},
+        {"niceness": 5, "environment": {"RAY_worker_niceness": "10"}},
         {},
         "workers would run at niceness 15",
         "unset RAY_worker_niceness",
@@ -242,9 +242,14 @@ def test_doctor_has_nothing_to_say_of_a_healthy_machine() -> None:
     "facts",
     [
         {"environment": {"RAY_ADDRESS": "local"}},
+        {"environment": {"RAY_worker_niceness": "0"}},
         {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "::1"},
     ],
-    ids=["RAY_ADDRESS=local starts a cluster", "::1 is as private as 127.0.0.1"],
+    ids=[
+        "RAY_ADDRESS=local starts a cluster",
+        "workers as urgent as others",
+        "::1 is as private as 127.0.0.1",
+    ],
 )
 def test_doctor_does_not_warn_of_what_is_harmless(facts: dict[str, Any]) -> None:
     found = diagnose(replace(HEALTHY, **facts), AppConfig())
@@ -286,15 +291,9 @@ def test_doctor_works_where_there_is_no_ipv6(
     assert "not supported" in look_around(AppConfig(), HttpOptions("::1", 8020)).port_holder
 
 
-@pytest.mark.parametrize(("set_to", "more"), [(None, 0), ("0", 0), ("15", 15), ("x", 0)])
-def test_doctor_knows_the_niceness_of_workers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, set_to: str | None, more: int
-) -> None:
+def test_doctor_knows_its_own_niceness(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "none"))
-    monkeypatch.delenv("RAY_worker_niceness", raising=False)
-    if set_to is not None:
-        monkeypatch.setenv("RAY_worker_niceness", set_to)
-    assert look_around(AppConfig(), HttpOptions()).niceness == os.nice(0) + more
+    assert look_around(AppConfig(), HttpOptions()).niceness == os.nice(0)
 
 
 def test_doctor_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:

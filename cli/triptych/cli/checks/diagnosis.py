@@ -71,7 +71,7 @@ class Facts:
     load: float
     """Load average of one minute."""
     niceness: int
-    """Niceness that ``triptych serve`` would have here: 0 is normal, 19 yields to all others."""
+    """Of this process, and so of what it starts: 0 is normal, 19 yields to all others."""
     open_files: int
     gpus: Sequence[str]
     """Names of the GPUs that the driver shows."""
@@ -274,11 +274,13 @@ def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
 
 def _niceness(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     """A worker of Ray has the niceness of its starter, and ``RAY_worker_niceness`` more."""
-    if facts.niceness > 0:
+    more = facts.environment.get(WORKER_NICENESS, "0")
+    niceness = facts.niceness + (int(more) if more.isdecimal() else 0)
+    if niceness > 0:
         yield Finding(
             "niceness",
             "warning",
-            f"workers would run at niceness {facts.niceness}: other processes on these cores go "
+            f"workers would run at niceness {niceness}: other processes on these cores go "
             "first, and tokens are late",
             f"unset {WORKER_NICENESS} or set it to 0, and start the server without nice",
         )

@@ -19,7 +19,7 @@ import psutil
 import typer
 from packaging.requirements import Requirement
 
-from triptych.cli.checks.diagnosis import WORKER_NICENESS, Disk, Facts, diagnose
+from triptych.cli.checks.diagnosis import Disk, Facts, diagnose
 from triptych.cli.output import JsonFlag, make_table, show
 from triptych.cli.serving.serve_file import HttpOptions, read_http, read_serve_file
 from triptych.core.config import AppConfig
@@ -80,7 +80,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
         cores=usable_cores(),
         machine_cores=os.cpu_count() or 1,
         load=os.getloadavg()[0],
-        niceness=_niceness(),
+        niceness=os.nice(0),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=gpus,
         torch_sees_gpus=_torch_gpus() if gpus else 0,
@@ -101,13 +101,6 @@ def _installed(needed: list[str]) -> Iterator[tuple[str, str]]:
             yield name, version(name)
         except PackageNotFoundError:
             continue
-
-
-def _niceness() -> int:
-    try:
-        return os.nice(0) + int(os.environ.get(WORKER_NICENESS, "0"))
-    except ValueError:  # Ray ignores it
-        return os.nice(0)
 
 
 def _disk(path: Path) -> Disk:

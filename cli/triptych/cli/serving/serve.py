@@ -1,6 +1,5 @@
 """``triptych serve``: download the model if needed, then run ``serve run``."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from triptych.cli.output import notes
 from triptych.cli.serving.child import run_interruptible
 from triptych.cli.serving.panel import start_panel
 from triptych.cli.serving.serve_file import default_serve_file, read_http, read_serve_file
-from triptych.core.config.cache_dirs import set_library_environment
+from triptych.core.config.cache_dirs import set_environment_defaults, set_library_environment
 from triptych.deployments.transport import run_dir
 from triptych.kvpool.pool.arena import remove_orphans, shared_memory_dir
 
@@ -44,8 +43,7 @@ def serve(config: ConfigFile = None) -> None:
     # Ray answers SIGTERM by killing all it runs, and a killed pool leaves its pages in shared
     # memory; an interrupt ends the application first.
     set_library_environment()
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment_defaults(RAY_ENVIRONMENT)
     before = run_dir.all_run_dirs()
     grace_s = max(app.config.ingress.graceful_shutdown_timeout_s for app in apps)
     module = [sys.executable, "-m", "triptych.deployments.serve_run"]

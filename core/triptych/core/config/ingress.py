@@ -19,6 +19,9 @@ class IngressConfig:
     grpc_host: str = "127.0.0.1"
     """Address that the gRPC server listens on; ``0.0.0.0``: all addresses of its node."""
 
+    grpc_reflection: bool = True
+    """Whether the gRPC server tells its schema to tools such as ``grpcurl``, without a key."""
+
     max_body_bytes: int = 4 * MIB
     """Largest request body; a larger one is answered with 413."""
 

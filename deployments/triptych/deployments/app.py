@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.config.cache_dirs import environment_variable
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
@@ -21,7 +23,7 @@ from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
-from triptych.deployments.placement.nodes import node_affinity, wait_for_nodes
+from triptych.deployments.placement.nodes import check_ray_auth, node_affinity, wait_for_nodes
 from triptych.deployments.replicas.ingress import IngressReplica
 from triptych.deployments.replicas.pool import PoolReplica
 from triptych.deployments.replicas.router import RouterReplica
@@ -51,6 +53,8 @@ def build_app(args: dict[str, object]) -> Application:
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
     nodes = wait_for_nodes(config.node_resource, alive_nodes, at_least=config.min_nodes)
+    is_on = get_authentication_mode() != AuthenticationMode.DISABLED  # known once Ray runs
+    check_ray_auth(is_on=is_on, chosen=environment_variable("RAY_AUTH_MODE"))
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
     check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))

@@ -180,10 +180,10 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "no_proxy=",
     ),
     "an open Ray": (
-        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "0.0.0.0"},
+        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "127.0.0.1"},
         {},
         "can run code",
-        "RAY_AUTH_MODE=token",
+        "unset RAY_AUTH_MODE",
     ),
     "Ray left running": ({"ray_processes": ["raylet"]}, {}, "1 processes of Ray", "ray stop"),
     "an address of a dead cluster": (
@@ -243,12 +243,12 @@ def test_doctor_has_nothing_to_say_of_a_healthy_machine() -> None:
     [
         {"environment": {"RAY_ADDRESS": "local"}},
         {"environment": {"RAY_worker_niceness": "0"}},
-        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "::1"},
+        {"environment": {"RAY_AUTH_MODE": "token"}, "host": "0.0.0.0"},
     ],
     ids=[
         "RAY_ADDRESS=local starts a cluster",
         "workers as urgent as others",
-        "::1 is as private as 127.0.0.1",
+        "Ray wants its token",
     ],
 )
 def test_doctor_does_not_warn_of_what_is_harmless(facts: dict[str, Any]) -> None:

@@ -19,7 +19,6 @@ LEAST_OPEN_FILES = 4096
 """Workers, connections and Ray's logs need open files."""
 WORKER_NICENESS = "RAY_worker_niceness"
 """Ray adds this to the niceness of workers; 15 unless it is set. ``triptych serve`` sets 0."""
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 RAY_BYTES = 3 * GIB // 2
 """Memory of Ray's own processes."""
 STAGE_BYTES = GIB
@@ -351,13 +350,13 @@ def _environment(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             f"{proxies[0]} is set, and clients would ask the proxy for 127.0.0.1",
             "set no_proxy=127.0.0.1,localhost",
         )
-    if env.get("RAY_AUTH_MODE") == "disabled" and facts.host not in LOOPBACK:
+    if env.get("RAY_AUTH_MODE", "").lower() == "disabled":
         yield Finding(
             "environment",
             "warning",
-            f"RAY_AUTH_MODE is disabled and the server listens at {facts.host}: who reaches "
-            "Ray's ports can run code",
-            "set RAY_AUTH_MODE=token",
+            "RAY_AUTH_MODE is disabled: Ray's ports listen on all addresses, whatever "
+            "http_options.host is, and whoever reaches them can run code",
+            "unset RAY_AUTH_MODE, or set it to token",
         )
 
 

@@ -43,6 +43,11 @@ def set_environment_defaults(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def environment_variable(name: str) -> str:
+    """A variable of a library; empty if it is not set."""
+    return os.environ.get(name, "")
+
+
 def library_environment() -> dict[str, str]:
     """Variables that let libraries work where the home directory is missing or read-only.
 

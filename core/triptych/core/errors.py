@@ -311,6 +311,19 @@ class Overloaded(TriptychError):
     code = "overloaded"
 
 
+class ShuttingDown(TriptychError):
+    """The server stops or is redeployed, so it accepts no request; or the grace period is over."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "shutting_down"
+    retry_after_s: ClassVar[float] = 5.0
+
+    def __str__(self) -> str:
+        return "the server is shutting down: send the request again"
+
+
 class SloUnmeetable(TriptychError):
     """A request would miss its deadline, so it is not computed."""
 

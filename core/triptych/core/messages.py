@@ -429,6 +429,24 @@ class RegisterAgain:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """The application stops: refuse new requests, and finish those that run.
+
+    The router's process sends it to its scheduler, and the router to all workers and ingresses.
+    """
+
+    timeout_s: float
+    """Seconds after which the router fails the requests that still run."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """Router to worker or ingress, after ``Drain``: no request is left."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
     """Router to prefill worker: read these prompts."""
 

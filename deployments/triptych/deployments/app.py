@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.config.cache_dirs import environment_variable
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
@@ -21,7 +23,7 @@ from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.http.keys import read_keys
 from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
-from triptych.deployments.placement.nodes import node_affinity, wait_for_nodes
+from triptych.deployments.placement.nodes import check_ray_auth, node_affinity, wait_for_nodes
 from triptych.deployments.replicas.ingress import IngressReplica
 from triptych.deployments.replicas.pool import PoolReplica
 from triptych.deployments.replicas.router import RouterReplica
@@ -38,9 +40,9 @@ from triptych.workers.models.tokenizer import open_tokenizer
 
 UNLIMITED = 1_000_000
 """Bound on requests in Serve's own queues: the router queues and rejects, so Serve must not."""
+SHUTDOWN_MARGIN_S = 10.0
+"""How much longer than the grace period Serve waits before it kills a replica."""
 COMMON_OPTIONS: dict[str, Any] = {"max_ongoing_requests": UNLIMITED, "health_check_period_s": 1}
-INTERNAL_OPTIONS: dict[str, Any] = {**COMMON_OPTIONS, "graceful_shutdown_wait_loop_s": 0.1}
-"""Only the ingress must wait at shutdown until Serve's proxies have stopped sending to it."""
 
 
 def build_app(args: dict[str, object]) -> Application:
@@ -51,6 +53,8 @@ def build_app(args: dict[str, object]) -> Application:
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
     nodes = wait_for_nodes(config.node_resource, alive_nodes, at_least=config.min_nodes)
+    is_on = get_authentication_mode() != AuthenticationMode.DISABLED  # known once Ray runs
+    check_ray_auth(is_on=is_on, chosen=environment_variable("RAY_AUTH_MODE"))
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
     check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))
@@ -116,8 +120,18 @@ def bind_deployments(plans: Sequence[AppPlan]) -> Application:
         name="Ingress",
         num_replicas=plan.config.ingress.num_replicas,
         ray_actor_options={"num_cpus": 0, "resources": node_affinity(plan.config.node_resource)},
-        **COMMON_OPTIONS,
+        **_ingress_options(plan.config),
     ).bind(plan, routers, workers, *pools)
+
+
+def _ingress_options(config: AppConfig) -> dict[str, Any]:
+    timeout_s = config.ingress.graceful_shutdown_timeout_s + SHUTDOWN_MARGIN_S
+    return {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": timeout_s}
+
+
+def _internal_options(config: AppConfig) -> dict[str, Any]:
+    """Only the ingress must wait at shutdown until Serve's proxies have stopped sending to it."""
+    return {**_ingress_options(config), "graceful_shutdown_wait_loop_s": 0.1}
 
 
 def _router(plan: AppPlan) -> Application:
@@ -126,7 +140,7 @@ def _router(plan: AppPlan) -> Application:
         RouterReplica,
         name=plan.named("Router"),
         ray_actor_options={"num_cpus": 0, "resources": here},
-        **INTERNAL_OPTIONS,
+        **_internal_options(plan.config),
     ).bind(plan)
 
 
@@ -138,7 +152,7 @@ def _pools(plan: AppPlan) -> Application:
         name=plan.named("Pool"),
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": node_affinity(where)},
-        **INTERNAL_OPTIONS,
+        **_internal_options(plan.config),
     )
     if plan.nodes > 1:
         pools = pools.options(autoscaling_config=on_every_node(where, plan.nodes))
@@ -156,7 +170,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
         WorkerReplica,
         name=plan.named(names[stage] if len(members) == 1 else "Worker"),
         **_replicas(plan.config, stage),
-        **INTERNAL_OPTIONS,
+        **_internal_options(plan.config),
         ray_actor_options={
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,

@@ -13,6 +13,7 @@ from triptych.core.errors import (
     PoolExhausted,
     PromptTooLong,
     QueueFull,
+    ShuttingDown,
     StageLost,
     TriptychError,
 )
@@ -23,6 +24,7 @@ from triptych.core.messages import (
     Cancel,
     Compressed,
     Confirm,
+    Drain,
     Fetched,
     Finished,
     Join,
@@ -48,6 +50,7 @@ from triptych.router.passes.autoscaling import Demand, Scaling
 from triptych.router.passes.cache_borrowing import CacheBorrowing
 from triptych.router.passes.completion import RequestCompletion
 from triptych.router.passes.dispatch import Dispatch
+from triptych.router.passes.draining import Draining
 from triptych.router.passes.migration import Migration
 from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
@@ -148,6 +151,7 @@ class Scheduler:
         self._migration = Migration(cluster, config.rebalance_requests if may_interrupt else 0)
         self._roles = Roles(cluster, config.roles == "dynamic" and may_interrupt)
         self._slo_admission = SloAdmission(cluster, self._completion)
+        self._draining = Draining(cluster, self._completion)
         self._preemption = Preemption(cluster) if may_interrupt else None
         self._borrowing = CacheBorrowing(cluster, plan.prefix_bytes)
         self._autoscaling = Scaling(cluster, config.max_overtake_s)
@@ -168,6 +172,7 @@ class Scheduler:
             self._dispatch.adjust()
             self._roles.run(self._dispatch.blocked_reason, now)
             self._migration.run()
+        self._draining.run(now)
         self._slo_admission.run(now)
         self._dispatch.run(now)  # resume, join, encode, compress, admit
         self._borrowing.run(self._dispatch.blocked_reason, now)
@@ -243,6 +248,8 @@ class Scheduler:
                 self._borrowing.on_borrowed(message, now)
             case Register():
                 self._register(message, now)
+            case Drain():
+                self._draining.begin(message.timeout_s, now)
             case _:
                 self._cluster.counters["unknown_message"] += 1
 
@@ -278,6 +285,7 @@ class Scheduler:
             self._completion.has_returned(registration.name, now)
         membership.join(registration)
         self._cluster.load_index.join(registration)
+        self._draining.tell(registration.address, now)
 
     def _remove_peer(self, address: str, now: float) -> None:
         self._cluster.counters["peers_lost"] += 1
@@ -380,8 +388,10 @@ class Scheduler:
 
     def _refusal(
         self, request: Request, sizes: RequestBytes, now: float
-    ) -> PromptTooLong | QueueFull | None:
+    ) -> ShuttingDown | PromptTooLong | QueueFull | None:
         """The error of a request that cannot be queued; None if it can."""
+        if (ending := self._draining.refusal(request)) is not None:
+            return ending
         capacity = self._cluster.ledger.capacity_bytes
         if sizes.peak > capacity:
             return PromptTooLong(
@@ -390,9 +400,26 @@ class Scheduler:
             )
         limit = self._config.max_queued_requests
         waiting = self._cluster.requests.count(State.WAITING)
-        if waiting >= limit and not request.attempt:
-            return QueueFull(waiting, limit, self._cluster.drain.retry_after_s(waiting, now))
-        return None
+        if waiting < limit or request.attempt:
+            return None
+        error = QueueFull(waiting, limit, self._cluster.drain.retry_after_s(waiting, now))
+        return None if self._displace(request, error, now) else error
+
+    def _displace(self, request: Request, error: QueueFull, now: float) -> bool:
+        """Refuse a waiting request of the largest tenant instead; False if there is none.
+
+        Requests that are retried, or wait with their pages, have begun and are not displaced.
+        """
+        requests = self._cluster.requests
+        names = requests.queue.displaceable(request.tenant, request.weight)
+        entries = (requests[name] for name in names)
+        fresh = (one for one in entries if not (one.request.attempt or one.waits_with_pages))
+        entry = next(fresh, None)
+        if entry is None:
+            return False
+        self._cluster.counters["displaced"] += 1
+        self._completion.fail(entry, error, now)
+        return True
 
     def _cancel(self, message: Cancel, now: float) -> None:
         for request in message.requests:
@@ -589,6 +616,11 @@ class Scheduler:
         """Requests by state, and bytes booked in all arenas; cheaper than ``snapshot``."""
         counts = {state.value: self._cluster.requests.count(state) for state in State}
         return counts, sum(self._cluster.ledger.arenas.values())
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the application stops and no request is left."""
+        return self._draining.is_over
 
     def traces(self, most: int = SHOWN) -> tuple[RequestTrace, ...]:
         """Traces of the latest requests, in order of arrival; times are those of ``now``."""

@@ -3,9 +3,11 @@
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import yaml
 from tests.tiny import save_tiny_model
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.fake_openai import FakeOpenAI, serving
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
 from triptych.cli.serving.serve_file import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
 from triptych.core.profile import Profile
@@ -230,6 +233,9 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
         return 0
 
     monkeypatch.setattr("triptych.cli.serving.serve.run_interruptible", begin)
+    for name in RAY_ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
     path = serve_file({"model": {"name": str(tmp_path), "served_model_name": "tiny"}})
     code, _, err = run("serve", path)
     assert code == 0
@@ -240,8 +246,10 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     assert """curl 'http://127.0.0.1:8000/v1/chat/completions'""" in told
     assert '"model": "tiny"' in told
     ((program, *command),) = started
-    assert Path(program).name == "serve"
-    assert command == ["run", path]
+    assert program == sys.executable
+    assert command == ["-m", "triptych.deployments.serve_run", path, "30.0"]
+    assert {name: os.environ[name] for name in RAY_ENVIRONMENT} == RAY_ENVIRONMENT
+    assert find_spec("triptych.deployments.serve_run")
 
 
 def test_serve_without_a_file_writes_the_defaults(

@@ -41,6 +41,7 @@ HEALTHY = Facts(
     cores=8,
     machine_cores=8,
     load=1.0,
+    niceness=0,
     open_files=65536,
     gpus=[],
     torch_sees_gpus=0,
@@ -61,6 +62,12 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "a package missing": ({"packages": {"ray": "2.60.0"}}, {}, "torch is missing", "make setup"),
     "a Python too old": ({"python": "3.10.12"}, {}, "Python is 3.10.12", "use Python 3.11"),
+    "workers that yield to everything": (
+        {"niceness": 5, "environment": {"RAY_worker_niceness": "10"}},
+        {},
+        "workers would run at niceness 15",
+        "unset RAY_worker_niceness",
+    ),
     "a port in use": (
         {"port_holder": "another program (Address already in use)"},
         {},
@@ -173,10 +180,10 @@ MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "no_proxy=",
     ),
     "an open Ray": (
-        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "0.0.0.0"},
+        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "127.0.0.1"},
         {},
         "can run code",
-        "RAY_AUTH_MODE=token",
+        "unset RAY_AUTH_MODE",
     ),
     "Ray left running": ({"ray_processes": ["raylet"]}, {}, "1 processes of Ray", "ray stop"),
     "an address of a dead cluster": (
@@ -235,9 +242,14 @@ def test_doctor_has_nothing_to_say_of_a_healthy_machine() -> None:
     "facts",
     [
         {"environment": {"RAY_ADDRESS": "local"}},
-        {"environment": {"RAY_AUTH_MODE": "disabled"}, "host": "::1"},
+        {"environment": {"RAY_worker_niceness": "0"}},
+        {"environment": {"RAY_AUTH_MODE": "token"}, "host": "0.0.0.0"},
     ],
-    ids=["RAY_ADDRESS=local starts a cluster", "::1 is as private as 127.0.0.1"],
+    ids=[
+        "RAY_ADDRESS=local starts a cluster",
+        "workers as urgent as others",
+        "Ray wants its token",
+    ],
 )
 def test_doctor_does_not_warn_of_what_is_harmless(facts: dict[str, Any]) -> None:
     found = diagnose(replace(HEALTHY, **facts), AppConfig())
@@ -277,6 +289,11 @@ def test_doctor_works_where_there_is_no_ipv6(
     monkeypatch.setattr("triptych.cli.checks.doctor.socket.socket", no_socket)
     monkeypatch.setattr("triptych.cli.checks.doctor._who_answers", lambda _: "")
     assert "not supported" in look_around(AppConfig(), HttpOptions("::1", 8020)).port_holder
+
+
+def test_doctor_knows_its_own_niceness(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path / "none"))
+    assert look_around(AppConfig(), HttpOptions()).niceness == os.nice(0)
 
 
 def test_doctor_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:

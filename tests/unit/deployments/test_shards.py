@@ -23,10 +23,11 @@ from tests.unit.deployments.monitoring.test_dashboard_state import (
 )
 from triptych.cli.checks.validate import actors_of
 from triptych.core.config import AppConfig
-from triptych.core.errors import Overloaded, QueueFull
+from triptych.core.errors import Overloaded, QueueFull, ShuttingDown
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
     Cancel,
+    Drain,
     Failed,
     FinishReason,
     Request,
@@ -393,3 +394,50 @@ async def test_an_answer_goes_on_in_the_next_window_and_its_client_sees_no_seam(
     assert [event.finish for event in heard] == [None, None, None, "stop"]
     assert set(front.engine.shards.held_bytes.values()) == {0}
     assert not list(front.engine.attempts)
+
+
+async def test_while_all_routers_drain_the_ingress_refuses_and_then_fails_what_is_left(
+    front: Front,
+) -> None:
+    client = front.ask("running", session="s")
+    await until(lambda: bool(front.where("running")))
+    (home,) = front.where("running")
+    front.shards[1 - home].peer_channel.post(front.engine.address, Drain(timeout_s=9.0))
+    await asyncio.sleep(0.2)
+    other = front.ask("other", session="s")  # one shard still accepts requests
+    await until(lambda: front.where("other") == [home])
+    front.shards[home].say("other", 1, finish="stop")
+    assert len(await other) == 1
+    front.shards[home].peer_channel.post(front.engine.address, Drain(timeout_s=9.0))
+    front.shards[home].say("running", 7)
+    await asyncio.sleep(0.2)
+    with pytest.raises(ShuttingDown):
+        await front.ask("new", session="s")
+    assert (await front.engine.health()).reason == str(ShuttingDown())
+    for shard in front.shards:
+        await shard.peer_channel.stop()
+    tokens, failure = await client
+    assert isinstance(tokens, Tokens)
+    assert isinstance(failure, Failed)
+    assert (failure.status, failure.code) == (503, "shutting_down")
+    assert not list(front.engine.attempts)
+
+
+async def test_routers_that_replace_drained_ones_are_asked_again(front: Front) -> None:
+    for shard in front.shards:
+        shard.peer_channel.post(front.engine.address, Drain(timeout_s=9.0))
+    await asyncio.sleep(0.2)
+    for shard in front.shards:
+        await shard.peer_channel.stop()
+    await until(lambda: not front.engine.shards.up)
+    front.shards = [FakeShard(plan) for plan in plans(2, Path(front.engine.address[5:]).parent)]
+    for shard in front.shards:
+        await shard.peer_channel.start()
+    await until(lambda: front.engine.shards.up == ["0", "1"])
+    client = front.ask("new", session="s")
+    await until(lambda: bool(front.where("new")))
+    (home,) = front.where("new")
+    front.shards[home].say("new", 1, finish="stop")
+    assert len(await client) == 1
+    for shard in front.shards:
+        await shard.peer_channel.stop()

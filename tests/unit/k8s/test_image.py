@@ -7,6 +7,7 @@ import yaml
 
 from tests.arch.test_folders import PARTS
 from tests.unit.k8s.test_manifests import FOLDERS, K8S, ROOT, pod_templates, rendered
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
 
 LINES = (K8S / "Dockerfile").read_text(encoding="utf-8").splitlines()
 
@@ -30,6 +31,12 @@ def test_it_runs_as_the_user_of_the_pods() -> None:
         for _, template in pod_templates(rendered(folder)):
             security = template["spec"]["securityContext"]
             assert user == f"{security['runAsUser']}:{security['runAsGroup']}"
+
+
+def test_it_sets_what_triptych_serve_sets_for_ray() -> None:
+    text = "\n".join(LINES)
+    for name, value in RAY_ENVIRONMENT.items():
+        assert f"{name}={value} " in text
 
 
 def test_its_base_has_a_version_that_the_project_supports() -> None:

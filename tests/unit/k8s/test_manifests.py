@@ -242,6 +242,21 @@ def test_clients_and_operator_reach_the_ports_that_listen(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
+def test_a_label_of_a_pod_opens_no_port_from_any_namespace(folder: str) -> None:
+    for body in of_kind(rendered(folder), "NetworkPolicy"):
+        for rule in body["spec"].get("ingress", ()):
+            for peer in rule["from"]:
+                assert "namespaceSelector" not in peer or peer["namespaceSelector"], peer
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_volume_has_a_limit(folder: str) -> None:
+    for name, template in pod_templates(rendered(folder)):
+        for volume in template["spec"].get("volumes", ()):
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), (name, volume)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_services_lead_to_ports_of_pods_that_serve(folder: str) -> None:
     bodies = rendered(folder)
     pods = [template for _, template in pod_templates(bodies)]

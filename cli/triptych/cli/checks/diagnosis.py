@@ -17,7 +17,8 @@ Status = Literal["ok", "warning", "fault"]
 
 LEAST_OPEN_FILES = 4096
 """Workers, connections and Ray's logs need open files."""
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+WORKER_NICENESS = "RAY_worker_niceness"
+"""Ray adds this to the niceness of workers; 15 unless it is set. ``triptych serve`` sets 0."""
 RAY_BYTES = 3 * GIB // 2
 """Memory of Ray's own processes."""
 STAGE_BYTES = GIB
@@ -68,6 +69,8 @@ class Facts:
     machine_cores: int
     load: float
     """Load average of one minute."""
+    niceness: int
+    """Of this process, and so of what it starts: 0 is normal, 19 yields to all others."""
     open_files: int
     gpus: Sequence[str]
     """Names of the GPUs that the driver shows."""
@@ -268,6 +271,20 @@ def _threads(facts: Facts, config: AppConfig) -> Iterator[Finding]:
         yield Finding("threads", "ok", f"{facts.cores} cores")
 
 
+def _niceness(facts: Facts, config: AppConfig) -> Iterator[Finding]:
+    """A worker of Ray has the niceness of its starter, and ``RAY_worker_niceness`` more."""
+    more = facts.environment.get(WORKER_NICENESS, "0")
+    niceness = facts.niceness + (int(more) if more.isdecimal() else 0)
+    if niceness > 0:
+        yield Finding(
+            "niceness",
+            "warning",
+            f"workers would run at niceness {niceness}: other processes on these cores go "
+            "first, and tokens are late",
+            f"unset {WORKER_NICENESS} or set it to 0, and start the server without nice",
+        )
+
+
 def _cpus(facts: Facts, config: AppConfig) -> Iterator[Finding]:
     """CPUs that Ray reserves for the stages; 0 by default."""
     groups = config.worker_groups().values()
@@ -333,13 +350,13 @@ def _environment(facts: Facts, config: AppConfig) -> Iterator[Finding]:
             f"{proxies[0]} is set, and clients would ask the proxy for 127.0.0.1",
             "set no_proxy=127.0.0.1,localhost",
         )
-    if env.get("RAY_AUTH_MODE") == "disabled" and facts.host not in LOOPBACK:
+    if env.get("RAY_AUTH_MODE", "").lower() == "disabled":
         yield Finding(
             "environment",
             "warning",
-            f"RAY_AUTH_MODE is disabled and the server listens at {facts.host}: who reaches "
-            "Ray's ports can run code",
-            "set RAY_AUTH_MODE=token",
+            "RAY_AUTH_MODE is disabled: Ray's ports listen on all addresses, whatever "
+            "http_options.host is, and whoever reaches them can run code",
+            "unset RAY_AUTH_MODE, or set it to token",
         )
 
 
@@ -399,6 +416,7 @@ CHECKS: tuple[Callable[[Facts, AppConfig], Iterator[Finding]], ...] = (
     _sockets,
     _limits,
     _threads,
+    _niceness,
     _cpus,
     _gpus,
     _environment,

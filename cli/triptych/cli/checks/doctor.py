@@ -80,6 +80,7 @@ def look_around(config: AppConfig, http: HttpOptions) -> Facts:
         cores=usable_cores(),
         machine_cores=os.cpu_count() or 1,
         load=os.getloadavg()[0],
+        niceness=os.nice(0),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=gpus,
         torch_sees_gpus=_torch_gpus() if gpus else 0,

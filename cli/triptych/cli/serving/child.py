@@ -12,18 +12,26 @@ PR_SET_PDEATHSIG = 1
 def run_interruptible(command: Sequence[str]) -> int:
     """Run ``command`` to its end and return its exit status; 128 + n if signal n killed it.
 
+    0 if it was interrupted before it could handle that.
+
     SIGINT and SIGTERM are passed on as SIGINT. The child runs in its own session, so Ctrl-C in a
     terminal does not reach it twice. If this process is killed, the child gets SIGINT (Linux).
     """
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_begin)
 
+    interrupted = False
+
     def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         child.send_signal(signal.SIGINT)
 
     # A signal before this point ends this process and the child.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     status = child.wait()
+    if interrupted and status == -signal.SIGINT:
+        return 0
     return status if status >= 0 else 128 - status
 
 

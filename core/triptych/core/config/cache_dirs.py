@@ -6,6 +6,7 @@ import pwd
 import secrets
 import stat
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,17 @@ def writable_cache_dir() -> Path:
 def set_library_environment() -> None:
     """Set ``library_environment`` for this process and its children."""
     os.environ.update(library_environment())
+
+
+def set_environment_defaults(values: Mapping[str, str]) -> None:
+    """Set variables of this process and its children; those that are set stay as they are."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def environment_variable(name: str) -> str:
+    """A variable of a library; empty if it is not set."""
+    return os.environ.get(name, "")
 
 
 def library_environment() -> dict[str, str]:

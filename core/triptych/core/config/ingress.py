@@ -19,6 +19,9 @@ class IngressConfig:
     grpc_host: str = "127.0.0.1"
     """Address that the gRPC server listens on; ``0.0.0.0``: all addresses of its node."""
 
+    grpc_reflection: bool = True
+    """Whether the gRPC server tells its schema to tools such as ``grpcurl``, without a key."""
+
     max_body_bytes: int = 4 * MIB
     """Largest request body; a larger one is answered with 413."""
 
@@ -27,6 +30,10 @@ class IngressConfig:
 
     request_timeout_s: float = 600.0
     """Maximum duration of a request; after it, the request ends with 504."""
+
+    graceful_shutdown_timeout_s: float = 20.0
+    """Seconds that running requests have to finish when the server stops or is redeployed. Those
+    that remain end with an error event, or with 503. New requests get 503 meanwhile."""
 
     api_keys: str = ""
     """File with the digests of API keys and the limits of each key; empty: no key is needed."""
@@ -62,3 +69,5 @@ class IngressConfig:
         require(
             self.request_timeout_s > 0, "ingress.request_timeout_s", self.request_timeout_s, "> 0"
         )
+        grace_s = self.graceful_shutdown_timeout_s
+        require(grace_s >= 0, "ingress.graceful_shutdown_timeout_s", grace_s, ">= 0")

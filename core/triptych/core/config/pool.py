@@ -39,8 +39,8 @@ class PoolConfig:
     """Maximum part of ``prefix_bytes`` for one client's prompts; ``auto``: all."""
 
     prefix_eviction: Literal["cost", "lru"] = "cost"
-    """Which prefix is evicted first: ``cost``, the one that saves the least time per byte; ``lru``,
-    the least recently used."""
+    """Which prefix of the client with the most bytes is evicted first: ``cost``, the one that saves
+    the least time per byte; ``lru``, the least recently used."""
 
     share_pages: bool = True
     """Whether requests with a common cached prefix read the same pages during decode, stored once.

@@ -42,7 +42,8 @@ class RouterConfig:
     """Seconds of waiting that count as much as one step of ``priority``."""
 
     max_queued_requests: int = 256
-    """Maximum number of waiting requests; further ones are answered with 429."""
+    """Maximum number of waiting requests; further ones are answered with 429. If a tenant with more
+    of them waits, its newest one is answered with 429 instead."""
 
     prefill_batch_tokens: int = 2048
     """Maximum prompt tokens sent to one prefill worker at once. A longer prompt is sent alone and

@@ -66,8 +66,9 @@ class GrpcServer:
         handlers = Service(self._serving).handlers()
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         health_pb2_grpc.add_HealthServicer_to_server(Health(self._serving), server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        if config.grpc_reflection:
+            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
         address = f"{bracketed(config.grpc_host)}:{config.grpc_port}"
         try:
             self.port = server.add_insecure_port(address)

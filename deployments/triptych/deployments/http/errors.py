@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from triptych.core.errors import QueueFull, RequestError, TooManyRequests, TriptychError
+from triptych.core.errors import (
+    QueueFull,
+    RequestError,
+    ShuttingDown,
+    TooManyRequests,
+    TriptychError,
+)
 from triptych.core.messages import Failed
 from triptych.deployments.http.json_frames import JsonResponse
 
@@ -120,7 +126,9 @@ def _from_tree(error: TriptychError) -> ApiError:
         code=error.code,
         param=error.param if isinstance(error, RequestError) else None,
         retry_after_s=(
-            error.retry_after_s if isinstance(error, QueueFull | TooManyRequests) else pause
+            error.retry_after_s
+            if isinstance(error, QueueFull | ShuttingDown | TooManyRequests)
+            else pause
         ),
     )
 

@@ -24,7 +24,13 @@ from typing import TypeVar, cast
 
 import yaml
 
-from triptych.core.errors import ConfigError, InvalidKey, NotAllowed, TooManyRequests
+from triptych.core.errors import (
+    ConfigError,
+    InvalidKey,
+    NotAllowed,
+    RequestError,
+    TooManyRequests,
+)
 from triptych.core.schema import SchemaError, build
 
 logger = logging.getLogger(__name__)
@@ -52,9 +58,9 @@ class Key:
     sha256: str
     """SHA-256 digest of the key, in hexadecimal digits."""
     max_concurrent_requests: int = 0
-    """Concurrent requests; 0: no limit."""
+    """Concurrent requests, each choice of each prompt counted; 0: no limit."""
     requests_per_minute: int = 0
-    """Average rate, and size of a burst; 0: no limit."""
+    """Average rate, and size of a burst, each choice of each prompt counted; 0: no limit."""
     weight: float = 1.0
     """Share of the server relative to other keys, counted as page bytes times seconds."""
     admin: bool = False
@@ -78,10 +84,14 @@ class Client:
     """The client of one key, and its current use. Each ingress replica counts on its own."""
 
     tenant: str
-    """Digest of the tenant whose cached prefixes the requests share; empty: no tenant."""
+    """Digest of the tenant that the requests count for; empty: that of all clients without key."""
     key: Key | None = None
     refused: Callable[[], None] | None = None
     """Called for each request that exceeds a limit of the key."""
+    cache_owner: str = ""
+    """Digest of a credential that no file knows: it makes no tenant, but cached prefixes are shared
+    only among requests with the same one."""
+    clock: Callable[[], float] = time.monotonic
     running: int = 0
     _allowance: float = 0.0
     _counted_s: float = 0.0
@@ -91,36 +101,55 @@ class Client:
         """Share of the server relative to other clients."""
         return self.key.weight if self.key else 1.0
 
-    def count(self, now: float) -> None:
-        """Count one request against the rate limit.
+    def count(self, requests: int = 1) -> None:
+        """Count requests against the rate limit.
 
-        Raises: TooManyRequests, with the time until the next request is allowed
+        Raises: TooManyRequests, with the time until they are allowed
         """
+        now = self.clock()
         rate = self.key.requests_per_minute if self.key else 0
         if not rate:
             return
         grown = self._allowance + (now - self._counted_s) * rate / 60 if self._counted_s else rate
         self._allowance, self._counted_s = min(float(rate), grown), now
-        if self._allowance < 1:
-            pause_s = (1 - self._allowance) * 60 / rate
+        if self._allowance < requests:
+            pause_s = (requests - self._allowance) * 60 / rate
             raise self._too_many(f"{rate} requests a minute", pause_s)
-        self._allowance -= 1
+        self._allowance -= requests
 
-    async def run(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async def run(
+        self, items: AsyncGenerator[T, None], choices: int = 1
+    ) -> AsyncGenerator[T, None]:
         """Yield the items of one request, which counts as running until it ends.
 
-        Raises: TooManyRequests, before the request starts
+        Each of its ``choices``, over all prompts, counts as a request; ``count`` counted one.
+
+        Raises: TooManyRequests, before the request starts; RequestError if the key never allows it
         """
         async with aclosing(items):
-            limit = self.key.max_concurrent_requests if self.key else 0
-            if limit and self.running >= limit:
+            limit = self._check_size(choices)
+            if limit and self.running + choices > limit:
                 raise self._too_many(f"{limit} requests at a time", RETRY_AFTER_S)
-            self.running += 1
+            self.count(choices - 1)
+            self.running += choices
             try:
                 async for item in items:
                     yield item
             finally:
-                self.running -= 1
+                self.running -= choices
+
+    def _check_size(self, choices: int) -> int:
+        """The limit of concurrent requests; 0: none."""
+        key = self.key
+        limits = (key.max_concurrent_requests, key.requests_per_minute) if key else (0, 0)
+        for limit, per in zip(limits, ("at a time", "a minute"), strict=True):
+            if 0 < limit < choices:
+                raise RequestError(
+                    f"{choices} choices of all prompts count as as many requests, and this API key "
+                    f"is good for {limit} {per}: lower n, or send fewer prompts",
+                    "n",
+                )
+        return limits[0]
 
     def _too_many(self, limit: str, pause_s: float) -> TooManyRequests:
         if self.refused:
@@ -130,7 +159,7 @@ class Client:
 
 @dataclass
 class KeyRing:
-    """The keys of a file. Without one all requests are allowed; each credential is a tenant."""
+    """The keys of a file. Without one all requests are allowed, and all are of one tenant."""
 
     path: Path | None = None
     clock: Callable[[], float] = time.monotonic
@@ -154,14 +183,15 @@ class KeyRing:
         scheme, _, secret = authorization.strip().partition(" ")
         secret = secret.strip()
         if self.path is None:
-            return Client(_digest(f"{scheme.lower()} {secret}") if scheme else "")
+            owner = _digest(f"{scheme.lower()} {secret}") if scheme else ""
+            return Client("", cache_owner=owner)
         self._reload_if_changed(self.path)
         # Looked up by digest, so that the time of the lookup reveals nothing about the keys.
         found = self._clients.get(_digest(secret)) if scheme.lower() == "bearer" else None
         if found is None:
             raise InvalidKey(WRONG_KEY if secret else NO_KEY)
         if counts:
-            found.count(self.clock())
+            found.count()
         return found
 
     def admin(self, authorization: str, *, everybody: bool) -> Client:
@@ -197,7 +227,7 @@ class KeyRing:
         self._clients = {}
         for digest, key in keys.items():
             tenant = _digest(f"name {key.name}")
-            client = previous.get(digest) or Client(tenant, refused=self.refused)
+            client = previous.get(digest) or Client(tenant, refused=self.refused, clock=self.clock)
             client.tenant, client.key = tenant, key
             self._clients[digest] = client
 

@@ -68,7 +68,7 @@ class OpenAIServing:
         """
         body = self._checked(ChatBody, given)
         job = await self.request_builder.chat(body, client.tenant, client.weight)
-        return ChatResponseBuilder(_traced(job, traceparent), self.codec)
+        return ChatResponseBuilder(_traced(self._isolated(job, client), traceparent), self.codec)
 
     async def completion(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
@@ -79,7 +79,16 @@ class OpenAIServing:
         """
         body = self._checked(CompletionBody, given)
         job = await self.request_builder.completion(body, client.tenant, client.weight)
-        return CompletionResponseBuilder(_traced(job, traceparent), self.codec)
+        job = _traced(self._isolated(job, client), traceparent)
+        return CompletionResponseBuilder(job, self.codec)
+
+    def _isolated(self, job: Job, client: Client) -> Job:
+        """Keep the cached prefixes of credentials apart that no key file knows."""
+        owner = "" if self.config.share_prefixes else client.cache_owner
+        if not owner:
+            return job
+        requests = (replace(one, cache_salt=f"{owner}{one.cache_salt}") for one in job.requests)
+        return replace(job, requests=tuple(requests))
 
     def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
         if self.config.strict_params:
@@ -93,7 +102,8 @@ class OpenAIServing:
 
         Raises: TooManyRequests; what the engine raises
         """
-        return client.run(follow(self.engine, answer.job, answer, self.metrics))
+        items = follow(self.engine, answer.job, answer, self.metrics)
+        return client.run(items, len(answer.job.requests))
 
     async def health(self) -> Health:
         """Whether a request sent now would be served."""

@@ -1,9 +1,12 @@
 """The nodes of the application, which actors are placed on; each of them has a pool."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from triptych.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 NODE_WAIT_S = 900.0
 """How long to wait for nodes: a cluster may take minutes to start a GPU machine."""
@@ -12,6 +15,25 @@ AFFINITY_AMOUNT = 0.001
 """Amount of the node resource that an actor takes: small, as it only restricts placement."""
 
 Resources = Mapping[str, float]
+
+
+def check_ray_auth(*, is_on: bool, chosen: str) -> None:
+    """Refuse a Ray cluster without authentication, unless ``RAY_AUTH_MODE`` asks for that.
+
+    Ray's ports listen on all addresses, whatever address the server has, and run code for whoever
+    connects. ``chosen``: the value of ``RAY_AUTH_MODE`` on the nodes.
+
+    Raises: ConfigError saying what to set
+    """
+    if is_on:
+        return
+    if chosen.lower() != "disabled":
+        raise ConfigError(
+            "Ray's token authentication is off, and its ports run code for whoever connects: run "
+            "'ray get-auth-token --generate', copy ~/.ray/auth_token to all nodes and start them "
+            "with RAY_AUTH_MODE=token, or with RAY_AUTH_MODE=disabled on a network of your own"
+        )
+    logger.warning("RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code")
 
 
 def node_affinity(node_resource: str) -> dict[str, float]:

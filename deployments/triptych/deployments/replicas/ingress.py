@@ -4,6 +4,7 @@
 """The Serve deployment of the ingress: the HTTP and gRPC servers over one ``RouterClient``."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.workers.models.tokenizer import open_tokenizer
+
+DRAIN_POLL_S = 0.1
 
 
 @serve.ingress()
@@ -56,9 +59,18 @@ class IngressReplica:
         self._warming = asyncio.create_task(asyncio.to_thread(tokenizer.warm_up))
 
     async def __del__(self) -> None:
+        """Serve has waited for HTTP requests; gRPC requests do not pass through it."""
+        await self._finish_requests()
         await self._rpc.stop()
         await self._engine.stop()
         self._node.run_dir.leave()
+
+    async def _finish_requests(self) -> None:
+        grace_s = self._plan.config.ingress.graceful_shutdown_timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._serving.metrics.in_progress:  # noqa: ASYNC110
+                    await asyncio.sleep(DRAIN_POLL_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(

@@ -9,7 +9,8 @@ from triptych.deployments.transport.node_context import NodeContext
 from triptych.kvpool import PREFIX_WORKER, PoolServer, PrefixSettings, is_guest
 
 LEAVING_S = 5.0
-"""How long a pool that is shut down waits for the workers of its node to exit first."""
+"""How long a pool that is shut down waits for the workers of its node to exit first, after the
+grace period in which they finish their requests."""
 
 
 class PoolReplica:
@@ -40,7 +41,8 @@ class PoolReplica:
 
     def __del__(self) -> None:
         """Wait until the workers of this node have exited, then stop the service."""
-        until = time.monotonic() + LEAVING_S
+        grace_s = self._node.plan.config.ingress.graceful_shutdown_timeout_s
+        until = time.monotonic() + grace_s + LEAVING_S
         while self._has_workers() and time.monotonic() < until:
             time.sleep(0.1)
         if self._node.network:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from triptych.core.errors import PoolError, TriptychError
 from triptych.core.messages import (
     POOL,
+    ROUTER,
     BorrowCacheMemory,
+    Drain,
     Expel,
     Message,
     Register,
@@ -125,8 +127,21 @@ class RouterReplica:
             for stage in stages
         )
 
+    async def drain(self) -> None:
+        """Refuse new requests, and return when none is left.
+
+        Requests that still run after ``ingress.graceful_shutdown_timeout_s`` fail.
+        """
+        grace_s = self._node.plan.config.ingress.graceful_shutdown_timeout_s
+        self._post(self._scheduler.on(Drain(timeout_s=grace_s), ROUTER, time.monotonic()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s + LEAVING_S):
+                while not self._scheduler.is_drained:  # noqa: ASYNC110
+                    await asyncio.sleep(TICK_S)
+
     async def __del__(self) -> None:
-        """Wait until the workers have exited, then stop: they still need the router."""
+        """Drain, then wait until the workers have exited, as they still need the router."""
+        await self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_S):
                 while self._scheduler.snapshot(time.monotonic()).workers:  # noqa: ASYNC110

@@ -9,8 +9,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from triptych.core.errors import Overloaded, StageLost, TriptychError
+from triptych.core.errors import Overloaded, ShuttingDown, StageLost, TriptychError
 from triptych.core.messages import (
+    Drain,
     Failed,
     Message,
     Register,
@@ -91,11 +92,18 @@ class RouterClient:
         await self._channel.stop()
 
     async def health(self) -> Health:
-        """Whether any shard has a worker of each stage."""
+        """Whether any shard has a worker of each stage, and the application does not stop."""
+        if self._links.are_draining:
+            return Health(ok=False, reason=str(ShuttingDown()))
         return await self.stats.health()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
-        """Yield tokens of all the requests as they arrive; closing it cancels what still runs."""
+        """Yield tokens of all the requests as they arrive; closing it cancels what still runs.
+
+        Raises: ShuttingDown
+        """
+        if self._links.are_draining:
+            raise ShuttingDown
         events = asyncio.Queue[Event]()
         running = {r.id: self.attempts.start(r, events.put_nowait) for r in requests}
         for attempts in running.values():
@@ -116,6 +124,8 @@ class RouterClient:
                     self._event(message)
                 case Unknown():
                     self._unknown(message)
+                case Drain():
+                    self._links.drain(sender)
                 case RegisterAgain():
                     self._links.forgotten(sender)
                 case _:
@@ -223,9 +233,17 @@ class RouterClient:
             self._submit(attempts)
 
     def _on_router_lost(self, shard: str) -> None:
+        if self._links.are_draining:
+            self._fail_all(ShuttingDown())
+            return
         for attempts in self.attempts:
             if self.shards.where(attempts.request.id) == shard:
                 self._failed(attempts, failed(attempts.id, StageLost("router")))
+
+    def _fail_all(self, error: TriptychError) -> None:
+        for attempts in list(self.attempts):
+            self._end(attempts)
+            attempts.fail(failed(attempts.id, error))
 
     def _fail_unsent(self) -> None:
         for attempts in self._take_unsent():

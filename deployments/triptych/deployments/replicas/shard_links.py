@@ -31,6 +31,8 @@ class ShardLinks:
         """``on_found`` is called when a router is connected, ``on_lost`` with its shard's name."""
         self._pages, self._shards = plan.pages, shards
         self._on_found, self._on_lost = on_found, on_lost
+        self._draining = set[str]()
+        """Shards whose router refuses new requests, since the application stops."""
         self._links = {
             shard: RouterLink(
                 channel,
@@ -41,6 +43,15 @@ class ShardLinks:
             )
             for shard, address in zip(names_of(plan.shards), plan.router_addresses, strict=True)
         }
+
+    @property
+    def are_draining(self) -> bool:
+        """Whether no shard accepts a new request, since the application stops."""
+        return len(self._draining) == len(self._links)
+
+    def drain(self, address: str) -> None:
+        """A router refuses new requests from now on, until it is replaced by another one."""
+        self._draining |= {shard for shard, link in self._links.items() if link.router == address}
 
     def start(self) -> None:
         for link in self._links.values():
@@ -101,6 +112,7 @@ class ShardLinks:
                 link.post(Cancel(requests=tuple(sorted(one.id for one in there))))
 
     def _found(self, shard: str) -> None:
+        self._draining.discard(shard)
         self._shards.found(shard)
         self._on_found()
 

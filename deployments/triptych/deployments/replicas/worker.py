@@ -12,7 +12,16 @@ from typing import Any
 from ray import serve
 
 from triptych.core.errors import PoolError
-from triptych.core.messages import ROUTER, Message, Register, RegisterAgain, Send, Stage
+from triptych.core.messages import (
+    ROUTER,
+    Drain,
+    Drained,
+    Message,
+    Register,
+    RegisterAgain,
+    Send,
+    Stage,
+)
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
 from triptych.deployments.placement.autoscaling import WANTED
@@ -30,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 STUCK_STEP_S = 120.0
+DRAIN_NOTICE_S = 1.0
+"""How long a worker that is to exit waits for the news that the whole application stops."""
+DRAIN_MARGIN_S = 5.0
+"""How much longer than the grace period a worker waits for the router's last message."""
 POOL_ANSWER_S = 30.0
 """How long one attempt to connect to the pool waits; another attempt follows."""
 POOL_GRACE_S = 300.0
@@ -78,10 +91,11 @@ class WorkerReplica:
             self._channel,
             self._registration,
             plan.router_address,
-            on_found=self._report,
+            on_found=self._on_router_found,
             on_lost=self._on_router_lost,
         )
         self._rejoining: asyncio.Task[None] | None = None
+        self._draining, self._drained = asyncio.Event(), asyncio.Event()
         freeze_heap()
         self._loop.start()
         await self._channel.start()
@@ -112,6 +126,7 @@ class WorkerReplica:
         return await self._live_profiler.profile(name, loop, steps, seconds, trace=trace)
 
     async def __del__(self) -> None:
+        await self._finish_requests()
         self._reporting.cancel()
         if self._rejoining is not None:
             self._rejoining.cancel()
@@ -121,6 +136,18 @@ class WorkerReplica:
         await self._channel.stop()
         await asyncio.to_thread(self._pool.close)
         self._node.run_dir.leave()
+
+    async def _finish_requests(self) -> None:
+        """Work on until no request is left, if the whole application stops.
+
+        A worker that exits alone does so at once, and others go on with its requests. Serve stops
+        router and workers at about the same time, so the news may come a little later.
+        """
+        grace_s = self._plan.config.ingress.graceful_shutdown_timeout_s
+        with contextlib.suppress(TimeoutError):
+            if self._link.is_up:
+                await asyncio.wait_for(self._draining.wait(), DRAIN_NOTICE_S)
+                await asyncio.wait_for(self._drained.wait(), grace_s + DRAIN_MARGIN_S)
 
     # ---------------------------------------------------------------- the pool
 
@@ -199,10 +226,15 @@ class WorkerReplica:
             return  # the router fails these requests when this worker registers again
         take = self._inbound.take if self._inbound else self._loop.post
         for message in messages:
-            if isinstance(message, RegisterAgain):
-                self._link.forgotten()
-            else:
-                take(message)
+            match message:
+                case RegisterAgain():
+                    self._link.forgotten()
+                case Drain():
+                    self._draining.set()
+                case Drained():
+                    self._drained.set()
+                case _:
+                    take(message)
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         """Hand messages from the compute thread to the event loop."""
@@ -219,7 +251,14 @@ class WorkerReplica:
     def _on_lost(self, address: str) -> None:
         self._link.lost(address)
 
+    def _on_router_found(self) -> None:
+        self._draining.clear()
+        self._drained.clear()
+        self._report()
+
     def _on_router_lost(self) -> None:
+        self._draining.set()  # a router that is gone has nothing more to say
+        self._drained.set()
         logger.warning("%s: the router is gone; dropping every request", self._pool.worker)
         if self._inbound:
             self._inbound.cancel_all()

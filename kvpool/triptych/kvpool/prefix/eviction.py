@@ -109,6 +109,13 @@ class LeafHeap(Generic[R]):
                 return item
         return None
 
+    def peek(self) -> R | None:
+        """The item that ``pop`` would remove."""
+        item = self.pop()
+        if item is not None:
+            heapq.heappush(self._entries, (item.rank, item.stamp, item))
+        return item
+
     def live(self) -> list[R]:
         """All items, in no order; for checks."""
         return [item for _, stamp, item in self._entries if item.stamp == stamp]

@@ -1,8 +1,9 @@
 """Index of cached prefixes: a hash chain over blocks of tokens, with quotas and eviction."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from triptych.core.errors import PoolError
@@ -231,7 +232,8 @@ class PrefixIndex:
 
         The blocks before them must be resident. Some of the payloads may be known already; the
         rest is added whole or, if it cannot fit, refused whole. To fit, blocks are evicted:
-        the tenant's own if it would be over its quota, then anybody's, lowest rank first.
+        the tenant's own if it would be over its quota, then those of the tenant with the most
+        bytes, lowest rank first.
 
         Raises: ValueError if the tokens are not whole blocks, or fewer blocks than payloads
         """
@@ -458,8 +460,37 @@ class PrefixIndex:
                 self._insert(node)
             return "quota"
         freed = sum(node.block.nbytes for node in victims)
-        self._evict_from(self._all, over_limit - freed, victims)
+        self._evict_largest(over_limit - freed, {tenant: nbytes}, victims)
         return victims
+
+    def _evict_largest(self, nbytes: int, coming: Mapping[str, int], victims: list[_Node]) -> None:
+        """Free bytes of the tenant that has the most at the time, again and again.
+
+        So a tenant with less than an equal share loses nothing. ``coming``: bytes that a tenant is
+        about to have. Blocks with a soft pin go last, by rank alone.
+        """
+
+        def size(name: str) -> int:
+            return self._tenants[name].nbytes + coming.get(name, 0) if name in self._tenants else 0
+
+        largest = [(-size(name), name) for name in self._tenants]
+        heapify(largest)
+        freed = 0
+        while freed < nbytes and largest:
+            negative, name = heappop(largest)
+            account = self._tenants.get(name)
+            leaves = account.leaves if account and -negative == size(name) else None
+            node = leaves.peek() if leaves else None
+            if leaves is None or node is None or node.soft_pins:
+                continue  # it has another size, or nothing that may go now
+            leaves.pop()
+            self._remove(node)
+            victims.append(node)
+            freed += node.block.nbytes
+            # If the parent is another tenant's block, that tenant has a leaf again.
+            for owner in {name, *([node.parent.block.tenant] if node.parent else [])}:
+                heappush(largest, (-size(owner), owner))
+        self._evict_from(self._all, nbytes - freed, victims)
 
     def _evict_from(self, account: _Account, nbytes: int, victims: list[_Node]) -> bool:
         """Remove blocks until ``nbytes`` are free; False if too few may go."""

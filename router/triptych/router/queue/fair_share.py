@@ -77,6 +77,9 @@ class FairShare:
         """Byte seconds per weight."""
         return self._accounts[tenant].used
 
+    def weight(self, tenant: str) -> float:
+        return self._accounts[tenant].weight
+
     def price(self, tenant: str, size: int) -> float:
         """Expected increase of ``used`` for ``size`` bytes."""
         return size * self.hold_s / self._accounts[tenant].weight

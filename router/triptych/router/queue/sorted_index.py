@@ -37,6 +37,9 @@ class SortedIndex(Generic[K]):
     def __iter__(self) -> Iterator[str]:
         return (name for _, name in self._order)
 
+    def __reversed__(self) -> Iterator[str]:
+        return (name for _, name in reversed(self._order))
+
     def key(self, name: str) -> K:
         return self._keys[name]
 

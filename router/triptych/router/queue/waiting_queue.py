@@ -188,6 +188,25 @@ class WaitingQueue:
         others = len(self._lanes) - (tenant in self._lanes)
         return min(len(self), own + others * (own + 1))
 
+    def displaceable(self, tenant: str, weight: float) -> Iterator[str]:
+        """Requests that may leave to make room for one of ``tenant``, the first one first.
+
+        They are those of the tenant with the most requests per weight: its least urgent ones, and
+        of these the newest first. None if ``tenant`` would then have more per weight than that one.
+        """
+        if not self._lanes:
+            return
+        shares = {
+            name: len(lane.by_due) / self.accounts.weight(name)
+            for name, lane in self._lanes.items()
+        }
+        largest = max(shares, key=lambda name: (shares[name], name))
+        lane, own = self._lanes[largest], self._lanes.get(tenant)
+        count = len(own.by_due) if own else 0
+        rest = (len(lane.by_due) - 1) / self.accounts.weight(largest)
+        if largest != tenant and rest >= (count + 1) / weight:
+            yield from reversed(lane.by_place)
+
     def older(self, name: str) -> int:
         """Number of waiting requests that arrived before a waiting one."""
         return self._by_age.place(name)

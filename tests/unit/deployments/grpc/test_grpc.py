@@ -199,6 +199,22 @@ async def test_models_health_and_reflection(engine: FakeEngine) -> None:
             await check(health_pb2.HealthCheckRequest(service="other"))
 
 
+async def test_reflection_can_be_turned_off(engine: FakeEngine) -> None:
+    config = IngressConfig(grpc_port=free_port(), grpc_reflection=False)
+    server = GrpcServer(make_serving(engine, TOKENIZER, config))
+    await server.start()
+
+    def look() -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            ProtoReflectionDescriptorDatabase(channel).get_services()
+
+    try:
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            await asyncio.to_thread(look)
+    finally:
+        await server.stop()
+
+
 async def test_tools_find_the_schema_by_reflection(engine: FakeEngine) -> None:
     config = IngressConfig(grpc_port=free_port())
     server = GrpcServer(make_serving(engine, TOKENIZER, config))

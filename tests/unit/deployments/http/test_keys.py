@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
@@ -12,9 +13,9 @@ import uvicorn
 import yaml
 
 from triptych.core.config import IngressConfig
-from triptych.core.errors import ConfigError, InvalidKey, TooManyRequests
+from triptych.core.errors import ConfigError, InvalidKey, RequestError, TooManyRequests
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
-from triptych.deployments.http.keys import KeyRing, read_keys
+from triptych.deployments.http.keys import Client, KeyRing, read_keys
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -96,6 +97,73 @@ def test_what_is_beyond_a_key_is_counted_as_turned_away(tmp_path: Path) -> None:
         with pytest.raises(TooManyRequests):
             keys.client("Bearer ada-key")
     assert len(refused) == 2
+
+
+async def nothing() -> AsyncGenerator[None]:
+    yield
+
+
+async def start(client: Client, choices: int) -> AsyncGenerator[None]:
+    """A request that runs until it is closed."""
+    running = client.run(nothing(), choices)
+    await anext(running)
+    return running
+
+
+async def test_each_choice_counts_as_a_request_at_a_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=4))
+    ada = KeyRing(path).client("Bearer ada-key")
+    first = await start(ada, 3)
+    with pytest.raises(TooManyRequests, match="4 requests at a time"):
+        await start(ada, 2)
+    second = await start(ada, 1)
+    await first.aclose()
+    third = await start(ada, 3)
+    for running in (second, third):
+        await running.aclose()
+    assert ada.running == 0
+
+
+async def test_each_choice_counts_as_a_request_a_minute(tmp_path: Path) -> None:
+    now = [100.0]
+    path = write(tmp_path / "keys.yaml", entry("ada", requests_per_minute=6))
+    ring = KeyRing(path, clock=lambda: now[0])
+    await (await start(ring.client("Bearer ada-key"), 4)).aclose()
+    ada = ring.client("Bearer ada-key")
+    with pytest.raises(TooManyRequests) as caught:
+        await start(ada, 4)
+    assert caught.value.retry_after_s == pytest.approx(20)  # one of three that it needs is left
+    await (await start(ada, 2)).aclose()
+
+
+@pytest.mark.parametrize("limit", ["max_concurrent_requests", "requests_per_minute"])
+async def test_more_choices_than_a_key_ever_allows_are_no_matter_of_time(
+    tmp_path: Path, limit: str
+) -> None:
+    ring = KeyRing(write(tmp_path / "keys.yaml", entry("ada", **{limit: 2})))
+    with pytest.raises(RequestError, match=r"3 choices .* good for 2 .*: lower n"):
+        await start(ring.client("Bearer ada-key"), 3)
+
+
+async def test_n_and_prompts_count_over_http(tokenizer, engine, tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=3))
+    app = create_app(
+        OpenAIServing(
+            engine=engine,
+            tokenizer=tokenizer,
+            model=ModelCard(name="tiny", context_tokens=2048, created=0),
+            config=IngressConfig(api_keys=str(path)),
+        )
+    )
+    transport = httpx.ASGITransport(app)
+    headers = {"authorization": "Bearer ada-key"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as ada:
+        for prompts, choices, status in ((["a"], 3, 200), (["a", "b"], 2, 400), (["a"], 4, 400)):
+            body = {"prompt": prompts, "n": choices, "max_tokens": 1}
+            response = await ada.post("/v1/completions", json=body)
+            assert response.status_code == status, response.text
+            if status == 400:
+                assert response.json()["error"]["param"] == "n"
 
 
 def test_a_key_can_be_taken_away_and_given_while_the_server_runs(ring) -> None:

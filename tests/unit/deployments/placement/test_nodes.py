@@ -6,12 +6,26 @@ from triptych.core.errors import ConfigError
 from triptych.deployments.placement.nodes import (
     POLL_INTERVAL_S,
     application_nodes,
+    check_ray_auth,
     node_affinity,
     wait_for_nodes,
 )
 
 HEAD = {"memory": 1.0}
 WORKER = {"CPU": 8.0, "triptych": 1.0}
+
+
+@pytest.mark.parametrize("chosen", ["", "token", "what"])
+def test_a_cluster_that_authenticates_nobody_is_refused(chosen: str) -> None:
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token, or with RAY_AUTH_MODE=disabled"):
+        check_ray_auth(is_on=False, chosen=chosen)
+
+
+def test_authentication_can_be_turned_off_on_purpose(caplog: pytest.LogCaptureFixture) -> None:
+    check_ray_auth(is_on=True, chosen="")
+    assert not caplog.records
+    check_ray_auth(is_on=False, chosen="disabled")
+    assert "can run code" in caplog.text
 
 
 def test_without_a_resource_every_node_is_one_of_the_application() -> None:

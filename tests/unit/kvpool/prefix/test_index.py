@@ -164,6 +164,22 @@ def test_what_cannot_fit_is_refused_and_counted() -> None:
     assert publish(index, [7] * 4, payloads(1, nbytes=21), "b").refused is None
 
 
+def test_a_tenant_that_floods_a_full_cache_takes_nothing_from_one_with_less() -> None:
+    index = PrefixIndex(STEP, Limits(total_bytes=100, tenant_bytes=100))
+    other = Namespace(salt=b"b", model="m", revision="1", profile="auto")
+    mine = list(range(8))
+    publish(index, mine, payloads(2, seconds=0.001), "small", other)
+    for start in range(0, 4000, 100):
+        done = publish(index, range(start, start + 4), payloads(1), "large")
+        assert done.refused is None
+    assert len(index.lookup(other, [*mine, 0])) == 2
+    assert index.stat().bytes_by_tenant == {"small": 20, "large": 80}
+    for start in range(5000, 9000, 100):
+        publish(index, range(start, start + 4), payloads(1), "small", other)
+    assert index.stat().bytes_by_tenant == {"small": 50, "large": 50}
+    assert index.check() == []
+
+
 def test_the_child_of_another_tenant_keeps_a_block_from_being_evicted() -> None:
     index = PrefixIndex(STEP, Limits(total_bytes=100, tenant_bytes=30))
     publish(index, range(8), payloads(2), "a")

@@ -117,11 +117,17 @@ class Checked:
         return max(entry.seconds, 1e-9) / entry.nbytes * uses
 
     def note_evicted(
-        self, blocks: Iterable[Block], soft_pin: Path | None, own: str | None, over: int
+        self,
+        blocks: Iterable[Block],
+        soft_pin: Path | None,
+        own: str | None,
+        over: int,
+        coming: int = 0,
     ) -> None:
         """Each was evictable, and of those that were the one of lowest worth.
 
-        The first ``over`` bytes come from the blocks of the tenant ``own``.
+        The first ``over`` bytes come from the blocks of the tenant ``own``, the others from those
+        of the tenant with the most bytes, if ``own`` is one, which gets ``coming`` bytes.
         """
         freed = 0
         for block in blocks:
@@ -136,6 +142,13 @@ class Checked:
             ]
             assert path in leaves
             others = [p for p in leaves if not self.soft_pinned(self.kept[p])]
+            if own is not None and scope is None and others:
+                size = {
+                    who: self.held_bytes(who) + coming * (who == own)
+                    for who in {self.kept[p].tenant for p in others}
+                }
+                assert size[self.kept[path].tenant] == max(size.values())
+                others = [p for p in others if self.kept[p].tenant == self.kept[path].tenant]
             assert path in others or not others, "what is guarded goes last"
             lowest = min(self.worth(self.kept[p]) for p in others or leaves)
             assert self.worth(self.kept[path]) <= lowest * (1 + 1e-9)
@@ -249,7 +262,7 @@ class Checked:
         else:
             assert done.refused is None
             assert done.added == len(new)
-            self.note_evicted(done.evicted, soft_pin, tenant, over)
+            self.note_evicted(done.evicted, soft_pin, tenant, over, wanted)
             spared = sum(block.nbytes for block in done.evicted[:-1])
             assert not done.evicted or spared < max(over, too_much), "no more than must go"
             for path in chain[before:]:

@@ -114,10 +114,10 @@ def known_of(pool: LockedPool, worker: WorkerId, said: Sequence[int], salt: str)
 
 
 def flood(pool: LockedPool, count: int = 30) -> None:
-    """Prompts of others, twice each, so that they are worth more than what nobody asks again."""
+    """Other prompts, twice each, so that they are worth more than what nobody asks again."""
     for number in range(count):
-        publish(pool, tokens(1000 + number, 2), "other")
-        publish(pool, tokens(1000 + number, 2), "other")
+        publish(pool, tokens(1000 + number, 2))
+        publish(pool, tokens(1000 + number, 2))
     assert pool.check() == []
 
 

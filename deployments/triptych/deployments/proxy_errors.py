@@ -1,0 +1,74 @@
+"""Middleware for Ray Serve's HTTP proxy: what the proxy ends by itself also ends with an error.
+
+A proxy answers with plain text when it has no replica or loses one, and cuts the stream of a
+replica that ends. Ray Serve adds the middleware where ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``
+names ``middlewares``; ``triptych serve`` and the container image set that.
+"""
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triptych.deployments.http.errors import RETRY_AFTER_S, ApiError
+from triptych.deployments.http.json_frames import DONE, event
+
+LOST = ApiError(
+    status=503,
+    message="the server lost the process that had this request: send it again",
+    kind="service_unavailable",
+    code="worker_lost",
+    retry_after_s=RETRY_AFTER_S,
+)
+REPLACED = (408, 429, 500, 503)
+"""Statuses that the proxy gives itself, as plain text."""
+
+
+def middlewares() -> list[Middleware]:
+    """What Ray Serve's HTTP proxies call when they start."""
+    return [Middleware(ProxyErrorMiddleware)]
+
+
+class ProxyErrorMiddleware:
+    """Gives responses of the proxy OpenAI's error shape, and streams that are cut an error event.
+
+    Responses of the application are passed on as they are: their errors are JSON.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _Response(send)
+        await self._app(scope, receive, response.send)
+        if response.is_replaced or not response.has_started:
+            await LOST.response()(scope, receive, send)
+        elif response.is_cut_stream:
+            await send({"type": "http.response.body", "body": event(LOST.body) + DONE})
+
+
+class _Response:
+    """What was sent of one response."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_started = self.is_replaced = False
+        self._is_stream = self._is_complete = False
+
+    @property
+    def is_cut_stream(self) -> bool:
+        return self._is_stream and not self._is_complete
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message.get("headers", ())).get("content-type", "")
+            self._is_stream = kind.startswith("text/event-stream")
+            self.is_replaced = message["status"] in REPLACED and kind.startswith("text/plain")
+            self.has_started = True
+        if self.is_replaced:
+            return
+        if message["type"] == "http.response.body":
+            self._is_complete = not message.get("more_body", False)
+        await self._send(message)

@@ -1,0 +1,103 @@
+# Ray's handles lack types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""``serve run`` that lets running requests finish when it is interrupted.
+
+``serve run`` ends the HTTP proxies first, which cuts every stream. Here the first SIGINT has the
+routers drain, while the proxies still answer; after that, or at the second SIGINT, Serve is shut
+down. Usage: ``python -m triptych.deployments.serve_run CONFIG SECONDS``; SECONDS is how long the
+routers may take.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from threading import Thread
+from types import FrameType
+from typing import Any
+
+FLUSH_S = 0.5
+"""Time for the last bytes of responses to reach their clients."""
+
+
+class Interrupts:
+    """The handler of SIGINT: drain first, then raise KeyboardInterrupt in the main thread."""
+
+    def __init__(self, drain: Callable[[], None]) -> None:
+        self._drain, self._count = drain, 0
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        """Raises: KeyboardInterrupt"""
+        self._count += 1
+        if self._count == 1:
+            # In a thread, since a lock that the main thread holds must not be taken again in it.
+            draining = Thread(target=self._drain, daemon=True)
+            draining.start()
+            draining.join()  # a second signal ends the wait
+        raise KeyboardInterrupt
+
+
+def drain_all(timeout_s: float) -> None:
+    """Have the routers of all running applications drain; returns when they have.
+
+    Applications that are still starting have no requests.
+    """
+    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+    if is_initialized is None or not is_initialized():  # it may be imported in part
+        return
+    try:
+        calls = [router.drain.remote() for router in _routers()]
+        for call in calls:
+            call.result(timeout_s=timeout_s)
+    except Exception as error:  # noqa: BLE001  # to stop is more important than to wait
+        _tell(f"running requests are not waited for: {error}")
+        return
+    if calls:
+        time.sleep(FLUSH_S)
+
+
+def _routers() -> Iterator[Any]:
+    # Ray takes seconds to import, and an interrupt meanwhile must find the handler.
+    from ray import serve  # noqa: PLC0415
+    from ray.serve.exceptions import RayServeException  # noqa: PLC0415
+
+    try:
+        status = serve.status()
+    except RayServeException:  # Serve has not started
+        return
+    for name, application in status.applications.items():
+        for deployment, found in application.deployments.items():
+            if deployment.partition("-")[0] == "Router" and found.status == "HEALTHY":
+                yield serve.get_deployment_handle(deployment, name)
+
+
+def main() -> None:
+    """Run ``serve run`` until it is interrupted; its exit status is then 0."""
+    config, seconds = sys.argv[1:]
+    signal.signal(signal.SIGINT, Interrupts(lambda: drain_all(float(seconds))))
+    try:
+        _serve_run(config)
+    except KeyboardInterrupt:
+        _tell("stopped before the server had started")
+
+
+def _serve_run(config: str) -> None:
+    import click  # noqa: PLC0415
+    from ray.serve.scripts import cli  # noqa: PLC0415
+
+    try:
+        cli(["run", config], standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort as error:  # click's name for an interrupt
+        raise KeyboardInterrupt from error
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"triptych: {line}\n")
+
+
+if __name__ == "__main__":
+    main()

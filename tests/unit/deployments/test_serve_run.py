@@ -1,0 +1,58 @@
+"""An interrupted server: the first signal drains, the second one does not wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from triptych.deployments.serve_run import Interrupts, drain_all
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    previous = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_the_first_interrupt_drains_and_then_ends_the_server() -> None:
+    drained = threading.Event()
+    signal.signal(signal.SIGINT, Interrupts(drained.set))
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert drained.is_set()
+
+
+def test_the_second_interrupt_ends_the_wait() -> None:
+    def drain() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    began = time.monotonic()
+    signal.signal(signal.SIGINT, Interrupts(drain))
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert time.monotonic() - began < 10
+
+
+def test_before_ray_is_there_nothing_is_waited_for() -> None:
+    drain_all(60.0)
+
+
+@pytest.mark.parametrize("after_s", [0.3, 2.0])
+def test_an_interrupt_during_the_start_is_no_error(tmp_path: Path, after_s: float) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("applications: [{name: a, import_path: 'time:sleep'}]")
+    command = [sys.executable, "-m", "triptych.deployments.serve_run", str(config), "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+    assert process.returncode == 0, errors

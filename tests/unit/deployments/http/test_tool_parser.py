@@ -129,33 +129,74 @@ def test_calls_and_their_results_are_written_as_the_model_knows_them() -> None:
 # ---------------------------------------------------------------- what the answer says
 
 
+NAMES = frozenset({"weather", "time"})
+TAGGED = (
+    '<tool_call>\n{"name": "time", "arguments": {"a": "\\\\\\"</tool_call>{<tool_call>", "b": 2}}\n'
+    "</tool_call>"
+)
+PARTS = ["It <is> ", CALL, TIME_CALL, TAGGED, NO_CALL, "<", "\n", "<tool_", "</tool_call>"]
+
+
+def parse(pieces: list[str], finish: str = "stop") -> tuple[str, list[tuple[str, str]], bool]:
+    """The text, the calls and whether the output ends inside a call."""
+    parser, parsed = ToolParser(NAMES), list[str | ParsedCall]()
+    for index, piece in enumerate(pieces, 1):
+        parsed += parser.read(piece, finish=finish if index == len(pieces) else None)
+    calls = [(one.name, one.arguments) for one in parsed if isinstance(one, ParsedCall)]
+    assert parser.calls == len(calls)
+    return "".join(one for one in parsed if isinstance(one, str)), calls, parser.is_cut
+
+
+def split(text: str, seed: int) -> list[str]:
+    cut, pieces = Random(seed), list[str]()
+    while text:
+        size = cut.choice([1, 1, 2, 3, 30])
+        pieces.append(text[:size])
+        text = text[size:]
+    return [*pieces, ""]
+
+
 @given(
-    st.lists(
-        st.sampled_from(["It <is> ", CALL, TIME_CALL, "<tool_call>no json</tool_call>", "<", "\n"])
-    ),
+    st.lists(st.sampled_from(PARTS)),
+    st.integers(min_value=0),
+    st.sampled_from(["stop", "length"]),
     st.integers(),
 )
-def test_however_an_answer_is_cut_it_says_the_same(parts: list[str], seed: int) -> None:
-    text, cut = "".join(parts), Random(seed)
-    names = frozenset({"weather", "time"})
-    whole = list(ToolParser(names).read(text, is_last=True))
-    reader, pieces = ToolParser(names), list[str | ParsedCall]()
-    rest = text
-    while rest:
-        size = cut.randint(1, 30)
-        pieces += reader.read(rest[:size], is_last=size >= len(rest))
-        rest = rest[size:]
-    assert output_tokens(pieces) == output_tokens(whole)
-    assert sum(isinstance(one, ParsedCall) for one in whole) == parts.count(CALL) + parts.count(
-        TIME_CALL
+def test_any_split_and_any_ending_give_the_same_text_and_calls(
+    parts: list[str], end: int, finish: str, seed: int
+) -> None:
+    text = "".join(parts)
+    text = text[: end % (len(text) + 1)]
+    text_alone, calls, is_cut = parse([text], finish)
+    assert parse(split(text, seed), finish) == (text_alone, calls, is_cut)
+    assert "<tool_call>" not in text_alone
+    whole = [call for call in (CALL, TIME_CALL, TAGGED) for _ in range(text.count(call))]
+    assert len(calls) == len(whole)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize("end", range(1, len(CALL)))
+@pytest.mark.parametrize("before", ["", "I look.", f"{TIME_CALL}\n", f"I look. {TIME_CALL} "])
+def test_a_cut_call_leaves_no_markup(before: str, end: int) -> None:
+    text, calls, is_cut = parse([before + CALL[:end]], "length")
+    assert text in ("", "I look.")
+    assert len(calls) == before.count(TIME_CALL)
+    assert is_cut
+
+
+def test_a_closing_tag_in_a_string_does_not_end_the_call() -> None:
+    text, calls, is_cut = parse([f"a {TAGGED} b"])
+    assert (text, is_cut) == ("a  b", False)
+    assert json.loads(calls[0][1]) == {"a": '\\"</tool_call>{<tool_call>', "b": 2}
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, '"\\ud800"', "1e400"])
+def test_arguments_keep_the_text_of_the_model(value: str) -> None:
+    arguments = f'{{"a": {value}}}'
+    _, calls, _ = parse(
+        [f'<tool_call>\n{{"name": "time", "arguments": {arguments}}}\n</tool_call>']
     )
-
-
-def output_tokens(pieces: list[str | ParsedCall]) -> tuple[str, list[tuple[str, str]]]:
-    texts = [one for one in pieces if isinstance(one, str)]
-    return "".join(texts), [
-        (one.name, one.arguments) for one in pieces if isinstance(one, ParsedCall)
-    ]
+    assert calls == [("time", arguments)]
 
 
 @pytest.fixture
@@ -166,7 +207,7 @@ def client(server, engine):
 
 def ask(client, **more: object):
     wanted = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, TIME], "max_tokens": 300}
-    return client.chat.completions.create(**wanted, **more)
+    return client.chat.completions.create(**wanted | more)
 
 
 def test_the_client_gets_calls(client, engine) -> None:
@@ -191,6 +232,34 @@ def test_a_stream_says_the_same(client, engine) -> None:
     assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "time")]
     assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+ENDINGS = [10, 30, len(CALL) - 1, len(CALL) + 1, len(CALL) + 12, 2 * len(CALL) - 1]
+
+
+@pytest.mark.parametrize("max_tokens", ENDINGS)
+def test_an_answer_that_length_cuts_inside_a_call_has_finish_length(
+    client, engine, max_tokens: int
+) -> None:
+    engine.script = f"{CALL}\n{CALL}"
+    choice = ask(client, max_tokens=max_tokens, tool_choice="required").choices[0]
+    chunks = list(ask(client, max_tokens=max_tokens, tool_choice="required", stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call.function.arguments for call in choice.message.tool_calls or []]
+    assert calls == ['{"city": "Ulm"}'] * (max_tokens // len(CALL))
+    assert [c.function.arguments for d in deltas for c in d.tool_calls or []] == calls
+    assert not choice.message.content
+    assert "".join(delta.content or "" for delta in deltas) == ""
+    assert choice.finish_reason == chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_call_that_a_stop_token_cuts_has_finish_length(client, engine) -> None:
+    """Stop strings are not matched in a call; a stop token ends it wherever it comes."""
+    engine.script, engine.stop_at = CALL, 20
+    choice = ask(client).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content == ""
+    assert engine.calls[0][0].sampling.tool_calls
 
 
 def test_without_tools_such_a_text_is_text(client, engine) -> None:

@@ -148,6 +148,37 @@ def test_text_that_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizer
     assert stream.finish() == "cat"
 
 
+CALL = '<tool_call>\n{"a": "</tool_call>o"}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stop", ["\n", "o", "{", "<", "<tool_call>", "}\n<", ">"])
+@pytest.mark.parametrize("splits", [[True], [False]])
+def test_stops_are_not_matched_inside_a_tool_call(
+    tokenizer: PreTrainedTokenizerFast, stop: str, splits: list[bool]
+) -> None:
+    backend = from_json(to_json(tokenizer))
+    tokens = encode(tokenizer, f"cat {CALL}", splits)
+    stream = IncrementalDetokenizer(backend, Sampling(stop=(stop,), tool_calls=True))
+    assert streamed(stream, tokens) == (f"cat {CALL}", None)
+    tokens += encode(tokenizer, f"cat{stop}cat", splits)
+    stream = IncrementalDetokenizer(backend, Sampling(stop=(stop,), tool_calls=True))
+    expected = f"cat {CALL}cat"
+    if stop == "<tool_call>":  # opens a call
+        assert streamed(stream, tokens) == (f"{expected}{stop}cat", None)
+    else:
+        assert streamed(stream, tokens) == (expected, stop)
+
+
+def test_a_stop_is_not_matched_across_the_border_of_a_call(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    stream = IncrementalDetokenizer(
+        from_json(to_json(tokenizer)), Sampling(stop=("cat<", ">cat"), tool_calls=True)
+    )
+    text = f"cat{CALL}cat"
+    assert streamed(stream, encode(tokenizer, text, [True])) == (text, None)
+
+
 def test_a_space_in_front_of_the_answer_depends_on_what_it_continues() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     the = tokenizer.get_vocab()["▁the"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import FastTokenizer
+from triptych.workers.sampling.tool_calls import ToolCallScanner, overlap
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_TOKENS = 16
@@ -38,7 +39,9 @@ class IncrementalDetokenizer:
         """``prompt_tail``: last tokens of the prompt. SentencePiece tokenizers drop a space in
         front of the very first token, so decoding must not start with the output."""
         self._decoder = _DecodeWindow(tokenizer, skip_special=sampling.skip_special_tokens)
-        self._stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
+        stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
+        has_both = sampling.tool_calls and sampling.stop
+        self._stops = _StopStringsOutsideCalls(stops) if has_both else stops
         for token in prompt_tail:
             self._decoder.push(token)
 
@@ -131,7 +134,7 @@ class _StopStrings:
             end, stop = found
             self._held_back, self._ended = "", True
             return TextDelta(text[: end if self._keep else end - len(stop)], stop)
-        hold = max(_overlap(text, stop) for stop in self._stops)
+        hold = max(overlap(text, stop) for stop in self._stops)
         self._held_back = text[len(text) - hold :]
         return TextDelta(text[: len(text) - hold])
 
@@ -151,9 +154,30 @@ class _StopStrings:
         return end, stop
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+class _StopStringsOutsideCalls:
+    """The same for output with tool calls, in which stop strings are not matched.
+
+    Agents send stop strings such as a line break, which every call contains.
+    """
+
+    def __init__(self, stops: _StopStrings) -> None:
+        self._stops = stops
+        self._calls = ToolCallScanner()
+
+    def push(self, new: str) -> TextDelta:
+        text = ""
+        for segment in self._calls.push(new):
+            if segment.in_call:
+                text += self._stops.flush() + segment.text
+                continue
+            delta = self._stops.push(segment.text)
+            text += delta.text
+            if delta.stop is not None:
+                return TextDelta(text, delta.stop)
+        return TextDelta(text)
+
+    def flush(self) -> str:
+        rest = self._calls.flush()
+        if rest is None or rest.in_call:
+            return self._stops.flush() + (rest.text if rest else "")
+        return self._stops.push(rest.text).text + self._stops.flush()

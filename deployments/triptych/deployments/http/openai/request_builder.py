@@ -100,7 +100,7 @@ class RequestBuilder:
         sampling = await self._sampling(body, logprobs)
         if tools:
             calls = await asyncio.to_thread(grammar_of_calls, body, tools)
-            sampling = replace(sampling, grammar=calls)
+            sampling = replace(sampling, grammar=calls, tool_calls=True)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         job = replace(job, tools=frozenset(tool.function.name for tool in tools))
         job = self._with_prompt_logprobs(job, body)

@@ -238,16 +238,15 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(self, job: Job, codec: TextCodec) -> None:
         super().__init__(job, codec)
         self._tool_parsers = [ToolParser(job.tools) for _ in job.requests]
-        self._calls = [0 for _ in job.requests]
 
     def whole(self) -> Json:
         return super().whole() | self._prompt_logprobs(self.choices[0])
 
     def _choice(self, choice: Choice) -> Json:
-        text, calls = self._read(choice, "".join(choice.texts), is_last=True)
+        text, calls = self._read(choice, "".join(choice.texts), choice.finish)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:
-            message |= {"content": text.strip() or None, "tool_calls": calls}
+            message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": choice.index,
             "message": message,
@@ -260,26 +259,25 @@ class ChatResponseBuilder(ResponseBuilder):
         if not choice.opened:
             choice.opened = True
             yield self._part(choice, {"role": "assistant", "content": ""})
-        text, calls = self._read(choice, item.text, is_last=item.finish is not None)
+        text, calls = self._read(choice, item.text, item.finish)
         if text or item.logprobs:
             yield self._part(choice, {"content": text}, self._logprobs(item.logprobs))
-        first = self._calls[choice.index] - len(calls)
+        first = self._tool_parsers[choice.index].calls - len(calls)
         for index, call in enumerate(calls, first):
             yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
         if item.finish:
             last = self._part(choice, {})
             yield last | {"finish_reason": self._finish(choice), **choice.ending}
 
-    def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
+    def _read(
+        self, choice: Choice, text: str, finish: FinishReason | None
+    ) -> tuple[str, list[Json]]:
         """The text and the tool calls that a piece of output adds."""
         if not self.job.tools:
             return text, []
-        pieces = list(self._tool_parsers[choice.index].read(text, is_last=is_last))
+        pieces = list(self._tool_parsers[choice.index].read(text, finish=finish))
         calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
-        self._calls[choice.index] += len(calls)
-        rest = "".join(piece for piece in pieces if isinstance(piece, str))
-        # Line breaks around calls are not part of the text.
-        return (rest if rest.strip() or not self._calls[choice.index] else ""), [
+        return "".join(piece for piece in pieces if isinstance(piece, str)), [
             {
                 "id": call.id,
                 "type": "function",
@@ -289,8 +287,11 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
 
     def _finish(self, choice: Choice) -> str | None:
-        has_called = self._calls[choice.index] and choice.finish == "stop"
-        return "tool_calls" if has_called else choice.finish
+        """OpenAI's reason. An answer that ends inside a call is cut, whatever ended it."""
+        parser = self._tool_parsers[choice.index]
+        if parser.is_cut:
+            return "length"
+        return "tool_calls" if parser.calls and choice.finish == "stop" else choice.finish
 
     def _part(self, choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:
         return {

@@ -126,6 +126,79 @@ def test_calls_and_their_results_are_written_as_the_model_knows_them() -> None:
     assert results["content"].count("<tool_response>") == 2
 
 
+def history(call: dict[str, object], *results: dict[str, object]) -> list[dict[str, object]]:
+    return [*QUESTION, {"role": "assistant", **call}, *results]
+
+
+def called(**function: object) -> dict[str, object]:
+    function = {"name": "time", **function}
+    return {"content": None, "tool_calls": [{"id": "c0", "type": "function", "function": function}]}
+
+
+ANSWER = {"role": "tool", "tool_call_id": "c0", "content": "wet"}
+NO_ARGUMENTS = [{"arguments": ""}, {"arguments": "null"}, {"arguments": " \n"}, {}]
+
+
+@pytest.mark.parametrize("arguments", [*NO_ARGUMENTS, {"arguments": None}, {"arguments": {}}])
+def test_a_call_without_arguments_has_an_empty_object(client, engine, arguments) -> None:
+    ask(client, messages=history(called(**arguments), ANSWER), max_tokens=1)
+    turns = turns_of(body(messages=history(called(**arguments), ANSWER)).messages, ())
+    assert turns[1]["content"] == '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+def test_arguments_may_be_an_object() -> None:
+    sent = history(called(arguments={"zone": ["Köln", 1]}), ANSWER)
+    turns = turns_of(body(messages=sent).messages, ())
+    assert '"arguments": {"zone": ["Köln", 1]}}' in turns[1]["content"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "{", "[1]", "1", '"{}"', "nul", [1], 1, True])
+def test_arguments_that_are_no_object_are_refused_by_name(client, engine, arguments) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=history(called(arguments=arguments), ANSWER))
+    assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
+
+
+EMPTY = [{"content": None}, {}, {"content": None, "tool_calls": []}, {"content": ""}]
+LEGACY = {"content": None, "function_call": {"name": "time", "arguments": ""}}
+
+
+@pytest.mark.parametrize("message", EMPTY)
+def test_an_assistant_without_content_is_empty(client, engine, message) -> None:
+    sent = [*history(message), {"role": "user", "content": "Well?"}]
+    ask(client, messages=sent, max_tokens=1)
+    assert turns_of(body(messages=sent).messages, ())[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (called(), {**ANSWER, "content": None}),
+        (called(), {"role": "tool", "tool_call_id": "c0"}),
+        (called(), {"role": "tool", "content": "wet"}),
+        (called(), {**ANSWER, "tool_call_id": ""}),
+        ({"tool_calls": [{"id": "", "function": {"name": "time"}}]}, ANSWER),
+        ({"tool_calls": [{"function": {"name": "time"}}]}, {"role": "tool", "content": ""}),
+        (LEGACY, {"role": "function", "name": "time", "content": "wet"}),
+        (LEGACY, {"role": "function", "name": "time", "content": None}),
+    ],
+)
+def test_results_of_any_client_belong_to_the_call_before(client, engine, call, result) -> None:
+    sent = history(call, result)
+    ask(client, messages=sent, max_tokens=1)
+    _, calls, results = turns_of(body(messages=sent).messages, ())
+    assert '{"name": "time", "arguments": {}}' in calls["content"]
+    text = result.get("content") or ""
+    assert results["content"] == f"<tool_response>\n{text}\n</tool_response>"
+
+
+@pytest.mark.parametrize("result", [ANSWER, {**ANSWER, "tool_call_id": ""}])
+def test_a_result_without_a_call_is_refused(client, engine, result) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[*QUESTION, result])
+    assert caught.value.param == "messages.1.tool_call_id"
+
+
 # ---------------------------------------------------------------- what the answer says
 
 

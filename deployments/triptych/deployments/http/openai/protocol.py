@@ -249,9 +249,17 @@ class TextPart(Body):
     text: Text
 
 
+def _arguments(value: object) -> object:
+    """Arguments as JSON text. Clients send "" or null for none, and some send the object."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "{}" if isinstance(value, str) and value.strip() in ("", "null") else value
+
+
 def _is_json_object(text: str) -> str:
     try:
-        is_object = isinstance(json.loads(text), dict)
+        # Python refuses integers of more than 4,300 digits, which are valid JSON.
+        is_object = isinstance(json.loads(text, parse_int=float), dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
@@ -289,13 +297,13 @@ class NamedTool(Body):
 
 class FunctionCall(Body):
     name: ToolName
-    arguments: Annotated[Text, AfterValidator(_is_json_object)]
+    arguments: Annotated[Text, BeforeValidator(_arguments), AfterValidator(_is_json_object)] = "{}"
 
 
 class ToolCall(Body):
     """A tool call of an earlier assistant message."""
 
-    id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    id: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -303,10 +311,13 @@ class ToolCall(Body):
 class Message(Body):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """``function`` is OpenAI's older form of ``tool``, without an id."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(
         default_factory=list[ToolCall]
     )
+    function_call: FunctionCall | None = None
+    """OpenAI's older form of ``tool_calls``."""
     tool_call_id: str = ""
     content: Annotated[
         Annotated[Text, Tag("@one")]
@@ -320,13 +331,21 @@ class Message(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_need_no_text(cls, data: object) -> object:
+    def _empty_content(cls, data: object) -> object:
+        """Calls and results have no content in many histories."""
         if not isinstance(data, dict):
             return data
         given = cast("dict[str, object]", data)
-        if given.get("role") == "assistant" and given.get("tool_calls"):
-            return {**given, "content": given.get("content") or ""}
-        return given
+        may_be_empty = given.get("role") in ("assistant", "tool", "function")
+        return {**given, "content": ""} if may_be_empty and given.get("content") is None else given
+
+    @property
+    def calls(self) -> list[FunctionCall]:
+        """The calls of an assistant's message, in either form."""
+        if self.role != "assistant":
+            return []
+        older = [self.function_call] if self.function_call and not self.tool_calls else []
+        return [call.function for call in self.tool_calls] + older
 
     @property
     def text(self) -> str:

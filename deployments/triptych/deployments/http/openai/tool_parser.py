@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from triptych.core import grammar
@@ -20,6 +21,7 @@ from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTo
 from triptych.workers.sampling.tool_calls import CLOSE, OPEN, Segment, ToolCallScanner
 
 RESULT = "<tool_response>\n{}\n</tool_response>"
+RESULT_ROLES = ("tool", "function")
 INSTRUCTIONS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -94,22 +96,25 @@ def turns_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
     turns, open_calls = list[Turn](), set[str]()
     for index, message in enumerate(messages):
         turn = message.for_template()
-        if message.role == "tool":
-            if message.tool_call_id not in open_calls:
+        if message.role in RESULT_ROLES:
+            if message.role == "tool" and not _answers(message.tool_call_id, open_calls):
                 text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
                 raise RequestError(text, f"messages.{index}.tool_call_id")
             turn = {"role": "user", "content": RESULT.format(message.text)}
-            if (
-                index and messages[index - 1].role == "tool"
-            ):  # results of one turn become one message
+            if index and messages[index - 1].role in RESULT_ROLES:
+                # Results of one turn become one message.
                 turns[-1]["content"] += "\n" + turn["content"]
                 continue
-        given = message.tool_calls if message.role == "assistant" else []
-        calls = [_call_text(call.function.name, call.function.arguments) for call in given]
-        open_calls |= {call.id for call in given}
+        calls = [_call_text(call.name, call.arguments) for call in message.calls]
+        open_calls |= {call.id for call in message.tool_calls if message.role == "assistant"}
         turn["content"] = "\n".join([turn["content"]] * bool(turn["content"]) + calls)
         turns.append(turn)
     return _with_tools(turns, tools) if tools else turns
+
+
+def _answers(call_id: str, open_calls: AbstractSet[str]) -> bool:
+    """Whether a result belongs to a call; some clients leave the ids empty."""
+    return call_id in open_calls or (bool(open_calls) and (not call_id or "" in open_calls))
 
 
 def _call_text(name: str, arguments: str) -> str:

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import FastTokenizer
+from triptych.workers.sampling.token_bytes import incomplete_character, piece_bytes
 from triptych.workers.sampling.tool_calls import ToolCallScanner, overlap
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_TOKENS = 16
+_CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,9 @@ class TextDelta:
 class IncrementalDetokenizer:
     """Detokenizes one output incrementally.
 
-    All deltas and ``finish`` together are the decoded output, cut at the first stop string that
-    is completed. Decoding covers a window of recent tokens, so the cost of a token does not
-    depend on the length of the output.
+    All deltas and ``finish`` together are the decoded output without an incomplete character at
+    its end, cut at the first stop string that is completed. Decoding covers a window of recent
+    tokens, so the cost of a token does not depend on the length of the output.
 
     One exception: tokenizers with byte tokens (``<0x41>``) replace every byte of a run that
     is not UTF-8 as a whole. Characters of such a run that were already sent do not change.
@@ -65,6 +68,8 @@ class _DecodeWindow:
 
     def __init__(self, tokenizer: FastTokenizer, *, skip_special: bool) -> None:
         self._decode = tokenizer.backend.decode
+        self._name = tokenizer.backend.id_to_token
+        self._byte_level = tokenizer.backend.token_to_id("Ġ") is not None
         self._skip = frozenset(tokenizer.all_special_ids if skip_special else ())
         self._tokens = list[int]()
         self._border = 0
@@ -86,10 +91,21 @@ class _DecodeWindow:
         return new
 
     def flush(self) -> str:
-        """The remaining text; an incomplete character becomes a replacement character."""
+        """The remaining text, without an incomplete character at its end."""
         text = self._text(self._tokens)
-        new, self._given = text[self._given :], len(text)
+        if text.endswith(_REPLACEMENT) and (cut_bytes := self._incomplete_bytes()):
+            # A byte-level decoder shows one replacement character for all of them. With byte
+            # tokens, each of them is a token.
+            text = text[:-1] if self._byte_level else self._text(self._tokens[:-cut_bytes])
+        new, self._given = text[self._given :], max(self._given, len(text))
         return new
+
+    def _incomplete_bytes(self) -> int:
+        """Bytes at the end that begin a character and do not complete it."""
+        names = (self._name(token) or "" for token in self._tokens[-_CHARACTER_BYTES:])
+        return incomplete_character(
+            piece_bytes(name, byte_level=self._byte_level) for name in names
+        )
 
     def _settled(self, text: str) -> int:
         """Characters that no later token can change."""

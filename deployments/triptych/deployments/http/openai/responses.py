@@ -56,6 +56,11 @@ class Choice:
         ending: Json = {"stop_reason": self.stop}
         return ending | {"ended_by": self.ended_by} if self.ended_by else ending
 
+    @property
+    def is_ended_by_token(self) -> bool:
+        """Whether the last token ended the choice and is not part of its text."""
+        return self.finish == "stop" and isinstance(self.stop, int)
+
     def add(self, item: Tokens) -> None:
         """Add new tokens."""
         self.texts.append(item.text)
@@ -238,6 +243,7 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(self, job: Job, codec: TextCodec) -> None:
         super().__init__(job, codec)
         self._tool_parsers = [ToolParser(job.tools) for _ in job.requests]
+        self._skips_special = job.requests[0].sampling.skip_special_tokens
 
     def whole(self) -> Json:
         return super().whole() | self._prompt_logprobs(self.choices[0])
@@ -250,7 +256,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice, choice.logprobs),
             "finish_reason": self._finish(choice),
             **choice.ending,
         }
@@ -261,7 +267,7 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self._part(choice, {"role": "assistant", "content": ""})
         text, calls = self._read(choice, item.text, item.finish)
         if text or item.logprobs:
-            yield self._part(choice, {"content": text}, self._logprobs(item.logprobs))
+            yield self._part(choice, {"content": text}, self._logprobs(choice, item.logprobs))
         first = self._tool_parsers[choice.index].calls - len(calls)
         for index, call in enumerate(calls, first):
             yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
@@ -301,7 +307,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "finish_reason": None,
         }
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json | None:
         if not logprobs:
             return None
         content = [
@@ -309,12 +315,19 @@ class ChatResponseBuilder(ResponseBuilder):
             | {"top_logprobs": [self._named(token, value) for token, value in entry.top]}
             for entry in logprobs
         ]
+        if choice.is_ended_by_token:
+            content[-1]["bytes"] = []
         return {"content": content, "refusal": None}
 
     def _named(self, token: int, logprob: float) -> Json:
         raw = self._codec.token_bytes(token)
         text = raw.decode("utf-8", errors="replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+        is_text = not (self._skips_special and self._codec.is_special(token))
+        return {
+            "token": text,
+            "logprob": _finite(logprob),
+            "bytes": list(raw) if is_text else [],
+        }
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -170,7 +170,12 @@ class RouteHandlers:
         timeout_s = self._config.request_timeout_s
         if job.stream:
             events = frames(items, job, answer)
-            return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
+            return EventStream(
+                events,
+                timeout_s=timeout_s,
+                keep_alive_s=self._keep_alive_s,
+                headers=answer.first_headers(),
+            )
         await unless_disconnected(request.receive, collect(items, timeout_s))
         decision = await self._decision(job.id) if self._config.decision_header else None
         return await _whole(answer, {} if decision is None else {"x-triptych-decision": decision})

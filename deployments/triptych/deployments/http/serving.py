@@ -17,6 +17,7 @@ from triptych.deployments.http.openai.protocol import (
     CompletionBody,
     check_known,
     validate,
+    warnings_of,
 )
 from triptych.deployments.http.openai.request_builder import Job, RequestBuilder
 from triptych.deployments.http.openai.responses import (
@@ -68,7 +69,9 @@ class OpenAIServing:
         """
         body = self._checked(ChatBody, given)
         job = await self.request_builder.chat(body, client.tenant, client.weight)
-        return ChatResponseBuilder(_traced(job, traceparent), self.codec)
+        answer = ChatResponseBuilder(_traced(job, traceparent), self.codec)
+        answer.warning = warnings_of(ChatBody, given)
+        return answer
 
     async def completion(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
@@ -79,7 +82,9 @@ class OpenAIServing:
         """
         body = self._checked(CompletionBody, given)
         job = await self.request_builder.completion(body, client.tenant, client.weight)
-        return CompletionResponseBuilder(_traced(job, traceparent), self.codec)
+        answer = CompletionResponseBuilder(_traced(job, traceparent), self.codec)
+        answer.warning = warnings_of(CompletionBody, given)
+        return answer
 
     def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
         if self.config.strict_params:

@@ -135,6 +135,8 @@ class ResponseBuilder(ABC):
 
     def __init__(self, job: Job, codec: TextCodec) -> None:
         self.job = job
+        self.warning = ""
+        """About the request, for the header ``X-Triptych-Warning``."""
         self._codec = codec
         self.choices = [
             Choice(index=index, echo=job.echo[index] if job.echo else "")
@@ -154,13 +156,17 @@ class ResponseBuilder(ABC):
     def headers(self) -> dict[str, str]:
         """Response headers with the result of compression and the number of cached tokens."""
         cached = _cached_tokens(self.choices, self.job.choices_each)
-        headers = {"x-triptych-cached-tokens": str(cached)}
+        headers = self.first_headers() | {"x-triptych-cached-tokens": str(cached)}
         if compression := _compression(self.choices):
             headers["x-triptych-compression-policy"] = str(compression["policy"])
             headers["x-triptych-compression-ratio"] = str(compression["ratio"])
             if self.job.fidelity:
                 headers["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
         return headers
+
+    def first_headers(self) -> dict[str, str]:
+        """The headers that are known before the first token."""
+        return {"x-triptych-warning": self.warning} if self.warning else {}
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
         """The events for ``item``, which was added to ``choice`` already."""

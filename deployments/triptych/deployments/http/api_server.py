@@ -189,12 +189,15 @@ class RouteHandlers:
             return ""
 
     async def models(self, request: Request) -> Response:
+        """The model, once it is served: clients take this route for a readiness probe."""
         self._client(request)
+        await self._serving.check_ready()
         return JsonResponse({"object": "list", "data": [self._serving.card()]})
 
     async def one_model(self, request: Request, name: str) -> Response:
         self._client(request)
         self._request_builder.check_model(name)
+        await self._serving.check_ready()
         return JsonResponse(self._serving.card())
 
     async def model_ready(self, request: Request, name: str) -> Response:

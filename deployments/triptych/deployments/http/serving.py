@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from triptych.core.config import IngressConfig
+from triptych.core.errors import Overloaded
 from triptych.core.messages import Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
@@ -107,6 +108,12 @@ class OpenAIServing:
                 return await self.engine.health()
         except TimeoutError:
             return Health(ok=False, reason="the engine does not answer")
+
+    async def check_ready(self) -> None:
+        """Raises: Overloaded if a request sent now would not be served"""
+        state = await self.health()
+        if not state.ok:
+            raise Overloaded(state.reason)
 
     def card(self) -> dict[str, object]:
         """The model in the form of OpenAI's model list."""
